@@ -28,7 +28,7 @@ test test-all:
 
 # Python 3.12 of the PATH, or one that pyenv has; an active environment takes no part.
 python_current = { python3.12 -c "import sys; print(sys.executable)" || ls "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python | tail -n 1; } 2>/dev/null
-engine = tests/distributed tests/gpu tests/gpu_path tests/parity tests/reliability tests/security/test_checkpoints.py $(addprefix tests/repo/test_, recipes.py settings_page.py) \
+engine = tests/distributed tests/gpu tests/gpu_path tests/parity tests/reliability $(addprefix tests/repo/test_, recipes.py settings_page.py) \
 	$(addprefix tests/unit/, checkpoint conversion model planning runtime training)
 
 test-current:

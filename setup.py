@@ -37,7 +37,6 @@ REQUIREMENTS = [
     "PyYAML>=6",
     "argcomplete>=3",  # the flags of `neobert` in a shell
     "tensorboard>=2.16",
-    "rich>=13",
     "tqdm>=4.66",
     "matplotlib>=3.8",  # the curves of a run, and the figures of evaluations
     "packaging>=24.2",  # megatron.core imports it

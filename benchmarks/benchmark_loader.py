@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.cli import Parser
-from megatron_neobert.errors import ConfigError, run_command
+from megatron_neobert.errors import run_command
 
 OURS = "this project, in process"
 PACKAGES = ("torch", "numpy", "megatron-core", "transformers", "nvidia-dali-cuda130")
@@ -83,8 +83,6 @@ class Turn:
 def main() -> int:
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--data-path", metavar="PREFIX", help="corpus, as of preprocess_data.py; default a made-up one, web-like")
-    add("--tokenizer-model", metavar="PATH", help="its tokenizer")
     add("--documents", type=int, default=12_288, metavar="N", help="of the made-up corpus (%(default)s)")
     add("--seq-length", type=int, default=1024, metavar="N", help="tokens of a row (%(default)s)")
     add("--batch-size", type=int, default=128, metavar="N", help="rows of a batch (%(default)s)")
@@ -92,8 +90,6 @@ def main() -> int:
     add("--seconds", type=float, default=2.0, metavar="S", help="of each turn (%(default)s)")
     add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
     arguments = parser.parse_args()
-    if (arguments.data_path is None) != (arguments.tokenizer_model is None):
-        raise ConfigError("--data-path and --tokenizer-model belong together; give both, or neither.")
     from benchmarks.shared import describe_machine, print_table, write_figures
 
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded, which is later
@@ -115,13 +111,10 @@ def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
-    prefix, model = arguments.data_path, arguments.tokenizer_model
-    if prefix is None:
-        prefix, model = write_corpus(
-            folder, documents=arguments.documents, median_tokens=368, longest=100_000, vocab_size=30_522
-        )
+    prefix, model = write_corpus(
+        folder, documents=arguments.documents, median_tokens=368, longest=100_000, vocab_size=30_522
+    )
     tokenizer, corpus = load_tokenizer(model), Corpus(prefix)
-    corpus.check_tokenizer(tokenizer)
     print(f"{len(corpus):,} documents, {corpus.manifest.tokens:,} tokens", flush=True)
     return Job(corpus, tokenizer, arguments.seq_length, arguments.batch_size, folder)
 

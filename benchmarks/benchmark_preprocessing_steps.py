@@ -1,5 +1,4 @@
-"""One step of benchmark_preprocessing.py, which starts this for its inputs, its peers, and counting tokens,
-or the peer of benchmark_duplicates.py.
+"""One step of benchmark_preprocessing.py, which starts this for its inputs, its peers, and counting tokens.
 
     python benchmarks/benchmark_preprocessing_steps.py STEP '{"argument": value, ...}'
 
@@ -10,11 +9,9 @@ would count half in the memory of the tools it measures.
 import hashlib
 import json
 import os
-import shutil
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -125,30 +122,6 @@ def run_datatrove(shards: str, text_key: str, tokenizer_json: str, output: str, 
     LocalPipelineExecutor([reader, writer], tasks=workers, workers=workers, logging_dir=logs).run()
 
 
-def run_datatrove_duplicates(shards: str, output: str) -> None:
-    """MinHash up to the list of what it would remove, OUTPUT/remove; of what is there before nothing stays."""
-    from datatrove.executor import LocalPipelineExecutor
-    from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupSignature
-    from datatrove.pipeline.dedup.minhash import MinhashConfig
-    from datatrove.pipeline.readers import ParquetReader
-    from datatrove.utils.hashing import HashConfig
-
-    shutil.rmtree(output, ignore_errors=True)
-    # xxhash 4 refuses the text that datatrove 0.10.1 gives it.
-    hashing = HashConfig(hash_fc="xxhash" if version("xxhash") < "4" else "sha1")
-    config = MinhashConfig(n_grams=5, num_buckets=14, hashes_per_bucket=8, hash_config=hashing)
-    signatures, buckets, remove = (str(Path(output, name)) for name in ("signatures", "buckets", "remove"))
-    reader = ParquetReader(shards, text_key="text", read_metadata=False)
-    stages = [
-        ([reader, MinhashDedupSignature(signatures, config)], 1),
-        ([MinhashDedupBuckets(signatures, buckets, config=config)], config.num_buckets),
-        ([MinhashDedupCluster(buckets, remove, config)], 1),
-    ]
-    for number, (pipeline, tasks) in enumerate(stages):
-        logs = str(Path(output, f"logs{number}"))
-        LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=logs).run()
-
-
 def run_datasets(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
     """The way of NeoBERT's authors, without their truncation: `map` in batches, then `save_to_disk`."""
     from datasets import load_dataset
@@ -232,7 +205,6 @@ STEPS: dict[str, Callable[..., Any]] = {
     "prepare": prepare,
     "json-lines": write_json_lines,
     "datatrove": run_datatrove,
-    "datatrove-duplicates": run_datatrove_duplicates,
     "datasets": run_datasets,
     "tokenizers": run_tokenizers,
     "count-indexed": count_indexed,

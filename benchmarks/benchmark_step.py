@@ -14,7 +14,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ LEARNING_RATE = 1e-4  # any: neither speed nor memory depends on it
 LAYOUTS = ("packed", "padded", "reference")
 DOCUMENTS = 4096  # one window: as well packed as a large corpus
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
+_WAITED = "called a synchronizing CUDA operation"  # what torch warns of
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Timing:
     flops: float  # that the documents need
     seconds: float
     loss: float  # nats per masked token
-    peak_bytes: int  # most during the step, of this side: weights, gradients and optimizer state included
+    peak_bytes: int | None  # most that a GPU had allocated during the step, the other model included
 
 
 def main() -> int:
@@ -80,7 +83,7 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     """Builds both models, lets them train in turn at every length, and prints the table."""
     import torch
 
-    from benchmarks.shared import Memory, describe_machine, print_table, write_figures
+    from benchmarks.shared import describe_machine, print_table, write_figures
     from megatron_neobert.inspection.found_batch import replace_by_flags
     from megatron_neobert.model.flops import count_parameters
     from megatron_neobert.model.gpus import find_gpu
@@ -91,18 +94,14 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
 
     from benchmarks.step_layouts import Reference
-    from benchmarks.step_profile import find_waits, profile_step
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join
 
-    memory = Memory(on_gpu=torch.cuda.is_available())
-    with memory.watch("ours"):
-        run = build_run(settings, *join(settings))
+    run = build_run(settings, *join(settings))
     reference = None
     if "reference" in arguments.layouts:
-        with memory.watch("reference"):
-            reference = Reference(settings, run.device, vocab_size=arguments.vocab_size)
-    bench = Bench(run, reference, memory)
+        reference = Reference(settings, run.device, vocab_size=arguments.vocab_size)
+    bench = Bench(run, reference)
     on_gpu = run.device.type == "cuda"
     device = torch.cuda.get_device_name(run.device) if on_gpu else f"{arguments.threads} CPU thread(s)"
     parameters = count_parameters(settings.model, vocab_size=arguments.vocab_size).total
@@ -156,7 +155,6 @@ class Bench:
 
     run: Any  # megatron_neobert.state.Run
     reference: Any  # benchmarks.step_layouts.Reference; None where it is left out, and weights are those of the run
-    memory: Any  # benchmarks.shared.Memory
 
     def time_step(self, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
         """Runs one step, from the reference's weights where there is one."""
@@ -164,19 +162,19 @@ class Bench:
 
         from megatron_neobert.training.step import train_step
 
-        is_reference, clock = layout == "reference", time.process_time
-        if not is_reference and self.reference is not None:
+        on_gpu, clock = self.run.device.type == "cuda", time.process_time
+        if layout != "reference" and self.reference is not None:
             self.reference.give_weights(self.run)
-        if self.run.device.type == "cuda":
+        if on_gpu:
             clock = time.perf_counter
             torch.cuda.synchronize()
-        with self.memory.watch("reference" if is_reference else "ours"):
-            start = clock()
-            if is_reference:
-                loss = self.reference.step(passes["reference"])
-            else:
-                loss = train_step(self.run, passes[layout]).sums.mean_loss  # a number: the device has finished
-            seconds = clock() - start
+            torch.cuda.reset_peak_memory_stats()
+        start = clock()
+        if layout == "reference":
+            loss = self.reference.step(passes["reference"])
+        else:
+            loss = train_step(self.run, passes[layout]).sums.mean_loss  # a number: the device has finished
+        seconds = clock() - start
         batches = passes["packed" if layout == "packed" else "padded"].micro_batches
         tokens, capacity = (sum(one.real_tokens for one in batches), sum(one.tokens_t.numel() for one in batches))
         print(
@@ -192,8 +190,57 @@ class Bench:
             flops=tokens * flops_per_token(self.run, passes["lengths"]),
             seconds=seconds,
             loss=loss,
-            peak_bytes=self.memory.peak_bytes,
+            peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         )
+
+
+def find_waits(step: Callable[[], Any]) -> dict[str, int]:
+    """Return how often a step waits for the GPU by line of Python; calls named synchronize are not among them."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lines = (f"{Path(one.filename).name}:{one.lineno}" for one in caught if _WAITED in str(one.message))
+    return dict(Counter(lines))
+
+
+def profile_step(step: Callable[[], Any], *, on_gpu: bool, rows: int = 30) -> list[dict[str, Any]]:
+    """Return the operations that take longest in a step, those that start no other counted alone.
+
+    Returns:
+        Name, calls, milliseconds of the GPU (of the CPU without one) and percent of all, the longest first; on a GPU
+        also the calls of CUDA's own functions that wait for it.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as found:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = found.key_averages()
+
+    def microseconds(event: Any) -> float:
+        return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+
+    total = sum(map(microseconds, events)) or 1.0
+    longest = sorted(events, key=microseconds, reverse=True)[:rows]
+    waiting = [event for event in events if on_gpu and event.key.startswith("cuda") and "ynchronize" in event.key]
+    return [
+        {
+            "operation": event.key[:100],
+            "calls": event.count,
+            "ms": microseconds(event) / 1e3,
+            "% of all": 100 * microseconds(event) / total,
+        }
+        for event in dict.fromkeys([*longest, *waiting])
+    ]
 
 
 def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[str, Any]]:
@@ -213,7 +260,7 @@ def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[
                 "tokens/s": statistics.median(timing.tokens / timing.seconds for timing in group),
                 "TFLOP/s": tflops,
                 "% MFU": None if peak_tflops is None else 100 * tflops / peak_tflops,
-                "peak GiB": max(timing.peak_bytes for timing in group) / (1 << 30),
+                "peak GiB": max(timing.peak_bytes or 0 for timing in group) / (1 << 30) or None,
                 "packed is faster by": statistics.median(
                     other.seconds / ours.seconds for ours, other in zip(packed, group, strict=True)
                 ),

@@ -21,7 +21,6 @@ from megatron_neobert.model.flops import training_flops_per_token
 
 PERFORMANCE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 TOKENS_PER_STEP = 2 * 65_536  # of the count
-GB_BEFORE = 1029.0  # the same count of local layers before kernels were fused; the products' and attention's as now
 VOCAB_SIZE, VOCAB_PADDED = 30_522, 30_592  # bert-base-uncased's, and padded to a multiple of 128
 BF16_PEAK = 989e12  # FLOP/s of both GPUs, data sheet
 GEMM = 650e12  # bf16 products at a width of 768: four fifths of what 8192^3 reaches, an estimate
@@ -83,14 +82,10 @@ def counted_bytes(layers: str) -> dict[str, float]:
 
 
 def steps() -> list[Step]:
-    """From the local layers before their kernels were fused to FP8."""
-    counted = counted_bytes("local")
-    unfused = counted["elementwise"] + (GB_BEFORE * 1e9 / TOKENS_PER_STEP - sum(counted.values()))
-    local = Step("local layers", "FA2", counted)
+    """Return the steps from local layers to FP8."""
     in_bf16 = Step("Transformer Engine", "cuDNN", counted_bytes("Transformer Engine"))
     return [
-        replace(local, name="local layers, before", bytes_by_part=counted | {"elementwise": unfused}),
-        local,
+        Step("local layers", "FA2", counted_bytes("local")),
         in_bf16,
         *(replace(in_bf16, name=f"Transformer Engine, FP8 {recipe}", fp8=recipe) for recipe in FP8),
     ]

@@ -1,11 +1,10 @@
-"""What the benchmarks share: a made-up corpus, turns, memory, and how figures are shown and saved.
+"""What the benchmarks share: a made-up corpus, turns, and how figures are shown and saved.
 
 Imports the standard library alone, so that a benchmark whose tools are processes of their own holds none of their
 libraries' pages.
 """
 
 import argparse
-import ctypes
 import datetime
 import importlib.metadata
 import json
@@ -14,7 +13,6 @@ import os
 import platform
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,48 +87,8 @@ def write_corpus(
             length = min(int(rng.lognormvariate(math.log(median_tokens), sigma)) + 1, longest)
             stream.write(json.dumps({"content": " ".join(rng.choices(words, k=length))}) + "\n")
     settings = PreprocessSettings((str(shard),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
-    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
+    preprocess(plan_preprocessing(settings))
     return str(folder / "c_content_document"), str(vocabulary)
-
-
-class Memory:
-    """Bytes that each of several models holds and needs, which take turns: torch's tensors on a GPU; on a CPU, by how
-    much the process grows (resident set, Linux)."""
-
-    def __init__(self, *, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self.held_by: dict[str, int] = {}
-        self.peak_bytes = 0  # most during the last watch, of the model that was watched
-
-    @contextmanager
-    def watch(self, side: str) -> Iterator[None]:
-        """What is allocated meanwhile belongs to `side`."""
-        before, own = self._held(), self.held_by.get(side, 0)
-        if self.on_gpu:
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-            yield
-            peak = torch.cuda.max_memory_allocated()
-        else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew
-            yield
-            peak = self._own_status("VmHWM")
-        self.peak_bytes = own + peak - before
-        self.held_by[side] = own + self._held() - before
-
-    def _held(self) -> int:
-        if self.on_gpu:
-            import torch
-
-            return torch.cuda.memory_allocated()
-        ctypes.CDLL(None).malloc_trim(0)  # gives the system what was freed but kept for later
-        return self._own_status("VmRSS")
-
-    @staticmethod
-    def _own_status(name: str) -> int:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def positive(text: str) -> int:

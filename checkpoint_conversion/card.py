@@ -9,7 +9,6 @@ its front matter before, and the text below its last line.
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,14 +22,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 
 from megatron_neobert.cli import option
-from megatron_neobert.errors import (
-    ConfigError,
-    ConversionError,
-    DataError,
-    MissingInputError,
-    OutputError,
-    short_reason,
-)
+from megatron_neobert.errors import ConversionError, DataError, MissingInputError, OutputError, short_reason
 from megatron_neobert.huggingface.checks import MODELING_FILE, check_folder, read_object
 from megatron_neobert.runtime.atomic_files import read_text, replace_file, require_folder
 
@@ -40,60 +32,36 @@ MARKER = "<!-- Text below this line stays when the card is written anew. -->"
 NO_MODEL_ID = "path/to/this/folder"  # stands in the examples until the model's name on the Hub is known
 
 _TEMPLATE = Path(__file__).with_name("model_card_template.md")
-_LARGEST_CARD_BYTES = 1 << 20  # of a stranger's; ours take 5 KB
-
-# The forms of the Hub's identifiers. Which of them exist changes over time, and the Hub checks it on upload.
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-_LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 _MODEL_ID = re.compile(r'^model_id = "(.+)"$', flags=re.MULTILINE)  # as the examples of a card have it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Declared:
-    """Facts about a model that its owner states, for the card.
-
-    Raises:
-        ConfigError: The Hub would refuse a value; the message has all of them.
-    """
-
-    license: str | None = None  # the Hub's identifier, such as apache-2.0
-    base_model: str | None = None  # on the Hub, whose weights training began from
-    datasets: Sequence[str] = ()  # on the Hub
-    language: Sequence[str] = ()  # ISO 639 codes
-    model_id: str | None = None  # name of the model on the Hub, for the examples
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.license is not None and not _LICENSE.fullmatch(self.license):
-            problems.append(f"license {self.license!r} is no identifier of the Hub, such as apache-2.0, mit or other.")
-        problems += [
-            f"language {code!r} is neither an ISO 639 code of two or three small letters, nor code or multilingual."
-            for code in self.language
-            if not _LANGUAGE.fullmatch(code)
-        ]
-        for kind, names in {"model": (self.model_id, self.base_model), "dataset": self.datasets}.items():
-            for name in names:
-                try:
-                    validate_repo_id(name or "unknown")
-                except HFValidationError:
-                    problems.append(f"{name!r} cannot be the name of a {kind} on the Hub; expected owner/name.")
-        if problems:
-            raise ConfigError(problems)
+def read_names(given: Any) -> Any:
+    """Return a name on the Hub, or a tuple of several, as a command line gives it; ValueError if one cannot exist."""
+    try:
+        for name in [given] if isinstance(given, str) else given:
+            validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError("cannot be a name on the Hub; expected owner/name.") from error
+    return given if isinstance(given, str) else tuple(given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardOptions:
-    """The command line of `neobert model-card`."""
+    """The command line of `neobert model-card`: facts that only the owner of a model has."""
 
     model: Path = option(help="folder of a converted model", metavar="DIR")
-    name: str | None = option(None, "of the model on the Hub, for the card's examples", metavar="OWNER/NAME")
+    name: str | None = option(
+        None, "of the model on the Hub, for the card's examples", metavar="OWNER/NAME", read=read_names
+    )
     license: str | None = option(None, "the Hub's identifier, such as apache-2.0 (at first: unknown)", metavar="ID")
-    base_model: str | None = option(None, "model on the Hub whose weights training started from", metavar="OWNER/NAME")
-    dataset: tuple[str, ...] = option((), "training data on the Hub", metavar="OWNER/NAME")
+    base_model: str | None = option(
+        None, "model on the Hub whose weights training started from", metavar="OWNER/NAME", read=read_names
+    )
+    dataset: tuple[str, ...] = option((), "training data on the Hub", metavar="OWNER/NAME", read=read_names)
+    language: tuple[str, ...] = option((), "ISO 639 codes, such as en", metavar="CODE")
     results: tuple[Path, ...] = option(
         (), "--output of evaluations of this model: scores of GLUE and named-entity recognition", metavar="DIR"
     )
-    language: tuple[str, ...] = option((), "ISO 639 codes, such as en", metavar="CODE")
 
 
 def rewrite_model_card(options: CardOptions) -> None:
@@ -104,20 +72,12 @@ def rewrite_model_card(options: CardOptions) -> None:
     for flag, folders in {"--model": (options.model,), "--results": options.results}.items():
         for folder in folders:
             require_folder(flag, folder)
-    declared = Declared(
-        model_id=options.name,
-        license=options.license,
-        base_model=options.base_model,
-        datasets=options.dataset,
-        language=options.language,
-    )
-    results = read_results(options.results, options.model) if options.results else ()
-    write_model_card(options.model, declared, results)
+    write_model_card(options, read_results(options.results, options.model) if options.results else ())
     print(f"wrote {options.model / CARD}")
 
 
-def write_model_card(folder: Path, declared: Declared | None = None, results: Sequence[EvalResult] = ()) -> None:
-    """Write the card, or replace it at once; what is not declared stays as the present card has it.
+def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -> None:
+    """Write the card, or replace it at once; what is not given stays as the present card has it.
 
     Args:
         results: Added to the results of the present card; a new value of the same metric replaces the old one.
@@ -126,18 +86,18 @@ def write_model_card(folder: Path, declared: Declared | None = None, results: Se
         MissingInputError, ConversionError, DataError: The folder holds no model of ours, or a card that is no card.
         OutputError: The card was not written by this function, and would be lost.
     """
-    declared = declared or Declared()
+    folder = options.model
     present = _read_card(folder / CARD)
     found = _MODEL_ID.search(present.text)
-    model_id = declared.model_id or (found.group(1) if found else NO_MODEL_ID)
+    model_id = options.name or (found.group(1) if found else NO_MODEL_ID)
     title = "NeoBERT" if model_id == NO_MODEL_ID else model_id.rsplit("/", maxsplit=1)[-1]
     try:
         facts = read_facts(folder)
         data = cast(ModelCardData, present.data)
-        data.license = declared.license or data.license or "unknown"
-        data.base_model = declared.base_model or data.base_model
-        data.datasets = list(declared.datasets) or data.datasets
-        data.language = list(declared.language) or data.language
+        data.license = options.license or data.license or "unknown"
+        data.base_model = options.base_model or data.base_model
+        data.datasets = list(options.dataset) or data.datasets
+        data.language = list(options.language) or data.language
         if results:
             kept = [old for old in data.eval_results or () if not any(map(old.is_equal_except_value, results))]
             data.eval_results = [*kept, *results]
@@ -199,29 +159,6 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
     except (KeyError, TypeError, AttributeError) as error:
         paths = ", ".join(str(run.path) for run in runs)
         raise DataError(f"{paths}: results are not of this version ({short_reason(error)}); measure again.") from error
-
-
-def read_declared(folder: Path) -> dict[str, str]:
-    """Return license and base_model of a folder from the Hub, if its card or its folder in the Hub's cache names them.
-
-    Values that cannot be read or cannot be right are left out: they belong to a stranger.
-    """
-    card, found = folder / CARD, {}
-    if card.is_file() and card.stat().st_size <= _LARGEST_CARD_BYTES:
-        try:
-            data = ModelCard(read_text(card), ignore_metadata_errors=True).data.to_dict()
-            found = {name: data.get(name) for name in ("license", "base_model")}
-        except (ValueError, TypeError, yaml.YAMLError):
-            pass
-    if in_cache := re.search(r"/models--([^/]+?)--([^/]+)/snapshots/", f"{folder.absolute()}/"):
-        found["base_model"] = "/".join(in_cache.groups())
-    declared = {}
-    for name, value in found.items():
-        if isinstance(value, str) and value != "unknown":
-            with suppress(ConfigError):
-                Declared(**{name: value})
-                declared[name] = value
-    return declared
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

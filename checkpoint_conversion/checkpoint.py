@@ -6,8 +6,7 @@ of the checkpoint against its manifest. What is written holds what a conversion 
 and tokenizer, for --continue-from: training starts with fresh moments at iteration 0.
 """
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,14 +40,9 @@ from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
-from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import TrainState
-from megatron_neobert.text import parse_json
 
-PROVENANCE = "provenance.json"
 _LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
-_DECLARED = ("license", "base_model")
-_LARGEST_PROVENANCE_BYTES = 1 << 16  # it holds two short names
 
 # What megatron.core calls the optimizer's own fp32 copies with its distributed optimizer, and without.
 _STATE, _MAIN_WEIGHTS = f"{OPTIMIZER_PREFIX}state.", ("param", "fp32_param")
@@ -63,7 +57,6 @@ class MegatronCheckpoint:
     tokenizer: Tokenizer
     tensors: dict[str, Tensor]
     progress: TrainState  # how far the run had come
-    declared: dict[str, str] = field(default_factory=dict)  # licence and base_model of the weights that it began with
 
     @property
     def iteration(self) -> int:
@@ -149,19 +142,15 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
         tokenizer=load_tokenizer(folder / "tokenizer"),
         tensors=join_halves(tensors),
         progress=read_train_state(folder).state,
-        declared=_read_provenance(folder, settings),
     )
 
 
-def write_checkpoint(
-    save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer, *, declared: dict[str, str]
-) -> Path:
+def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer) -> Path:
     """Write iteration 0 of a save folder.
 
     Args:
         save: An existing folder.
         tensors: Under the internal names of mapping.py; stored in fp32.
-        declared: The weights' licence and name on the Hub, for the model cards of what is made of them.
 
     Returns:
         The folder of the checkpoint.
@@ -177,27 +166,11 @@ def write_checkpoint(
         temporary / "rank_00000.safetensors", parts, {name: (0,) * tensor.dim() for name, tensor in parts.items()}
     )
     write_train_state(temporary, TrainState(corpus_sha256=""))
-    (temporary / PROVENANCE).write_text(json.dumps(declared), encoding="utf-8")
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)
     write_manifest(temporary, {})
     publish(temporary, final, iteration=0)
     return final
-
-
-def _read_provenance(folder: Path, settings: Settings) -> dict[str, str]:
-    """Return what a conversion noted of weights from Hugging Face: here, or where this run began if that is there."""
-    started = settings.checkpoint.continue_from
-    candidates = [folder / PROVENANCE, *(sorted(Path(started).glob(f"iter_*/{PROVENANCE}")) if started else ())]
-    for path in candidates:
-        if path.is_file() and path.stat().st_size <= _LARGEST_PROVENANCE_BYTES:
-            try:
-                content = parse_json(read_text(path))
-            except ValueError as error:
-                raise CheckpointError(f"{path}: not JSON ({error}); convert the weights again.") from error
-            if isinstance(content, dict):
-                return {name: content[name] for name in _DECLARED if isinstance(content.get(name), str)}
-    return {}
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

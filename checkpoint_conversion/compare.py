@@ -15,6 +15,7 @@ code. A folder of the neobert layout is loaded with our own class, which is the 
 Shapes: `b` rows, `s` tokens of a row, `t` packed tokens, `v` vocabulary.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -68,11 +69,9 @@ class LogitModel:
     vocab_size: int
     max_tokens: int
     padded: Callable[[Tensor, Tensor], Tensor]  # (tokens_bs, attention_mask_bs) -> logits_bsv
-    # (tokens_t, cu_seqlens_n) -> logits_tv; None: the model knows no rows of several documents.
-    packed: Callable[[Tensor, Tensor], Tensor] | None
-    # None: the folder has no layout that mapping.py knows.
-    settings: ModelConfig | None = None
-    weights: Callable[[], dict[str, Tensor]] | None = None  # under internal names, without padding of the vocabulary
+    packed: Callable[[Tensor, Tensor], Tensor]  # (tokens_t, cu_seqlens_n) -> logits_tv
+    settings: ModelConfig
+    weights: Callable[[], dict[str, Tensor]]  # under internal names, without padding of the vocabulary
 
 
 class Prompts(NamedTuple):
@@ -135,15 +134,13 @@ def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
 
 @torch.no_grad()
 def compare_models(first: LogitModel, second: LogitModel) -> Checks:
-    """Run both models on the same prompts: `padded`, and `packed` where the second knows packed rows.
+    """Run both models on the same prompts, the second one padded and packed.
 
     Both are held against the first model's padded rows, so that a packed row shows what leaks between documents.
     """
     prompts = build_prompts(first.vocab_size, longest=min(first.max_tokens, second.max_tokens))
     expected_bsv = first.padded(*prompts)
-    found = {"padded": second.padded(*prompts)}
-    if second.packed is not None:
-        found["packed"] = prompts.unpack(second.packed(*prompts.packed))
+    found = {"padded": second.padded(*prompts), "packed": prompts.unpack(second.packed(*prompts.packed))}
     return {how: compare_logits(expected_bsv, logits, prompts.attention_mask_bs) for how, logits in found.items()}
 
 
@@ -170,10 +167,17 @@ def differing_settings(first: LogitModel, second: LogitModel) -> list[str]:
 
 @torch.no_grad()
 def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the tensors that are not the same in every bit, and their largest difference over their largest value."""
-    differing = {}
-    for name, tensor in first.items():
-        one, other = tensor.float(), second[name].float()
+    """Return the tensors that are not the same in every bit, and their largest difference over their largest value.
+
+    A tensor that only one side has, or that has another shape there, differs infinitely.
+    """
+    differing: dict[str, float] = {}
+    for name in {**first, **second}:
+        one, other = first.get(name), second.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            differing[name] = math.inf
+            continue
+        one, other = one.float(), other.float()
         if not torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32)):
             largest = torch.maximum(one.abs().max(), other.abs().max())
             differing[name] = float((one - other).abs().max() / largest) if largest else 0.0  # 0 and -0
@@ -204,7 +208,6 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
                 )
             checks[how if dtype is torch.float32 else f"{how} in {name}"] = comparison
         if dtype is torch.float32:
-            assert source.weights is not None and result.weights is not None, what
             if differing := differing_settings(source, result):
                 raise ConversionError(f"{what}: {differing[0]}, in the source and in the result; nothing was written.")
             if weights := differing_weights(source.weights(), result.weights()):
@@ -309,8 +312,7 @@ def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitM
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
     """Return the model that transformers makes of a folder's config.json and of weights read from it, in fp32.
 
-    From the folder's files transformers would draw a bias that is left out, and it does not know the names and pickles
-    of training code.
+    From the folder's files transformers would draw a bias that is left out.
 
     Args:
         layout: A name in mapping.TABLES.
@@ -328,9 +330,7 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
 
 def to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> LogitModel:
     """Wrap a model of transformers; `head` holds the decoder that its class has no place for."""
-    config, content = model.config, check_folder(folder)
-    layout = str(content.get("model_type"))
-    settings = read_model_config(content, folder / "config.json").model if layout in TABLES else None
+    config, parsed = model.config, read_model_config(check_folder(folder), folder / "config.json")
     decoder = {name: head[name].to(model.dtype) for name in HEAD_NAMES if head}
 
     def logits(**inputs: Any) -> Tensor:
@@ -349,17 +349,15 @@ def to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> Logi
         return logits(input_ids=tokens_t[None], cu_seqlens=cu_seqlens_n, max_seqlen=longest)[0]
 
     def weights() -> dict[str, Tensor]:
-        assert settings is not None, layout
-        shape = ModelShape(settings, config.vocab_size, config.vocab_size)
-        return to_internal(model.state_dict() | decoder, shape, TABLES[layout])
+        shape = ModelShape(parsed.model, config.vocab_size, config.vocab_size)
+        return to_internal(model.state_dict() | decoder, shape, TABLES[parsed.layout])
 
-    is_known = settings is not None
     return LogitModel(
         description=f"{folder} ({type(model).__name__})",
         vocab_size=config.vocab_size,
         max_tokens=config.max_position_embeddings,
         padded=lambda tokens_bs, mask_bs: logits(input_ids=tokens_bs, attention_mask=mask_bs),
-        packed=(packed_by_lengths if layout == "neobert" else packed_by_blocks) if is_known else None,
-        settings=settings,
-        weights=weights if is_known else None,
+        packed=packed_by_lengths if parsed.layout == "neobert" else packed_by_blocks,
+        settings=parsed.model,
+        weights=weights,
     )

@@ -60,7 +60,6 @@ class FolderConfig(NamedTuple):
     vocab_size: int
     tied: bool  # the decoder's weight is the embedding
     has_biases: bool  # in the feed-forward and, with it, in EuroBERT's decoder
-    mask_token_id: object  # as config.json has it
     notes: tuple[str, ...]
 
 
@@ -244,18 +243,11 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
         # The file has 3/2 of SwiGLU's width, before that is rounded up to a multiple of 8: model.py EncoderBlock. The
         # published name of the longest row is max_length, which transformers 5 no longer saves.
         ffn_width = 8 * -(-(2 * ffn_width // 3) // 8)
-        if config.get("max_length") is not None:
-            if config.get(positions) is not None:
-                rule = f"max_position_embeddings is {quote(config[positions])}; remove the wrong one"
-                fields.demand("max_length", (config[positions],), rule)
-            positions = "max_length"
+        positions = "max_length" if config.get("max_length") is not None else positions
     rotary_base = read_rotary_base(fields)
     if rotary_base is None and is_neobert:
         rotary_base = _NEOBERT_ROTARY_BASE
         notes.append(f"the rotary base is {rotary_base:,}, which NeoBERT's published code fixes; config.json has none")
-    for key in ("dropout", "attention_dropout"):  # no part of what the weights compute
-        if config.get(key) is not None and (rate := fields.number(key)):
-            notes.append(f"{key} {rate:g} of config.json is not kept: training here has none")
     # The start of the weights is recorded by NeoBERT's own layout alone, and has no effect on weights that exist.
     has_start = config.get("embedding_init_range") is not None
     model = ModelConfig(
@@ -274,7 +266,6 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
         vocab_size=fields.size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings")),
         has_biases=bool(config.get("mlp_bias")),
-        mask_token_id=config.get("mask_token_id"),
         notes=tuple(notes),
     )
 

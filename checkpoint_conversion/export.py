@@ -1,13 +1,11 @@
-"""A checkpoint as a Hugging Face folder, compared with the reference before it gets its name; and folders on the Hub.
+"""A checkpoint as a Hugging Face folder, compared with the reference before it gets its name.
 
 `eurobert` is transformers' own class that computes the same function, `neobert` the published names with a modelling
 file that the folder carries, `llama` the encoder alone for software that does not know the other two.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 from importlib import resources
 from importlib.metadata import version
@@ -15,24 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi, constants, save_torch_state_dict
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
 import megatron_neobert
-from checkpoint_conversion.card import REPORT, Declared, write_model_card
+from checkpoint_conversion.card import REPORT, CardOptions, write_model_card
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, to_published
-from checkpoint_conversion.options import ExportOptions
 from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import ModelConfig
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-from megatron_neobert.errors import ConfigError, OutputError, short_reason
 from megatron_neobert.huggingface.checks import MODELING_FILE, WEIGHTS
-from megatron_neobert.runtime.atomic_files import build_folder, read_text, sha256_of
-from megatron_neobert.text import listed, parse_json
+from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
 
 if TYPE_CHECKING:  # its module imports transformers: seconds, which an export without verification does not need
     from checkpoint_conversion.compare import Checks
@@ -49,16 +43,17 @@ def export(
     checkpoint: MegatronCheckpoint,
     output: Path,
     *,
-    tokenizer: Tokenizer,
-    options: ExportOptions,
-    declared: Declared | None = None,
+    layout: str = "eurobert",
+    dtype: str = "float32",
+    sentence_transformers: bool = False,
+    verified: bool = True,
 ) -> "Checks":
     """Write and verify the folder.
 
     Args:
-        output: The folder; one of several in `options.output` if all iterations are converted.
-        tokenizer: Written beside the weights; encodes as the checkpoint's own.
-        declared: For the card, instead of what the checkpoint has inherited.
+        layout: A name in mapping.TABLES.
+        dtype: Precision of the stored weights, float32 or bfloat16.
+        sentence_transformers: Add the files that `SentenceTransformer(output)` reads.
 
     Returns:
         Distance of the written model from the reference, empty if it was not verified.
@@ -67,49 +62,32 @@ def export(
         OutputError: The folder exists, or cannot be created.
         ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
     """
-    dtype, model, length = getattr(torch, options.dtype), checkpoint.settings.model, checkpoint.trained_length
-    spec = FolderSpec(checkpoint.shape, tokenizer, dtype, model_max_length=length)
-    declared, inherited = declared or Declared(), checkpoint.declared
-    declared = replace(declared, **{name: text for name, text in inherited.items() if not getattr(declared, name)})
+    stored, model, length = getattr(torch, dtype), checkpoint.settings.model, checkpoint.trained_length
+    spec = FolderSpec(checkpoint.shape, checkpoint.tokenizer, stored, model_max_length=length)
     checks: Checks = {}
     with build_folder(output) as folder:
-        write_folder(folder, options.layout, spec, checkpoint.tensors, max_shard_size=options.max_shard_size)
-        if not options.no_verification:
+        write_folder(folder, layout, spec, checkpoint.tensors)
+        if verified:
             from checkpoint_conversion.compare import checkpoint_model, load_logit_model, verify
 
-            source = checkpoint_model(checkpoint, dtype)
-            checks = verify(source, partial(load_logit_model, folder), stored=dtype, what="the exported model")
-        if options.sentence_transformers:
-            write_sentence_transformers_files(folder, options.layout, model, max_seq_length=length)
-        write_report(checkpoint, folder, checks, options)
-        write_model_card(folder, declared)
+            source = checkpoint_model(checkpoint, stored)
+            checks = verify(source, partial(load_logit_model, folder), stored=stored, what="the exported model")
+        if sentence_transformers:
+            write_sentence_transformers_files(folder, layout, model, max_seq_length=length)
+        write_report(checkpoint, folder, checks, layout=layout, dtype=dtype)
+        write_model_card(CardOptions(model=folder))
     return checks
-
-
-def is_export_of(folder: Path, checkpoint: Path, options: ExportOptions) -> bool:
-    """Return whether the folder was made of this checkpoint with these options, and verified if that is wanted."""
-    try:
-        report = parse_json(read_text(folder / REPORT))
-        found = (report["source"]["manifest_sha256"], report["format"], report["dtype"], report["options"])
-        is_verified = bool(report["verification"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    wanted = (sha256_of(checkpoint / MANIFEST), options.layout, options.dtype, options.choices)
-    return found == wanted and (is_verified or options.no_verification)
 
 
 # --- files
 
 
-def write_folder(
-    folder: Path, layout: str, spec: FolderSpec, tensors: dict[str, Tensor], *, max_shard_size: str = "5GB"
-) -> None:
+def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str, Tensor]) -> None:
     """Fill an empty folder with config.json, safetensors files, the tokenizer's files, and what the layout adds.
 
     Args:
         layout: eurobert, neobert or llama.
         tensors: Under the internal names of mapping.py; rounded to the dtype of `spec`.
-        max_shard_size: As in Hugging Face, such as "5GB"; weights above it are cut into several files with an index.
 
     Raises:
         ConversionError: The tensors are not those of such a model, or the layout cannot hold it.
@@ -123,7 +101,7 @@ def write_folder(
         head = {name: weights.pop(name) for name in HEAD_NAMES}
         (folder / HEAD_FOLDER).mkdir()
         save_file(head, folder / HEAD_FOLDER / WEIGHTS, metadata={"format": "pt"})
-    save_torch_state_dict(weights, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     if layout == "neobert":
         (folder / MODELING_FILE).write_bytes(modeling_source())
     longest = spec.model_max_length or spec.shape.model.max_position_embeddings
@@ -177,7 +155,7 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
         _write_json(folder / name, content)
 
 
-def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", options: ExportOptions) -> None:
+def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", *, layout: str, dtype: str) -> None:
     """Record what the folder was made of and how it was checked."""
     compared: dict[str, Any] = {}
     if checks:  # read back from the written folder; a folder that differs is not written
@@ -203,15 +181,11 @@ def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks",
             **({"continued_from": Path(continued).name} if continued else {}),
             "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
         },
-        "format": options.layout,
-        "dtype": options.dtype,
-        "options": options.choices,
+        "format": layout,
+        "dtype": dtype,
         "training": settings if checkpoint.iteration else {},  # 0: converted, not trained
         "verification": {name: asdict(check) for name, check in checks.items()},
         "compared": compared,
-        "files": {
-            str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()
-        },
         "versions": {
             "megatron_neobert": megatron_neobert.__version__,
             **{name: version(name) for name in ("torch", "transformers", "safetensors")},
@@ -222,60 +196,3 @@ def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks",
 
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-# --- the Hub
-
-
-@contextmanager
-def _hub(name: str) -> Iterator[HfApi]:
-    """Give the Hub's client; errors inside the block become one sentence."""
-    try:
-        yield HfApi()
-    except Exception as error:  # of the client and of its HTTP library, which differs between versions
-        raise OutputError(
-            f"--push-to-hub {name}: {short_reason(error)}; check name, network and token (hf auth login, or "
-            "HF_TOKEN) and give the same command again: what has been converted and uploaded is kept."
-        ) from error
-
-
-def open_hub_model(name: str) -> None:
-    """Create a model on the Hub if it is not there: private, until its owner makes it public.
-
-    Raises:
-        ConfigError: HF_HUB_OFFLINE is set.
-        OutputError: The Hub cannot be reached, or does not accept name or token.
-    """
-    if constants.HF_HUB_OFFLINE:
-        raise ConfigError(
-            f"--push-to-hub {name} needs the network, and HF_HUB_OFFLINE is set. Unset it for this command."
-        )
-    with _hub(name) as api:
-        if not api.repo_exists(name):
-            api.create_repo(name, private=True)
-
-
-def push_to_hub(folder: Path, name: str, revision: str | None) -> None:
-    """Make the branch, or main, hold the files of the folder and no others; print the commit's address.
-
-    The client does not upload files that are on the Hub already, so the same command resumes after a lost connection.
-
-    Raises:
-        OutputError: The upload fails; or the branch holds files that are not an earlier export's.
-    """
-    with _hub(name) as api:
-        if revision is not None:
-            api.create_branch(name, branch=revision, exist_ok=True)
-        found = api.list_repo_files(name, revision=revision)
-    foreign = [path for path in found if path not in (".gitattributes", "README.md")]
-    if foreign and REPORT not in found:
-        raise OutputError(
-            f"--push-to-hub {name}: branch {revision or 'main'} holds {listed(foreign)}, and no {REPORT} of an earlier "
-            "export; an upload would delete them. Name another model, or a new branch with --revision."
-        )
-    with _hub(name) as api:
-        message = f"Add {folder.name}"
-        commit = api.upload_folder(
-            repo_id=name, folder_path=folder, revision=revision, commit_message=message, delete_patterns="*"
-        )
-    print(f"uploaded {folder} to {commit.commit_url}")

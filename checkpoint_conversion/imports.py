@@ -5,12 +5,9 @@ or left out with a note. What NeoBERT has and a folder leaves to a rule (a decod
 are not there) is filled in, with a note as well.
 
 Weights are mapped from their files: headers are compared with the settings before any value is read, and nothing is
-allocated for a size that a header only claims. NeoBERT's own training code saves a pickle. It is read by torch's
-weights-only loader, which creates tensors and plain values and nothing else, and nothing in it may be compressed.
+allocated for a size that a header only claims. Pickled weights are refused unread.
 """
 
-import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +18,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoint_conversion.card import read_declared
 from checkpoint_conversion.checkpoint import model_shape, read_checkpoint, write_checkpoint
 from checkpoint_conversion.config_json import FolderConfig, read_model_config
 from checkpoint_conversion.mapping import HEAD_FOLDER, STRIP_PADDING, TABLES, ModelShape, published_shapes, to_internal
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
+from megatron_neobert.errors import ConversionError, MissingInputError
 from megatron_neobert.huggingface.checks import INDEX, WEIGHTS, check_folder, quote, quote_names, read_weight_map
 from megatron_neobert.runtime.atomic_files import build_folder
 
 if TYPE_CHECKING:  # its module imports transformers: seconds, which an import without verification does not need
     from checkpoint_conversion.compare import Checks, LogitModel
 
-_STATE_DICT = "state_dict.pt"  # what accelerate writes
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEFTOVERS = ("rotary_emb.inv_freq", "freqs_cis")  # tables that older code stored; they follow from the rotary base
@@ -51,19 +46,8 @@ class ImportedModel:
     notes: tuple[str, ...]  # what was left out, filled in or widened
 
 
-def import_folder(
-    folder: Path,
-    output: Path,
-    *,
-    verified: bool = True,
-    drop_padding: bool = False,
-    declared: Mapping[str, str] | None = None,
-) -> "tuple[ImportedModel, Checks]":
+def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tuple[ImportedModel, Checks]":
     """Write a checkpoint of a folder's model, and verify it.
-
-    Args:
-        drop_padding: As `read_folder`.
-        declared: License and base_model of the weights; by default as the folder or a cache of the Hub names them.
 
     Returns:
         What was read, and the distance of the checkpoint's model from the folder's (empty if it was not verified).
@@ -72,13 +56,12 @@ def import_folder(
         OutputError: The output exists, or cannot be created.
         MissingInputError, ConversionError: The folder cannot be used. Nothing is left behind.
     """
-    imported = read_folder(folder, drop_padding=drop_padding)
+    imported = read_folder(folder)
     shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
     tensors = to_internal(imported.weights, shape, TABLES[imported.layout])
-    known = read_declared(folder) | dict(declared or {})
     checks: Checks = {}
     with build_folder(output) as temporary:
-        write_checkpoint(temporary, tensors, imported.model, imported.tokenizer, declared=known)
+        write_checkpoint(temporary, tensors, imported.model, imported.tokenizer)
         if verified:
             from checkpoint_conversion.compare import build_logit_model, checkpoint_model, verify
 
@@ -89,25 +72,21 @@ def import_folder(
 
 
 def load_as_read(folder: Path) -> "LogitModel":
-    """Return the model of a folder in fp32, with the weights as conversion reads them if it knows the layout.
+    """Return the model of a folder in fp32, with the weights as conversion reads them.
 
     Raises:
         MissingInputError, ConversionError: As `read_weights` and `compare.load_model`.
     """
-    from checkpoint_conversion.compare import build_logit_model, load_logit_model
+    from checkpoint_conversion.compare import build_logit_model
 
-    config = check_folder(folder)
-    if config.get("model_type") not in tuple(TABLES):
-        return load_logit_model(folder)
-    parsed = read_model_config(config, folder / "config.json")
+    parsed = read_model_config(check_folder(folder), folder / "config.json")
     return build_logit_model(folder, parsed.layout, read_weights(folder, parsed)[0])
 
 
-def read_folder(folder: Path, *, drop_padding: bool = False) -> ImportedModel:
+def read_folder(folder: Path) -> ImportedModel:
     """Read a folder in EuroBERT's, NeoBERT's or the bidirectional Llama's layout.
 
-    Args:
-        drop_padding: Cut off the vocabulary's rows behind the tokenizer's last id, if all of them are zero.
+    Rows of zeros that pad the vocabulary behind the tokenizer's last id are dropped.
 
     Raises:
         MissingInputError: There is no such folder, or no config, tokenizer or weights in it.
@@ -122,29 +101,22 @@ def read_folder(folder: Path, *, drop_padding: bool = False) -> ImportedModel:
             f"{folder} holds no tokenizer; put the tokenizer.json or vocab.txt into it that the model was trained with."
         ) from error
     ids, rows = tokenizer.vocab_size, config.vocab_size
-    if ids > rows or (ids < rows and not drop_padding):
-        remedy = (
-            "every id needs a row. The tokenizer belongs to another model."
-            if ids > rows
-            else "rows that belong to no token would take part in every prediction. If they are zeros, add "
-            "--drop-padded-vocabulary; else give the tokenizer a placeholder for each of them."
-        )
+    if ids > rows:
         raise ConversionError(
-            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json); {remedy}"
+            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json); every "
+            "id needs a row. The tokenizer belongs to another model."
         )
     weights, notes = read_weights(folder, config)
     if ids < rows:
         for name in (name for row in TABLES[config.layout] if row.rule is STRIP_PADDING for name in row.published):
             if weights[name][ids:].any():
                 raise ConversionError(
-                    f"{folder}: {name} is not zero in its rows from {ids} on, which the tokenizer has no ids for; only "
-                    "rows of zeros can be dropped."
+                    f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows, and {name} is not zero in "
+                    "the rows behind the last id: they would take part in every prediction. Give the tokenizer a "
+                    "placeholder for each of them."
                 )
             weights[name] = weights[name][:ids].clone()
         notes.append(f"dropped {rows - ids} rows of zeros, for which the tokenizer has no ids, from the vocabulary")
-    if config.mask_token_id not in (None, tokenizer.mask_id):  # what text is masked with is the tokenizer's business
-        stated = f"mask_token_id {quote(config.mask_token_id)} of config.json"
-        notes.append(f"{stated} is not kept: the tokenizer's mask token is {tokenizer.mask_id}")
     return ImportedModel(config.layout, config.model, tokenizer, weights, (*config.notes, *notes))
 
 
@@ -169,9 +141,11 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
         )
     shape = ModelShape(config.model, config.vocab_size, config.vocab_size)
     shapes = published_shapes(TABLES[config.layout], shape)
-    tensors, notes = match_names(folder, stored, shapes)
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(_LEFTOVERS)}
+    notes = []
+    if left_out := [name for name in stored if name not in tensors]:
+        notes.append(f"left out {quote_names(left_out)}: rotary angles follow from the base")
     embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
-    tied = [decoder] if config.tied and decoder not in tensors else []
     zero = find_zero_biases(folder, config, tensors, shapes, decoder=decoder)
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
@@ -184,53 +158,14 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
                 f"{folder}: {quote(name)} has shape {tuple(tensor.shape)}; the sizes in config.json give it "
                 f"{shapes[name]}. One of the files belongs to another model."
             )
-    if config.tied and not tied and (differing := int((tensors[decoder] != tensors[embedding]).sum())):
-        raise ConversionError(
-            f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
-            f"{differing:,} of {tensors[embedding].numel():,} values; set it to false, or remove the tensor."
-        )
-    if halves := [name for name, tensor in tensors.items() if tensor.dtype == torch.float16]:
-        tensors |= {name: tensors[name].float() for name in halves}  # exactly: nothing here stores float16
-        notes.append(
-            f"{len(halves)} of {len(tensors)} tensors were float16 and are float32 now, their values unchanged"
-        )
-    if tied:
+    # Exactly: nothing here stores float16.
+    tensors |= {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype == torch.float16}
+    if config.tied:
         notes.append(f"{decoder} is a copy of the embedding; training does not keep them equal")
         tensors[decoder] = tensors[embedding].clone()
     if zero:
         notes.append(f"filled with zeros, as the files lack them: {quote_names(zero)}")
         tensors |= {name: tensors[embedding].new_zeros(shapes[name]) for name in zero}
-    return tensors, notes
-
-
-def match_names(
-    folder: Path, stored: Mapping[str, Tensor], shapes: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors under published names, and notes on names that differ.
-
-    Names in the files may lack the prefix "model." or have one too many, or have those of DDP and torch.compile.
-    A name that no tensor of the model has stays as it is.
-    """
-    tensors: dict[str, Tensor] = {}
-    sources: dict[str, str] = {}
-    wrapped = []
-    for source, tensor in stored.items():
-        if source.endswith(_LEFTOVERS):
-            continue
-        plain = re.sub(r"^(module\.)+", "", source.replace("_orig_mod.", ""))
-        spellings = (plain, f"model.{plain}", plain.removeprefix("model."))
-        name = next((one for one in spellings if one in shapes), source)
-        if name in tensors:
-            raise ConversionError(
-                f"{folder}: {quote(sources[name])} and {quote(source)} are one weight; remove either."
-            )
-        tensors[name], sources[name] = tensor, source
-        wrapped += [source] if plain != source else []
-    notes = []
-    if left_out := [name for name in stored if name.endswith(_LEFTOVERS)]:
-        notes.append(f"left out {quote_names(left_out)}: rotary angles follow from the base")
-    if wrapped:
-        notes.append(f"'module.' and '_orig_mod.' are left out of {len(wrapped)} names, such as {quote(wrapped[0])}")
     return tensors, notes
 
 
@@ -275,13 +210,13 @@ def find_zero_biases(
 
 
 def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
-    """Map the tensors of model.safetensors, of the files that its index names, or of a state dict of NeoBERT's code.
+    """Map the tensors of model.safetensors, or of the files that its index names.
 
     Of a llama folder the head beside the encoder is mapped as well.
 
     Raises:
         MissingInputError: There are no weights, or a file that the index names is not there.
-        ConversionError: The weights are pickled otherwise, a file is damaged, or index and files do not agree.
+        ConversionError: The weights are pickled, a file is damaged, or index and files do not agree.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
@@ -290,13 +225,10 @@ def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
         tensors = map_file(single)
     elif index.is_file():
         tensors = map_shards(folder, read_weight_map(index))
-    elif (folder / _STATE_DICT).is_file():
-        tensors = map_state_dict(folder / _STATE_DICT)
     elif pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise ConversionError(
-            f"{folder}: the weights are pickled ({quote(pickles[0])}). Beside safetensors, only {_STATE_DICT} is read, "
-            f"as NeoBERT's own code writes it. Save the weights as {WEIGHTS}; a file that holds a plain state dict can "
-            f"also be renamed to {_STATE_DICT}."
+            f"{folder}: the weights are pickled ({quote(pickles[0])}), and a pickle can run code. Load them where you "
+            f"trust them (torch.load with weights_only=True), and save the state dict as {WEIGHTS} with safetensors."
         )
     else:
         raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder that holds weights.")
@@ -337,30 +269,3 @@ def map_file(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except SafetensorError as error:
         raise ConversionError(f"{file}: not a safetensors file ({error!s:.200}); fetch it again.") from error
-
-
-def map_state_dict(file: Path) -> dict[str, Tensor]:
-    """Map the tensors of a file of torch.save.
-
-    Raises:
-        ConversionError: The file holds something else, asks for other objects, or is compressed.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-        if any(one.compress_type for one in entries) or sum(one.file_size for one in entries) > file.stat().st_size:
-            raise ValueError("compressed; torch.save compresses nothing")  # and a few bytes could fill the memory
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:  # a damaged byte makes torch.load raise almost anything
-        raise ConversionError(
-            f"{file}: cannot be read safely ({short_reason(error)}); save the state dict alone as {WEIGHTS}."
-        ) from error
-    is_plain = isinstance(state, dict) and all(
-        isinstance(name, str) and isinstance(one, Tensor) and one.layout is torch.strided and not one.is_meta
-        for name, one in state.items()
-    )
-    if not is_plain or not state:
-        raise ConversionError(f"{file}: holds no state dict of plain tensors; save the weights as {WEIGHTS}.")
-    return {name: one.detach() for name, one in state.items()}

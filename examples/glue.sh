@@ -19,5 +19,5 @@ shift 2
 read -ra seeds <<<"${SEEDS:-0}"
 for model in "$@"; do
     neobert evaluate glue --model "$model" --data-dir "$data_dir" --output "$output" \
-        --grid "${GRID:-paper}" --seeds "${seeds[@]}" --jobs "${JOBS:-1}" --dtype "${DTYPE:-bfloat16}" --predict
+        --grid "${GRID:-paper}" --seeds "${seeds[@]}" --jobs "${JOBS:-1}" --dtype "${DTYPE:-bfloat16}"
 done

@@ -19,7 +19,7 @@ from megatron_neobert.errors import ConfigError, run_command, suggestion
 
 OWN, DATA = "megatron_neobert.commands", "megatron_neobert.data"
 EVALUATION, INSPECTION = "megatron_neobert.evaluation.commands", "megatron_neobert.inspection"
-CONVERSION = "checkpoint_conversion"
+FETCHING, CONVERSION = "megatron_neobert.evaluation.fetch", "checkpoint_conversion"
 COMMANDS = {
     "Data": {
         "sample-corpus": (
@@ -69,9 +69,9 @@ COMMANDS = {
         "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "pseudo-perplexity against length"),
         "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "tokens per second against length and batch size"),
         "finetune": (f"{EVALUATION}:finetune", "contrastive fine-tuning, for MTEB"),
-        "fetch glue": (f"{EVALUATION}:fetch_glue", "GLUE's data"),
-        "fetch mteb": (f"{EVALUATION}:fetch_mteb", "MTEB's data"),
-        "fetch contrastive": (f"{EVALUATION}:fetch_contrastive", "the data of contrastive fine-tuning"),
+        "fetch glue": (f"{FETCHING}:fetch_glue", "GLUE's data"),
+        "fetch mteb": (f"{FETCHING}:fetch_mteb", "MTEB's data"),
+        "fetch contrastive": (f"{FETCHING}:fetch_contrastive", "the data of contrastive fine-tuning"),
         "report": (f"{EVALUATION}:report", "all results on one page, beside the paper's numbers"),
     },
     "This machine": {

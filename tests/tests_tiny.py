@@ -56,5 +56,5 @@ def build_corpus(folder: Path, texts: Sequence[str], *, name: str, vocab_size: i
     settings = PreprocessSettings(
         inputs=(str(shard),), output_prefix=str(folder / name), tokenizer_model=str(folder / "tokenizer")
     )
-    preprocess(plan_preprocessing(settings), on_progress=lambda progress: None)
+    preprocess(plan_preprocessing(settings))
     return TinyCorpus(str(folder / f"{name}_content_document"), str(folder / "tokenizer"), tokenizer.vocab_size)

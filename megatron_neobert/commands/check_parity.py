@@ -147,7 +147,9 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
     prompts = build_prompts(vocab_size, longest=max_tokens)
 
     def as_source(model: Any) -> LogitModel:
-        return LogitModel("reference", vocab_size, max_tokens, padded=model, packed=model.forward_packed)
+        return LogitModel(
+            "reference", vocab_size, max_tokens, model, model.forward_packed, settings.model, reference.state_dict
+        )
 
     def megatron_logits(tokens_t: "Tensor", starts_n: "Tensor") -> "Tensor":
         with megatron_model(settings, tensors, vocab_size) as (model, device):

@@ -9,7 +9,6 @@ cannot, or it would not use the GPUs that are here. Runs where nothing is instal
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import platform
@@ -18,8 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -29,7 +27,7 @@ from megatron_neobert.errors import EXIT_UNAVAILABLE
 from megatron_neobert.text import parse_json
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-SETUP = Path(__file__).resolve().parents[2] / "setup.py"  # of a checkout
+PROJECT = "megatron-neobert"
 PROBE = Path(__file__).with_name("environment_probe.py")
 SECONDS = 300  # for the probe: on a cold network file system torch's import takes a minute
 PREPARE = "run bash tools/prepare_environment.sh, which installs the tested versions of constraints.txt"
@@ -55,7 +53,7 @@ _ON, _OFF = "1 y yes true on", "0 n no false off"
 _ENGINE_12 = "install transformer-engine[core_cu12,pytorch]==2.11.0"
 _ENGINE_13 = "install transformer-engine[core_cu13,pytorch]==2.11.0"
 
-# Ranges that setup.py states are read there, with their reasons beside them.
+# The ranges of setup.py, with their reasons beside them there, are read from the installed project.
 KNOWN_BAD = (
     Bad("apex", ">=0.9", PROBLEM, "is the registry's project of that name and not NVIDIA's; Megatron would import it",
         "pip uninstall apex; NVIDIA's is optional and built from its repository"),
@@ -131,9 +129,10 @@ def check_environment(options: EnvironmentOptions) -> int:
         0 if training can start, or 69.
     """
     findings = list(find_all(options.save, gpu_test=options.gpu_test))
-    width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
-    for finding in findings:
-        print_finding(finding, width)
+    for level, subject, words, remedy in findings:
+        print(f"{level:<8}{subject}: {words}")
+        if remedy:
+            print(f"        -> {remedy}")
     problems, warnings = (sum(finding.level == level for finding in findings) for level in (PROBLEM, WARNING))
     if problems:
         print(f"{problems} problem(s) keep training from starting as it should; {warnings} warning(s).")
@@ -152,7 +151,7 @@ def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
         return
     yield Finding(OK, f"Python {platform.python_version()}", sys.executable, "")
     try:
-        yield from requirement_findings(stated_requirements(), facts)
+        yield from requirement_findings(facts)
     except ModuleNotFoundError:  # packaging, which everything else needs too
         yield Finding(PROBLEM, "packages", "none of those that training needs is installed", PREPARE)
         return
@@ -200,7 +199,7 @@ def machine_facts(save: Path | None) -> dict[str, str]:
 
 
 def run_probe(*flags: str) -> list[Any]:
-    """What probe.py found, up to where it came; then why it came no further."""
+    """Return what the probe found, up to where it came; then why it came no further."""
     command = [sys.executable, str(PROBE), *flags]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
@@ -219,54 +218,35 @@ def run_probe(*flags: str) -> list[Any]:
 # --- rules
 
 
-def stated_requirements() -> list[tuple[str, str]]:
-    """What this project asks for, each with its extra or ""; from setup.py, and where there is none the installed list.
+def requirement_findings(facts: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is installed against what this project asks for; an extra's packages count where they are installed.
 
     Raises:
         ModuleNotFoundError: There is not even `packaging`.
     """
     from packaging.requirements import Requirement
 
-    if not SETUP.exists():
-        installed = [Requirement(line) for line in importlib.metadata.requires("megatron-neobert") or ()]
-        return [
-            (f"{wanted.name}{wanted.specifier}", extra)
-            for extra in ("", *EXTRAS)
-            for wanted in installed
-            if ("extra ==" in str(wanted.marker)) == bool(extra)
-            if wanted.marker is None or wanted.marker.evaluate({"extra": extra})
-        ]
-    lists = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in ast.parse(SETUP.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and node.targets[0].id in ("REQUIREMENTS", "EXTRAS")
-    }
-    lines = [(line, "") for line in lists["REQUIREMENTS"]]
-    return lines + [(line, extra) for extra in EXTRAS for line in lists["EXTRAS"][extra]]
-
-
-def requirement_findings(requirements: Iterable[tuple[str, str]], facts: Mapping[str, str]) -> Iterator[Finding]:
-    """What is installed against what is asked for."""
-    from packaging.requirements import Requirement
-
-    for line, extra in requirements:
-        wanted = Requirement(line)
-        if wanted.marker is not None and not wanted.marker.evaluate():
-            continue
-        level = WARNING if extra or wanted.name in NOT_FOR_TRAINING else PROBLEM
+    try:
+        stated = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(PROBLEM, PROJECT, f"is not installed for {sys.executable}", PREPARE)
+        return
+    for wanted in stated:
+        extras = [one for one in ("", *EXTRAS) if wanted.marker is None or wanted.marker.evaluate({"extra": one})]
         version = facts.get(wanted.name.lower())
-        if version is None and not extra:
-            yield Finding(level, wanted.name, f"is not installed; setup.py asks for {line}", PREPARE)
-        elif version is not None and not wanted.specifier.contains(version, prereleases=True):
-            asked = f"which the extra {extra} of setup.py asks for" if extra else "which setup.py asks for"
-            remedy = f"pip install '{line}'" if extra else PREPARE
-            yield Finding(level, f"{wanted.name} {version}", f"is not {wanted.specifier}, {asked}", remedy)
+        if not extras or (version is None and extras[0]):
+            continue
+        asked = f"{wanted.name}{wanted.specifier}"
+        asked = f"the extra {extras[0]} of {PROJECT} asks for {asked}" if extras[0] else f"{PROJECT} asks for {asked}"
+        level = WARNING if extras[0] or wanted.name in NOT_FOR_TRAINING else PROBLEM
+        if version is None:
+            yield Finding(level, wanted.name, f"is not installed; {asked}", PREPARE)
+        elif not wanted.specifier.contains(version, prereleases=True):
+            yield Finding(level, f"{wanted.name} {version}", f"does not fit: {asked}", PREPARE)
 
 
 def known_bad_findings(facts: Mapping[str, str]) -> Iterator[Finding]:
-    """The lines of the table that describe this environment."""
+    """Yield the lines of the table that describe this environment."""
     for trap in KNOWN_BAD:
         value, (other, others) = facts.get(trap.subject, ""), trap.beside
         if _matches(value, trap.values) and (not other or _matches(facts.get(other, ""), others)):
@@ -283,12 +263,3 @@ def _matches(value: str, values: str) -> bool:
         return bool(value) and SpecifierSet(values).contains(value, prereleases=True)
     except InvalidVersion:  # a variable with a word where numbers are harmful
         return False
-
-
-def print_finding(finding: Finding, width: int) -> None:
-    """One line, or several that keep clear of the column of levels."""
-    label = f"{finding.level:<8}"
-    for line in (f"{finding.subject}: {finding.words}", f"-> {finding.remedy}" if finding.remedy else ""):
-        if line:
-            print(textwrap.fill(line, width, initial_indent=label, subsequent_indent=" " * 8, break_on_hyphens=False))
-        label = " " * 8

@@ -10,26 +10,26 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import FrameType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_neobert.data.corpus.format import token_dtype
-from megatron_neobert.data.preprocessing.plan import (
-    Plan,
-    PreprocessSettings,
-    is_complete,
-    open_job_folder,
-    plan_preprocessing,
-)
-from megatron_neobert.data.preprocessing.preview import preview
-from megatron_neobert.data.preprocessing.run import PreprocessReport, Progress, preprocess, start_workers
+from megatron_neobert.data.inputs.find import input_label
+from megatron_neobert.data.inputs.recognise import read_chunk
+from megatron_neobert.data.preprocessing.filters import apply_filters
+from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, is_complete, plan_preprocessing
+from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
 from megatron_neobert.errors import EXIT_STOPPED_EARLY, DataError
+from megatron_neobert.runtime.jobs import JobFolder
 from megatron_neobert.text import counted, duration, percent, visible, with_prefix
 
 # English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
 _UNKNOWN_WARNING = 0.02
+_SAMPLE_BYTES = 1 << 20  # of text, from each of three chunks, for --dry-run
 _SHARDS_SHOWN = 20  # by --dry-run; more are counted
 
 
@@ -65,27 +65,19 @@ def preprocess_data(options: PreprocessSettings) -> int:
 
 def run(settings: PreprocessSettings) -> None:
     """Preprocess, or print the plan of a dry run, and print what was written."""
+    plan = plan_preprocessing(settings)
     if settings.dry_run:
-        print_plan(plan_preprocessing(settings))
-        return
-    pool = start_workers(settings)
-    try:
-        plan = plan_preprocessing(settings)
-        if settings.resume and is_complete(plan):
-            open_job_folder(plan.files).sweep()
-            print(f"{plan.files.manifest} is complete; nothing to do")
-            return
-        with ProgressLine() as progress:
-            report = preprocess(plan, on_progress=progress.show, pool=pool)
-        print_report(plan, report)
-    finally:
-        if pool:
-            pool.close()
+        print_plan(plan)
+    elif settings.resume and is_complete(plan):
+        JobFolder(plan.files.partial).sweep()
+        print(f"{plan.files.manifest} is complete; nothing to do")
+    else:
+        print_report(plan, preprocess(plan))
 
 
 def describe_kept_chunks(settings: PreprocessSettings) -> str:
     """Return the number and the place of finished chunks, or nothing if there is none."""
-    folder = open_job_folder(settings.files)
+    folder = JobFolder(settings.files.partial)
     chunks = folder.count_finished()
     return f"{chunks:,} finished chunks are kept in {folder.path}; --resume continues from there" if chunks else ""
 
@@ -102,7 +94,7 @@ def print_plan(plan: Plan) -> None:
         compression = f", {chunks[0].compression}" if chunks[0].compression else ""
         in_chunks = f" in {len(chunks)} chunks" if len(chunks) > 1 else ""
         size = with_prefix(plan.versions[path].bytes, "B")
-        print(f"{visible(plan.input_name(path))} | {chunks[0].format}{compression} | {size}{in_chunks}")
+        print(f"{visible(input_label(path))} | {chunks[0].format}{compression} | {size}{in_chunks}")
     if len(shards) > _SHARDS_SHOWN:
         print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
     for reason in plan.damaged.values():
@@ -134,8 +126,6 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     counts = report.counts
     for reason in report.damaged:
         print(f"warning: left out by --quarantine: {visible(reason)}", file=sys.stderr)
-    if report.mismatch:
-        print(f"warning: all chunks were done by the reference tokenizer: {visible(report.mismatch)}", file=sys.stderr)
     if plan.encoder.note:
         print(f"note: {plan.encoder.note}", file=sys.stderr)
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:
@@ -147,7 +137,7 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     speed = f"{megabytes:,.1f} MB of text in {report.seconds:.1f} s, {megabytes / report.seconds:.2f} MB/s | "
     print(
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {speed if report.new_text_bytes else ''}"
-        f"{', '.join(report.encoders)}"
+        f"{', '.join(report.written.manifest.tokenizer_backends)}"
     )
     for manifest in filter(None, (report.written.manifest, report.written.validation)):
         for name, value in manifest.describe().items():
@@ -158,39 +148,51 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     print(f"wrote {plan.files.manifest}, {pairs}{rejects}")
 
 
-class ProgressLine:
-    """One line on standard error: rewritten twice a second on a terminal, a new one every minute in a log."""
+@dataclass(frozen=True)
+class Preview:
+    """The first documents of a run, and estimates for all of it."""
 
-    def __enter__(self) -> "ProgressLine":
-        self._terminal = sys.stderr.isatty()
-        self._interval_seconds = 0.5 if self._terminal else 60.0
-        self._started = self._shown = time.monotonic()
-        return self
+    examples: list[tuple[str, NDArray[np.int64]]]  # text and ids
+    documents: float
+    tokens: float
+    bin_bytes: float
+    core_seconds: float
 
-    def show(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._shown < self._interval_seconds:
-            return
-        self._shown = now
-        line = self._describe(progress, now - self._started)
-        with suppress(OSError):  # nobody reads it any more; the run continues
-            print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
-            sys.stderr.flush()
 
-    def _describe(self, progress: Progress, seconds: float) -> str:
-        counts, done = progress.counts, progress.read_bytes
-        if progress.joined_bytes:
-            return f"joining the chunks: {with_prefix(progress.joined_bytes, 'B')} of token ids"
-        new = done - progress.taken_over_bytes
-        megabytes = new / 1e6 / seconds
-        left = (progress.input_bytes - done) * seconds / new if new else 0.0
-        return (
-            f"{percent(progress.read_share):>7} | {counts.documents:,} documents | "
-            f"{counts.tokens / 1e6:,.1f} M tokens | {megabytes:.2f} MB/s read | {duration(left)} left | "
-            f"{counts.errors:,} rejected"
-        )
+def preview(plan: Plan, *, examples: int = 2) -> Preview:
+    """Tokenize up to 3 MB of text of the first, the middle and the last chunk, and take the rest to be alike.
 
-    def __exit__(self, *_: object) -> None:
-        if self._terminal:
-            with suppress(OSError):
-                print("\r\033[K", end="", file=sys.stderr, flush=True)
+    Raises:
+        DataError: No document is found there.
+        ConfigError: A fast back end differs from the reference tokenizer.
+    """
+    started = time.perf_counter()
+    shown: list[tuple[str, NDArray[np.int64]]] = []
+    documents = tokens = input_bytes = 0.0
+    for number in sorted({0, len(plan.chunks) // 2, len(plan.chunks) - 1}):
+        chunk, text_bytes, progress = plan.chunks[number], 0, 0.0
+        plan.encoder.start_part()
+        for unfiltered in read_chunk(chunk, plan.settings.read):
+            batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
+            encoded = plan.encoder.encode_batch(batch.texts)
+            ends = np.cumsum(encoded.lengths)
+            for text, end, length in zip(batch.texts, ends, encoded.lengths, strict=True):
+                if len(shown) == examples:
+                    break
+                shown.append((text, encoded.ids[end - length : end].astype(np.int64)))
+            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
+            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
+            if text_bytes >= _SAMPLE_BYTES:
+                break
+        input_bytes += progress * plan.input_bytes(chunk)
+    if not documents or not input_bytes:
+        raise DataError("no document in the first, the middle and the last chunk; check --input and --text-key")
+    seconds = time.perf_counter() - started
+    factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
+    return Preview(
+        examples=shown,
+        documents=documents * factor,
+        tokens=tokens * factor,
+        bin_bytes=tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize,
+        core_seconds=seconds * factor,
+    )

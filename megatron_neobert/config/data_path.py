@@ -44,14 +44,14 @@ class Component:
 
     @property
     def is_filtered(self) -> bool:
-        return bool(self.expression or self.drop)
+        return bool(self.conditions or self.drop)
 
     @property
-    def expression(self) -> str:
-        """The condition on attributes that the documents meet, with the limits of length; empty for all documents."""
+    def conditions(self) -> list[str]:
+        """Expressions over attributes that all hold for each document of this component."""
         conditions = [f"length>={self.minimum}"] if self.minimum > 1 else []
         conditions += [f"length<={self.maximum}"] if self.maximum is not None else []
-        return " and ".join([*conditions, f"({self.where})"] if self.where is not None else conditions)
+        return conditions if self.where is None else [*conditions, self.where]
 
     def __str__(self) -> str:
         limits = f":min={self.minimum}" if self.minimum > 1 else ""

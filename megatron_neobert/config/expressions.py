@@ -9,6 +9,7 @@ other node is refused.
 """
 
 import ast
+import warnings
 from collections.abc import Iterator
 
 from megatron_neobert.errors import ConfigError
@@ -32,7 +33,9 @@ def parse_expression(text: str) -> ast.expr:
     if len(text) > _LONGEST:
         raise ConfigError(f"an expression of {len(text):,} characters is longer than {_LONGEST:,}; shorten it.")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as that of an unknown escape in a quoted text
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else type(error).__name__
         raise ConfigError(f"{text!r:.200} is not an expression ({reason}); {_GRAMMAR}.") from error

@@ -111,7 +111,7 @@ def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence
         raise CheckpointError(
             f"{folder} was trained on the corpus with sha256 {saved.data_identity[:12]}, --data-path "
             f"{' '.join(own.data.data_path)} has {identities[0][:12]}; its place in the data means nothing there. Name "
-            f"the corpus it was trained on; or, {_AS_ANOTHER_RUN}."
+            f"the corpus, min, max, where and drop that it was trained on; or, {_AS_ANOTHER_RUN}."
         )
     if not has_new_data:
         _refuse_changed_past(saved, now)

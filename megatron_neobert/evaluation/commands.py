@@ -3,9 +3,6 @@
 from pathlib import Path
 
 from megatron_neobert.evaluation.options import (
-    FetchContrastiveOptions,
-    FetchGlueOptions,
-    FetchMtebOptions,
     FinetuneOptions,
     GlueOptions,
     MtebOptions,
@@ -23,31 +20,18 @@ _FETCH = "on a machine with network: neobert fetch"
 
 
 def evaluate_glue(options: GlueOptions) -> None:
-    """Fine-tune and measure on GLUE by the paper's protocol, from local files.
-
-    Every point of the grid is run with every seed. Writes OUTPUT/MODEL/glue.json and .md, the latter with the
-    paper's rows below. RTE, MRPC, STS-B and QNLI start from the best MNLI model. Started again, it resumes with the
-    runs that are not done.
-    """
+    """Fine-tune and measure on GLUE by the paper's protocol, from local files."""
     choose_glue_tasks(options.tasks)
     _prepare(options.model, options.data_dir, f"{_FETCH} glue --output DIR")
-    from megatron_neobert.evaluation.glue import evaluate, write_submission
+    from megatron_neobert.evaluation.glue import evaluate
 
     folder = evaluate(options)
     print((folder / "glue.md").read_text(encoding="utf-8"))
     print(f"wrote {folder / 'glue.json'} and .md")
-    if options.predict:
-        archive, missing = write_submission(folder, options)
-        lacks = f", without {', '.join(missing)}, which the server wants too (--tasks)" if missing else ""
-        print(f"wrote {archive} for gluebenchmark.com{lacks}")
 
 
 def evaluate_ner(options: NerOptions) -> None:
-    """Fine-tune and measure named-entity recognition, from CoNLL-style files, WikiANN's or the Hub's.
-
-    Every point of the grid is run with every seed. Writes OUTPUT/MODEL/ner.json and .md: entity F1 by seqeval, and
-    beside the weights of the best run the tags that they find. Started again, it resumes.
-    """
+    """Fine-tune and measure named-entity recognition, from CoNLL-style files or the Hub's."""
     _prepare(options.model, options.data_dir, "make a folder for each data set in it")
     from megatron_neobert.evaluation.ner import evaluate
 
@@ -57,11 +41,7 @@ def evaluate_ner(options: NerOptions) -> None:
 
 
 def evaluate_ppl(options: PerplexityOptions) -> None:
-    """Measure the pseudo-perplexity of encoders against the length of texts.
-
-    Masks one token at a time, never those that the tokenizer adds. Writes OUTPUT/MODEL/pseudo_perplexity.json, and the
-    curves of all models as OUTPUT/pseudo_perplexity.md and .png. Started again, it resumes.
-    """
+    """Measure the pseudo-perplexity of encoders against the length of texts."""
     name_models(options.model)
     go_offline()
     from megatron_neobert.evaluation.pseudo_perplexity import evaluate
@@ -70,12 +50,7 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
 
 
 def evaluate_throughput(options: ThroughputOptions) -> None:
-    """Measure tokens per second of encoders against the length of documents and the batch size.
-
-    Measures the forward pass of the backbone and, with --backward, the masked-language-model loss with its gradients.
-    Writes OUTPUT/MODEL/throughput.json, and of all models throughput.md and figures. Started again, it
-    resumes; more lengths or batch sizes may be added.
-    """
+    """Measure tokens per second of encoders against the length of documents and the batch size."""
     name_models(options.model)
     go_offline()
     from megatron_neobert.evaluation.throughput import evaluate
@@ -84,12 +59,7 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 
 
 def evaluate_mteb(options: MtebOptions) -> None:
-    """Evaluate an encoder on MTEB, or on tasks from your own files, without a network.
-
-    Writes mteb.json and mteb.md under OUTPUT/MODEL, with the means by category of the paper's Table 4 for
-    each choice of tasks and settings. Started again, it resumes.
-    """
-    require_folder("--model", options.model, holding="config.json")
+    """Evaluate an encoder on MTEB, or on tasks from your own files, without a network."""
     _prepare(options.model, options.data_dir, f"{_FETCH} mteb --output DIR")
     from megatron_neobert.evaluation.mteb import evaluate
 
@@ -97,50 +67,15 @@ def evaluate_mteb(options: MtebOptions) -> None:
 
 
 def finetune(options: FinetuneOptions) -> None:
-    """Fine-tune an encoder contrastively for embeddings, as NeoBERT's paper does before MTEB.
-
-    Writes OUTPUT/NAME/NAME-contrastive, which `SentenceTransformer(folder)` loads, the loss as CSV and PNG, and
-    contrastive.json; NAME is the model's folder. Start it with torchrun for several GPUs.
-    """
-    require_folder("--model", options.model, holding="config.json")
+    """Fine-tune an encoder contrastively for embeddings, as NeoBERT's paper does before MTEB."""
     _prepare(options.model, options.data_dir, f"{_FETCH} contrastive --data-dir DIR")
     from megatron_neobert.evaluation.embed import finetune
 
     finetune(options)
 
 
-def fetch_glue(options: FetchGlueOptions) -> None:
-    """Fetch GLUE's data as parquet files, for machines without network."""
-    from megatron_neobert.evaluation.fetch import fetch_glue
-
-    fetch_glue(options)
-
-
-def fetch_contrastive(options: FetchContrastiveOptions) -> None:
-    """Fetch the datasets of contrastive fine-tuning as parquet files, for machines without network."""
-    from megatron_neobert.evaluation.fetch import fetch_contrastive
-
-    fetch_contrastive(options)
-
-
-def fetch_mteb(options: FetchMtebOptions) -> int:
-    """Fetch the data of MTEB's tasks, for machines without a network, and read it back without one.
-
-    Where a cache of the Hugging Face libraries is filled already, HF_HUB_OFFLINE=1 makes it the only source.
-    """
-    if options.check:
-        go_offline()
-    from megatron_neobert.evaluation.fetch import fetch_mteb
-
-    return fetch_mteb(options)
-
-
 def report(options: ReportOptions) -> None:
-    """Put all results on one page, beside the paper's numbers.
-
-    Reads the records below the folders and writes OUTPUT/report.md with its figures. Reported numbers are marked and
-    enter no average; what is missing is named.
-    """
+    """Put all results on one page, beside the paper's numbers."""
     for folder in options.results:
         require_folder("--results", folder, remedy="name the --output of an evaluation")
     from megatron_neobert.evaluation.report import missing, write_report
@@ -153,6 +88,6 @@ def report(options: ReportOptions) -> None:
 
 
 def _prepare(model: Path, data_dir: Path, remedy: str) -> None:
-    require_folder("--data-dir", data_dir, remedy=remedy)
     require_folder("--model", model, holding="config.json")
+    require_folder("--data-dir", data_dir, remedy=remedy)
     go_offline()

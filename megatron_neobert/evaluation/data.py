@@ -26,7 +26,6 @@ from megatron_neobert.text import parse_json
 _CARDS = ("README.md", ".huggingface.yaml")  # whose data_files `datasets` obeys
 _TABLES = (".parquet", ".jsonl", ".csv")
 _TAGGED = ("", ".txt", ".conll", ".bio", ".iob", ".iob2", ".tsv")
-_LANGUAGE = re.compile(r"[a-z-]+:")  # WikiANN writes it before each word, "en:Paris"
 _JSON_BLOCK_BYTES = 64 << 20  # also the longest line
 _ROWS_OF_A_HASH = 10_000  # hashed at a time
 
@@ -170,34 +169,14 @@ def _read_tagged_text(path: Path) -> datasets.Dataset:
             raise DataError(f"{path}, line {number}: {line!r:.80} is one field; a line has a word first, its tag last.")
         else:
             rows.append((fields[0], fields[-1]))
-    languages = {found[0] if (found := _LANGUAGE.match(row[0])) else "" for row in rows if row}
-    prefix = languages.pop() if len(languages) == 1 else ""
     sentences: dict[str, list[list[str]]] = {"tokens": [], "ner_tags": []}
     for is_sentence, group in groupby(rows, key=bool):
-        pairs = [(word.removeprefix(prefix), tag) for word, tag in filter(None, group)]
-        pairs = [pair for pair in pairs if pair[0]]  # WikiANN has words that are the language alone
-        if is_sentence and pairs:
+        if is_sentence:
+            pairs = list(filter(None, group))
             sentences["tokens"].append([word for word, _ in pairs])
             sentences["ner_tags"].append([tag for _, tag in pairs])
     texts = datasets.Sequence(datasets.Value("string"))
     return datasets.Dataset.from_dict(sentences, features=datasets.Features({"tokens": texts, "ner_tags": texts}))
-
-
-def stream_rows(place: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Return the rows of a file, a saved data set, or a repository of the Hub or its local copy, one at a time."""
-    path = Path(place)
-    if path.is_file():
-        form = "parquet" if path.suffix == ".parquet" else "json"
-        return datasets.load_dataset(form, data_files=place, split="train", streaming=True)
-    if was_saved(path):
-        saved = datasets.load_from_disk(place)
-        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-    return datasets.load_dataset(place, config, split=split, streaming=True)
-
-
-def was_saved(folder: Path) -> bool:
-    """Return whether `datasets` saved this folder."""
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 # --- rows

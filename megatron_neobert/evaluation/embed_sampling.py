@@ -8,7 +8,7 @@ lets a row that shares a text with the batch wait for the next one.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,14 +17,6 @@ from sentence_transformers.sentence_transformer.data_collator import SentenceTra
 from torch.utils.data import BatchSampler, ConcatDataset
 
 from megatron_neobert.errors import DataError
-
-
-class Rows(Protocol):
-    """A dataset or a list of mappings with query, positive and negatives."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -38,27 +30,18 @@ class SamplingPlan:
     batches: int
     seed: int
 
-    @property
-    def probabilities(self) -> np.ndarray:
-        weights = np.asarray(self.sizes, dtype=np.float64) ** self.alpha
-        return weights / weights.sum()
-
     def draw_datasets(self) -> np.ndarray:
         """Return the number of the dataset of each batch."""
+        weights = np.asarray(self.sizes, dtype=np.float64) ** self.alpha
         generator = np.random.default_rng([self.seed, 0])
-        return generator.choice(len(self.sizes), size=self.batches, p=self.probabilities)
+        return generator.choice(len(self.sizes), size=self.batches, p=weights / weights.sum())
 
-    def describe(self) -> dict[str, dict[str, Any]]:
-        """Return rows, pairs per batch, probability and number of batches of every dataset."""
-        drawn = self.draw_datasets()
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Return rows, pairs per batch and number of batches of every dataset."""
+        drawn = np.bincount(self.draw_datasets(), minlength=len(self.sizes)).tolist()
         return {
-            name: {
-                "rows": self.sizes[number],
-                "pairs_per_batch": self.batch_sizes[number],
-                "probability": round(float(self.probabilities[number]), 6),
-                "batches": int((drawn == number).sum()),
-            }
-            for number, name in enumerate(self.names)
+            name: {"rows": rows, "pairs_per_batch": pairs, "batches": batches}
+            for name, rows, pairs, batches in zip(self.names, self.sizes, self.batch_sizes, drawn, strict=True)
         }
 
 
@@ -100,7 +83,7 @@ class _Texts:
 
     column_names: ClassVar[list[str]] = []  # none of them is a label
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Any) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
@@ -111,8 +94,11 @@ class _Texts:
         return {"query": row["query"], "positive": row["positive"], **dict(enumerate(row["negatives"]))}
 
 
-def distinct_batches(rows: Rows, size: int, *, seed: Sequence[int], name: str) -> Iterator[list[int]]:
+def distinct_batches(rows: Any, size: int, *, seed: Sequence[int], name: str) -> Iterator[list[int]]:
     """Yield batches of row numbers without end; no two rows of a batch share a text, in any column.
+
+    Args:
+        rows: A dataset or a list of mappings with query, positive and negatives.
 
     Raises:
         DataError: A whole pass does not give one batch.

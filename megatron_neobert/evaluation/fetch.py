@@ -5,15 +5,12 @@ that its source has lost does not keep the others from coming.
 """
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import datasets
-
-import megatron_neobert
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, short_reason
 from megatron_neobert.evaluation.options import (
@@ -27,8 +24,8 @@ from megatron_neobert.runtime.atomic_files import make_folder, replacing
 GLUE = "nyu-mll/glue"
 
 
-def fetch_all(output: Path, things: Mapping[str, Callable[[], str]]) -> None:
-    """Fetch everything into a folder; each function returns what it has fetched, in words.
+def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -> None:
+    """Fetch everything into a folder; `fetch` returns what it has fetched, in words.
 
     Raises:
         OutputError: The folder cannot be created.
@@ -39,43 +36,39 @@ def fetch_all(output: Path, things: Mapping[str, Callable[[], str]]) -> None:
     except OSError as error:
         raise OutputError(f"{output}: cannot be created ({error.strerror}).") from error
     failed = []
-    for number, (name, fetch) in enumerate(things.items(), start=1):
+    for number, name in enumerate(names, start=1):
         try:
-            print(f"{number}/{len(things)} {name}: {fetch()}", flush=True)
+            print(f"{number}/{len(names)} {name}: {fetch(name)}", flush=True)
         except Exception as error:  # of a dozen libraries, and reported
-            print(f"{number}/{len(things)} {name}: failed ({short_reason(error)})", flush=True)
+            print(f"{number}/{len(names)} {name}: failed ({short_reason(error)})", flush=True)
             failed.append(name)
     if failed:
         with suppress(OSError):  # it holds what could be fetched
             for folder in made:
                 folder.rmdir()
         raise MissingInputError(
-            f"{output}: {len(failed)} of {len(things)} could not be fetched ({', '.join(failed)}); look at the reasons "
+            f"{output}: {len(failed)} of {len(names)} could not be fetched ({', '.join(failed)}); look at the reasons "
             "above and start the same command again on a machine with network."
         )
 
 
 def fetch_glue(options: FetchGlueOptions) -> None:
-    """Fetch every task that is not there, and count its rows."""
-    from megatron_neobert.evaluation.glue_tasks import DIAGNOSTIC, TASKS
+    """Fetch GLUE's data as parquet files, for machines without network."""
+    import datasets
 
-    known = {**TASKS, DIAGNOSTIC.name: DIAGNOSTIC}
+    from megatron_neobert.evaluation.glue_tasks import TASKS
 
     def fetch(name: str) -> str:
-        folder, wanted = options.output / name, known[name].rows
-        if all((folder / f"{split}.parquet").is_file() for split in wanted):
+        folder = options.output / name
+        if all((folder / f"{split}.parquet").is_file() for split in TASKS[name].rows):
             return "there already"
         rows = write_splits(datasets.load_dataset(GLUE, name), folder)
-        for split, expected in wanted.items():
-            if rows.get(split) != expected:
-                print(f"warning: {name} {split} has {rows.get(split, 0):,} rows, the benchmark {expected:,}")
         return ", ".join(f"{split} {count:,}" for split, count in rows.items())
 
-    names = choose_glue_tasks(options.tasks, known) or list(known)
-    fetch_all(options.output, {name: lambda name=name: fetch(name) for name in names})  # type: ignore[misc]
+    fetch_all(options.output, choose_glue_tasks(options.tasks) or list(TASKS), fetch)
 
 
-def write_splits(splits: datasets.DatasetDict, folder: Path) -> dict[str, int]:
+def write_splits(splits: Mapping[Any, Any], folder: Path) -> dict[str, int]:
     """Write one parquet file per split, and return the number of rows of each."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():
@@ -85,7 +78,7 @@ def write_splits(splits: datasets.DatasetDict, folder: Path) -> dict[str, int]:
 
 
 def fetch_contrastive(options: FetchContrastiveOptions) -> None:
-    """Fetch the datasets that are not there as DATA_DIR/KEY.parquet.
+    """Fetch the datasets of contrastive fine-tuning as parquet files, for machines without network.
 
     Raises:
         ConfigError: The file names no source of a dataset.
@@ -109,20 +102,19 @@ def fetch_contrastive(options: FetchContrastiveOptions) -> None:
             pairs.to_parquet(str(temporary))
         return f"wrote {path}, {len(pairs):,} pairs from {source.hub}"
 
-    fetch_all(options.data_dir, {key: lambda key=key: fetch(key) for key in keys})  # type: ignore[misc]
+    fetch_all(options.data_dir, keys, fetch)
 
 
-def fetch_mteb(options: FetchMtebOptions) -> int:
-    """Fetch every task that is not there in the revision of the installed mteb, and read all without a network.
+def fetch_mteb(options: FetchMtebOptions) -> None:
+    """Fetch the data of MTEB's tasks, for machines without a network.
 
-    Returns:
-        The exit code of the reading.
+    Where a cache of the Hugging Face libraries is filled already, HF_HUB_OFFLINE=1 makes it the only source.
 
     Raises:
         ConfigError: A task is a local one, or mteb has no such task, benchmark or language.
-        MissingInputError: Something could not be fetched, or with --check is not there.
+        MissingInputError: Something could not be fetched.
     """
-    from megatron_neobert.evaluation.mteb_store import load_task, store_task, stored_revision
+    from megatron_neobert.evaluation.mteb_store import store_task, stored_revision
     from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
 
     if local := [name for name in options.tasks if name.startswith(PREFIX)]:
@@ -133,16 +125,6 @@ def fetch_mteb(options: FetchMtebOptions) -> int:
         task.metadata.name: task
         for task in flatten(choose_tasks(options.benchmark, options.tasks, options.languages, options.output))
     }
-    if options.check:
-        if missing := [name for name, task in tasks.items() if stored_revision(options.output, task) is None]:
-            raise MissingInputError(
-                f"--output {options.output}: no data of {len(missing)} tasks: {', '.join(missing)}."
-            )
-        for task in tasks.values():
-            load_task(options.output, task)
-            task.unload_data()
-        print(f"{options.output}: {len(tasks)} tasks can be read without a network")
-        return 0
 
     def fetch(name: str) -> str:
         if stored_revision(options.output, tasks[name]) == tasks[name].metadata.revision:
@@ -150,10 +132,4 @@ def fetch_mteb(options: FetchMtebOptions) -> int:
         store_task(options.output, tasks[name])
         return "fetched"
 
-    fetch_all(options.output, {name: lambda name=name: fetch(name) for name in tasks})  # type: ignore[misc]
-    # Another process: these libraries look at the environment once.
-    command = [sys.executable, "-m", "megatron_neobert", "fetch", "mteb", "--check", "--output", str(options.output)]
-    command += ["--tasks", *options.tasks] if options.tasks else ["--benchmark", options.benchmark]
-    command += ["--languages", *options.languages]
-    own = {"PYTHONPATH": str(Path(megatron_neobert.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}  # this checkout first
-    return subprocess.run(command, env={**os.environ, **own}, check=False).returncode
+    fetch_all(options.output, list(tasks), fetch)

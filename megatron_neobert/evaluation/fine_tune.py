@@ -11,18 +11,11 @@ import dataclasses
 import multiprocessing
 import os
 import shutil
-import threading
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from multiprocessing.connection import wait
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,17 +25,14 @@ from datasets import Dataset
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_neobert.errors import (
-    EXIT_UNAVAILABLE,
-    ConfigError,
-    print_warnings_as_sentences,
-    short_reason,
-)
-from megatron_neobert.evaluation.models import PREDICTION_BATCH, LoadOptions
+from megatron_neobert.errors import ConfigError, print_warnings_as_sentences, short_reason
+from megatron_neobert.evaluation.models import LoadOptions
 from megatron_neobert.evaluation.options import FineTuneOptions
+from megatron_neobert.runtime.jobs import run_jobs
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # shares of the steps, and of the peak
 PATIENCE = 15  # evaluations
+_PREDICTION_BATCH = 32  # rows; no score depends on it
 WEIGHTS = "model"  # folder of the best weights within the folder of a run
 
 Options = TypeVar("Options", bound=FineTuneOptions)
@@ -199,7 +189,7 @@ def _arguments(run: Run, *, eval_strategy: str, interval: int, metric: str) -> t
         output_dir=str(run.folder),
         num_train_epochs=options.epochs,
         per_device_train_batch_size=point.batch_size,
-        per_device_eval_batch_size=PREDICTION_BATCH,
+        per_device_eval_batch_size=_PREDICTION_BATCH,
         learning_rate=point.learning_rate,
         weight_decay=point.weight_decay,
         adam_beta1=0.9,
@@ -251,71 +241,30 @@ def visible_gpus() -> list[str]:
 
 
 def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
-    """Yield every run with its outcome, as they finish.
+    """Yield every run with its outcome, as they finish, `jobs` at a time in processes of their own.
 
-    If a run fails, a warning names it, no other run is started, and those that are running are finished and yielded
-    before the error is raised. transformers' Trainer would spread one run over every GPU it sees and multiply its
-    batch; a process therefore sees one.
+    transformers' Trainer would spread one run over every GPU it sees and multiply its batch; a process therefore sees
+    one. If a run fails, those that are running are stopped; they start anew with the next command.
     """
-    devices = visible_gpus()
     if jobs == 1:
-        _choose_gpu(devices[:1])
+        _choose_gpu(0)
         for run in runs:
             yield run, fine_tune(run)
         return
-    context = multiprocessing.get_context("spawn")  # CUDA and tokenizers do not survive a fork
-    shares = context.Queue()
-    for number in range(jobs):
-        shares.put(devices[number % len(devices) :][:1] if devices else [])
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(shares,))
     try:
-        yield from share_out(runs, pool, jobs)
-    except BaseException:  # Ctrl-C: what is running is not waited for
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+        yield from run_jobs(_fine_tune_in_worker, runs, workers=jobs)  # type: ignore[type-var]  # only a Run is needed
+    except ChildProcessError as error:
+        reason = short_reason(error).partition(";")[0]
+        raise ChildProcessError(f"{reason}; if memory ran out, use fewer --jobs.") from error
 
 
-def share_out(runs: Sequence[Run], pool: Executor, jobs: int) -> Iterator[tuple[Run, Outcome]]:
-    """Yield every run in a pool of `jobs` workers with its outcome; see `run_all`."""
-    waiting = iter(runs)
-    going = {pool.submit(fine_tune, run): run for run in islice(waiting, jobs)}  # no queue: it could not be taken back
-    failure: BaseException | None = None
-    while going:
-        for future in futures.wait(going, return_when=futures.FIRST_COMPLETED).done:
-            run = going.pop(future)
-            error = future.exception()
-            if error is not None:
-                others = f", and the {len(going)} that are running are waited for" if going else ""
-                words = f"{run.task} {run.point.name} failed ({short_reason(error)}); no other run is started{others}."
-                warnings.warn(words, stacklevel=2)
-            failure = failure or error
-            if failure is None:
-                going |= {pool.submit(fine_tune, following): following for following in islice(waiting, 1)}
-            if error is None:
-                yield run, future.result()
-    if failure is not None:
-        raise failure
-
-
-def _start_worker(shares: "Queue[list[str]]") -> None:
-    """Choose the GPU of a worker, and end it with the command: otherwise it would run beside the next command's."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "only workers call this"
-
-    def end_with_parent() -> None:
-        wait([parent.sentinel])
-        os._exit(EXIT_UNAVAILABLE)
-
+def _fine_tune_in_worker(run: Run) -> Outcome:
     print_warnings_as_sentences()
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    _choose_gpu(shares.get())
+    _choose_gpu(int(multiprocessing.current_process().name.rpartition("-")[2]))  # counted by the parent
+    return fine_tune(run)
 
 
-def _choose_gpu(devices: list[str]) -> None:
-    """Choose the GPU of this process, before CUDA is used."""
-    if devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]
+def _choose_gpu(number: int) -> None:
+    """Choose the GPU of this process, before CUDA is used: later calls change nothing."""
+    if devices := visible_gpus():
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]

@@ -1,7 +1,7 @@
 """GLUE on one model: the points of every grid, the start of some tasks from the best MNLI model, and the results.
 
 OUTPUT/NAME/glue/TASK holds a task's ledger and best weights, OUTPUT/NAME/glue.json and .md the results. The same
-command resumes after a kill; the runs that were under way then start again. Commands for other tasks may run meanwhile.
+command resumes after a kill; the runs that were in progress start again. Commands for other tasks may run meanwhile.
 
 The head is the one that transformers gives a model's kind: for our exports a linear layer on the first token, then tanh
 with dropout (neobert) or GELU without (eurobert), then the classes. A folder that was fine-tuned on MNLI keeps all but
@@ -9,44 +9,31 @@ the last layer.
 """
 
 import statistics
-import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import transformers
 from datasets import Dataset
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from megatron_neobert.errors import ConfigError, ConversionError
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.evaluation.fine_tune import PaperTrainer, Run, resolve_device, shortest_first
 from megatron_neobert.evaluation.glue_tasks import (
-    DIAGNOSTIC,
     PAPER_TASKS,
     TASKS,
     GlueSplit,
     GlueTask,
     average,
     compute_scores,
-    find_task,
     read_task,
-    to_answers,
 )
-from megatron_neobert.evaluation.ledger import Ledger, open_ledger, write_record
-from megatron_neobert.evaluation.models import (
-    LoadOptions,
-    fingerprint,
-    load_model,
-    load_tokenizer,
-    longest_input,
-    predict,
-)
+from megatron_neobert.evaluation.ledger import Ledger, open_ledger
+from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import GlueOptions, choose_glue_tasks
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
-from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.evaluation.sweep import (
     GRIDS,
     Grid,
@@ -57,13 +44,10 @@ from megatron_neobert.evaluation.sweep import (
     last_sweep,
     run_sweep,
     show_progress,
-    unit_of,
+    write_results,
 )
-from megatron_neobert.runtime.atomic_files import replace_file, replacing
 
 SOURCE = "mnli"
-# Names in the server's sample submission, as are header and words; other files are named by the task's title.
-_FILE_NAMES = {"test_matched": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"}
 
 
 def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Path:
@@ -79,32 +63,31 @@ def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Pat
     """
     tasks = sorted(choose_glue_tasks(options.tasks or PAPER_TASKS), key=list(TASKS).index)  # others may start from MNLI
     grids = {task: choose_grid(options, task) for task in tasks}
-    if options.no_transfer and options.transfer_from != SOURCE:
-        raise ConfigError("--no-transfer and --transfer-from are both given; name one of them.")
     options, folder = resolve_device(options), options.output / options.model.resolve().name
-    source = None if options.no_transfer else options.transfer_from
     model = fingerprint(options.model)
     _check_transfer(options, tasks, folder / "glue", model)
-    data = {task: _hash_data(options, task) for task in tasks}
-    about = _check_models(options, [options.model, *([Path(source)] if source not in (None, SOURCE) else [])])
+    data = {
+        task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].rows}
+        for task in tasks
+    }
+    about = _check_model(options)
     for task in tasks:
-        start = options.model
-        if source is not None and TASKS[task].starts_from_mnli:
-            start = best_weights(Ledger(folder / "glue" / SOURCE), model) if source == SOURCE else Path(source)
-        with open_ledger(folder / "glue" / task) as ledger:
-            unit = unit_of(task, options, model=model, start=fingerprint(start), data=data[task])
+        from_mnli = TASKS[task].starts_from_mnli and not options.no_transfer
+        start = _best_mnli(folder / "glue" / SOURCE, model) if from_mnli else options.model
+        with open_ledger(folder / "glue" / task, options.device) as ledger:
             sweep = Sweep(
                 run=GlueRun,
                 task=task,
                 grid=grids[task],
+                model=model,
                 start=start,
-                unit=unit,
+                data=data[task],
                 metrics=TASKS[task].metrics,
-                about={**about, "from_mnli": start != options.model},
+                about={**about, "from_mnli": from_mnli},
                 options=options,
             )
             run_sweep(ledger, sweep, on_progress)
-        write_results(folder, options.model, device=options.device)
+        write_results("glue", folder, options.model, average_tasks)
     return folder
 
 
@@ -130,29 +113,33 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
 
 def _check_transfer(options: GlueOptions, tasks: Collection[str], folder: Path, model: str) -> None:
     followers = [task for task in tasks if TASKS[task].starts_from_mnli]
-    if options.no_transfer or options.transfer_from != SOURCE or not followers or SOURCE in tasks:
+    if options.no_transfer or not followers or SOURCE in tasks:
         return
     if last_sweep(Ledger(folder / SOURCE), model) is None:
         raise ConfigError(
             f"--tasks {' '.join(followers)}: the paper starts them from the best MNLI model, and no sweep of MNLI is "
-            f"finished for this model in {folder}. Add mnli to --tasks, name a model with --transfer-from DIR, or "
-            "start from the pre-trained one with --no-transfer."
+            f"finished for this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
         )
 
 
-def _hash_data(options: GlueOptions, name: str) -> dict[str, str]:
-    """Return the hash of each split that scores depend on; test sets are only read if they will be answered."""
-    task = TASKS[name]
-    if options.predict:
-        list(read_test_sets(name, options.data_dir))
-    return {split: read_task(options.data_dir, task, split).digest for split in ("train", *task.validation)}
+def _best_mnli(folder: Path, model: str) -> Path:
+    """Return the best weights of the MNLI sweep that was finished last.
+
+    Raises:
+        MissingInputError: The user has removed the weights.
+    """
+    ledger = Ledger(folder)
+    line = last_sweep(ledger, model)
+    weights = best_weights(ledger, line) if line else None
+    if weights is None:
+        raise MissingInputError(f"{folder}: the best weights are gone; remove the folder to run MNLI again.")
+    return weights
 
 
-def _check_models(options: GlueOptions, folders: list[Path]) -> dict[str, Any]:
+def _check_model(options: GlueOptions) -> dict[str, Any]:
     """Load what the runs will load, once; return the head and the longest input that they will use."""
-    for folder in folders:
-        model = load_classifier(folder, TASKS["cola"], LoadOptions(attention=options.attention))
-        length = longest_input(model, load_tokenizer(folder), at_most=options.max_length)
+    model = load_classifier(options.model, TASKS["cola"], LoadOptions(attention=options.attention))
+    length = longest_input(model, load_tokenizer(options.model), at_most=options.max_length)
     return {"head": type(model).__name__, "longest_input_tokens": length}
 
 
@@ -201,11 +188,9 @@ class GlueRun(Run):
     def tokenize(self, split: str, tokenizer: Any, length: int) -> Dataset:
         """Return one split of the task, as the model takes it."""
         rows = _read(self.options.data_dir, self.task, split).spread(self.options.limit)
-        return Dataset.from_dict({**_encode(rows, tokenizer, length), "labels": rows.labels})
-
-
-def _encode(rows: GlueSplit, tokenizer: Any, length: int) -> Any:
-    return tokenizer(*map(list, zip(*rows.texts, strict=True)), truncation=True, max_length=length)
+        texts = map(list, zip(*rows.texts, strict=True))
+        encoded = tokenizer(*texts, truncation=True, max_length=length)
+        return Dataset.from_dict({**encoded, "labels": rows.labels})
 
 
 @lru_cache(maxsize=4)  # the runs of one process use the same few
@@ -239,91 +224,24 @@ def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
 # --- results
 
 
-def write_results(folder: Path, model: Path, *, device: str | None) -> None:
-    """Write glue.json and glue.md from the last sweep of every task of this model."""
-    tasks, settings, own = dict[str, Result](), dict[str, dict[str, Any]](), fingerprint(model)
-    for task in TASKS:
-        if line := last_sweep(Ledger(folder / "glue" / task), own):
-            tasks[task], settings[task] = line["result"]["result"], line["result"]["settings"]
-    why_none = why_no_average(tasks, settings)
-    scores = [result["score"]["mean"] for task, result in tasks.items() if task in PAPER_TASKS]  # without WNLI
-    results = {
-        "tasks": tasks,
-        "average": statistics.fmean(scores) if why_none is None else None,
-        "no_average": why_none,
-        "missing": [task for task in PAPER_TASKS if task not in tasks],
-    }
-    record = folder / "glue.json"
-    write_record(record, "glue", folder=model, settings=settings, results=results, device=device)
-    write_page("glue", [record], folder)
-
-
-def why_no_average(tasks: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> str | None:
-    """Return why a mean over the paper's eight tasks would mean nothing; None if it means something.
+def average_tasks(tasks: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the average over the paper's tasks, or why it would mean nothing, and the tasks that are missing.
 
     Grids may differ: the paper's best points do.
     """
-    eight = [task for task in PAPER_TASKS if task in tasks]
+    eight = [task for task in PAPER_TASKS if task in tasks]  # without WNLI
+    alike = [
+        {name: settings[task][name] for name in ("protocol", "seeds")}
+        | ({"start from MNLI": settings[task]["from_mnli"]} if TASKS[task].starts_from_mnli else {})
+        for task in eight
+    ]
+    common = {name: value for each in alike for name, value in each.items()}
+    different = sorted({name for each in alike for name, value in each.items() if value != common[name]})
+    why_none = f"tasks differ in {', '.join(different)}" if different else None
     if len(eight) < len(PAPER_TASKS):
-        return f"{len(eight)} of {len(PAPER_TASKS)} tasks"
-    if any(settings[task]["protocol"] != settings[eight[0]]["protocol"] for task in eight):
-        return "protocols differ"
-    if any(set(tasks[task]["seeds"]) != set(tasks[eight[0]]["seeds"]) for task in eight):
-        return "seeds differ"
-    if len({settings[task]["from_mnli"] for task in eight if TASKS[task].starts_from_mnli}) > 1:
-        return "only some of the tasks that may start from MNLI do"
-    return None
-
-
-# --- answers for the GLUE server
-
-
-def write_submission(folder: Path, options: GlueOptions) -> tuple[Path, list[str]]:
-    """Write the server's files of the tasks that the options ask for, and FOLDER/glue/submission.zip of these files.
-
-    Files that an earlier command left may be of other weights, and are not part of the archive.
-
-    Args:
-        folder: The model's results; the best weights of each task answer.
-
-    Returns:
-        Path of the archive, and the names of the files that it lacks.
-
-    Raises:
-        MissingInputError, DataError: A test set is not there or cannot be read, or weights were removed.
-    """
-    output, written = folder / "glue" / "submission", list[Path]()
-    output.mkdir(parents=True, exist_ok=True)
-    loading = LoadOptions(device=resolve_device(options).device or "cpu", attention=options.attention)
-    own = fingerprint(options.model)
-    for name in choose_glue_tasks(options.tasks or PAPER_TASKS):
-        weights = best_weights(Ledger(folder / "glue" / name), own)
-        model, tokenizer = load_classifier(weights, TASKS[name], loading), load_tokenizer(weights)
-        length = longest_input(model, tokenizer, at_most=options.max_length)
-        for task, split, rows in read_test_sets(name, options.data_dir):
-            encoded = Dataset.from_dict({**_encode(rows, tokenizer, length)})
-            answers = to_answers(task, np.concatenate(list(predict(model, tokenizer, encoded))))
-            written.append(output / _FILE_NAMES.get(split, f"{task.title}.tsv"))
-            lines = ["index\tprediction", *(f"{number}\t{answer}" for number, answer in enumerate(answers))]
-            replace_file(written[-1], "\n".join(lines) + "\n")
-    tests = [(task, split) for task in (*TASKS.values(), DIAGNOSTIC) for split in task.rows if split.startswith("test")]
-    wanted = [_FILE_NAMES.get(split, f"{task.title}.tsv") for task, split in tests]
-    there = [name for name in wanted if output / name in written]
-    with replacing(output.with_suffix(".zip")) as path, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in there:
-            archive.write(output / name, name)
-    return output.with_suffix(".zip"), [name for name in wanted if name not in there]
-
-
-def read_test_sets(name: str, data_dir: Path) -> Iterator[tuple[GlueTask, str, GlueSplit]]:
-    """Yield what the server asks about a task; with MNLI the diagnostic set, if it is there.
-
-    Raises:
-        MissingInputError, DataError: A test set is not there or cannot be read.
-    """
-    task = TASKS[name]
-    wanted = [(task, split) for split in task.rows if split.startswith("test")]
-    if name == SOURCE and find_task(data_dir, DIAGNOSTIC) is not None:
-        wanted.append((DIAGNOSTIC, "test"))
-    for asked, split in wanted:
-        yield asked, split, read_task(data_dir, asked, split, labelled=False)
+        why_none = f"{len(eight)} of {len(PAPER_TASKS)} tasks"
+    return {
+        "average": statistics.fmean(tasks[task]["score"]["mean"] for task in eight) if why_none is None else None,
+        "no_average": why_none,
+        "missing": [task for task in PAPER_TASKS if task not in tasks],
+    }

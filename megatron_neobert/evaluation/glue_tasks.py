@@ -1,4 +1,4 @@
-"""The nine GLUE tasks and the diagnostic set: their rows out of local files, and the scores of a model's outputs.
+"""The nine GLUE tasks: their rows out of local files, and the scores of a model's outputs.
 
 Names of tasks and columns are those of the data set on the Hub. Metrics: the first one chooses models, all of them are
 averaged for the table. They are scikit-learn's and SciPy's as fractions of 1, and never NaN, which would win or lose
@@ -35,9 +35,13 @@ class GlueTask:
     texts: tuple[str, ...]  # names of their columns
     labels: tuple[str, ...]  # words by class; none: a number from 0 to 5
     metrics: tuple[str, ...]
-    rows: dict[str, int]  # by split
-    validation: tuple[str, ...] = ("validation",)
+    rows: dict[str, int]  # by split; the training set first, then the validation set that chooses
     starts_from_mnli: bool = False
+
+    @property
+    def validation(self) -> tuple[str, ...]:
+        """Names of the validation sets, the one that chooses weights first."""
+        return tuple(self.rows)[1:]
 
     @property
     def num_outputs(self) -> int:
@@ -48,43 +52,36 @@ class GlueTask:
         return not self.labels
 
 
-def _rows(train: int, validation: int, test: int) -> dict[str, int]:
-    return {"train": train, "validation": validation, "test": test}
-
-
 _MNLI = GlueTask(
     "mnli",
     "MNLI",
     HYPOTHESIS,
     ("entailment", "neutral", "contradiction"),
     ("accuracy", "accuracy_mismatched"),
-    {
-        "train": 392_702,
-        "validation_matched": 9_815,
-        "validation_mismatched": 9_832,
-        "test_matched": 9_796,
-        "test_mismatched": 9_847,
-    },
-    validation=("validation_matched", "validation_mismatched"),
+    {"train": 392_702, "validation_matched": 9_815, "validation_mismatched": 9_832},
 )
 _ACCURACY, _WITH_F1, _CORRELATED = ("accuracy",), ("accuracy", "f1"), ("pearson", "spearman")
 _FOLLOWS: dict[str, Any] = {"starts_from_mnli": True}
 _QNLI_TEXTS, _QQP_TEXTS = ("question", "sentence"), ("question1", "question2")
+
+
+def _rows(train: int, validation: int) -> dict[str, int]:
+    return {"train": train, "validation": validation}
+
+
 _TASKS = (
     _MNLI,
-    GlueTask("qnli", "QNLI", _QNLI_TEXTS, ENTAILED, _ACCURACY, _rows(104_743, 5_463, 5_463), **_FOLLOWS),
-    GlueTask("qqp", "QQP", _QQP_TEXTS, BINARY, _WITH_F1, _rows(363_846, 40_430, 390_965)),
-    GlueTask("rte", "RTE", PAIR, ENTAILED, _ACCURACY, _rows(2_490, 277, 3_000), **_FOLLOWS),
-    GlueTask("sst2", "SST-2", ("sentence",), BINARY, _ACCURACY, _rows(67_349, 872, 1_821)),
-    GlueTask("mrpc", "MRPC", PAIR, BINARY, _WITH_F1, _rows(3_668, 408, 1_725), **_FOLLOWS),
-    GlueTask("cola", "CoLA", ("sentence",), BINARY, ("matthews",), _rows(8_551, 1_043, 1_063)),
-    GlueTask("stsb", "STS-B", PAIR, (), _CORRELATED, _rows(5_749, 1_500, 1_379), **_FOLLOWS),
-    GlueTask("wnli", "WNLI", PAIR, BINARY, _ACCURACY, _rows(635, 71, 146)),
+    GlueTask("qnli", "QNLI", _QNLI_TEXTS, ENTAILED, _ACCURACY, _rows(104_743, 5_463), **_FOLLOWS),
+    GlueTask("qqp", "QQP", _QQP_TEXTS, BINARY, _WITH_F1, _rows(363_846, 40_430)),
+    GlueTask("rte", "RTE", PAIR, ENTAILED, _ACCURACY, _rows(2_490, 277), **_FOLLOWS),
+    GlueTask("sst2", "SST-2", ("sentence",), BINARY, _ACCURACY, _rows(67_349, 872)),
+    GlueTask("mrpc", "MRPC", PAIR, BINARY, _WITH_F1, _rows(3_668, 408), **_FOLLOWS),
+    GlueTask("cola", "CoLA", ("sentence",), BINARY, ("matthews",), _rows(8_551, 1_043)),
+    GlueTask("stsb", "STS-B", PAIR, (), _CORRELATED, _rows(5_749, 1_500), **_FOLLOWS),
+    GlueTask("wnli", "WNLI", PAIR, BINARY, _ACCURACY, _rows(635, 71)),
 )
 TASKS = {task.name: task for task in _TASKS}
 PAPER_TASKS = tuple(task.name for task in _TASKS if task.name != "wnli")  # in the order of the paper's table
-# No training set and no labels: the best MNLI model answers it for the server.
-DIAGNOSTIC = GlueTask("ax", "AX", HYPOTHESIS, _MNLI.labels, (), {"test": 1_104})
 
 
 # --- rows
@@ -92,31 +89,25 @@ DIAGNOSTIC = GlueTask("ax", "AX", HYPOTHESIS, _MNLI.labels, (), {"test": 1_104})
 
 @dataclass(frozen=True)
 class GlueSplit:
-    """Rows of one split: the text or the pair, and the label, which test sets lack."""
+    """Rows of one split: the text or the pair, and the label."""
 
     texts: list[tuple[str, ...]]
-    labels: list[int] | list[float] | None
+    labels: list[int] | list[float]
     digest: str = ""  # of all values
 
     def spread(self, limit: int | None) -> "GlueSplit":
         """Return at most `limit` rows, evenly spread."""
-        labels = None if self.labels is None else list(spread(self.labels, limit))
-        return GlueSplit(list(spread(self.texts, limit)), labels, self.digest)
+        return GlueSplit(list(spread(self.texts, limit)), list(spread(self.labels, limit)), self.digest)
 
 
-def find_task(data_dir: Path, task: GlueTask) -> Path | None:
-    """Return the task's folder, under the benchmark's name or the Hub's."""
-    return next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
-
-
-def read_task(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = True) -> GlueSplit:
+def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
     """Return one split of a task; warn if it has another number of rows than the benchmark's.
 
     Raises:
         MissingInputError: The task or the split is not there.
         DataError: A file has no rows, or other columns or labels than the task.
     """
-    folder = find_task(data_dir, task)
+    folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
     if folder is None:
         raise MissingInputError(f"--data-dir {data_dir} has no folder {task.title} or {task.name}; {FETCH}")
     rows = read_split(folder, [split], texts=task.texts)
@@ -125,17 +116,16 @@ def read_task(data_dir: Path, task: GlueTask, split: str, *, labelled: bool = Tr
             f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH}. TSV files are not read: "
             "docs/evaluation.md has the line that makes CSV of them."
         )
-    names = [*task.texts, "label"][: None if labelled else -1]
-    columns = columns_of(rows, names, f"{folder}: {split}")
-    texts = list(zip(*columns[: len(task.texts)], strict=True))
-    if len(texts) != task.rows[split]:
+    names = [*task.texts, "label"]
+    *texts, labels = columns_of(rows, names, f"{folder}: {split}")
+    if len(labels) != task.rows[split]:
         warnings.warn(
-            f"{task.title} {split} has {len(texts):,} rows, the benchmark {task.rows[split]:,}; the scores cannot be "
+            f"{task.title} {split} has {len(labels):,} rows, the benchmark {task.rows[split]:,}; the scores cannot be "
             "compared with published ones.",
             stacklevel=2,
         )
-    labels = [_to_label(value, task, folder) for value in columns[-1]] if labelled else None
-    return GlueSplit(texts, labels, digest_of(rows, names))
+    numbers: Any = [_to_label(value, task, folder) for value in labels]
+    return GlueSplit(list(zip(*texts, strict=True)), numbers, digest_of(rows, names))
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
@@ -177,7 +167,7 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
     if not np.isfinite(logits).all():
         warnings.warn(f"{task.title}: the model gives values that are not finite; counted as 0.", stacklevel=2)
         return dict.fromkeys(names, 0.0)
-    predictions = to_predictions(task, logits)
+    predictions: NDArray[np.generic] = logits.reshape(len(logits)) if task.is_regression else logits.argmax(axis=1)
     if len(labels) > 1 and np.ptp(predictions) == 0 and any(name in _CORRELATIONS for name in names):
         warnings.warn(f"{task.title}: every prediction is {predictions[0]}; correlations count as 0.", stacklevel=2)
         return dict.fromkeys(names, 0.0)
@@ -188,16 +178,3 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 def average(task: GlueTask, scores: Mapping[str, float]) -> float:
     """Return the task's number in the table: the mean of its metrics."""
     return sum(scores[name] for name in task.metrics) / len(task.metrics)
-
-
-def to_predictions(task: GlueTask, logits: NDArray[np.floating]) -> NDArray[np.generic]:
-    """Return the class of every row, or its score."""
-    return logits.reshape(len(logits)) if task.is_regression else logits.argmax(axis=1)
-
-
-def to_answers(task: GlueTask, logits: NDArray[np.floating]) -> list[str]:
-    """Return the server's word for every row; scores with three digits, within 0 and 5."""
-    predictions = to_predictions(task, logits)
-    if task.is_regression:
-        return [f"{score:.3f}" for score in np.clip(predictions.astype(float), 0.0, 5.0)]
-    return [task.labels[int(number)] for number in predictions]

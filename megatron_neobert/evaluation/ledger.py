@@ -4,7 +4,8 @@ A unit is a mapping: fingerprint of the model, hash of the data, settings, weigh
 this mapping. Same key = done; nothing else decides. Units of other settings, models or data are added beside those that
 are there, so that an evaluation can be extended, and changed data is measured again.
 
-Beside the ledgers, each evaluation writes one JSON record per model, which `neobert report` gathers.
+Each line names the machine and the versions that measured the unit. Beside the ledgers, each evaluation writes one JSON
+record per model, which `neobert report` gathers.
 """
 
 import fcntl
@@ -14,8 +15,9 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ LEDGER = "ledger.jsonl"
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "seqeval")
 
 Unit = Mapping[str, Any]
+Line = dict[str, Any]  # of a ledger: key, unit, result, origin (machine and versions of the measurement)
 
 
 def key_of(unit: Unit) -> str:
@@ -44,23 +47,26 @@ class Ledger:
 
     Attributes:
         whole_bytes: Size of the whole lines that were read.
-        lines: Key -> a mapping with the entries `key`, `unit` and `result`, as they would be read from the file.
+        lines: Key -> line, as it would be read from the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device | str | None = None) -> None:
         """Read the ledger of a folder; a last line that a kill cut short is not part of it.
+
+        Args:
+            device: Device that computes the units that are added; default: a GPU where there is one.
 
         Raises:
             DataError: A whole line is not an entry of a ledger.
         """
-        self.path = folder / LEDGER
-        self.lines: dict[str, dict[str, Any]] = {}
+        self.path, self._device = folder / LEDGER, device
+        self.lines: dict[str, Line] = {}
         content = self.path.read_bytes() if self.path.exists() else b""
         self.whole_bytes = content.rfind(b"\n") + 1
         for number, line in enumerate(content[: self.whole_bytes].splitlines(), 1):
             try:
                 entry = parse_json(line)
-                self._put({"key": entry["key"], "unit": dict(entry["unit"]), "result": dict(entry["result"])})
+                self._put({"key": entry["key"]} | {name: dict(entry[name]) for name in ("unit", "result", "origin")})
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(
                     f"{self.path}, line {number}: not an entry of a ledger ({error}); remove the file to measure again."
@@ -71,9 +77,14 @@ class Ledger:
         line = self.lines.get(key_of(unit))
         return None if line is None else line["result"]
 
-    def add(self, unit: Unit, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a finished unit, on disk when this returns, and return its result as it would be read again."""
-        entry = parse_json(json.dumps({"key": key_of(unit), "unit": unit, "result": result}))
+    def add(self, unit: Unit, result: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Append a finished unit, on disk when this returns, and return its result as it would be read again.
+
+        Args:
+            origin: Machine and versions of the measurement; default: those of this process.
+        """
+        line = {"key": key_of(unit), "unit": unit, "result": result, "origin": origin or self._this_process}
+        entry = parse_json(json.dumps(line))
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(entry) + "\n")
             stream.flush()
@@ -81,14 +92,21 @@ class Ledger:
         self._put(entry)
         return dict(entry["result"])
 
-    def _put(self, entry: dict[str, Any]) -> None:
+    @cached_property
+    def _this_process(self) -> dict[str, Any]:
+        return {"machine": describe_machine(self._device), "versions": versions()}
+
+    def _put(self, entry: Line) -> None:
         self.lines.pop(entry["key"], None)
         self.lines[entry["key"]] = entry
 
 
 @contextmanager
-def open_ledger(folder: Path) -> Iterator[Ledger]:
+def open_ledger(folder: Path, device: torch.device | str | None = None) -> Iterator[Ledger]:
     """Hold the ledger of a folder, which is created, for adding; other commands may only read it meanwhile.
+
+    Args:
+        device: See `Ledger`.
 
     Raises:
         OutputError: Another command holds the ledger.
@@ -102,7 +120,7 @@ def open_ledger(folder: Path) -> Iterator[Ledger]:
             raise OutputError(
                 f"{folder}: another command is writing these results; wait for it, or name another --output."
             ) from None
-        ledger = Ledger(folder)
+        ledger = Ledger(folder, device)
         if ledger.path.exists():
             os.truncate(ledger.path, ledger.whole_bytes)  # a line that a kill cut short
         yield ledger
@@ -118,7 +136,7 @@ def write_record(
     folder: Path,
     settings: Mapping[str, Any],
     results: Mapping[str, Any],
-    device: torch.device | str | None = None,
+    lines: Iterable[Line],
 ) -> None:
     """Write the record of one evaluation of one model, whole or not at all.
 
@@ -127,7 +145,7 @@ def write_record(
         folder: The model's folder.
         settings: Everything that another run needs to give the same numbers, the seed included.
         results: Plain numbers, strings, lists and dicts.
-        device: Device that computed; default: a GPU where there is one.
+        lines: Lines of ledgers that the results are from; the record names the machines and versions that measured.
     """
     record = {
         "kind": kind,
@@ -135,11 +153,21 @@ def write_record(
         "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
         "settings": settings,
         "results": results,
-        "machine": describe_machine(device),
-        "versions": versions(),
+        **origin_of(lines),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(record, indent=2) + "\n")
+
+
+def origin_of(lines: Iterable[Line]) -> dict[str, Any]:
+    """Return machine and versions of the measurements; where lines differ, all of their values."""
+    origins = [line["origin"] for line in lines]
+    names = dict.fromkeys(name for origin in origins for name in origin["versions"])
+    found = {name: dict.fromkeys(o["versions"][name] for o in origins if name in o["versions"]) for name in names}
+    return {
+        "machine": "; ".join(dict.fromkeys(origin["machine"] for origin in origins)),
+        "versions": {name: ", ".join(values) for name, values in found.items()},
+    }
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -5,23 +5,18 @@ Folders in NeoBERT's own layout are loaded with this project's class. No code of
 
 import hashlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import nn
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, NeoBERTError
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder, read_json
 from megatron_neobert.runtime.atomic_files import sha256_of
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,7 +41,6 @@ _FILES_OF_OUTPUT = (
 )
 _ATTENTION = (*TORCH_ATTENTION, "flash_attention_2", "flash_attention_3", "flex_attention")
 ABSURD_LENGTH = 1 << 30  # a tokenizer without a longest input has a limit beyond this
-PREDICTION_BATCH = 32  # rows; no score depends on it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,28 +124,17 @@ def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, 
     """
     from sentence_transformers import SentenceTransformer
 
-    from megatron_neobert.evaluation.sentence_modules import build_modules, read_prompts, read_transformer_settings
+    from megatron_neobert.evaluation.sentence_modules import build_modules
 
     options = options or LoadOptions()
-    settings = read_transformer_settings(folder)
-    prompts = read_prompts(folder)
     load_tokenizer(folder)  # refuses a folder without one, for which the library would make an empty one
     backbone = load_model(folder, "AutoModel", options)
     with loading(folder, "a SentenceTransformer"):
-        modules = build_modules(folder, backbone, settings)
-        model = SentenceTransformer(modules=modules, device="cpu", prompts=prompts)
-    longest = min(max_length, settings.max_seq_length or max_length)
-    model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=longest)
+        modules, longest = build_modules(folder, backbone)
+        model = SentenceTransformer(modules=modules, device="cpu")
+    at_most = min(max_length, longest or max_length)
+    model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=at_most)
     return model.to(options.device)
-
-
-@torch.no_grad()
-def predict(model: Any, tokenizer: Any, rows: "Dataset") -> Iterator[NDArray]:
-    """Yield the logits of each batch of tokenized rows, in their order and in fp32."""
-    inputs = rows.select_columns([name for name in tokenizer.model_input_names if name in rows.column_names])
-    for start in range(0, len(inputs), PREDICTION_BATCH):
-        batch = tokenizer.pad(inputs[start : start + PREDICTION_BATCH], return_tensors="pt")
-        yield model(**batch.to(model.device)).logits.float().cpu().numpy()
 
 
 def choose_device(name: str | None) -> torch.device:

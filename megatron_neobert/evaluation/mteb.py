@@ -5,10 +5,10 @@ not on the order of the data. What a folder holds about pooling and prompts (mod
 measured under one protocol.
 
 Instructions come from YAML: `types` holds the text before the texts of a kind of task, `tasks` that of single tasks.
-Style `prefix`: the instruction and a space, before queries and before the texts of symmetric tasks; documents stay as
-they are. Style `paper`: what the wrapper of NeoBERT's release writes, before documents as well: instruction [SEP] [CLS]
-text. Source: chandar-lab/NeoBERT scripts/evaluation/wrappers.py, which cannot run as released; so it is unknown whether
-the paper's numbers come from that spelling.
+Style `prefix`: the instruction and a space, before queries and before the texts of symmetric tasks, but not before
+documents. Style `paper`: what the wrapper of NeoBERT's release writes, before documents as well: instruction [SEP]
+[CLS] text. Source: chandar-lab/NeoBERT scripts/evaluation/wrappers.py, which cannot run as released; so it is unknown
+whether the paper's numbers come from that spelling.
 
 The ledger in OUTPUT/NAME/mteb decides what is done; results of mteb itself are beside it, in the layout of mteb's own
 cache. OUTPUT/NAME/mteb.json has a table for each choice of tasks and settings. A category's mean is given only if every
@@ -21,24 +21,22 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import mteb
-import numpy as np
 import torch
 import yaml
 from mteb.abstasks.abstask import AbsTask
-from mteb.models import ModelMeta
-from mteb.models.abs_encoder import AbsEncoder
+from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from megatron_neobert.config.recipes import find_config
-from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError, yaml_reason
-from megatron_neobert.evaluation.ledger import Ledger, open_ledger, write_record
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, yaml_reason
+from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.models import (
     LoadOptions,
     choose_device,
@@ -46,23 +44,14 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_store import (
-    check_revision,
-    digest_of_files,
-    limit_task,
-    load_task,
-    stored_revision,
-)
+from megatron_neobert.evaluation.mteb_store import digest_of_files, load_task, stored_revision
 from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
-_PROTOCOL = ("pooling", "max_length", "batch_size", "dtype", "attention", "limit")  # options that change a score
-_KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}  # the last changes no cosine
-
-PromptStyle = Literal["prefix", "paper"]
+_PROTOCOL = ("pooling", "max_length", "batch_size", "dtype", "attention")  # options that change a score
 
 
 def evaluate(options: MtebOptions) -> None:
@@ -77,17 +66,16 @@ def evaluate(options: MtebOptions) -> None:
         os.environ["TQDM_DISABLE"] = "1"
     warnings.filterwarnings("ignore", module=r"sklearn\.")  # not converged, ill-defined: mteb's protocol, for each draw
     tasks = choose_tasks(options.benchmark, options.tasks, options.languages, options.data_dir)
-    instructions = Instructions()
+    prompts, digest = dict[str, str](), None
     if options.instructions != "none":
         path, tokenizer = find_config(options.instructions), load_tokenizer(options.model)
-        instructions = read_instructions(path, options.prompt_style, tokenizer)
-    instructions.refuse_gaps(flatten(tasks))
+        prompts, digest = read_instructions(path, options.prompt_style, tokenizer), sha256_of(path)[:12]
+        refuse_gaps(prompts, flatten(tasks))
     device, folder = choose_device(options.device), options.output / options.model.resolve().name
-    protocol = {name: getattr(options, name) for name in _PROTOCOL} | {
-        "instructions": instructions.digest,
-        "prompt_style": None if instructions.digest == "none" else options.prompt_style,
-    }
-    units = units_of(flatten(tasks), options.data_dir, {"model": fingerprint(options.model), "protocol": protocol})
+    protocol = {name: getattr(options, name) for name in _PROTOCOL}
+    protocol |= {"instructions": digest, "prompt_style": options.prompt_style if digest else None}
+    model = {"model": fingerprint(options.model)}
+    units = units_of(flatten(tasks), options.data_dir, {**model, "protocol": protocol})
     missing = [name for name, unit in units.items() if unit is None]
     if missing and not options.skip_missing:
         raise MissingInputError(
@@ -95,17 +83,17 @@ def evaluate(options: MtebOptions) -> None:
             "neobert fetch mteb --output DIR with the same --benchmark or --tasks on a machine with a network and "
             "copy DIR here, or leave them out with --skip-missing."
         )
-    with open_ledger(folder / "mteb") as ledger:
+    with open_ledger(folder / "mteb", device) as ledger:
         loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
-        scores = run_tasks(tasks, units, ledger, options, lambda: build_encoder(options, instructions, loading))
+        scores = run_tasks(tasks, units, ledger, options, lambda: build_encoder(options, prompts, loading))
         what = list(options.tasks) or options.benchmark
         settings = {**protocol, "tasks": what, "languages": list(options.languages) if options.tasks else None}
-        table = {"table": settings, "model": fingerprint(options.model)}
-        ledger.add(table, to_results(scores) | {"settings": settings})
+        measured = [ledger.lines[key_of(unit)] for unit in units.values() if unit is not None]
+        ledger.add({"table": settings, **model}, to_results(scores) | {"settings": settings}, origin_of(measured))
         lines = [line for line in ledger.lines.values() if "table" in line["unit"]]
-        tables = [line["result"] for line in lines if line["unit"]["model"] == table["model"]]
-        record = folder / "mteb.json"
-        write_record(record, "mteb", folder=options.model, settings=settings, results={"tables": tables}, device=device)
+        lines = [line for line in lines if line["unit"]["model"] == model["model"]]
+        record, tables = folder / "mteb.json", [line["result"] for line in lines]
+        write_record(record, "mteb", folder=options.model, settings=settings, results={"tables": tables}, lines=lines)
         print(f"\n{write_page('mteb', [record], folder)}\nwrote {record} and mteb.md")
 
 
@@ -122,7 +110,6 @@ def units_of(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]
             if stored_revision(data_dir, task) is None:
                 units[task.metadata.name] = None
                 continue
-            check_revision(data_dir, task)
             data = digest_of_files(data_dir, task)
         of_task = {"task": task.metadata.name, "splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
         units[task.metadata.name] = {**common, **of_task, "data": data, "mteb": mteb.__version__}
@@ -157,16 +144,16 @@ def run_tasks(
             task.load_data()
         else:
             load_task(options.data_dir, task)
-        if options.limit is not None:
-            limit_task(task, options.limit)
         encoder = encoder or build()
+        show = sys.stderr.isatty()
+        encoding: Any = {"batch_size": options.batch_size, "show_progress_bar": show, "convert_to_tensor": True}  # fp32
         found = mteb.evaluate(
             encoder,
             task,
             cache=cache,
             overwrite_strategy="always",  # the ledger decides
             co2_tracker=False,
-            encode_kwargs={"batch_size": options.batch_size, "show_progress_bar": sys.stderr.isatty()},  # type: ignore[arg-type]
+            encode_kwargs=encoding,
             show_progress_bar=False,
         ).task_results[0]
         task.unload_data()
@@ -179,46 +166,8 @@ def run_tasks(
 # --- the encoder
 
 
-@dataclass(frozen=True, kw_only=True)
-class Instructions:
-    """Texts by task name and by task type; without any, nothing is put before a text."""
-
-    tasks: dict[str, str] = field(default_factory=dict)
-    types: dict[str, str] = field(default_factory=dict)
-    prefix: str = "{instruction} "
-    before_documents: bool = False
-    digest: str = "none"  # of the file they come from
-
-    def prompt_for(self, metadata: Any, *, side: str | None) -> str | None:
-        """Return the text before a text.
-
-        Args:
-            metadata: mteb's, of the task.
-            side: query, document, or None for the texts of a symmetric task.
-
-        Returns:
-            None if there is no instruction, or an empty one.
-        """
-        instruction = self.tasks.get(metadata.name, self.types.get(metadata.type))
-        if not instruction or (side == "document" and not self.before_documents):
-            return None
-        return self.prefix.format(instruction=instruction)
-
-    def refuse_gaps(self, tasks: list[Any]) -> None:
-        """Raise ConfigError if there are instructions and a task has none: it would be measured another way."""
-        if not self.tasks and not self.types:
-            return
-        known = {*self.tasks, *self.types}
-        gaps = sorted({task.metadata.name for task in tasks if not {task.metadata.name, task.metadata.type} & known})
-        if gaps:
-            raise ConfigError(
-                f"--instructions has no text for {', '.join(gaps)}, neither under tasks nor for the type under types; "
-                "add one (an empty one is one)."
-            )
-
-
-def read_instructions(path: Path, style: PromptStyle, tokenizer: Any) -> Instructions:
-    """Return the instructions of a YAML file.
+def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: Any) -> dict[str, str]:
+    """Return the texts before texts, by the keys that mteb looks for: a task or a type, and NAME-document.
 
     Args:
         tokenizer: Of the model: style paper puts its separating and its first token between instruction and text.
@@ -236,50 +185,31 @@ def read_instructions(path: Path, style: PromptStyle, tokenizer: Any) -> Instruc
         raise DataError(
             f"{path}: expected YAML with the keys tasks and types, a text per name in each ({yaml_reason(error)})."
         ) from error
-    prefix = "{instruction} "
+    end, prompts = " ", dict[str, str]()
     if style == "paper":
         first = tokenizer.bos_token or tokenizer.cls_token
         if first is None or tokenizer.sep_token is None:
             raise ConfigError("--prompt-style paper needs a tokenizer with [SEP] and [CLS]; use --prompt-style prefix.")
-        prefix = "{instruction}" + f"{tokenizer.sep_token} {first}"
-    return Instructions(**sections, prefix=prefix, before_documents=style == "paper", digest=sha256_of(path)[:12])
+        end = f"{tokenizer.sep_token} {first}"
+    for name, text in [pair for section in sections.values() for pair in section.items()]:
+        prompts[name] = text + end if text else ""
+        prompts[f"{name}-document"] = prompts[name] if style == "paper" else ""
+    return prompts
 
 
-class MtebEncoder(AbsEncoder):
-    """mteb's protocol around a SentenceTransformer."""
-
-    def __init__(
-        self, model: SentenceTransformer, meta: ModelMeta, instructions: Instructions, *, show_progress: bool
-    ) -> None:
-        self.model = model
-        self.mteb_model_meta = meta
-        self.instructions = instructions
-        self._show_progress = show_progress
-
-    def encode(
-        self,
-        inputs: Any,
-        *,
-        task_metadata: Any,
-        hf_split: str,
-        hf_subset: str,
-        prompt_type: Any = None,
-        **kwargs: Any,
-    ) -> np.ndarray:
-        """Return embeddings in fp32, in the order of the texts, [texts, width]."""
-        texts = [text for batch in inputs for text in batch["text"]]
-        prompt = self.instructions.prompt_for(task_metadata, side=prompt_type.value if prompt_type else None)
-        embeddings: np.ndarray = self.model.encode(
-            texts,
-            prompt=prompt,
-            batch_size=kwargs.get("batch_size", 32),
-            show_progress_bar=self._show_progress,
-            convert_to_numpy=True,
+def refuse_gaps(prompts: Mapping[str, str], tasks: Sequence[Any]) -> None:
+    """Raise ConfigError if a task has no instruction: it would be measured another way."""
+    names = {task.metadata.name for task in tasks if not {task.metadata.name, task.metadata.type} & prompts.keys()}
+    if names:
+        raise ConfigError(
+            f"--instructions has no text for {', '.join(sorted(names))}, neither under tasks nor for the type under "
+            "types; add one (an empty one is one)."
         )
-        return embeddings.astype(np.float32)
 
 
-def build_encoder(options: MtebOptions, instructions: Instructions, loading: LoadOptions) -> MtebEncoder:
+def build_encoder(
+    options: MtebOptions, prompts: dict[str, str], loading: LoadOptions
+) -> SentenceTransformerEncoderWrapper:
     """Return the model, ready for `mteb.evaluate`; models with fewer positions truncate earlier.
 
     Raises:
@@ -287,32 +217,22 @@ def build_encoder(options: MtebOptions, instructions: Instructions, loading: Loa
     """
     folder = options.model
     loaded = load_sentence_transformer(folder, loading, max_length=options.max_length)
-    if unknown := [name for module in loaded if (name := type(module).__name__) not in _KNOWN_MODULES]:
-        raise ConversionError(
-            f"{folder / 'modules.json'}: lists {', '.join(unknown)}, which would be left out here: only a transformer "
-            "with mean or cls pooling is measured; evaluate this model with mteb itself."
-        )
-    longest = loaded.max_seq_length
-    if longest < options.max_length:
-        print(f"{folder}: texts are truncated after {longest} tokens, not {options.max_length}: no more positions")
-    model = SentenceTransformer(  # without the folder's own pooling and prompts
+    if loaded.max_seq_length < options.max_length:
+        longest = f"after {loaded.max_seq_length} tokens, not {options.max_length}"
+        print(f"{folder}: texts are truncated {longest}: no more positions")
+    model = SentenceTransformer(  # without the folder's own pooling
         modules=[loaded[0], Pooling(loaded[0].model.config.hidden_size, options.pooling)],
         device=str(loading.device),
         similarity_fn_name="cosine",
     )
-    protocol = (item for item in fields(options) if item.name in _PROTOCOL)
-    changed = {item.name: value for item in protocol if (value := getattr(options, item.name)) != item.default}
-    if instructions.digest != "none":
-        changed |= {"instructions": instructions.digest, "prompt_style": options.prompt_style}
-    meta = ModelMeta.create_empty(
-        overwrites={
-            "name": f"local/{folder.resolve().name}",
-            "revision": fingerprint(folder),
-            "max_tokens": longest,
-            "experiment_kwargs": changed or None,  # a folder of its own in mteb's cache
-        }
-    )
-    return MtebEncoder(model.eval(), meta, instructions, show_progress=sys.stderr.isatty())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mteb calls functions of its own that it deprecates
+        encoder = SentenceTransformerEncoderWrapper(model.eval())
+    encoder.model_prompts = prompts or None  # not by the constructor, which knows no local tasks
+    protocol = {name: getattr(options, name) for name in (*_PROTOCOL, "prompt_style")} | {"prompts": prompts}
+    about = {"name": f"local/{folder.resolve().name}", "revision": f"{fingerprint(folder)}-{key_of(protocol)[:8]}"}
+    encoder.mteb_model_meta = ModelMeta.create_empty(overwrites=about)
+    return encoder
 
 
 # --- results

@@ -1,4 +1,4 @@
-"""MTEB's data in a folder of the user, and shortened tasks for a quick look.
+"""MTEB's data in a folder of the user.
 
 A task is stored as mteb holds it after loading: what it downloads, cuts and draws at random happens once, on the
 connected machine, and any machine with the same folder evaluates the same texts. Each task's folder appears whole or
@@ -26,7 +26,6 @@ from megatron_neobert.text import parse_json
 
 _ABOUT = "task.json"
 _NOT_DATA = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_subsets"}
-_DOCUMENTS_PER_QUERY = 10  # that --limit leaves beside the relevant ones
 
 
 def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
@@ -39,18 +38,18 @@ def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
     return str(about["revision"]) if None in subsets or set(task.hf_subsets) <= subsets else None
 
 
-def check_revision(data_dir: Path, task: AbsTask) -> None:
-    """Raise DataError if the data is not there, or is of another revision than the installed mteb's task."""
+def digest_of_files(data_dir: Path, task: AbsTask) -> str:
+    """Return sixteen digits that change with the stored data of a task.
+
+    Raises:
+        DataError: The data is of another revision than the installed mteb's task.
+    """
+    folder = data_dir / "tasks" / task.metadata.name
     if (stored := stored_revision(data_dir, task)) != task.metadata.revision:
         raise DataError(
-            f"{data_dir / 'tasks' / task.metadata.name}: holds revision {stored}, and the installed mteb evaluates "
-            f"{task.metadata.revision}; run neobert fetch mteb with this mteb on a connected machine."
+            f"{folder}: holds revision {stored}, and the installed mteb evaluates {task.metadata.revision}; run "
+            "neobert fetch mteb with this mteb on a connected machine."
         )
-
-
-def digest_of_files(data_dir: Path, task: AbsTask) -> str:
-    """Return sixteen digits that change with the stored data of a task."""
-    folder = data_dir / "tasks" / task.metadata.name
     # Not the caches that `datasets` writes beside data when a task filters it.
     files = sorted(path for pattern in ("*.json", "data-*.arrow") for path in folder.rglob(pattern))
     lines = [f"{path.relative_to(folder)} {sha256_of(path)}\n" for path in files]
@@ -97,9 +96,8 @@ def load_task(data_dir: Path, task: AbsTask) -> None:
     """Load the data that `store_task` wrote into a task.
 
     Raises:
-        DataError: It is damaged, or of another revision than the installed mteb's task.
+        DataError: The data is damaged.
     """
-    check_revision(data_dir, task)
     folder = data_dir / "tasks" / task.metadata.name
     about = _read_about(folder)
     dataset: dict[Any, Any] = {}
@@ -121,17 +119,6 @@ def load_task(data_dir: Path, task: AbsTask) -> None:
     task.data_loaded = True
 
 
-def limit_task(task: AbsTask, limit: int) -> None:
-    """Leave the first `limit` examples of what is scored, for a quick look; training examples stay."""
-    assert task.dataset is not None, task.metadata.name
-    trained_on = getattr(task, "train_split", None)
-    for subset, split, content in list(_splits(task)):
-        if split == trained_on and split not in task.eval_splits:
-            continue
-        splits: Any = task.dataset if subset is None else task.dataset[subset]
-        splits[split] = _limit_rows(content, limit) if isinstance(content, Dataset) else _limit_queries(content, limit)
-
-
 def _splits(task: AbsTask) -> Iterator[tuple[str | None, str, Any]]:
     """Yield (subset or None, split, content) of the splits that an evaluation reads."""
     assert task.dataset is not None, task.metadata.name
@@ -150,22 +137,3 @@ def _settings(task: AbsTask) -> dict[str, Any]:
     """Return what loading may change besides the data: some tasks set how many documents they cluster."""
     plain = (bool, int, float, str, type(None))
     return {key: value for key, value in vars(task).items() if key not in _NOT_DATA and isinstance(value, plain)}
-
-
-def _limit_rows(rows: Dataset, limit: int) -> Dataset:
-    """Return the first rows; of rows that hold a whole list of examples each, the first of these."""
-    rows = rows.select(range(min(limit, len(rows))))
-    if not any(isinstance(value, list) for value in rows[0].values()):
-        return rows
-    return rows.map(lambda row: {key: value[:limit] for key, value in row.items() if isinstance(value, list)})
-
-
-def _limit_queries(content: dict[str, Any], limit: int) -> dict[str, Any]:
-    queries = content["queries"].select(range(min(limit, len(content["queries"]))))
-    judged = {query: content["relevant_docs"].get(query, {}) for query in queries["id"]}
-    ranked = content["top_ranked"] and {query: content["top_ranked"][query] for query in queries["id"]}
-    kept = {document for documents in [*judged.values(), *(ranked or {}).values()] for document in documents}
-    others = [i for i, document in enumerate(content["corpus"]["id"]) if document not in kept]
-    kept_rows = [i for i, document in enumerate(content["corpus"]["id"]) if document in kept]
-    corpus = content["corpus"].select(sorted(kept_rows + others[: limit * _DOCUMENTS_PER_QUERY]))
-    return {"corpus": corpus, "queries": queries, "relevant_docs": judged, "top_ranked": ranked}

@@ -1,12 +1,10 @@
 """The tasks that a command names: a benchmark of mteb, single tasks of it, or tasks from plain files.
 
 `local:NAME` reads the folder NAME under --data-dir, and its files decide what the task is; docs/evaluation.md has the
-four forms. They run through mteb's own tasks and have its metrics.
+three forms. They run through mteb's own tasks and have its metrics.
 """
 
 import copy
-import difflib
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +16,13 @@ from mteb.abstasks.abstask import AbsTask
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.abstasks.task_metadata import TaskMetadata
 
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, suggestion
 from megatron_neobert.evaluation.data import check_data, columns_of, read_tables, reading
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 PREFIX = "local:"
-_CRANFIELD = ("cran.all.1400.trec-format", "cran.qry.trec-format", "cran.qrels.trec-format")
-_FILES = (
-    "corpus.jsonl, queries.jsonl and qrels.tsv; cran.all.1400.trec-format, cran.qry.trec-format and "
-    "cran.qrels.trec-format; train.csv and test.csv; or test.tsv"
-)
+_FILES = "corpus.jsonl, queries.jsonl and qrels.tsv; train.csv and test.csv; or test.tsv"
 
 
 def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str], data_dir: Path) -> list[AbsTask]:
@@ -53,7 +47,7 @@ def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str],
         except KeyError:
             known = [found.name for found in mteb.get_benchmarks()]
             raise ConfigError(
-                f"--benchmark {benchmark}: mteb has no such benchmark{_meant(benchmark, known)}"
+                f"--benchmark {benchmark}: mteb has no such benchmark{suggestion(benchmark, known, otherwise='.')}"
             ) from None
     if len(set(names)) < len(names):
         raise ConfigError(f"--tasks {' '.join(names)} names a task twice; name each once.")
@@ -81,18 +75,13 @@ def _any_task(name: str, languages: Sequence[str]) -> AbsTask:
         known = [task.metadata.name for task in mteb.get_tasks()]
         otherwise = f"; local tasks are written {PREFIX}NAME."
         raise ConfigError(
-            f"--tasks {name}: mteb {mteb.__version__} has no such task{_meant(name, known, otherwise)}"
+            f"--tasks {name}: mteb {mteb.__version__} has no such task{suggestion(name, known, otherwise=otherwise)}"
         ) from None
     except ValueError as error:
         raise ConfigError(f"--languages {' '.join(languages)}: {error}") from None
     if not task.hf_subsets:
         raise ConfigError(f"--tasks {name} has no texts in --languages {' '.join(languages)}.")
     return task
-
-
-def _meant(name: str, known: Sequence[str], otherwise: str = ".") -> str:
-    close = difflib.get_close_matches(name, known, n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else otherwise
 
 
 # --- local tasks
@@ -138,7 +127,6 @@ def local_task(name: str, data_dir: Path) -> AbsTask:
         raise MissingInputError(f"--tasks {PREFIX}{name}: {folder} is no folder; put its files into it: {_FILES}.")
     forms: tuple[tuple[Any, Callable[[Path], Any], Any, str, tuple[str, ...]], ...] = (
         (LocalRetrieval, _read_beir, "Retrieval", "ndcg_at_10", ("corpus.jsonl", "queries.jsonl", "qrels.tsv")),
-        (LocalRetrieval, _read_cranfield, "Retrieval", "ndcg_at_10", _CRANFIELD),
         (LocalClassification, _read_classification, "Classification", "accuracy", ("train.csv", "test.csv")),
         (LocalSTS, _read_pairs, "STS", "cosine_spearman", ("test.tsv",)),
     )
@@ -199,39 +187,12 @@ def _read_beir(folder: Path) -> dict[str, Any]:
     relevant: dict[str, dict[str, int]] = {}
     for query, document, score in zip(*_read(path, ("query-id", "corpus-id", "score")), strict=True):
         relevant.setdefault(query, {})[document] = int(_number(path, score))
-    queries = _read(folder / "queries.jsonl", ("_id", "text"))
-    return _retrieval(
-        {str(id): (str(title or ""), str(text)) for id, title, text in zip(ids, titles, texts, strict=True)},
-        {str(id): str(text) for id, text in zip(*queries, strict=True)},
-        relevant,
-    )
-
-
-def _read_cranfield(folder: Path) -> dict[str, Any]:
-    """Count every judged document as relevant: the collection's grades run from 1, complete answer, to 4, of minimum
-    interest, and gains that grow with them would be upside down."""
-    corpus, queries, qrels = ((folder / name).read_text(encoding="utf-8", errors="replace") for name in _CRANFIELD)
-    documents = {}
-    for number, text in re.findall(r"<DOCNO>(\w+)</DOCNO>\s*<TEXT>(.*?)</TEXT>", corpus, flags=re.DOTALL):
-        title = " ".join(text.partition("\n.A")[0].split())
-        body = " ".join(text.rpartition("\n.W")[2].split())  # begins with the title again
-        documents[number] = (title, body.removeprefix(title).strip())
-    described = re.findall(r"<num> Number: (\w+).*?<desc> Description:(.*?)<narr>", queries, flags=re.DOTALL)
-    relevant: dict[str, dict[str, int]] = {}
-    for line in qrels.splitlines():
-        query, _, document, _ = line.split()
-        relevant.setdefault(query, {})[document] = 1
-    return _retrieval(documents, {number: " ".join(text.split()) for number, text in described}, relevant)
-
-
-def _retrieval(
-    documents: dict[str, tuple[str, str]], queries: dict[str, str], relevant: dict[str, dict[str, int]]
-) -> dict[str, Any]:
-    """Return what mteb holds of a task with one split."""
-    titles, texts = zip(*documents.values(), strict=True)
-    judged = {query: text for query, text in queries.items() if query in relevant}
+    queries = zip(*_read(folder / "queries.jsonl", ("_id", "text")), strict=True)
+    judged = {str(id): str(text) for id, text in queries if str(id) in relevant}
     content = {
-        "corpus": Dataset.from_dict({"id": list(documents), "title": titles, "text": texts}),
+        "corpus": Dataset.from_dict(
+            {"id": list(map(str, ids)), "title": [str(title or "") for title in titles], "text": list(map(str, texts))}
+        ),
         "queries": Dataset.from_dict({"id": list(judged), "text": list(judged.values())}),
         "relevant_docs": relevant,
         "top_ranked": None,

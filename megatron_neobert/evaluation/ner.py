@@ -1,4 +1,4 @@
-"""Named-entity recognition of one model: the points of a grid on every data set, the best of them, and its tags.
+"""Named-entity recognition of one model: the points of a grid on every data set, and the best of them.
 
 A data set is a folder with the splits train, validation and perhaps test, as CoNLL text, Parquet or a saved data set.
 Tags are O, or B-, I-, E-, S- with the kind of the entity; seqeval finds out which of these schemes it is. The first
@@ -7,14 +7,14 @@ counts as outside of every entity. Scores are seqeval's over whole sentences: pr
 which both bounds and the kind must be right.
 
 The protocol is GLUE's, but with one evaluation an epoch. The validation set chooses step and point; each run looks at
-the test set, if there is one, once, with its best weights. OUTPUT/NAME/ner/DATA_SET holds the ledger, the best weights
-and the tags that they find, a word, its tag and the tag found on a line; OUTPUT/NAME/ner.json and .md hold the results.
+the test set, if there is one, once, with its best weights. OUTPUT/NAME/ner/DATA_SET holds the ledger and the best
+weights, OUTPUT/NAME/ner.json and .md the results.
 """
 
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -26,37 +26,26 @@ import numpy as np
 import transformers
 from datasets import Dataset
 from numpy.typing import NDArray
-from seqeval.metrics import classification_report, f1_score, precision_score, recall_score
+from seqeval.metrics import f1_score, precision_score, recall_score
 
 from megatron_neobert.errors import ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
 from megatron_neobert.evaluation.fine_tune import PaperTrainer, Run, resolve_device
-from megatron_neobert.evaluation.ledger import Ledger, open_ledger, write_record
-from megatron_neobert.evaluation.models import (
-    LoadOptions,
-    fingerprint,
-    load_model,
-    load_tokenizer,
-    longest_input,
-    predict,
-)
+from megatron_neobert.evaluation.ledger import open_ledger
+from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import NerOptions
-from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.evaluation.sweep import (
     GRIDS,
     Progress,
     Sweep,
-    best_weights,
-    last_sweep,
     run_sweep,
     show_progress,
-    unit_of,
+    write_results,
 )
-from megatron_neobert.runtime.atomic_files import replace_file
 
 METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
 OUTSIDE = "O"
-# Names that files of a split have on the Hub, in CoNLL's tasks, in WikiANN and elsewhere.
+# Names that files of a split have on the Hub, in CoNLL's tasks and elsewhere.
 _NAMES = {
     "train": ("train", "eng.train"),
     "validation": ("validation", "valid", "dev", "testa", "eng.testa"),
@@ -110,68 +99,21 @@ def evaluate(options: NerOptions, on_progress: Progress = show_progress) -> Path
     load_tokenizer(options.model)
     model = fingerprint(options.model)
     for task in tasks:
-        with open_ledger(folder / "ner" / quote(task, safe="")) as ledger:
+        with open_ledger(folder / "ner" / quote(task, safe=""), options.device) as ledger:
             splits = ("", "test_")[: len(data[task].sentences) - 1]
             sweep = Sweep(
                 run=NerRun,
                 task=task,
                 grid=GRIDS[options.grid].replace(options),
+                model=model,
                 start=options.model,
-                unit=unit_of(task, options, model=model, start=model, data=data[task].digests),
+                data=data[task].digests,
                 metrics=[f"{split}{name}" for split in splits for name in METRICS],
                 options=options,
             )
             run_sweep(ledger, sweep, on_progress)
-            _tag_texts(ledger, sweep, data[task])
-        _write_results(options, folder, model)
+        write_results("ner", folder, options.model)
     return folder
-
-
-def _write_results(options: NerOptions, folder: Path, model: str) -> None:
-    results, settings = dict[str, Any](), dict[str, Any]()
-    for path in sorted((folder / "ner").iterdir()):
-        ledger = Ledger(path)
-        if line := last_sweep(ledger, model):
-            kinds = ledger.find(_unit_of_tags(line))
-            results[line["unit"]["task"]] = line["result"]["result"] | {"kinds": kinds or {}}
-            settings[line["unit"]["task"]] = line["result"]["settings"]
-    record = folder / "ner.json"
-    device = options.device
-    write_record(record, "ner", folder=options.model, settings=settings, results={"tasks": results}, device=device)
-    write_page("ner", [record], folder)
-
-
-def _unit_of_tags(sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the unit of work of tagging the texts with the weights that a finished sweep keeps."""
-    return {"tags of": sweep["result"]["kept"], "data": sweep["unit"]["data"]}
-
-
-def _tag_texts(ledger: Ledger, sweep: Sweep, data: NerData) -> None:
-    """Write what the best weights find in validation and test set; add their scores by kind of entity to the ledger."""
-    line, folder, options = last_sweep(ledger), ledger.path.parent, sweep.options
-    assert line is not None, "the sweep is finished"
-    unit = _unit_of_tags(line)
-    splits = [split for split in data.sentences if split != "train"]
-    if ledger.find(unit) is not None and all((folder / f"{split}.tsv").is_file() for split in splits):
-        return
-    weights = best_weights(ledger, sweep.unit["model"])
-    loading = LoadOptions(device=options.device or "cpu", attention=options.attention)
-    model, tokenizer = load_tagger(weights, data.labels, loading), load_tokenizer(weights)
-    length = longest_input(model, tokenizer, at_most=options.max_length)
-    kinds = {}
-    for split in splits:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about long sentences, which the runs have given
-            tagged = to_rows(data.sentences[split], data.labels, tokenizer, length)
-        numbers = [row for batch in predict(model, tokenizer, tagged.rows) for row in batch.argmax(-1)]
-        found = tagged.to_tags(numbers)
-        lines = [
-            "".join("\t".join(line) + "\n" for line in zip(*sentence, tags, strict=True))
-            for sentence, tags in zip(tagged.sentences, found, strict=True)
-        ]
-        replace_file(folder / f"{split}.tsv", "\n".join(lines))
-        kinds[split] = score_kinds([sentence.tags for sentence in tagged.sentences], found)
-    ledger.add(unit, kinds)
 
 
 # --- data
@@ -376,13 +318,3 @@ def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> l
 def score(expected: list[list[str]], found: list[list[str]]) -> dict[str, float]:
     """Return micro-averaged entity F1, precision and recall (seqeval)."""
     return {name: float(metric(expected, found, zero_division=0)) for name, metric in METRICS.items()}
-
-
-def score_kinds(expected: list[list[str]], found: list[list[str]]) -> dict[str, dict[str, float]]:
-    """Return F1 and the number of expected entities, by their kind."""
-    report = classification_report(expected, found, output_dict=True, zero_division=0)
-    return {
-        kind: {"f1": float(own["f1-score"]), "entities": int(own["support"])}
-        for kind, own in report.items()
-        if not kind.endswith(" avg")
-    }

@@ -1,6 +1,6 @@
 """The command lines of all evaluations: one dataclass of options each. Imports neither torch nor datasets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,15 +20,15 @@ _OUTPUT = "folder for the results"
 _ATTENTION = "transformers' attn_implementation, such as sdpa; without it transformers' choice"
 
 
-def choose_glue_tasks(names: Sequence[str], known: Iterable[str] = GLUE_TASKS) -> list[str]:
+def choose_glue_tasks(names: Sequence[str]) -> list[str]:
     """Return the tasks of these names, as GLUE_TASKS spells them.
 
     Raises:
         ConfigError: There is no such task.
     """
     chosen = list(dict.fromkeys(name.lower().replace("-", "") for name in names))
-    if unknown := [name for name in chosen if name not in known]:
-        raise ConfigError(f"--tasks {' '.join(unknown)}: GLUE's tasks are {', '.join(known)}.")
+    if unknown := [name for name in chosen if name not in GLUE_TASKS]:
+        raise ConfigError(f"--tasks {' '.join(unknown)}: GLUE's tasks are {', '.join(GLUE_TASKS)}.")
     return chosen
 
 
@@ -69,13 +69,7 @@ class GlueOptions(FineTuneOptions):
     grid: Literal["paper", "small", "best"] = option(
         "best", "paper: 60 points; small: the 6 of its ablations; best: the one that it found best for its model"
     )
-    transfer_from: str = option(
-        "mnli",
-        "where RTE, MRPC, STS-B and QNLI start: the best MNLI model of this output, or a folder",
-        metavar="mnli|DIR",
-    )
-    no_transfer: bool = option(False, "start every task from --model")
-    predict: bool = option(False, "write the answers for the GLUE server too: OUTPUT/MODEL/glue/submission.zip")
+    no_transfer: bool = option(False, "start RTE, MRPC, STS-B and QNLI from --model, not from the best MNLI model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,19 +96,17 @@ class PerplexityOptions(ComputeOptions):
     documents_per_bin: int | None = option(None, "only the first N documents of each length", minimum=1)
     limit: int | None = option(None, "only the first N documents", minimum=1)
     seed: int = option(0, "of --positions-per-doc")
-    batch_tokens: int = option(16384, "of one batch, at most", minimum=1)
+    batch_tokens: int = option(8192, "of one batch, at most", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputOptions:
+class ThroughputOptions(ComputeOptions):
     """The command line of `neobert evaluate throughput`."""
 
     model: tuple[Path, ...] = option(help="Hugging Face folders of encoders", metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     lengths: tuple[int, ...] = option(LENGTHS, "tokens of a document", minimum=1)
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, "documents of a batch", minimum=1)
-    dtype: tuple[Dtype, ...] = option(("float32",), "of weights and activations, without autocast")
-    attention: tuple[str, ...] = option((), "sdpa, eager, flash_attention_2; without it transformers' choice")
     layout: Literal["padded", "packed", "both"] = option(
         "padded", "padded: a document per row; packed: documents end to end, where the model takes them"
     )
@@ -130,7 +122,6 @@ class ThroughputOptions:
         "length",
         minimum=1,
     )
-    device: str | None = option(None, "such as cpu or cuda:1; without it the GPU where there is one", metavar="NAME")
     seed: int = option(0, "of tokens and lengths")
 
 
@@ -158,7 +149,6 @@ class MtebOptions(ComputeOptions):
     pooling: Literal["mean", "cls"] = option("mean", "of the token states")
     max_length: int = option(1024, "truncate texts after N tokens", minimum=1)
     batch_size: int = option(32, "texts at once", minimum=1)
-    limit: int | None = option(None, "only N examples or queries per task: a quick look, not a result", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +157,7 @@ class FinetuneOptions:
 
     model: Path = option(help=_MODEL, metavar="DIR")
     config: str = option(help="settings and datasets, or a recipe: evaluation/contrastive", metavar="FILE")
-    data_dir: Path = option(help="a file or folder per dataset", metavar="DIR")
+    data_dir: Path = option(help="KEY.parquet or KEY.jsonl for each dataset", metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     steps: int | None = option(None, "instead of the file's, as the next five", minimum=1)
     batch_size: int | None = option(None, "pairs per process, before a dataset's divisor", minimum=1)
@@ -189,7 +179,6 @@ class FinetuneOptions:
     )
     device: Literal["cpu", "cuda"] | None = option(None, "without it a GPU if there is one")
     attention: str | None = option(None, _ATTENTION, metavar="NAME")
-    resume: bool = option(False, "resume from the newest checkpoint in --output, or start if there is none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +186,7 @@ class FetchGlueOptions:
     """The command line of `neobert fetch glue`."""
 
     output: Path = option(help="folder for a folder per task", metavar="DIR")
-    tasks: tuple[str, ...] = option((), "such as cola sst2; without it all, and ax", metavar="NAME")
+    tasks: tuple[str, ...] = option((), "such as cola sst2; without it all", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +206,6 @@ class FetchMtebOptions:
     benchmark: str = option(MTEB_PAPER, "any benchmark of mteb, with all its tasks", metavar="NAME")
     tasks: tuple[str, ...] = option((), "these tasks of mteb instead", metavar="NAME")
     languages: tuple[str, ...] = option(("eng",), "of --tasks, as ISO 639-3 codes", metavar="CODE")
-    check: bool = option(False, "fetch nothing: read what is there, without a network")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,6 @@ from typing import Any
 
 from megatron_neobert.text import visible
 
-MEASURED = "measured"  # in the last column of a page about one run
-REPORTED = "reported"  # in the last column: not measured here, but printed in the paper
-
 
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """Return a header and the rows as CSV; entries without a column are left out, None is empty."""
@@ -49,17 +46,14 @@ def figure(path: Path, caption: str) -> str:
     return f"![{paragraph(caption)}]({path.name})"
 
 
-def table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], str]]) -> str:
-    """Return a table of rows of cells, each with the Markdown of a last column: MEASURED, REPORTED or `run_link`."""
+def table(header: Sequence[str], measured: Sequence[Sequence[str]], reported: Sequence[Sequence[str]] = ()) -> str:
+    """Return a table; with rows of the paper, a last column tells them from measured ones."""
     # Numbers, and signs for missing ones, are aligned to the right.
-    are_numbers = [
-        all(re.match(r"\d|–|-$|missing$", cells[column]) for cells, _ in rows) for column in range(len(header))
-    ]
-    lines = [[*map(paragraph, header), "run"], ["---:" if right else "---" for right in are_numbers] + ["---"]]
-    lines += [[*map(paragraph, cells), run] for cells, run in rows]
+    rows = [*measured, *reported]
+    are_numbers = [all(re.match(r"\d|–|-$|missing$", cells[column]) for cells in rows) for column in range(len(header))]
+    lines = [list(map(paragraph, header)), ["---:" if right else "---" for right in are_numbers]]
+    lines += [list(map(paragraph, cells)) for cells in rows]
+    if reported:
+        sources = ["source", "---", *["measured"] * len(measured), *["reported"] * len(reported)]
+        lines = [[*line, source] for line, source in zip(lines, sources, strict=True)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def run_link(number: int) -> str:
-    """Return a link to the heading `Run 3`, by the name that GitHub gives it."""
-    return rf"[\[{number}\]](#run-{number})"

@@ -4,7 +4,7 @@ Colours are Okabe and Ito's, which colour-blind readers tell apart; markers and 
 and white print can be read. The same curves give the same bytes, and a figure is replaced as a whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,6 @@ def plot_curves(
     beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(curves) > _LEGEND_INSIDE else {}
     add_legend(axes, axes.lines, [curve.name for curve in curves], **beside)
     save_figure(figure, path, Software=None)
-
-
-def plot_perplexities(path: Path, models: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str) -> None:
-    """Draw pseudo-perplexity over length: the points of a record by model, with bands where there are any."""
-    nan = float("nan")
-    curves = []
-    for name, points in models.items():
-        low, high = ([nan if point[end] is None else point[end] for point in points] for end in ("low", "high"))
-        lengths = [round(point["mean_length"]) for point in points]
-        curves.append(Curve(name, lengths, [point["pseudo_perplexity"] for point in points], low, high))
-    x_label = "tokens (average of the documents of a bin)"
-    plot_curves(path, curves, x_label=x_label, y_label="pseudo-perplexity", title=title, log_x=True, log_y=True)
 
 
 def add_legend(place: Any, lines: Sequence[Any], names: Sequence[str], **options: Any) -> None:

@@ -21,7 +21,7 @@ import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev, variance
@@ -37,7 +37,7 @@ from megatron_neobert.data.inputs.find import find_inputs, input_label
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import ConfigError, DataError
-from megatron_neobert.evaluation.ledger import Ledger, Unit, open_ledger, write_record
+from megatron_neobert.evaluation.ledger import Ledger, Unit, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.masked_scorer import Row, Scorer
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint
 from megatron_neobert.evaluation.options import PerplexityOptions
@@ -46,11 +46,10 @@ from megatron_neobert.runtime.atomic_files import name_models
 
 BAND = "95 % of the average over documents"
 # Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
-COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high", "arithmetic_mean")
+COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high")
 _ID_DIGITS = 16  # 64 bits: two of a million documents share one with a probability of 3e-8
 _CONFIDENCE = 0.95  # of the band above
 _DOCUMENTS_OF_BAND = 5  # of fewer, Student's interval spans orders of magnitude
-_SECONDS_BETWEEN_LINES = 30.0  # where there is no terminal to draw a bar on
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,19 @@ def evaluate(options: PerplexityOptions) -> None:
     """
     if any(low >= high for low, high in pairwise(options.length_bins)):
         raise ConfigError(f"--length-bins {' '.join(map(str, options.length_bins))} must increase.")
-    folders, results = name_models(options.model), dict[str, dict[str, Any]]()
-    left_out = Counter[str]()
+    folders, left_out = name_models(options.model), Counter[str]()
     if next(_read(options, left_out), None) is None:  # before a model is loaded
         raise DataError(
             f"--data {' '.join(options.data)} has no text ({_listed(left_out)}); check --text-key {options.text_key}."
         )
     for name, folder in folders.items():
-        found = results[name] = evaluate_model(folder, options)
+        found = evaluate_model(folder, options)
         value, error = f"{found['pseudo_perplexity']:.6g}", found["standard_error"]
         drawn = f" ± {error:.3g} (standard error, of the positions drawn)" if error else ""
         print(f"{name}: pseudo-perplexity {value}{drawn}, {found['documents']:,} documents", flush=True)
-    records = [options.output / name / "pseudo_perplexity.json" for name in results]
-    write_page("pseudo_perplexity", records, options.output)
+    write_page(
+        "pseudo_perplexity", [options.output / name / "pseudo_perplexity.json" for name in folders], options.output
+    )
     print(f"wrote {options.output / 'pseudo_perplexity.md'} and .png")
 
 
@@ -98,7 +97,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
     scorer = Scorer(folder, loading)
     max_length = options.max_length or scorer.max_length
     scorer.check_length(max_length)
-    selection = select_documents(options, scorer.tokenizer, max_length)
+    selected, left_out = select_documents(options, scorer.tokenizer, max_length)
     protocol = {
         "model": fingerprint(folder),
         "max_length": max_length,
@@ -108,38 +107,35 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
         "attention": scorer.model.config._attn_implementation,
     }
     place = options.output / folder.resolve().name
-    with open_ledger(place / "pseudo_perplexity") as ledger:
-        units = {document.id: {**protocol, "document": document.id} for document in selection.documents}
-        left = [document for document in selection.documents if ledger.find(units[document.id]) is None]
-        seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-        with tqdm(total=cost(left), desc=place.name, unit=" tokens", unit_scale=True, mininterval=seconds) as progress:
+    with open_ledger(place / "pseudo_perplexity", scorer.model.device) as ledger:
+        units = {document.id: {**protocol, "document": document.id} for document in selected}
+        left = [document for document in selected if ledger.find(units[document.id]) is None]
+        total = sum(len(document.positions) * len(document.ids_s) for document in left)
+        with tqdm(total=total, desc=place.name, unit=" tokens", unit_scale=True, mininterval=_seconds()) as progress:
             for tokens in measure(scorer, left, ledger, units, batch_tokens=options.batch_tokens):
                 progress.update(tokens)
-        documents = [DocumentResult(**(ledger.find(unit) or {})) for unit in units.values()]
-        results = {
-            **average_over_tokens(documents),
-            "documents": len(documents),
-            "positions": sum(result.positions for result in documents),
-            "truncated": sum(result.truncated for result in documents),
-            "left_out": dict(selection.left_out),
-            "curve": average_by_length(documents, options.length_bins),
-            "band": BAND,
-        }
-        settings = {
-            **protocol,
-            "min_length": options.min_length,
-            "limit": options.limit,
-            "documents_per_bin": options.documents_per_bin,
-            "length_bins": options.length_bins,
-            "data": list(map(input_label, options.data)),
-            "text_key": options.text_key,
-            "batch_tokens": options.batch_tokens,
-            "device": str(scorer.model.device),
-            "head": "masked position" if scorer.is_sparse else "all positions",
-        }
-        record, device = place / "pseudo_perplexity.json", scorer.model.device
-        write_record(record, "pseudo_perplexity", folder=folder, device=device, settings=settings, results=results)
+        lines = [ledger.lines[key_of(unit)] for unit in units.values()]
+    documents = [DocumentResult(**line["result"]) for line in lines]
+    results = {
+        **average_over_tokens(documents),
+        "documents": len(documents),
+        "positions": sum(result.positions for result in documents),
+        "truncated": sum(result.truncated for result in documents),
+        "left_out": dict(left_out),
+        "curve": average_by_length(documents, options.length_bins),
+        "band": BAND,
+    }
+    others = ("min_length", "limit", "documents_per_bin", "length_bins", "text_key", "batch_tokens")
+    settings = protocol | {name: getattr(options, name) for name in others}
+    settings |= {"data": list(map(input_label, options.data)), "device": str(scorer.model.device)}
+    record = place / "pseudo_perplexity.json"
+    write_record(record, "pseudo_perplexity", folder=folder, settings=settings, results=results, lines=lines)
     return results
+
+
+def _seconds() -> float:
+    """Return the seconds between two lines of progress, of which a log keeps every one."""
+    return 0.1 if sys.stderr.isatty() else 30.0
 
 
 def measure(
@@ -189,11 +185,6 @@ def batches(documents: Iterable[Document], *, batch_tokens: int) -> Iterator[lis
         yield batch
 
 
-def cost(documents: Iterable[Document]) -> int:
-    """Return the tokens that the model has to read, padding not counted."""
-    return sum(len(document.positions) * len(document.ids_s) for document in documents)
-
-
 # --- averages
 
 
@@ -224,7 +215,7 @@ class DocumentResult:
 
 
 # Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
-COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high", "arithmetic_mean")
+COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high")
 
 
 def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[int]) -> list[dict[str, Any]]:
@@ -242,8 +233,7 @@ def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[i
             band = [math.exp(mean - half), math.exp(mean + half)]
         ends = (0, *length_bins, None)  # longer than the one, and no longer than the next
         lengths = fmean(result.length for result in groups[number])
-        # exp of the documents' average loss; and the average of their pseudo-perplexities.
-        values = (len(losses), lengths, math.exp(mean), *band, fmean(map(math.exp, losses)))
+        values = (len(losses), lengths, math.exp(mean), *band)
         curve.append(dict(zip(COLUMNS, (*ends[number : number + 2], *values), strict=True)))
     return curve
 
@@ -263,25 +253,20 @@ def average_over_tokens(results: Sequence[DocumentResult]) -> dict[str, float | 
 # --- documents
 
 
-@dataclass
-class Selection:
-    """The chosen documents, and the number of other records by reason."""
-
-    documents: list[Document] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-def select_documents(options: PerplexityOptions, tokenizer: Any, max_length: int) -> Selection:
-    """Read, tokenise and choose documents, in the order of the files.
+def select_documents(
+    options: PerplexityOptions, tokenizer: Any, max_length: int
+) -> tuple[list[Document], Counter[str]]:
+    """Return documents that are read, tokenised and chosen in the order of the files, and the others by reason.
 
     Raises:
         MissingInputError: An input does not exist.
         DataError: A file is damaged or has no such text, or no document is long enough.
     """
-    selection, seen, per_bin, enough = Selection(), set[str](), Counter[int](), options.documents_per_bin
+    chosen, left_out, seen = list[Document](), Counter[str](), set[str]()
+    per_bin, enough = Counter[int](), options.documents_per_bin
     # Bins of the lengths that a document can have once it is truncated.
     reachable = {bin_of(tokens, options.length_bins) for tokens in range(options.min_length, max_length + 1)}
-    for texts in _read(options, selection.left_out):
+    for texts in _read(options, left_out):
         encoded = tokenizer(
             texts,
             truncation=True,
@@ -294,31 +279,32 @@ def select_documents(options: PerplexityOptions, tokenizer: Any, max_length: int
             id, number = document_id(text), bin_of(len(ids), options.length_bins)
             scorable = [place for place, special in enumerate(added) if not special]
             if id in seen:
-                selection.left_out["met before"] += 1
+                left_out["met before"] += 1
             elif len(ids) < options.min_length or not scorable:
-                selection.left_out["shorter than --min-length"] += 1
+                left_out["shorter than --min-length"] += 1
             elif enough is not None and per_bin[number] >= enough:
-                selection.left_out["beyond --documents-per-bin"] += 1
+                left_out["beyond --documents-per-bin"] += 1
             else:
                 per_bin[number] += 1
-                document = Document(
-                    id=id,
-                    ids_s=np.array(ids, dtype=np.int32),
-                    positions=draw_positions(id, scorable, options.positions_per_doc, seed=options.seed),
-                    scorable=len(scorable),
-                    truncated=len(ids) == max_length,
+                chosen.append(
+                    Document(
+                        id=id,
+                        ids_s=np.array(ids, dtype=np.int32),
+                        positions=draw_positions(id, scorable, options.positions_per_doc, seed=options.seed),
+                        scorable=len(scorable),
+                        truncated=len(ids) == max_length,
+                    )
                 )
-                selection.documents.append(document)
                 is_full = enough is not None and all(per_bin[other] >= enough for other in reachable)
-                if len(selection.documents) == options.limit or is_full:
-                    return selection
+                if len(chosen) == options.limit or is_full:
+                    return chosen, left_out
             seen.add(id)
-    if not selection.documents:
+    if not chosen:
         raise DataError(
-            f"--data {' '.join(options.data)} has no document to measure ({_listed(selection.left_out)}); "
+            f"--data {' '.join(options.data)} has no document to measure ({_listed(left_out)}); "
             f"check --text-key {options.text_key} and --min-length {options.min_length}."
         )
-    return selection
+    return chosen, left_out
 
 
 def document_id(text: str) -> str:

@@ -1,7 +1,7 @@
-"""One page of all results: tables and figures beside the paper's numbers, every number with the run it comes from.
+"""One page of all results: tables and figures beside the paper's numbers, and how each model was measured.
 
-A run is one record of an evaluation, found below some folders by its name. Numbers of the paper stand in rows of their
-own and enter no average. Missing results are named.
+Results are the records of evaluations, found below some folders by their names. Numbers of the paper are in rows of
+their own and enter no average. Missing results are named.
 """
 
 import json
@@ -16,22 +16,12 @@ from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import paper
 from megatron_neobert.evaluation.glue_tasks import PAPER_TASKS, TASKS
 from megatron_neobert.evaluation.ledger import read_record
-from megatron_neobert.evaluation.pages import (
-    MEASURED,
-    REPORTED,
-    code,
-    figure,
-    heading,
-    paragraph,
-    run_link,
-    table,
-)
+from megatron_neobert.evaluation.pages import code, figure, heading, paragraph, table
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
-from megatron_neobert.evaluation.plots import plot_perplexities
-from megatron_neobert.evaluation.throughput_tables import FORWARD, TRAINING, draw, to_cells
+from megatron_neobert.evaluation.plots import Curve, plot_curves
+from megatron_neobert.evaluation.throughput_tables import FORWARD, TRAINING, to_cells, to_curves
 from megatron_neobert.runtime.atomic_files import replace_file
 
-TITLE = "Evaluation"
 # Kind -> its heading and the command that writes its record, in the order of the report.
 KINDS = {
     "pseudo_perplexity": ("Pseudo-perplexity", "neobert evaluate ppl"),
@@ -42,7 +32,7 @@ KINDS = {
     "contrastive": ("Contrastive fine-tuning", "neobert finetune"),
 }
 # Settings that differ between models by nature, and MTEB's tasks, which have tables of their own.
-_OWN_SETTINGS = {"model", "models", "variants", "tasks"}
+_OWN_SETTINGS = {"model", "tasks"}
 
 
 class _Model(msgspec.Struct):
@@ -64,18 +54,12 @@ class _Record(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One record, numbered for the report."""
+    """One record."""
 
-    number: int  # from 1; 0 on the page of its own evaluation
     kind: str
     model: str  # unlike any other model's name of this kind
     path: Path
     record: dict[str, Any]
-
-    @property
-    def source(self) -> str:
-        """The last column of a table."""
-        return run_link(self.number) if self.number else MEASURED
 
     @property
     def results(self) -> dict[str, Any]:
@@ -91,7 +75,11 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
     """
     runs = find_runs(folders)
     output.mkdir(parents=True, exist_ok=True)
-    parts = [heading(TITLE, 1), *_overview(runs)]
+    parts = [heading("Evaluation", 1)]
+    for name, absent in missing(runs).items():
+        own = [run.record["model"]["fingerprint"] for run in runs if run.record["model"]["name"] == name]
+        weights = ", ".join(dict.fromkeys(own))
+        parts.append(paragraph(f"{name} (weights {weights}): missing: {', '.join(absent) or 'nothing'}."))
     for kind, (title, command) in KINDS.items():
         blocks = [paragraph(f"Missing: no record; {command} writes it.")]
         if of_kind := [run for run in runs if run.kind == kind]:
@@ -103,18 +91,15 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
                     f"{files}: results that are not of this version's {command} ({reason}); measure again."
                 ) from error
         parts += [heading(title), *blocks]
-    parts += [heading("Runs"), "What each number was measured with."]
-    parts += [block for run in runs for block in _describe(run)]
+    parts += [heading("Measurements"), *(block for run in runs for block in _describe(run))]
     replace_file(output / "report.md", "\n\n".join(parts) + "\n")
     return runs
 
 
 def write_page(kind: str, records: Sequence[Path], output: Path) -> str:
     """Write OUTPUT/KIND.md and its figures: the part of the report about records that were just written."""
-    runs = []
-    for path in records:
-        record = read_record(path)
-        runs.append(Measured(number=0, kind=kind, model=record["model"]["name"], path=path, record=record))
+    contents = [(path, read_record(path)) for path in records]
+    runs = [Measured(kind=kind, model=record["model"]["name"], path=path, record=record) for path, record in contents]
     page = "\n\n".join([heading(KINDS[kind][0], 1), *SECTIONS[kind](runs, output)]) + "\n"
     replace_file(output / f"{kind}.md", page)
     return page
@@ -136,10 +121,10 @@ def find_runs(folders: Sequence[Path]) -> list[Measured]:
         raise MissingInputError(f"--results {' '.join(map(str, folders))}: none of {wanted} is there; evaluate first.")
     names = [(kind, record["model"]["name"]) for kind, _, record in found]
     runs = []
-    for number, (kind, path, record) in enumerate(found, 1):
+    for kind, path, record in found:
         name = record["model"]["name"]
         model = name if names.count((kind, name)) == 1 else f"{name} ({path.parent})"
-        runs.append(Measured(number=number, kind=kind, model=model, path=path, record=record))
+        runs.append(Measured(kind=kind, model=model, path=path, record=record))
     return runs
 
 
@@ -166,31 +151,22 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
 # --- sections
 
 
-def _overview(runs: Sequence[Measured]) -> list[str]:
-    parts = [
-        heading("Overview"),
-        "Numbers are measured, by the run in the last column, unless that column reads reported: those are printed in "
-        "the paper and enter no average.",
-    ]
-    for name, absent in missing(runs).items():
-        own = [run for run in runs if run.record["model"]["name"] == name]
-        weights = ", ".join(dict.fromkeys(run.record["model"]["fingerprint"] for run in own))
-        parts.append(paragraph(f"{name} (weights {weights}): missing: {', '.join(absent) or 'nothing'}."))
-    return parts
-
-
 def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[str]:
     """Return pseudo-perplexity over all tokens and by length."""
-    rows = []
+    rows, curves, nan = [], [], float("nan")
     for run in runs:
         values = [_number(run.results[name], ".4g") for name in ("pseudo_perplexity", "standard_error")]
         counts = [f"{run.results[name]:,}" for name in ("documents", "positions", "truncated")]
-        rows.append(([run.model, *values, *counts], run.source))
+        rows.append([run.model, *values, *counts])
+        points = run.results["curve"]
+        low, high = ([nan if point[end] is None else point[end] for point in points] for end in ("low", "high"))
+        middle = [point["pseudo_perplexity"] for point in points]
+        curves.append(Curve(run.model, [round(point["mean_length"]) for point in points], middle, low, high))
     header = ("model", "pseudo-perplexity", "standard error", "documents", "masked positions", "truncated")
     path = output / "pseudo_perplexity.png"
     bands = " or ".join(sorted({run.results["band"] for run in runs}))
-    title = f"Pseudo-perplexity by length; band: {bands}"
-    plot_perplexities(path, {run.model: run.results["curve"] for run in runs}, title=title)
+    title, x_label = f"Pseudo-perplexity by length; band: {bands}", "tokens (average of the documents of a bin)"
+    plot_curves(path, curves, x_label=x_label, y_label="pseudo-perplexity", title=title, log_x=True, log_y=True)
     return [
         table(header, rows),
         *_differences([run.record["settings"] for run in runs]),
@@ -202,84 +178,91 @@ def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[str]:
 def throughput(runs: Sequence[Measured], output: Path) -> list[str]:
     """Return the tokens per second of the best batch size."""
     rows = [{**row, "model": run.model} for run in runs for row in run.results["rows"]]
-    sources = {run.model: run.source for run in runs}
     machines = sorted({run.record["machine"] for run in runs})
     blocks = _differences([run.record["settings"] for run in runs])
     different = "; of different machines, so that lines cannot be compared" if len(machines) > 1 else ""
-    of_first = runs[0].record["settings"]
-    medians = f"medians of {of_first['steps']} steps, lengths {of_first['lengths_distribution']}"
-    blocks.append(paragraph(f"Measured on {'; '.join(machines)}{different}; {medians}."))
+    first = runs[0].record["settings"]
+    what = f"{first['dtype']}, {first['attention']}, medians of {first['steps']} steps"
+    blocks.append(
+        paragraph(f"Measured on {'; '.join(machines)}{different}; {what}, lengths {first['lengths_distribution']}.")
+    )
     for passes in dict.fromkeys(row["passes"] for row in rows):
         if passes not in (FORWARD, TRAINING):  # the name goes into that of a file
             raise ValueError(f"passes {passes!r:.80}")
         blocks.append(f"{passes}, tokens/s by length: median (quartiles), batch size, peak memory")
-        header, *lines = to_cells([row for row in rows if row["passes"] == passes])
-        blocks.append(table(header, [(line, sources[line[0]]) for line in lines]))
-        path = output / f"throughput_{passes.replace('+', '_')}.png"
-        if draw(path, rows, passes, machine=" / ".join(machines)):
+        own = [row for row in rows if row["passes"] == passes]
+        header, *lines = to_cells(own)
+        blocks.append(table(header, lines))
+        if curves := to_curves(own):
+            path = output / f"throughput_{passes.replace('+', '_')}.png"
+            title = f"Throughput, {passes}, {' / '.join(machines)}"
+            plot_curves(path, curves, x_label="tokens of a document", y_label="tokens/s", title=title, log_x=True)
             blocks.append(figure(path, f"Throughput against length, {passes}"))
     for run in runs:
-        not_run = [f"Not measured: {entry['variant']}: {entry['reason']}." for entry in run.results["not_run"]]
-        blocks += map(paragraph, not_run)
-    return [*blocks, *_reported(paper.THROUGHPUT)]
+        for gap, reason in run.results["not_run"].items():
+            blocks.append(paragraph(f"Not measured: {run.model}, {gap}: {reason}."))
+    reported = paper.THROUGHPUT
+    caption = paragraph(f"{reported.title}: {reported.note}.")
+    return [*blocks, caption, table(("model", *reported.columns), (), _reported_rows(reported))]
+
+
+_POINT = ("batch size", "learning rate", "weight decay", "seeds", "points", "hours", "weights kept")
+
+
+def _point(result: dict[str, Any]) -> list[str]:
+    """Return the cells of _POINT. The weights are of the best single run, which may be of another point."""
+    point = [f"{result['best_point'][name]:g}" for name in ("batch_size", "learning_rate", "weight_decay")]
+    seeds, hours = " ".join(map(str, result["seeds"])), f"{result['seconds'] / 3600:.2f}"
+    return [*point, seeds, str(result["points"]), hours, result["kept"] or "–"]
+
+
+def _sweep_differences(runs: Sequence[Measured]) -> list[str]:
+    compared: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        for task, settings in run.record["settings"].items():
+            own = {name: settings.get(name) for name in ("grid", "seeds", "data", "from_mnli")}
+            compared.setdefault(task, []).append(settings["protocol"] | own)
+    return _differences(*compared.values())
 
 
 def glue(runs: Sequence[Measured], output: Path) -> list[str]:
     """Return the paper's table with measured rows above, then the best points."""
-    reported, measured, points, compared = paper.GLUE, [], [], dict[str, list[dict[str, Any]]]()
+    reported, measured, points = paper.GLUE, [], []
     for run in runs:
         tasks, average = run.results["tasks"], run.results["average"]
         limits = {settings["protocol"]["limit"] for settings in run.record["settings"].values()} - {None}
         name = f"{run.model}, at most {max(limits):,} rows a split" if limits else run.model
         cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in PAPER_TASKS]
         last = f"– ({run.results['no_average']})" if average is None else f"{100 * average:.1f}"
-        measured.append(([name, *cells, last], run.source))
+        measured.append([name, *cells, last])
         for task, result in tasks.items():
             metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
-            point = [f"{result['best_point'][field]:g}" for field in ("batch_size", "learning_rate", "weight_decay")]
-            settings = run.record["settings"][task]
-            seeds, start = " ".join(map(str, result["seeds"])), "MNLI" if settings["from_mnli"] else "the model"
-            line = [run.model, TASKS[task].title, _percent(result["score"]), metrics, *point, seeds, start]
-            # The weights that are kept are of the best single run, which may be of another point.
-            line += [str(result["points"]), f"{result['seconds'] / 3600:.2f}", str(result["kept"])]
-            points.append((line, run.source))
-            own = {name: settings[name] for name in ("grid", "seeds", "data")} | {"start from MNLI": start == "MNLI"}
-            compared.setdefault(task, []).append(settings["protocol"] | own)
-    header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "start",
-              "points", "hours", "weights kept")  # fmt: skip
+            start = "MNLI" if run.record["settings"][task]["from_mnli"] else "the model"
+            points.append([run.model, TASKS[task].title, _percent(result["score"]), metrics, start, *_point(result)])
     return [
-        table(("model", *reported.columns), measured + _reported_rows(reported)),
-        *_differences(*compared.values()),
+        table(("model", *reported.columns), measured, _reported_rows(reported)),
+        *_sweep_differences(runs),
         paragraph(f"Reported rows: {reported.title}; {reported.note}."),
         "Best point of each task's grid:",
-        table(header, points),
+        table(("model", "task", "score", "metrics", "start", *_POINT), points),
     ]
 
 
 def ner(runs: Sequence[Measured], output: Path) -> list[str]:
     """Return the entity F1 of every data set, of its test set if it has one, with the best point."""
-    rows, compared = [], dict[str, list[dict[str, Any]]]()
+    rows = []
     for run in runs:
         for task, result in run.results["tasks"].items():
             of_test = "test_" if "test_f1" in result["metrics"] else ""
             shown = ["–" if not of_test else _percent(result["metrics"]["test_f1"]), _percent(result["score"])]
             shown += [_percent(result["metrics"][of_test + name]) for name in ("precision", "recall")]
-            kinds = result["kinds"][of_test.rstrip("_") or "validation"].items()
-            shown.append(", ".join(f"{kind} {100 * own['f1']:.1f}" for kind, own in kinds))
-            point = [f"{result['best_point'][field]:g}" for field in ("batch_size", "learning_rate", "weight_decay")]
-            seeds = " ".join(map(str, result["seeds"]))
-            rows.append(([run.model, task, *shown, *point, seeds, str(result["points"])], run.source))
-            settings = run.record["settings"][task]
-            own = {name: settings[name] for name in ("grid", "seeds", "data")}
-            compared.setdefault(task, []).append(settings["protocol"] | own)
-    header = ("model", "data set", "test F1", "validation F1", "precision", "recall", "F1 by kind, best run",
-              "batch size", "learning rate", "weight decay", "seeds", "points")  # fmt: skip
+            rows.append([run.model, task, *shown, *_point(result)])
     return [
-        table(header, rows),
-        *_differences(*compared.values()),
+        table(("model", "data set", "test F1", "validation F1", "precision", "recall", *_POINT), rows),
+        *_sweep_differences(runs),
         paragraph(
             "F1 of entities by seqeval, both bounds and the kind right. The validation set has chosen step and point. "
-            "Precision, recall and kinds are of the test set where there is one. The paper has no numbers of this kind."
+            "Precision and recall are of the test set where there is one. The paper has no numbers of this kind."
         ),
     ]
 
@@ -289,36 +272,32 @@ def mteb(runs: Sequence[Measured], output: Path) -> list[str]:
     groups: dict[str, list[tuple[Measured, dict[str, Any]]]] = {}
     for run in runs:  # the tasks are the heading of a table
         for entry in run.results["tables"]:
-            tasks, limit = entry["settings"]["tasks"], entry["settings"]["limit"]
-            what = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
-            name = what if limit is None else f"{what}, a quick look with limit {limit:,}"
+            tasks = entry["settings"]["tasks"]
+            name = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
             groups.setdefault(name, []).append((run, entry))
-    blocks: list[str] = []
-    every: dict[tuple[str, ...], str] = {}
-    reported = paper.MTEB
+    blocks, every, reported = list[str](), list[list[str]](), paper.MTEB
     for name, group in sorted(groups.items()):
-        of_paper = name == MTEB_PAPER
-        others = {category for _, entry in group for category in entry["categories"]} - set(MTEB_CATEGORIES)
-        header = ("model", *reported.columns[:-1], *sorted(others), reported.columns[-1])
+        others = sorted({category for _, entry in group for category in entry["categories"]} - set(MTEB_CATEGORIES))
         rows = []
         for run, entry in group:
-            means = [entry["categories"].get(category) for category in (*MTEB_CATEGORIES, *sorted(others))]
-            rows.append(([run.model, *map(_mean, [*means, entry["average"]])], run.source))
-        blocks += [paragraph(f"{name}:"), table(header, rows + (_reported_rows(reported) if of_paper else []))]
+            means = [entry["categories"].get(category) for category in (*MTEB_CATEGORIES, *others)]
+            rows.append([run.model, *map(_mean, [*means, entry["average"]])])
+        header = ("model", *reported.columns[:-1], *others, reported.columns[-1])
+        blocks += [paragraph(f"{name}:"), table(header, rows, _reported_rows(reported) if name == MTEB_PAPER else ())]
         blocks += _differences([entry["settings"] for _, entry in group])
-        blocks += [paragraph(f"Reported rows: {reported.title}; {reported.note}.")] * of_paper
+        if name == MTEB_PAPER:
+            blocks.append(paragraph(f"Reported rows: {reported.title}; {reported.note}."))
         for run, entry in group:
             if absent := [f"{task} ({entry['tasks'][task]['missing']})" for task in entry["missing"]]:
                 blocks.append(paragraph(f"{run.model}, without a score: {', '.join(absent)}."))
             for task, score in entry["tasks"].items():
-                cells = (run.model, task, score["type"], score["metric"], _number(score["score"], ".2f"))
-                every[cells] = run.source
+                cells = [run.model, task, score["type"], score["metric"], _number(score["score"], ".2f")]
+                every += [cells] if cells not in every else []
     blocks.append(
         "A mean is given only where every task asked for has a score, over the number of tasks in brackets. Tables of "
         "different tasks cannot be compared."
     )
-    blocks.append(table(("model", "task", "type", "metric", "score"), list(every.items())))
-    return [*blocks, *(_reported(paper.MTEB_CDE) if MTEB_PAPER in groups else [])]
+    return [*blocks, table(("model", "task", "type", "metric", "score"), every)]
 
 
 def contrastive(runs: Sequence[Measured], output: Path) -> list[str]:
@@ -326,7 +305,7 @@ def contrastive(runs: Sequence[Measured], output: Path) -> list[str]:
     rows = []
     for run in runs:
         losses = [f"{run.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
-        rows.append(([run.model, *losses, ", ".join(run.results["datasets"])], run.source))
+        rows.append([run.model, *losses, ", ".join(run.results["datasets"])])
     return [table(("model", "first loss, nats", "last loss, nats", "datasets"), rows)]
 
 
@@ -339,9 +318,9 @@ def _describe(run: Measured) -> list[str]:
     record = run.record
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     settings = [f"{name}: {json.dumps(value)}" for name, value in sorted(record["settings"].items())]
-    text = f"{run.model}: {run.kind}. {run.path}; weights {record['model']['fingerprint']}; {record['machine']}"
+    text = f"{run.path}; weights {record['model']['fingerprint']}; {record['machine']}; {versions}."
     lines = "\n".join([record["command"], "", *settings])
-    return [heading(f"Run {run.number}", 3), paragraph(f"{text}; {versions}."), code(lines)]
+    return [heading(f"{run.model}: {run.kind}", 3), paragraph(text), code(lines)]
 
 
 # --- cells
@@ -378,14 +357,10 @@ def _number(value: float | None, form: str) -> str:
     return f"{value:,.0f}" if value >= 1000 else format(value, form)
 
 
-def _reported(numbers: Reported) -> list[str]:
-    return [paragraph(f"{numbers.title}: {numbers.note}."), table(("model", *numbers.columns), _reported_rows(numbers))]
-
-
-def _reported_rows(numbers: Reported) -> list[tuple[list[str], str]]:
+def _reported_rows(numbers: Reported) -> list[list[str]]:
     blank = ["–"] * len(numbers.columns)
     decimals = max(len(str(value).partition(".")[2]) for values in numbers.rows.values() for value in values)
     return [
-        ([name, *(f"{value:.{decimals}f}" for value in values), *blank[len(values) :]], REPORTED)
+        [name, *(f"{value:.{decimals}f}" for value in values), *blank[len(values) :]]
         for name, values in numbers.rows.items()
     ]

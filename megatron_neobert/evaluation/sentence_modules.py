@@ -2,8 +2,8 @@
 
 The library's own loading imports any of its classes that modules.json names, and some of them load whole models from
 nested folders, with keywords that those folders choose (pickles and remote attention kernels among them). Here a folder
-is one Transformer followed by Pooling, Normalize, Dense and LayerNorm; each setting is read from checked JSON and each
-weight from safetensors, and none is passed on as a keyword of a loader.
+is a Transformer, Pooling and perhaps Normalize; each setting is read from checked JSON, and none is passed on as a
+keyword of a loader.
 """
 
 from pathlib import Path
@@ -12,17 +12,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 from msgspec import Meta, Struct
-from safetensors.torch import load_file
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
-from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+from sentence_transformers.base.modules import Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 
 from megatron_neobert.errors import ConversionError, short_reason
-from megatron_neobert.huggingface.checks import WEIGHTS, quote, read_json, read_object
+from megatron_neobert.huggingface.checks import quote, read_json, read_object
 
 _PREFIX = "sentence_transformers."
-_ACTIVATION_MODULES = ("torch.nn.modules.activation", "torch.nn.modules.linear")  # the latter has Identity
-
-
 _Nothing = Annotated[dict[str, Any], Meta(max_length=0)]
 
 
@@ -63,20 +59,6 @@ class _PoolingSettings(Struct, forbid_unknown_fields=True):
     include_prompt: bool = True
 
 
-class _DenseSettings(Struct, forbid_unknown_fields=True):
-    in_features: int
-    out_features: int
-    bias: bool = True
-    activation_function: str = "torch.nn.modules.activation.Tanh"
-    module_input_name: Literal["sentence_embedding", "token_embeddings"] = "sentence_embedding"
-    module_output_name: Literal["sentence_embedding", "token_embeddings"] | None = None
-    use_residual: bool = False
-
-
-class _LayerNormSettings(Struct, forbid_unknown_fields=True):
-    dimension: int
-
-
 class _Entry(Struct, forbid_unknown_fields=True):
     """One module of modules.json."""
 
@@ -86,66 +68,38 @@ class _Entry(Struct, forbid_unknown_fields=True):
     type: str
     kwargs: Annotated[list[str], Meta(max_length=0)] = []
 
-    @property
-    def kind(self) -> str:
-        """Name of the class, if it is one of sentence-transformers."""
-        return self.type.rpartition(".")[2] if self.type.startswith(_PREFIX) else ""
 
-
-def read_transformer_settings(folder: Path) -> TransformerSettings:
-    """Return what sentence_bert_config.json says; the defaults if there is no such file.
-
-    Raises:
-        ConversionError: The file sets anything that is passed on to a loader, or is damaged.
-    """
-    path = folder / "sentence_bert_config.json"
-    return _convert(read_object(path), TransformerSettings, path) if path.exists() else TransformerSettings()
-
-
-def read_prompts(folder: Path) -> dict[str, str]:
-    """Return the prompts of config_sentence_transformers.json; none if there is no such file.
-
-    Raises:
-        ConversionError: A prompt is not text.
-    """
-    path = folder / "config_sentence_transformers.json"
-    prompts = read_object(path).get("prompts", {}) if path.exists() else {}
-    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise ConversionError(f"{path}: prompts is {quote(prompts)}, not text by name; remove it.")
-    return prompts
-
-
-def build_modules(folder: Path, backbone: Any, settings: TransformerSettings) -> list[torch.nn.Module]:
+def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], int | None]:
     """Build the modules that modules.json lists; a Transformer and mean pooling if there is no such file.
 
     Args:
         backbone: The loaded encoder.
 
+    Returns:
+        The modules, and the tokens of the longest text that the folder names.
+
     Raises:
-        ConversionError: A module is not one of the allow-list, is in the wrong place, or does not fit its weights.
+        ConversionError: A module is not one of the allow-list, or is in the wrong place.
     """
-    path = folder / "modules.json"
-    builders = {"Pooling": _build_pooling, "Dense": _build_dense, "LayerNorm": _build_layer_norm}
+    settings = TransformerSettings()
+    if (path := folder / "sentence_bert_config.json").exists():
+        settings = _convert(read_object(path), TransformerSettings, path)
     modules: list[torch.nn.Module] = [_wrap(folder, backbone, settings)]
+    path = folder / "modules.json"
     if not path.exists():
-        return [*modules, Pooling(backbone.config.hidden_size, "mean")]
-    entries = _convert(read_json(path), Annotated[list[_Entry], Meta(min_length=1)], path)
-    for number, entry in enumerate(entries):
-        where = folder / entry.path
-        if number == 0:
-            if entry.kind != "Transformer" or entry.path != "":
-                raise ConversionError(f"{path}: the first module is {quote(entry.type)}, not a Transformer at its top.")
-        elif entry.kind == "Normalize":
-            modules.append(Normalize())
-        elif entry.kind in builders and entry.path not in ("", ".", "..") and where.parent == folder:
-            modules.append(builders[entry.kind](where))
-        else:
-            raise ConversionError(
-                f"{path}: {quote(entry.type)} in {quote(entry.path)} is not loaded. After the Transformer only "
-                "Pooling, Normalize, Dense and LayerNorm are, each from a folder of its own; evaluate this model with "
-                "mteb itself."
-            )
-    return modules
+        return [*modules, Pooling(backbone.config.hidden_size, "mean")], settings.max_seq_length
+    entries = _convert(read_json(path), list[_Entry], path)
+    kinds = [entry.type.rpartition(".")[2] if entry.type.startswith(_PREFIX) else "" for entry in entries]
+    paths = [folder / entry.path for entry in entries]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or (
+        paths[0] != folder or paths[1].parent != folder or entries[1].path in ("", ".", "..")
+    ):
+        found = ", ".join(f"{quote(entry.type)} in {quote(entry.path)}" for entry in entries[:8])
+        raise ConversionError(
+            f"{path}: lists {found}. Only a Transformer at the top, Pooling in a folder of its own and Normalize are "
+            "loaded; evaluate this model with mteb itself."
+        )
+    return [*modules, _build_pooling(paths[1]), *([Normalize()] if len(kinds) > 2 else [])], settings.max_seq_length
 
 
 def _wrap(folder: Path, backbone: Any, settings: TransformerSettings) -> Transformer:
@@ -172,43 +126,6 @@ def _build_pooling(folder: Path) -> Pooling:
     if "pooling_mode" not in content:
         content["pooling_mode"] = [mode for mode, flag in flags.items() if flag is True] or ["mean"]
     return Pooling(**msgspec.structs.asdict(_convert(content, _PoolingSettings, path)))
-
-
-def _build_dense(folder: Path) -> Dense:
-    path = folder / "config.json"
-    settings = _convert(read_object(path), _DenseSettings, path)
-    module, _, name = settings.activation_function.rpartition(".")
-    activation: Any = getattr(torch.nn, name, None)
-    if module not in _ACTIVATION_MODULES or not isinstance(activation, type):
-        raise ConversionError(
-            f"{path}: activation_function is {quote(settings.activation_function)}; only classes of torch.nn are used, "
-            "such as torch.nn.modules.activation.Tanh."
-        )
-    with torch.device("meta"):  # a size in the JSON takes no memory
-        dense = Dense(**msgspec.structs.asdict(settings) | {"activation_function": activation()})
-    return _load_weights(dense, folder)
-
-
-def _build_layer_norm(folder: Path) -> LayerNorm:
-    path = folder / "config.json"
-    settings = _convert(read_object(path), _LayerNormSettings, path)
-    with torch.device("meta"):
-        norm = LayerNorm(settings.dimension)
-    return _load_weights(norm, folder)
-
-
-def _load_weights(module: Any, folder: Path) -> Any:
-    """Fill a module on the meta device from the safetensors file of its folder."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ConversionError(f"{folder} holds no {WEIGHTS}; weights are read from safetensors only. Convert them.")
-    weights = load_file(path)
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if wanted != found:
-        raise ConversionError(f"{path} holds {quote(str(found))} and config.json asks for {quote(str(wanted))}.")
-    module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return module
 
 
 def _convert(content: Any, kind: Any, path: Path) -> Any:

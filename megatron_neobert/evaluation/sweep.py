@@ -6,21 +6,25 @@ Source of the grids: arXiv 2502.19587 table 6; for the ablations section 4, whic
 """
 
 import dataclasses
+import fcntl
 import itertools
 import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.errors import MissingInputError
 from megatron_neobert.evaluation.fine_tune import PATIENCE, WEIGHTS, Outcome, Point, Run, run_all
-from megatron_neobert.evaluation.ledger import Ledger, Unit, key_of
+from megatron_neobert.evaluation.ledger import LEDGER, Ledger, Line, Unit, key_of, origin_of, write_record
+from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FineTuneOptions
+from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.runtime.atomic_files import lock_if_possible
 
-BEST = "best"  # folder of the weights of the best run of finished sweeps
+RUNS = "runs"  # beside a ledger: a folder for each run whose weights are kept, by the key of the run
 _PROTOCOL = ("epochs", "max_length", "limit", "dtype", "attention")  # options that scores depend on
 
 Result = dict[str, Any]  # of one task, as it is in the record
@@ -62,118 +66,145 @@ GRIDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Sweep:
     """All points of a grid with all seeds, on one task."""
 
     run: type[Run]
     task: str
     grid: Grid
-    start: Path
-    unit: dict[str, Any]  # what all of the runs depend on: model, starting weights, data, protocol
+    model: str  # fingerprint of the model that is evaluated
+    start: Path  # weights that the runs start from
+    data: Mapping[str, str]  # hash of each split
     metrics: Sequence[str]  # of the result
     about: Mapping[str, Any] = field(default_factory=dict)  # more settings for the record
     options: FineTuneOptions
+
+    @cached_property
+    def unit(self) -> dict[str, Any]:
+        """Everything that a run depends on beside its point."""
+        protocol = {name: getattr(self.options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
+        about = {"task": self.task, "model": self.model, "start": fingerprint(self.start)}
+        return {**about, "data": dict(self.data), "protocol": protocol}
 
     @property
     def of_itself(self) -> Unit:
         """Unit of work of the whole sweep."""
         return {**self.unit, "sweep": {"grid": asdict(self.grid), "seeds": list(self.options.seeds)}}
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "protocol": self.unit["protocol"],
+            "device": self.options.device,
+            "grid": asdict(self.grid),
+            "seeds": list(self.options.seeds),
+            "start": str(self.start),
+            "data_dir": str(self.options.data_dir),
+            "data": self.unit["data"],
+            **self.about,
+        }
 
-def unit_of(task: str, options: FineTuneOptions, *, model: str, start: str, data: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a run depends on beside its point.
 
-    Args:
-        model: Fingerprint of the model that is evaluated.
-        start: Fingerprint of the weights that the runs start from.
-        data: Hash of each split.
+def run_sweep(ledger: Ledger, sweep: Sweep, on_progress: Progress) -> None:
+    """Run what is not finished, and add the sweep to the ledger as the last one.
+
+    The weights of the best run of this sweep so far are kept beside the best ones of finished sweeps, so that no other
+    task starts from the best run of an unfinished sweep.
     """
-    protocol = {name: getattr(options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
-    return {"task": task, "model": model, "start": start, "data": dict(data), "protocol": protocol}
-
-
-def run_sweep(ledger: Ledger, sweep: Sweep, on_progress: Progress) -> tuple[Result, Path | None]:
-    """Run what is not finished; return the result and the folder of the best weights, None if they were removed.
-
-    Of the weights, those of the best run of this sweep so far are kept beside the best ones of earlier sweeps. These
-    are replaced when the sweep is finished, so that no other task starts from the best run of an unfinished sweep.
-    """
-    runs = ledger.path.parent / "runs"
-    _move_kept(ledger)
+    folder = ledger.path.parent
     units = {point: {**sweep.unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
     keys = {point: key_of(unit) for point, unit in units.items()}
     left = [
-        sweep.run(task=sweep.task, point=point, start=sweep.start, folder=runs / keys[point], options=sweep.options)
-        for point, unit in units.items()
-        if ledger.find(unit) is None
+        sweep.run(task=sweep.task, point=point, start=sweep.start, folder=folder / RUNS / key, options=sweep.options)
+        for point, key in keys.items()
+        if key not in ledger.lines
     ]
-    before = len(units) - len(left)
+    finished = ledger.lines.get(key_of(sweep.of_itself))
+    if finished is not None and not left:
+        ledger.add(sweep.of_itself, finished["result"], finished["origin"])
+        return
+    before, kept = len(units) - len(left), _kept_runs(ledger, sweep.unit)
     on_progress(sweep.task, before, len(units), None, None)
     for done, (run, outcome) in enumerate(run_all(left, jobs=sweep.options.jobs), start=before + 1):
         ledger.add(units[run.point], asdict(outcome))
-        finished = {key: line["result"]["average"] for key in keys.values() if (line := ledger.lines.get(key))}
-        best = max(finished, key=lambda key: finished[key])  # of equals the first
-        for key in finished.keys() - {best}:
-            shutil.rmtree(runs / key, ignore_errors=True)
+        _remove_weights(ledger, keys.values(), but=[*kept, _best(ledger, keys.values())])
         on_progress(sweep.task, done, len(units), run, outcome)
-    outcomes = {point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}
-    kept = _best_with_weights(ledger, sweep.unit, list(keys.values()))
-    name = None if kept is None else Point(**ledger.lines[kept]["unit"]["point"]).name
-    result = summarise(outcomes, sweep.metrics, kept=name)
-    settings = {
-        "protocol": sweep.unit["protocol"],
-        "device": sweep.options.device,
-        "grid": asdict(sweep.grid),
-        "seeds": list(sweep.options.seeds),
-        "start": str(sweep.start),
-        "data_dir": str(sweep.options.data_dir),
-        "data": sweep.unit["data"],
-        **sweep.about,
-    }
-    ledger.add(sweep.of_itself, {"kept": kept, "result": result, "settings": settings})
-    _move_kept(ledger)
-    for key in keys.values():
-        shutil.rmtree(runs / key, ignore_errors=True)
-    return result, None if kept is None else ledger.path.parent / BEST
+    lines = [ledger.lines[key] for key in keys.values()]
+    result = summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}, sweep.metrics)
+    best = _best(ledger, [*kept, *keys.values()])
+    ledger.add(sweep.of_itself, {"kept": best, "result": result, "settings": sweep.settings}, origin_of(lines))
+    _remove_weights(ledger, [*kept, *keys.values()], but=[best])
 
 
-def last_sweep(ledger: Ledger, model: str | None = None) -> dict[str, Any] | None:
-    """Return the line of the sweep that was finished last, of one model if its fingerprint is given."""
+def last_sweep(ledger: Ledger, model: str) -> Line | None:
+    """Return the line of the sweep of a model that was finished last, by the model's fingerprint."""
     sweeps = (line for line in reversed(ledger.lines.values()) if "sweep" in line["unit"])
-    return next((line for line in sweeps if model in (None, line["unit"]["model"])), None)
+    return next((line for line in sweeps if line["unit"]["model"] == model), None)
 
 
-def best_weights(ledger: Ledger, model: str) -> Path:
-    """Return the folder of the best weights of the sweeps of a model that are finished.
+def best_weights(ledger: Ledger, sweep: Line) -> Path | None:
+    """Return the folder of the best weights of the finished sweeps that differ from this one in grid or seeds only.
 
-    Raises:
-        MissingInputError: The user has removed them, or they are of another model.
+    Returns:
+        None if the user has removed the weights.
     """
-    line, folder = last_sweep(ledger), ledger.path.parent
-    if line is None or line["unit"]["model"] != model or line["result"]["kept"] is None or not (folder / BEST).is_dir():
-        raise MissingInputError(f"{folder / BEST}: the best weights are gone; remove {folder} to run it again.")
-    return folder / BEST
+    best = _best(ledger, _kept_runs(ledger, _without(sweep["unit"], "sweep")))
+    return None if best is None else ledger.path.parent / RUNS / best / WEIGHTS
 
 
-def _best_with_weights(ledger: Ledger, unit: Unit, keys: Sequence[str]) -> str | None:
-    """Return the key of the best run among these and the one that was kept before, if that was of the same unit."""
-    folder, last = ledger.path.parent, last_sweep(ledger)
-    there = [key for key in keys if (folder / "runs" / key / WEIGHTS).is_dir()]
-    kept = None if last is None else last["result"]["kept"]
-    if kept is not None and (folder / BEST).is_dir():
-        before = {name: value for name, value in ledger.lines[kept]["unit"].items() if name != "point"}
-        there = [kept, *there] if key_of(before) == key_of(unit) else there
+def _kept_runs(ledger: Ledger, unit: Unit) -> list[str]:
+    """Return the keys of the runs whose weights the finished sweeps of a unit keep."""
+    sweeps = [line for line in ledger.lines.values() if "sweep" in line["unit"]]
+    return [line["result"]["kept"] for line in sweeps if key_of(_without(line["unit"], "sweep")) == key_of(unit)]
+
+
+def _without(unit: Unit, name: str) -> Unit:
+    return {key: value for key, value in unit.items() if key != name}
+
+
+def _best(ledger: Ledger, keys: Iterable[str | None]) -> str | None:
+    """Return the key of the best run whose weights are there."""
+    there = [key for key in keys if key in ledger.lines and (ledger.path.parent / RUNS / key / WEIGHTS).is_dir()]
     return max(there, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
 
 
-def _move_kept(ledger: Ledger) -> None:
-    """Move the weights that the last sweep keeps to their place, if a kill has prevented it."""
-    last, folder = last_sweep(ledger), ledger.path.parent
-    weights = None if last is None or last["result"]["kept"] is None else folder / "runs" / last["result"]["kept"]
-    if weights is not None and (weights / WEIGHTS).is_dir():
-        shutil.rmtree(folder / BEST, ignore_errors=True)
-        (weights / WEIGHTS).rename(folder / BEST)
+def _remove_weights(ledger: Ledger, keys: Iterable[str | None], but: Sequence[str | None]) -> None:
+    for key in set(keys) - {None, *but}:
+        shutil.rmtree(ledger.path.parent / RUNS / str(key), ignore_errors=True)
+
+
+def write_results(
+    kind: str,
+    folder: Path,
+    model: Path,
+    describe: Callable[[dict[str, Result], dict[str, dict[str, Any]]], dict[str, Any]] | None = None,
+) -> None:
+    """Write FOLDER/KIND.json and .md from the last sweep of every task of a model.
+
+    Args:
+        folder: FOLDER/KIND has a folder with a ledger for each task.
+        describe: Return further results from the results and the settings by task.
+    """
+    own = fingerprint(model)
+    with (folder / kind / "lock").open("ab") as file:
+        lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
+        ledgers = [Ledger(path.parent) for path in sorted((folder / kind).glob(f"*/{LEDGER}"))]
+        sweeps = {ledger: line for ledger in ledgers if (line := last_sweep(ledger, own))}
+        results, settings = dict[str, Result](), dict[str, dict[str, Any]]()
+        for ledger, line in sweeps.items():
+            weights, task = best_weights(ledger, line), line["unit"]["task"]
+            results[task] = line["result"]["result"] | {"kept": None if weights is None else str(weights)}
+            settings[task] = line["result"]["settings"]
+        write_record(
+            folder / f"{kind}.json",
+            kind,
+            folder=model,
+            settings=settings,
+            results={"tasks": results} | (describe(results, settings) if describe else {}),
+            lines=sweeps.values(),
+        )
+        write_page(kind, [folder / f"{kind}.json"], folder)
 
 
 def show_progress(task: str, done: int, total: int, run: Run | None, outcome: Outcome | None) -> None:
@@ -185,13 +216,8 @@ def show_progress(task: str, done: int, total: int, run: Run | None, outcome: Ou
     print(line, file=sys.stderr, flush=True)
 
 
-def summarise(outcomes: Mapping[Point, Outcome], metrics: Iterable[str], *, kept: str | None) -> Result:
-    """Return the best point of a grid whose runs are all done; metrics are fractions of 1.
-
-    Args:
-        metrics: Names of the metrics in the result.
-        kept: Name of the run whose weights are kept; None if they were removed.
-    """
+def summarise(outcomes: Mapping[Point, Outcome], metrics: Iterable[str]) -> Result:
+    """Return the best point of a grid whose runs are all done; metrics are fractions of 1."""
     by_point: dict[Point, list[Point]] = {}
     for point in outcomes:
         by_point.setdefault(dataclasses.replace(point, seed=0), []).append(point)
@@ -204,7 +230,6 @@ def summarise(outcomes: Mapping[Point, Outcome], metrics: Iterable[str], *, kept
         "best_point": best_point,
         "seeds": [run.seed for run in runs],
         "points": len(by_point),  # of the grid, seeds apart
-        "kept": kept,
         "seconds": sum(outcome.seconds for outcome in outcomes.values()),  # of all runs together
     }
 

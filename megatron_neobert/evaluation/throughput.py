@@ -1,65 +1,59 @@
 """Tokens per second of encoders against the length of documents, the batch size swept until memory ends.
 
-All models under test are on the device together and take turns step by step, so that a slow phase of the machine
-affects all of them. A model that is out of memory at a batch size takes no part in larger ones of that length. What a
-model cannot compute is reported with its reason and left out, never replaced by something else.
-Only tokens of documents count as tokens; slots include the padding. On a GPU the peak memory of PyTorch's tensors is
-measured too. A group of turns is a unit of the ledger in OUTPUT/throughput.
+One model after the other is alone on the device. Batches hold the same documents for every model, layout and dtype. A
+padded batch has one document per row, filled up to the longest; a packed one has a single packed sequence of documents
+end to end. Only tokens of documents count as tokens. On a GPU the peak memory of PyTorch's tensors is measured too.
+
+A length with a batch size is a unit of the ledger in OUTPUT/NAME/throughput. Where memory ends, larger batches of the
+length are left out; the next start tries again. What a model cannot compute is reported with its reason and left out.
+
+Shapes: `b` documents of a padded batch, `s` tokens.
 """
 
+import gc
+import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import random
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.ledger import Ledger, describe_machine, open_ledger, versions, write_record
-from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_model
+from megatron_neobert.evaluation.ledger import Line, describe_machine, key_of, open_ledger, versions, write_record
+from megatron_neobert.evaluation.models import (
+    LoadOptions,
+    choose_device,
+    count_learned_positions,
+    fingerprint,
+    load_model,
+)
 from megatron_neobert.evaluation.options import ThroughputOptions
 from megatron_neobert.evaluation.report import write_page
-from megatron_neobert.evaluation.throughput_steps import (
-    MASKED_SHARE,
-    WEB_MEDIAN_TOKENS,
-    Subject,
-    Variant,
-    build_batch,
-    draw_lengths,
-    has_memory_for,
-    make_step,
-    measure_memory,
-    prepare,
-    time_step,
-    why_not,
-)
-from megatron_neobert.evaluation.throughput_tables import FORWARD, TRAINING, to_memory
+from megatron_neobert.evaluation.throughput_tables import FORWARD, TRAINING, to_cell
 from megatron_neobert.runtime.atomic_files import name_models
 
 CPU_MAX_TOKENS = 16_384
-MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
+WEB_MEDIAN_TOKENS = 368  # of RefinedWeb's documents
+# RefinedWeb has mean / median = 640 / 368, which is exp(sigma^2 / 2) of a log-normal.
+WEB_SIGMA = math.sqrt(2 * math.log(640 / WEB_MEDIAN_TOKENS))
+MASKED_SHARE = 0.2  # of the tokens, as NeoBERT's pre-training
+_IGNORED = -100
+# Messages of other libraries on a GPU, and of PyTorch on a CPU, when memory is at its end.
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
-@dataclass(frozen=True)
-class ModelsUnderTest:
-    """Models that are measured, and what is not measured: model, variant in words, reason."""
-
-    variants: dict[Variant, Subject]
-    not_run: list[dict[str, str]]
-
-
-def evaluate(options: ThroughputOptions) -> str:
-    """Measure what is not measured yet; write a record per model, and of all models a page and figures.
-
-    Returns:
-        The page as Markdown.
+def evaluate(options: ThroughputOptions) -> None:
+    """Measure what is not measured yet; write a record per model, and a page and figures of all models.
 
     Raises:
-        ConfigError: Nothing can be measured, or a length is over --max-tokens.
+        ConfigError: Nothing can be measured of a model, or a length is over --max-tokens.
         MissingInputError, ConversionError: A model cannot be loaded.
         OutputError: Another command is writing the output.
     """
@@ -68,219 +62,182 @@ def evaluate(options: ThroughputOptions) -> str:
     limit = options.max_tokens or (math.inf if device.type == "cuda" else max(CPU_MAX_TOKENS, longest))
     if longest > limit:
         raise ConfigError(f"--lengths {longest} is over --max-tokens {limit}; leave it out or raise the limit.")
-    found = load_models(folders, options, device)
-    for line in found.not_run:
-        print(f"not measured: {line['variant']}: {line['reason']}", flush=True)
+    groups = [(length, size) for length in options.lengths for size in options.batch_sizes if length * size <= limit]
+    records = [evaluate_model(name, folder, options, groups, device) for name, folder in folders.items()]
+    print(f"{write_page('throughput', records, options.output)}\nwrote {options.output}")
+
+
+def evaluate_model(
+    name: str, folder: Path, options: ThroughputOptions, groups: Sequence[tuple[int, int]], device: torch.device
+) -> Path:
+    """Measure a model in each layout and each group of a length and a batch size, and return its record."""
+    loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
+    model = load_model(folder, "AutoModelForMaskedLM" if options.backward else "AutoModel", loading)
+    attention = str(model.base_model.config._attn_implementation)
     settings = {
-        "models": {name: fingerprint(folder) for name, folder in folders.items()},
-        "variants": [", ".join(asdict(variant).values()) for variant in found.variants],
+        "model": fingerprint(folder),
+        "dtype": options.dtype,
+        "attention": attention,
         "steps": options.steps,
         "warmup": options.warmup,
         "lengths_distribution": options.lengths_distribution,
-        "web_median_tokens": WEB_MEDIAN_TOKENS if options.lengths_distribution == "web" else None,
-        "masked_share": MASKED_SHARE,
         "seed": options.seed,
         "device": str(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
-    groups = [
-        (length, size) for length in options.lengths for size in sorted(options.batch_sizes) if length * size <= limit
-    ]
-    unit = {**settings, "machine": describe_machine(device), "versions": versions()}
-    with open_ledger(options.output / "throughput") as ledger:
-        rows = measure(found.variants, options, groups, unit=unit, device=device, ledger=ledger)
-        page = _write_results(options.output, folders, found, settings, list(map(summarise, rows)), device)
-    print(f"{page}\nwrote {options.output}")
-    return page
+    layouts = ["padded", "packed"] if options.layout == "both" else [options.layout]
+    not_run = find_gaps(model, layouts, options.lengths, attention=attention, dtype=options.dtype)
+    for what, reason in not_run.items():
+        print(f"not measured: {name}, {what}: {reason}", flush=True)
+    layouts = [layout for layout in layouts if layout not in not_run]
+    groups = [(length, size) for length, size in sorted(groups) if f"{length:,}" not in not_run]
+    if not layouts or not groups:
+        reasons = "; ".join(f"{what}: {reason}" for what, reason in not_run.items())
+        raise ConfigError(f"{name}: nothing can be measured ({reasons}); ask for another layout, dtype or length.")
+    kinds = (FORWARD, TRAINING) if options.backward else (FORWARD,)
+    rows, lines, full = list[dict[str, Any]](), list[Line](), set[tuple[str, str, int]]()
+    with open_ledger(options.output / name / "throughput", device) as ledger:
+        for layout, passes, (length, size) in itertools.product(layouts, kinds, groups):
+            if (layout, passes, length) in full:
+                continue
+            way = {"layout": layout, "passes": passes, "length": length, "batch_size": size}
+            unit = {**settings, **way, "machine": describe_machine(device), "versions": versions()}
+            result = ledger.find(unit)
+            if result is None:
+                found = measure(model, options, layout, passes, length=length, batch_size=size, device=device)
+                result = found and ledger.add(unit, found)
+                print(f"{name}, {layout}, {passes}, {length:,} tokens: {to_cell(size, result)}", flush=True)
+            if result is None:
+                full.add((layout, passes, length))
+            else:
+                lines.append(ledger.lines[key_of(unit)])
+            rows.append({"model": name, **way, "measured": result})
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    results = {"parameters": parameters, "rows": rows, "not_run": not_run}
+    record = options.output / name / "throughput.json"
+    write_record(record, "throughput", folder=folder, settings=settings, results=results, lines=lines)
+    return record
 
 
-def load_models(folders: Mapping[str, Path], options: ThroughputOptions, device: torch.device) -> ModelsUnderTest:
-    """Return every model in every dtype, attention and layout; only --backward needs a masked-language-model head.
+def find_gaps(
+    model: Any, layouts: Sequence[str], lengths: Sequence[int], *, attention: str, dtype: str
+) -> dict[str, str]:
+    """Return the layouts and lengths in which a model cannot compute, with the reasons."""
+    longest, gaps = count_learned_positions(model), dict[str, str]()
+    for length in lengths:
+        if longest is not None and length > longest:
+            gaps[f"{length:,}"] = f"the model has learned positions for {longest} tokens only"
+    if "packed" in layouts and "cu_seqlens" not in inspect.signature(model.base_model.forward).parameters:
+        gaps["packed"] = "its forward takes no cu_seqlens, the documents of a packed sequence"
+    if "flash" in attention and dtype == "float32":
+        gaps |= dict.fromkeys(layouts, f"{attention} computes in float16 and bfloat16 only")
+    return gaps
 
-    Raises:
-        MissingInputError, ConversionError: A model cannot be loaded as asked.
-        ConfigError: Nothing is left to measure.
+
+# --- batches
+
+
+def draw_lengths(count: int, *, longest: int, distribution: str, seed: int) -> list[int]:
+    """Return the tokens of each document; a larger batch begins with the documents of a smaller one.
+
+    Args:
+        distribution: full: each has `longest` tokens; web: log-normal as web pages, truncated there.
     """
-    found = ModelsUnderTest({}, [])
-    layouts = ("padded", "packed") if options.layout == "both" else (options.layout,)
-    attentions = dict.fromkeys(options.attention or (None,))
-    for name, dtype, attention in itertools.product(folders, dict.fromkeys(options.dtype), attentions):
-        loading = LoadOptions(dtype=getattr(torch, dtype), device=device, attention=attention)
-        model = load_model(folders[name], "AutoModelForMaskedLM" if options.backward else "AutoModel", loading)
-        subject = Subject(name=name, dtype=dtype, model=model)
-        longest = subject.longest
-        too_long = [length for length in options.lengths if longest is not None and length > longest]
-        reason = f"has learned positions for {longest} tokens only"
-        found.not_run.extend({"model": name, "variant": f"{name}, {n:,}", "reason": reason} for n in too_long)
-        for layout in layouts:
-            if reason_against := why_not(subject, layout):
-                what = f"{name}, {dtype}, {subject.attention}, {layout}"
-                found.not_run.append({"model": name, "variant": what, "reason": reason_against})
-            elif len(too_long) < len(options.lengths):
-                common = {"model": name, "dtype": dtype, "attention": subject.attention, "layout": layout}
-                for passes in (FORWARD, TRAINING) if options.backward else (FORWARD,):
-                    found.variants[Variant(**common, passes=passes)] = subject
-    if not found.variants:
-        reasons = "; ".join(f"{entry['variant']}: {entry['reason']}" for entry in found.not_run)
-        raise ConfigError(f"nothing can be measured ({reasons}); ask for another layout, dtype or length.")
-    return found
+    if distribution == "full":
+        return [longest] * count
+    rng = random.Random(f"{seed} {longest}")
+    return [min(int(rng.lognormvariate(math.log(WEB_MEDIAN_TOKENS), WEB_SIGMA)) + 1, longest) for _ in range(count)]
 
 
-def _write_results(
-    output: Path,
-    folders: Mapping[str, Path],
-    found: ModelsUnderTest,
-    settings: Mapping[str, Any],
-    rows: Sequence[dict[str, Any]],
-    device: torch.device,
-) -> str:
-    for name, folder in folders.items():
-        own = [row for row in rows if row["model"] == name]
-        model = next((subject.model for variant, subject in found.variants.items() if variant.model == name), None)
-        results = {
-            "parameters": None if model is None else sum(parameter.numel() for parameter in model.parameters()),
-            "rows": own,
-            "not_run": [entry for entry in found.not_run if entry["model"] == name],
-        }
-        path = output / name / "throughput.json"
-        write_record(path, "throughput", folder=folder, settings=settings, results=results, device=device)
-    return write_page("throughput", [output / name / "throughput.json" for name in folders], output)
+def build_batch(
+    lengths: Sequence[int], *, layout: str, labels: bool, config: Any, seed: int, device: torch.device | str
+) -> dict[str, Any]:
+    """Return the inputs of a model: documents of these lengths; with labels, a fifth of the tokens is predicted.
+
+    Args:
+        config: Of the model: its vocabulary, and the padding that no document may contain, because some models
+            take their positions from it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pad, tokens = config.pad_token_id or 0, sum(lengths)
+    ids_s = torch.randint(0, config.vocab_size - 1, (tokens,), generator=generator)
+    ids_s += ids_s >= pad  # every token but the padding
+    targets_s = torch.where(torch.rand(tokens, generator=generator) < MASKED_SHARE, ids_s, _IGNORED)
+    targets_s[0] = ids_s[0]  # a loss without any token would be no loss
+
+    def lay_out(values_s: Tensor, filling: int) -> Tensor:
+        if layout == "packed":
+            return values_s[None].to(device)
+        return pad_sequence(list(values_s.split(list(lengths))), batch_first=True, padding_value=filling).to(device)
+
+    inputs: dict[str, Any] = {"input_ids": lay_out(ids_s, pad)}
+    if layout == "packed":
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        inputs |= {"cu_seqlens": starts.to(device), "max_seqlen": max(lengths)}
+    else:
+        inputs["attention_mask"] = lay_out(torch.ones_like(ids_s), 0)
+    return inputs | ({"labels": lay_out(targets_s, _IGNORED)} if labels else {})
 
 
-# --- turns
+# --- steps
 
 
 def measure(
-    variants: Mapping[Variant, Subject],
+    model: Any,
     options: ThroughputOptions,
-    groups: Sequence[tuple[int, int]],
-    *,
-    unit: Mapping[str, Any],
-    device: torch.device,
-    ledger: Ledger,
-) -> list[dict[str, Any]]:
-    """Measure the groups that the ledger does not hold.
-
-    Args:
-        groups: Lengths with batch sizes; each length from its smallest batch to its largest.
-        unit: What every group depends on.
-
-    Returns:
-        One row per variant and group, see `_Turn.outcome`, those measured earlier included.
-    """
-    rows: list[dict[str, Any]] = []
-    with tqdm(groups, unit="group", disable=None) as progress:
-        for length, batch_size in progress:
-            of_group = {**unit, "length": length, "batch_size": batch_size}
-            result = ledger.find(of_group)
-            if result is None:
-                failed = {
-                    Variant(**{field.name: row[field.name] for field in fields(Variant)})
-                    for row in rows
-                    if row["length"] == length and row["outcome"] == OUT_OF_MEMORY
-                }
-                entered = {
-                    variant: subject
-                    for variant, subject in variants.items()
-                    if variant not in failed and (subject.longest is None or length <= subject.longest)
-                }
-                found = _measure_group(entered, options, length=length, batch_size=batch_size, device=device)
-                result = ledger.add(of_group, {"rows": found})
-                for row in map(summarise, found):
-                    progress.write(to_line(row))
-            rows += result["rows"]
-    return rows
-
-
-def to_line(row: dict[str, Any]) -> str:
-    """Format the line about a variant that was just measured."""
-    what = f"{row['model']} {row['dtype']} {row['attention']} {row['layout']} {row['passes']}"
-    speed, memory = row["tokens_per_second"], row["peak_bytes"]
-    result = row["outcome"] if speed is None else f"{speed:,.0f} tokens/s"
-    return f"{row['length']} x {row['batch_size']} | {what} | {result}" + (f" | {to_memory(memory)}" if memory else "")
-
-
-def summarise(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with tokens per second (median and quartiles over its steps) instead of the seconds of each step."""
-    summary = {name: value for name, value in row.items() if name != "seconds"}
-    speeds = [row["tokens"] / seconds for seconds in row["seconds"]]
-    names = ("lower_quartile", "tokens_per_second", "upper_quartile")
-    quartiles = np.quantile(speeds, (0.25, 0.5, 0.75)).tolist() if speeds else [None] * 3
-    return summary | {"steps": len(speeds)} | dict(zip(names, quartiles, strict=True))
-
-
-def _measure_group(
-    variants: Mapping[Variant, Subject],
-    options: ThroughputOptions,
+    layout: str,
+    passes: str,
     *,
     length: int,
     batch_size: int,
     device: torch.device,
-) -> list[dict[str, Any]]:
-    documents = draw_lengths(batch_size, longest=length, distribution=options.lengths_distribution, seed=options.seed)
-    turns = [_Turn(variant, subject, options, documents, device) for variant, subject in variants.items()]
-    for turn in turns:
-        turn.attempt(turn.warm_up)
-    for number in range(options.steps):
-        start = number % max(1, len(turns))  # no model always follows the same one
-        for turn in turns[start:] + turns[:start]:
-            turn.attempt(turn.time)
-    return [{**asdict(turn.variant), "length": length, "batch_size": batch_size, **turn.outcome()} for turn in turns]
+) -> dict[str, Any] | None:
+    """Return quartiles of the tokens per second, and on a GPU the peak memory; None if memory was at its end.
 
-
-class _Turn:
-    """One variant at one length and batch size."""
-
-    def __init__(
-        self,
-        variant: Variant,
-        subject: Subject,
-        options: ThroughputOptions,
-        documents: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        self.variant, self.subject, self.options, self.documents = variant, subject, options, documents
-        self.device, self.fits, self.slots = device, True, 0
-        self.peak_bytes: int | None = None  # of a step without the weights, on a GPU
-        self.seconds: list[float] = []  # of each timed step
-        self.step: Callable[[], None] | None = None
-
-    def attempt(self, work: Callable[[], None]) -> None:
-        """Do the work unless this turn is out of memory already."""
-        if self.fits:
-            prepare(self.subject, self.variant.passes)
-            self.fits = has_memory_for(work, self.device)
-            self.subject.model.zero_grad(set_to_none=True)  # the others need the memory
-        if not self.fits:
-            self.step = None  # and its batch
-
-    def warm_up(self) -> None:
+    Memory is free again then. Any other error is raised.
+    """
+    lengths = draw_lengths(batch_size, longest=length, distribution=options.lengths_distribution, seed=options.seed)
+    labels = passes == TRAINING
+    try:
         inputs = build_batch(
-            self.documents,
-            layout=self.variant.layout,
-            labels=self.variant.passes == TRAINING,
-            config=self.subject.model.config,
-            seed=self.options.seed,
-            device=self.device,
+            lengths, layout=layout, labels=labels, config=model.config, seed=options.seed, device=device
         )
-        self.slots = inputs["input_ids"].numel()
-        self.step = make_step(self.subject, inputs, self.variant.passes)
-        self.peak_bytes = measure_memory(self.step, self.device)  # the first step of the warm-up
-        for _ in range(self.options.warmup - 1):
-            prepare(self.subject, self.variant.passes)
-            self.step()
+        return _run_steps(model, inputs, options, tokens=sum(lengths), device=device)
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
+            raise
+    # Not in the handler: while the error lives, its traceback holds the tensors.
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
 
-    def time(self) -> None:
-        assert self.step is not None, f"{self.variant} was not warmed up"
-        self.seconds.append(time_step(self.step, self.device))
 
-    def outcome(self) -> dict[str, Any]:
-        model = self.subject.model
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-        return {
-            "tokens": sum(self.documents),
-            "slots": self.slots,
-            "outcome": MEASURED if self.fits else OUT_OF_MEMORY,
-            "seconds": self.seconds if self.fits else [],
-            "peak_bytes": weights + self.peak_bytes if self.fits and self.peak_bytes is not None else None,
-        }
+def _run_steps(
+    model: Any, inputs: dict[str, Any], options: ThroughputOptions, *, tokens: int, device: torch.device
+) -> dict[str, Any]:
+    on_gpu, seconds = device.type == "cuda", list[float]()
+    model.train("labels" in inputs)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(options.warmup + options.steps):
+        model.zero_grad(set_to_none=True)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        if "labels" in inputs:
+            model(**inputs).loss.backward()
+        else:
+            with torch.no_grad():
+                model.base_model(**inputs)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    model.zero_grad(set_to_none=True)
+    quartiles = np.quantile([tokens / each for each in seconds[options.warmup :]], (0.25, 0.5, 0.75)).tolist()
+    return {
+        "tokens": tokens,
+        "tokens_per_second": quartiles,  # lower quartile, median, upper quartile
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+    }

@@ -3,6 +3,7 @@
 Letters: `t` tokens of a micro-batch, `s` slots of one piece of a document.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -11,10 +12,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.inspection.found_batch import NO_LABEL, FoundBatch
-from megatron_neobert.text import visible
+from megatron_neobert.text import percent, visible
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,11 @@ class BatchRow:
 
 
 def rows_of(found: FoundBatch) -> Iterator[BatchRow]:
-    """The rows of the batch one after another, each with its documents."""
+    """Yield the rows of the batch, each with its documents."""
     for part in found.parts:
-        tokens_t, labels_t = part.batch.tokens_t.numpy(), part.labels_t
+        tokens_t = part.batch.tokens_t.numpy()
+        labels_t = np.full(len(tokens_t), NO_LABEL)
+        labels_t[part.batch.masked_positions_m.numpy()] = part.batch.labels_m.numpy()
         segments, offsets = part.rows.segments, part.rows.row_offsets
         ends = np.cumsum(segments.slots_n)
         for place in range(len(part.rows)):
@@ -96,9 +100,9 @@ def rows_of(found: FoundBatch) -> Iterator[BatchRow]:
             yield BatchRow(number=part.number * len(part.rows) + place, micro_batch=part.number, pieces=pieces)
 
 
-Fate = Literal["plain", "special", "masked", "replaced", "kept"]
-# In the order of a legend.
-MEANINGS: dict[Fate, str] = {
+Kind = Literal["plain", "special", "masked", "replaced", "kept"]
+# Kinds of tokens in the order of a legend.
+MEANINGS: dict[Kind, str] = {
     "masked": "predicted, and hidden: the model sees the mask token",
     "replaced": "predicted, and replaced: the model sees the first, and has to predict the second",
     "kept": "predicted, although the model sees it",
@@ -106,10 +110,10 @@ MEANINGS: dict[Fate, str] = {
 }
 
 
-def fates_of(tokenizer: Tokenizer, seen_s: NDArray[np.int64], labels_s: NDArray[np.int64]) -> list[Fate]:
+def kinds_of(tokenizer: Tokenizer, seen_s: NDArray[np.int64], labels_s: NDArray[np.int64]) -> list[Kind]:
     """Return for each slot whether its token is predicted, and what the model sees of it."""
     is_predicted_s = labels_s != NO_LABEL
-    cases: dict[Fate, NDArray[np.bool_]] = {  # the first that is true counts
+    cases: dict[Kind, NDArray[np.bool_]] = {  # the first that is true counts
         "special": ~is_predicted_s & np.isin(seen_s, tokenizer.special_ids),
         "plain": ~is_predicted_s,
         "masked": seen_s == tokenizer.mask_id,
@@ -118,11 +122,47 @@ def fates_of(tokenizer: Tokenizer, seen_s: NDArray[np.int64], labels_s: NDArray[
     return np.select(list(cases.values()), list(cases), "replaced").tolist()
 
 
+def describe(found: FoundBatch) -> dict[str, str]:
+    """Return the numbers of all rows of the batch in words, a name before each line."""
+    data, place, rows = found.settings.data, found.cursor, list(rows_of(found))
+    pieces = [piece for row in rows for piece in row.pieces]
+    seen_t, labels_t = (np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("seen_s", "labels_s"))
+    lengths_n, slots = np.array([len(piece.seen_s) for piece in pieces]), len(rows) * data.seq_length
+    used, short = len(seen_t), sum(piece.first_token + piece.text_tokens < piece.document_tokens for piece in pieces)
+    kinds = Counter(kinds_of(found.tokenizer, seen_t, labels_t))
+    words: dict[Kind, str] = {"masked": "hidden", "replaced": "replaced by another token", "kept": "left as they are"}
+    predicted = sum(kinds[kind] for kind in words)
+    ordinary = predicted + kinds["plain"]  # tokens that may be predicted
+    unknown = int((np.where(labels_t == NO_LABEL, seen_t, labels_t) == found.tokenizer.unk_id).sum())
+    alone = "each document sees itself alone" if data.batch_layout == "packed" else "documents see all of their row"
+    lines = {
+        "starts at": f"epoch {place.epoch}, window {place.window:,}, row {place.row:,}",
+        "rows": f"{len(rows):,} of {data.seq_length:,} slots, in {len(found.parts):,} micro-batches; {alone}",
+        "fill": f"{percent(used / slots, digits=2)}: {used:,} tokens, {slots - used:,} slots unused",
+        "documents": f"{len(pieces):,} pieces, {len(pieces) / len(rows):.1f} per row; {short:,} of them do not reach "
+        "the end of their document",
+        "lengths": f"{lengths_n.min():,} to {lengths_n.max():,} slots, median {int(np.median(lengths_n)):,}, mean "
+        f"{lengths_n.mean():,.0f}",
+        "predicted": f"{predicted:,} tokens, {percent(predicted / max(ordinary, 1), digits=2)} of the {ordinary:,} "
+        f"that may be (--mask-prob {data.mask_prob:g}): "
+        + (", ".join(f"{kinds[kind]:,} {word}" for kind, word in words.items() if kinds[kind]) or "none"),
+        "unknown": f"{unknown:,} tokens, {percent(unknown / used, digits=2)} of all",
+    }
+    names = [visible(str(component)) for component in parse_data_path(data.data_path)]
+    if len(names) > 1:
+        sizes = [[len(piece.seen_s) for piece in pieces if piece.component == number] for number in range(len(names))]
+        lines["blend"] = ", ".join(
+            f"{name} {len(size):,} pieces with {percent(sum(size) / used)} of the tokens"
+            for name, size in zip(names, sizes, strict=True)
+        )
+    return lines
+
+
 @dataclass(frozen=True)
 class TokenView:
     """A slot of a row."""
 
-    fate: Fate
+    kind: Kind
     space: str  # before it: a space or nothing
     text: str  # of the document, also where something else stands in its place
     seen: str  # what the model sees
@@ -133,7 +173,7 @@ class TokenView:
 
 
 # For a legend.
-EXAMPLES: dict[Fate, TokenView] = {
+EXAMPLES: dict[Kind, TokenView] = {
     "masked": TokenView("masked", "", "word", "[MASK]", 0, 0, 0, None),
     "replaced": TokenView("replaced", "", "word", "other", 0, 0, 0, None),
     "kept": TokenView("kept", "", "word", "word", 0, 0, 0, None),
@@ -167,15 +207,15 @@ class TokenViews:
     def of(self, piece: Piece) -> Iterator[TokenView]:
         """Yield them in their order; the first has no space before it."""
         first = piece.first_token - int(piece.has_cls)
-        fates = fates_of(self._tokenizer, piece.seen_s, piece.labels_s)
-        for number, (fate, seen, label) in enumerate(
-            zip(fates, piece.seen_s.tolist(), piece.labels_s.tolist(), strict=True)
+        kinds = kinds_of(self._tokenizer, piece.seen_s, piece.labels_s)
+        for number, (kind, seen, label) in enumerate(
+            zip(kinds, piece.seen_s.tolist(), piece.labels_s.tolist(), strict=True)
         ):
             id_ = seen if label == NO_LABEL else label
             space, text = self.text_of(id_)
             place = first + number
             yield TokenView(
-                fate=fate,
+                kind=kind,
                 space=space if number else "",
                 text=text,
                 seen=self.text_of(seen)[1],

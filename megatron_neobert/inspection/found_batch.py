@@ -10,9 +10,7 @@ second. Letters: `t` tokens of a micro-batch, `s` slots of one piece of a docume
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
@@ -31,19 +29,8 @@ NO_LABEL = -1
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which part of a global batch a rank trains on."""
-
-    rank: int
-    data_parallel_rank: int
-    data_parallel_size: int
-    context_parallel_rank: int
-    context_parallel_size: int
-
-
-@dataclass(frozen=True)
 class FoundBatch:
-    """The micro-batches of one iteration: all of them, or those of one rank."""
+    """The micro-batches of one iteration, of all ranks."""
 
     iteration: int
     settings: Settings
@@ -51,26 +38,17 @@ class FoundBatch:
     sources: tuple[Source, ...]
     cursor: Cursor  # where the batch starts
     parts: list["FoundMicroBatch"]
-    share: Share | None = None
 
 
-@dataclass(frozen=True)
-class FoundMicroBatch:
+class FoundMicroBatch(NamedTuple):
     """What the model gets in one forward pass, and of which rows it was made."""
 
     number: int  # in the global batch
     rows: PackedRows
     batch: PackedBatch
 
-    @property
-    def labels_t(self) -> NDArray[np.int64]:
-        """The original id where a token is predicted, elsewhere NO_LABEL."""
-        labels_t = np.full(len(self.batch.tokens_t), NO_LABEL)
-        labels_t[self.batch.masked_positions_m.numpy()] = self.batch.labels_m.numpy()
-        return labels_t
 
-
-def find_batch(settings: Settings, iteration: int, *, place: Path | None, share: Share | None = None) -> FoundBatch:
+def find_batch(settings: Settings, iteration: int, *, place: Path | None) -> FoundBatch:
     """Build the batch of an iteration.
 
     Args:
@@ -102,14 +80,8 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
                 f"{identities[0][:12]}; its place in the data means nothing there. Name the corpus it was trained on."
             )
         batches = replace(batches, iteration=saved.iteration, cursor=cursor)
-    batches = batches.from_iteration(iteration)
-    if share is not None:
-        batches = batches.on_rank(
-            data_parallel_rank=share.data_parallel_rank, data_parallel_size=share.data_parallel_size
-        )
-    stream, rows, _ = next(batches.global_batches())
+    stream, rows, _ = next(batches.from_iteration(iteration).global_batches())
     size = stream.settings.micro_batch_size
-    numbers = range(stream.data_parallel_rank, len(rows) // size, stream.data_parallel_size)
     return FoundBatch(
         iteration=iteration,
         settings=phase_at(settings, iteration).settings,
@@ -118,31 +90,8 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None, share:
         cursor=stream.cursor,
         parts=[
             FoundMicroBatch(number, rows.take(number * size, (number + 1) * size), batch)
-            for number, batch in zip(numbers, stream.build(rows), strict=True)
+            for number, batch in enumerate(stream.build(rows))
         ],
-        share=share,
-    )
-
-
-def share_of_rank(settings: Settings, *, rank: int, world_size: int) -> Share:
-    """Where Megatron puts a rank: tensor-parallel ranks are neighbours, then context, data, and pipeline.
-
-    Raises:
-        ConfigError: There is no such rank.
-    """
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"--rank {rank} is none of --world-size {world_size} ranks; they are numbered 0 to {world_size - 1}."
-        )
-    parallel = settings.parallel
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    dp = settings.data_parallel_size(world_size)
-    return Share(
-        rank=rank,
-        data_parallel_rank=rank // (tp * cp) % dp,
-        data_parallel_size=dp,
-        context_parallel_rank=rank // tp % cp,
-        context_parallel_size=cp,
     )
 
 

@@ -1,7 +1,7 @@
 """The command `neobert plot`: the curves of one run, or of several over each other, out of their logs.
 
 neobert plot runs/first --output plots
-neobert plot runs/first runs/second --output plots --smooth 20 --x iteration --metrics loss grad_norm
+neobert plot runs/first runs/second --output plots --x iteration --metrics loss grad_norm
 """
 
 import sys
@@ -27,13 +27,12 @@ class PlotOptions:
     output: Path = option(help="folder for the figure and the table", metavar="DIR")
     metrics: tuple[str, ...] | None = option(None, "names in the logs; without it the usual five", metavar="NAME")
     x: Literal["tokens", "iteration"] = option("tokens", "what runs to the right")
-    smooth: int = option(1, "mean over the last N intervals", minimum=1)
 
 
 def plot(options: PlotOptions) -> None:
     """Draw the curves of runs: loss, accuracy, learning rate, gradient norm and throughput against tokens.
 
-    Reads metrics.jsonl in the folder of each run, which may still be growing. Writes OUTPUT/curves.png, .svg and .csv.
+    Reads metrics.jsonl in the folder of each run, which may still be growing. Writes OUTPUT/curves.png and .csv.
     Where a run resumed after a stop stands a tick; what it had logged beyond its checkpoint is replaced by what it
     logged later.
     """
@@ -46,7 +45,7 @@ def plot(options: PlotOptions) -> None:
     metrics = choose_metrics(options.metrics, runs)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
-        written = write_curves(options.output, runs, metrics, x=options.x, smooth=options.smooth)
+        written = write_curves(options.output, runs, metrics, x=options.x)
     except OSError as error:
         raise OutputError(f"--output {options.output} cannot be written ({error.strerror}); name another.") from error
     for run in runs:

@@ -3,7 +3,7 @@
     neobert replay --load SAVE --iteration 812
     neobert replay --load SAVE --iteration 812 --checkpoint-iteration 812
 
-One process does the work of all ranks of the run; under torchrun the ranks share it as in the settings.
+One process does the work of all ranks of the run.
 """
 
 import math
@@ -14,7 +14,8 @@ from typing import Any
 from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 from megatron_neobert.cli import option
 from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig, Settings
-from megatron_neobert.runtime.environment import is_rank_zero, world_size
+from megatron_neobert.errors import ConfigError
+from megatron_neobert.runtime.environment import world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +37,22 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
     """
     from megatron_neobert.inspection.found_batch import checkpoint_before, refuse_later_iteration
 
+    if world_size() > 1:
+        raise ConfigError(
+            f"neobert replay is one process, and WORLD_SIZE is {world_size()}; start it without torchrun."
+        )
     weights = place = checkpoint_before(options.load, options.iteration)
     if options.checkpoint_iteration is not None:
         weights = latest_checkpoint(options.load, iteration=options.checkpoint_iteration)
     settings = settings_of(options.load, weights, flags)
     refuse_later_iteration(settings, options.iteration)
-    if is_rank_zero():
-        for folder in {folder for folder in (weights, place) if folder is not None}:
-            verify_files(folder)
+    for folder in {folder for folder in (weights, place) if folder is not None}:
+        verify_files(folder)
     compute_batch(settings, options.iteration, weights=weights, place=place)
 
 
 def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
-    """Return the settings of the run, with what the flags replace; on one process, the layout is that of one rank.
+    """Return the settings of the run in the layout of one rank, with what the flags replace.
 
     Raises:
         ConfigError: Flags that a run would not take either.
@@ -57,15 +61,17 @@ def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
     from megatron_neobert.inspection.found_batch import replace_by_flags, without_outputs
 
     saved = read_record((weights or latest_checkpoint(load)) / "settings.yaml")
-    saved = replace(without_outputs(saved), checkpoint=CheckpointConfig(load=str(load)))
-    if world_size() == 1:
-        distributed_optimizer = saved.parallel.use_distributed_optimizer  # its checkpoints cannot be read without
-        saved = replace(saved, parallel=ParallelConfig(use_distributed_optimizer=distributed_optimizer))
-    return replace_by_flags(saved, flags, world_size=world_size())
+    distributed_optimizer = saved.parallel.use_distributed_optimizer  # its checkpoints cannot be read without
+    saved = replace(
+        without_outputs(saved),
+        checkpoint=CheckpointConfig(load=str(load)),
+        parallel=ParallelConfig(use_distributed_optimizer=distributed_optimizer),
+    )
+    return replace_by_flags(saved, flags, world_size=1)
 
 
 def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, place: Path | None) -> None:
-    """Run forward and backward on the batch of an iteration; rank 0 prints what is found. Collective: all ranks."""
+    """Run forward and backward on the batch of an iteration, and print what is found."""
     from megatron_neobert.model.kernels import check_hardware
 
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
@@ -77,21 +83,24 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
     run = build_run(settings, *join(settings))
     stream = stream_at(run, iteration, weights=weights, place=place)
     reports, grad_norm = compute_gradients(run, next(stream.steps()))
-    sums, not_finite = gather_findings(run, reports)
-    if is_rank_zero():
-        used = "fresh weights" if weights is None else f"the weights of {weights}"
-        print(f"batch {iteration} with {used} on {world_size()} x {run.device.type}")
-        if weights is None and iteration > 1:
-            print(
-                f"warning: there is no checkpoint from before batch {iteration}, so losses and gradient are those of "
-                "fresh weights; --checkpoint-iteration N uses the weights of a checkpoint"
-            )
-        print_findings(stream, sums, not_finite, float(grad_norm))
+    sums = {number: report[:2].tolist() for number, report in enumerate(reports)}  # nats and masked tokens
+    gradients = {name: parameter.main_grad for name, parameter in run.unwrapped_model.named_parameters()}
+    used = "fresh weights" if weights is None else f"the weights of {weights}"
+    print(f"batch {iteration} with {used} on {run.device.type}")
+    if weights is None and iteration > 1:
+        print(
+            f"warning: there is no checkpoint from before batch {iteration}, so losses and gradient are those of "
+            "fresh weights; --checkpoint-iteration N uses the weights of a checkpoint"
+        )
+    print_findings(stream, sums, float(grad_norm))
+    for name, gradient in gradients.items():
+        if not bool(gradient.isfinite().all()):
+            print(f"gradient NOT FINITE: {name}")
     distributed.shut_down()
 
 
 def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | None) -> Any:
-    """Load the weights and return this rank's batches from that of the iteration on. Collective: all ranks."""
+    """Load the weights and return the batches from that of the iteration on."""
     from megatron_neobert.checkpoint.load import load_from
 
     if place is not None:
@@ -103,39 +112,7 @@ def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | N
     return stream.from_iteration(iteration)
 
 
-def gather_findings(run: Any, reports: list[Any]) -> tuple[dict[int, list[float]], list[str]]:
-    """Gather what all ranks found.
-
-    Returns:
-        Per micro-batch of the global batch, its loss in nats and masked tokens; and the names of parameters whose
-        gradient is not finite.
-
-    Collective: all ranks.
-    """
-    import torch
-    from megatron.core import parallel_state
-
-    first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    # Tensor-parallel ranks report the same, context-parallel ones each their share.
-    counts = parallel_state.get_tensor_model_parallel_rank() == 0
-    own_sums = {first + number * step: report[:2].tolist() for number, report in enumerate(reports) if counts}
-    stages = parallel_state.get_pipeline_model_parallel_world_size()  # each counts its layers from 0
-    stage = f"stage {parallel_state.get_pipeline_model_parallel_rank()}: " if stages > 1 else ""
-    own_names = [
-        f"{stage}{name}"
-        for name, parameter in run.unwrapped_model.named_parameters()
-        if not bool(parameter.main_grad.isfinite().all())
-    ]
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, (own_sums, own_names))  # collective: all ranks
-    sums: dict[int, list[float]] = {}
-    for of_rank, _ in gathered:
-        for number, values in of_rank.items():
-            sums[number] = [a + b for a, b in zip(sums.get(number, [0.0, 0.0]), values, strict=True)]
-    return dict(sorted(sums.items())), list(dict.fromkeys(name for _, names in gathered for name in names))
-
-
-def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[str], grad_norm: float) -> None:
+def print_findings(stream: Any, sums: dict[int, list[float]], grad_norm: float) -> None:
     """Print one line per micro-batch with its documents below, then the gradient."""
     stream, rows, _ = next(stream.global_batches())
     size = stream.settings.micro_batch_size
@@ -151,8 +128,6 @@ def print_findings(stream: Any, sums: dict[int, list[float]], not_finite: list[s
             print(f"  {corpus}: {' '.join(map(str, numbers))}")
     nats, masked = (sum(column) for column in zip(*sums.values(), strict=True))
     print(f"loss {nats / max(masked, 1):.4f} nats | gradient norm {grad_norm:.3f}")
-    for name in not_finite:
-        print(f"gradient NOT FINITE: {name}")
 
 
 def documents_of(stream: Any, rows: Any) -> dict[str, list[int]]:

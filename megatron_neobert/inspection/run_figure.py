@@ -1,22 +1,19 @@
-"""Curves of runs, one panel for each metric: as a picture in PNG and SVG, and as a table in CSV.
+"""Curves of runs, one panel for each metric: as a picture in PNG, and as a table in CSV.
 
 Colours are told apart by colour-blind readers. What a validation measured is drawn as points of its run's colour, and
 a stop after which the run resumed as a tick on the lower edge. Drawn without a display; the same logs give the same
 files, each of which is replaced as a whole.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
-from numpy.typing import NDArray
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from megatron_neobert.evaluation import pages
 from megatron_neobert.evaluation.plots import COLOURS, DASHES, add_legend, save_figure
@@ -26,8 +23,6 @@ from megatron_neobert.runtime.atomic_files import replace_file
 _PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120
 _LEGEND_INCHES = 0.28  # per line
 _LEGEND_COLUMNS, _NAME_LENGTH = 3, 40  # which fit beside each other
-_SPIKE = 30  # a largest value of so many medians makes a linear axis unreadable
-_UNITS = ((1e12, "10¹²"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
 @dataclass(frozen=True)
@@ -37,51 +32,35 @@ class Look:
     label: str
     factor: float = 1.0
     validation: str | None = None  # the same thing measured on held-out documents
-    is_log_where_it_spikes: bool = False
-    is_counted: bool = False  # in thousands, millions ...
 
 
+# Other metrics are shown under their names in the log.
 LOOKS = {
     "loss": Look("loss (nats per masked token)", validation="validation_loss"),
     "masked_accuracy": Look("masked accuracy (%)", factor=100, validation="validation_accuracy"),
     "lr": Look("learning rate"),
-    "grad_norm": Look("gradient norm", is_log_where_it_spikes=True),
-    "tokens_per_second": Look("tokens/s", is_counted=True),
-    "validation_loss": Look("validation loss (nats per masked token)"),
-    "validation_accuracy": Look("validation accuracy (%)", factor=100),
-    "tokens_per_second_per_rank": Look("tokens/s of a rank", is_counted=True),
-    "tflops_per_rank": Look("TFLOP/s of a rank"),
+    "grad_norm": Look("gradient norm"),
+    "tokens_per_second": Look("tokens/s"),
     "mfu": Look("MFU (%)", factor=100),
-    "memory_gib": Look("memory of the fullest rank (GiB)"),
-    "fill": Look("slots that hold tokens (%)", factor=100),
-    "data_wait": Look("time spent waiting for data (%)", factor=100),
-    "eta_seconds": Look("time that is left (hours)", factor=1 / 3600),
-    "consumed_tokens": Look("tokens of documents", is_counted=True),
-    "skipped_iterations": Look("skipped updates"),
 }
 DEFAULT_METRICS = ("loss", "masked_accuracy", "lr", "grad_norm", "tokens_per_second")
 
 
-def write_curves(
-    folder: Path, runs: Sequence[RunLog], metrics: Sequence[str], *, x: str, smooth: int
-) -> tuple[Path, Path, Path]:
-    """Writes curves.png, curves.svg and curves.csv into a folder that exists.
+def write_curves(folder: Path, runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> tuple[Path, Path]:
+    """Write curves.png and curves.csv into a folder that exists.
 
     Args:
         x: "tokens" or "iteration".
-        smooth: Each point becomes the mean of so many intervals, itself the last; what was logged stays visible behind.
     """
-    figure = draw(runs, metrics, x=x, smooth=smooth)
-    png, svg, table = (folder / f"curves.{kind}" for kind in ("png", "svg", "csv"))
+    figure = draw(runs, metrics, x=x)
+    png, table = folder / "curves.png", folder / "curves.csv"
     replace_file(table, to_csv(runs))
     save_figure(figure, png, Software=None)
-    with matplotlib.rc_context({"svg.hashsalt": "curves"}):  # or every file would have other ids
-        save_figure(figure, svg, Date=None, Creator=None)
-    return png, svg, table
+    return png, table
 
 
-def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str, smooth: int) -> Figure:
-    """The figure: the first panel as wide as two where their number is odd."""
+def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> Figure:
+    """Return the figure; the first panel is as wide as two where their number is odd."""
     lines = -(-len(metrics) // 2)
     size = (
         2 * _PANEL_INCHES[0],
@@ -91,17 +70,14 @@ def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str, smooth: int)
     cells = [*metrics] if len(metrics) % 2 == 0 else [metrics[0], *metrics]
     mosaic: Any = [cells[2 * line : 2 * line + 2] for line in range(lines)]
     panels = figure.subplot_mosaic(mosaic)
-    factor, x_label = _scale_of_x(runs, x)
     for metric in metrics:
-        axes = panels[metric]
-        _draw_panel(axes, runs, metric, x=x, x_factor=factor, smooth=smooth)
-        axes.set_xlabel(x_label, parse_math=False)
+        _draw_panel(panels[metric], runs, metric, x=x)
     _add_legend(figure, runs, metrics)
     return figure
 
 
 def to_csv(runs: Sequence[RunLog]) -> str:
-    """Everything that was logged, as it was; `restarts` counts those before the line.
+    """Return everything that was logged, as it was; `restarts` counts those before the line.
 
     A name that a spreadsheet would take for a formula gets `./` before it.
     """
@@ -116,70 +92,37 @@ def to_csv(runs: Sequence[RunLog]) -> str:
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Of a run: the next dash after each round of colours."""
+    """Return the colour and the dash of a run: the next dash after each round of colours."""
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
-def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str, x_factor: float, smooth: int) -> None:
+def _draw_panel(axes: Any, runs: Sequence[RunLog], metric: str, *, x: str) -> None:
     look = LOOKS.get(metric, Look(metric))
-    largest = max((abs(value) for run in runs for value in run.series(metric)[1] if math.isfinite(value)), default=0.0)
-    unit, word = _unit_of(largest) if look.is_counted else (1.0, "")
-    factor = look.factor / unit
     for number, run in enumerate(runs):
         style = _style(number)
         iterations, values = run.series(metric)
-        places, heights = _x_of(run, iterations, x, x_factor), np.array(values) * factor
+        places, heights = _x_of(run, iterations, x), np.array(values) * look.factor
         few = {"marker": "o", "markersize": 3.5} if len(values) == 1 or metric.startswith("validation") else {}
-        if smooth > 1:
-            axes.plot(places, heights, **{**style, "alpha": 0.25, "linewidth": 1.0, "linestyle": "-"})
-        axes.plot(places, trailing_mean(heights, smooth), linewidth=1.6, **style, **few)
+        axes.plot(places, heights, linewidth=1.6, **style, **few)
         if look.validation is not None:
             iterations, values = run.series(look.validation)
-            held_out = _x_of(run, iterations, x, x_factor)
-            heights = np.array(values) * factor
+            held_out = _x_of(run, iterations, x)
+            heights = np.array(values) * look.factor
             axes.plot(held_out, heights, "o", color=style["color"], markersize=4.5, markeredgecolor="white")
-        for place in _x_of(run, run.restarts, x, x_factor):
+        for place in _x_of(run, run.restarts, x):
             axes.axvline(place, 0, 0.07, color=style["color"], linewidth=2.5)
-    axes.set_title(f"{look.label}{f' ({word})' if word else ''}", loc="left", fontsize=11, parse_math=False)
+    axes.set_title(look.label, loc="left", fontsize=11, parse_math=False)
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if look.is_log_where_it_spikes and _spikes(runs, metric):
-        axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axes.yaxis.set_major_formatter(LogFormatter() if axes.get_yscale() == "log" else axes.xaxis.get_major_formatter())
+    axes.set_xlabel("tokens of documents" if x == "tokens" else "iteration")
+    for axis, name in ((axes.xaxis, x), (axes.yaxis, metric)):
+        if name.startswith("tokens"):
+            axis.set_major_formatter(EngFormatter())  # k, M, G, T
 
 
-def trailing_mean(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """The mean of each value and the count - 1 before it, as far as they are there; what is not finite stays a gap."""
-    if count == 1 or not len(values):
-        return values
-    finite = np.isfinite(values)
-    ones = np.ones(min(count, len(values)))
-    # Each window is added up for itself: in differences of a running total a spike would drown all that follows it.
-    sums, counts = (np.convolve(one, ones)[: len(values)] for one in (np.where(finite, values, 0.0), finite * 1.0))
-    return np.where(finite, sums / np.maximum(counts, 1), np.nan)
-
-
-def _x_of(run: RunLog, iterations: Sequence[int], x: str, factor: float) -> list[float]:
-    places = run.tokens_at(iterations) if x == "tokens" else [float(one) for one in iterations]
-    return [factor * place for place in places]
-
-
-def _scale_of_x(runs: Sequence[RunLog], x: str) -> tuple[float, str]:
-    if x == "iteration":
-        return 1.0, "iteration"
-    unit, word = _unit_of(max(max(run.tokens_at(list(run.values))) for run in runs))
-    return 1 / unit, f"tokens of documents{f' ({word})' if word else ''}"
-
-
-def _unit_of(largest: float) -> tuple[float, str]:
-    return next(((unit, word) for unit, word in _UNITS if largest >= unit), (1.0, ""))
-
-
-def _spikes(runs: Sequence[RunLog], metric: str) -> bool:
-    values = np.array([value for run in runs for value in run.series(metric)[1] if math.isfinite(value)])
-    return bool(len(values) and values.min() > 0 and values.max() > _SPIKE * np.median(values))
+def _x_of(run: RunLog, iterations: Sequence[int], x: str) -> list[float]:
+    return run.tokens_at(iterations) if x == "tokens" else [float(one) for one in iterations]
 
 
 def _add_legend(figure: Any, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
 """The history of a run out of its metrics.jsonl, which may be growing, and which kills may have torn.
 
-A run that was killed trains again on what came after its last checkpoint, and logs it again: the later line counts. A
-line that a kill has cut is left out, also where the next start has written on behind it. So is a value that no run
-writes: its name, which will stand in files and on terminals, is no word, or its number cannot be drawn.
+A run that resumes trains again on what came after its last checkpoint, and logs it again behind a line that announces
+the restart: what was logged after that iteration before counts no more. A line that a kill has cut is left out, also
+where the next start has written on behind it. So is a value that no run writes: its name, which will stand in files and
+on terminals, is no word, or its number cannot be drawn.
 """
 
 import math
@@ -22,7 +23,6 @@ _BEGINNING = '{"iteration"'  # of every line
 _LARGEST = 2**53  # what a float can count to
 _LARGEST_VALUE = 1e39  # fp32 ends below it, and axes fail far above
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{0,63}")
-_ONCE = ("consumed_tokens", "validation_loss")  # for each interval, and each validation
 RESTARTED = "restarted"  # a line with this key: the run resumed behind this iteration
 
 
@@ -113,18 +113,11 @@ def _is_number(value: Any) -> bool:
 def _merge(entries: list[dict[str, float]], name: str, *, unreadable: int) -> RunLog:
     values: dict[int, dict[str, float]] = {}
     restarts: list[int] = []
-    newest = 0
     for entry in entries:
         iteration = int(entry.pop("iteration"))
-        is_announced = entry.pop(RESTARTED, None) is not None
-        repeats = any(key in entry and key in values.get(iteration, {}) for key in _ONCE)
-        if is_announced or repeats or iteration < newest:
-            first = iteration + is_announced
-            values = {one: content for one, content in values.items() if one < first}
-            at = iteration if is_announced else max(values, default=0)
-            restarts = [*(one for one in restarts if one < at), at]
-            newest = at
+        if entry.pop(RESTARTED, None) is not None:
+            values = {one: content for one, content in values.items() if one <= iteration}
+            restarts = [*(one for one in restarts if one < iteration), iteration]
         if entry:
             values[iteration] = {**values.get(iteration, {}), **entry}
-            newest = max(newest, iteration)
-    return RunLog(name=name, values=values, restarts=restarts, unreadable=unreadable)
+    return RunLog(name=name, values=dict(sorted(values.items())), restarts=restarts, unreadable=unreadable)

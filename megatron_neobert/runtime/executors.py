@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,9 +21,6 @@ from typing import Any
 import megatron_neobert
 from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
 
-Report = Callable[[Any], None]
-
-_REPORT_SECONDS = 0.1  # between two reports of a worker: the pipe of 64 kB serves hundreds of workers
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _RETRIES = 3  # of a job whose Ray worker has died
 _CONNECT_SECONDS = 10  # for any answer from the address of a cluster
@@ -32,31 +28,18 @@ _MOST_SUBMITTED_TO_RAY = 1 << 14
 
 
 class WorkerPool:
-    """Processes that neither hang this one nor survive it, until they are closed.
+    """Processes that neither hang this one nor survive it, until they are closed."""
 
-    Args:
-        workers: Number of processes.
-        prepare: Called first in each process, at once, while this process is still busy with what comes before jobs.
-    """
-
-    def __init__(self, workers: int, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(self, workers: int) -> None:
         self.most_submitted = 2 * workers
         _start_resource_tracker()
         self._context = _TrackingContext()
-        self._reports = self._context.SimpleQueue()
-        self._pool = ProcessPoolExecutor(workers, self._context, _start_worker, (self._reports, prepare))
-        try:
-            for _ in range(workers if prepare else 0):  # each call starts a process, as long as none is idle
-                with _deferred_stop_signals():
-                    self._pool.submit(int)
-        except BaseException:
-            self.close()
-            raise
+        self._pool = ProcessPoolExecutor(workers, self._context, _exit_with_parent)
 
-    def submit(self, function: Callable[[Any, Report], Any], job: Any) -> Future[Any]:
+    def submit(self, function: Callable[[Any], Any], job: Any) -> Future[Any]:
         """Hand a job to a worker. Raise ChildProcessError if a worker died."""
         with self._named_death(job), _deferred_stop_signals():
-            return self._pool.submit(_do, function, job)
+            return self._pool.submit(function, job)
 
     def result(self, future: Future[Any], job: Any) -> Any:
         """Return the result of a job that has ended.
@@ -77,11 +60,6 @@ class WorkerPool:
                 f"{self._context.describe_death()} at {job} or a job beside it; if memory ran out, use fewer "
                 "--workers, and continue with --resume"
             ) from error
-
-    def reports(self) -> Iterator[Any]:
-        """Yield what jobs have reported since the last call."""
-        while not self._reports.empty():
-            yield self._reports.get()
 
     def close(self) -> None:
         """End all processes, also those at work."""
@@ -165,38 +143,16 @@ class _TrackingContext(SpawnContext):
         return "a worker process died"
 
 
-class _Reporter:
-    """In a worker process: sends reports, and leaves out those that follow another one at once."""
-
-    def __init__(self) -> None:
-        self.queue: Any = None
-        self._latest = 0.0
-
-    def __call__(self, news: Any) -> None:
-        if time.monotonic() - self._latest > _REPORT_SECONDS:
-            self._latest = time.monotonic()
-            self.queue.put(news)
-
-
-_report = _Reporter()
-
-
-def _start_worker(reports: Any, prepare: Callable[[], None] | None) -> None:
-    _report.queue = reports
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    if prepare:
-        prepare()
-
-
 def _exit_with_parent() -> None:
+    """In a worker process: exit when the parent does."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is a worker"
-    parent.join()
-    os._exit(1)
 
+    def wait_for_its_end() -> None:
+        parent.join()
+        os._exit(1)
 
-def _do(function: Callable[[Any, Report], Any], job: Any) -> Any:
-    return function(job, _report)
+    threading.Thread(target=wait_for_its_end, daemon=True).start()
 
 
 class RayCluster:
@@ -252,7 +208,7 @@ class RayCluster:
         self._remote = ray.remote(num_cpus=1, max_retries=_RETRIES)(_answer)
         self._references: dict[Future[Any], Any] = {}
 
-    def submit(self, function: Callable[[Any, Report], Any], job: Any) -> Future[Any]:
+    def submit(self, function: Callable[[Any], Any], job: Any) -> Future[Any]:
         reference = self._remote.remote(function, job)
         future: Future[Any] = reference.future()
         self._references[future] = reference
@@ -277,10 +233,6 @@ class RayCluster:
             raise result
         return result
 
-    def reports(self) -> Iterator[Any]:
-        """Yield nothing: jobs on Ray do not report."""
-        return iter(())
-
     def close(self) -> None:
         """Cancel the jobs that are left, and leave the cluster."""
         for reference in self._references.values():
@@ -289,8 +241,8 @@ class RayCluster:
         self._ray.shutdown()
 
 
-def _answer(function: Callable[[Any, Report], Any], job: Any) -> Any:
+def _answer(function: Callable[[Any], Any], job: Any) -> Any:
     try:
-        return function(job, lambda news: None)
+        return function(job)
     except (NeoBERTError, OSError, ModuleNotFoundError) as error:
         return error  # raised here, Ray would wrap it in a class of its own

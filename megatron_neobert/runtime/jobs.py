@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -27,12 +28,11 @@ import msgspec
 
 from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, open_regular, replace_file, sha256_of
-from megatron_neobert.runtime.executors import RayCluster, Report, WorkerPool
+from megatron_neobert.runtime.executors import RayCluster, WorkerPool
 from megatron_neobert.runtime.new_file import FileRecord, NewFile
 from megatron_neobert.text import parse_json
 
 _SETTINGS = "job.json"
-_POLL_SECONDS = 0.1  # between two looks at the reports of workers
 
 Result = TypeVar("Result")
 Outcome = TypeVar("Outcome")
@@ -62,7 +62,7 @@ class Job(ABC, Generic[Result]):
         return ""
 
     @abstractmethod
-    def work(self, files: Mapping[str, NewFile], report: Report) -> Result:
+    def work(self, files: Mapping[str, NewFile]) -> Result:
         """Write the output files, and return what the record keeps besides their hashes."""
 
     def file(self, kind: str) -> Path:
@@ -78,12 +78,12 @@ class Finished(Generic[Result]):
     result: Result
 
 
-def run_job(job: Job[Result], report: Report) -> Finished[Result]:
+def run_job(job: Job[Result]) -> Finished[Result]:
     """Do a job: write its files, then its record."""
     job.file("done").unlink(missing_ok=True)
     with ExitStack() as stack:
         files = {kind: stack.enter_context(NewFile(job.file(kind))) for kind in job.kinds}
-        result = job.work(files, report)
+        result = job.work(files)
         records = {kind: file.commit(sync=job.sync) for kind, file in files.items()}
     finished = Finished(job.key, records, result)
     # Escaped by json, since names of files may hold lone surrogates, which msgspec does not encode.
@@ -124,14 +124,12 @@ AnyJob = TypeVar("AnyJob", bound=Job[Any])
 
 
 def run_jobs(
-    function: Callable[[AnyJob, Report], Outcome],
+    function: Callable[[AnyJob], Outcome],
     jobs: Sequence[AnyJob],
     *,
     workers: int | None,
     executor: Literal["local", "ray"] = "local",
     ray_address: str | None = None,
-    on_report: Report = lambda _: None,
-    pool: WorkerPool | None = None,
 ) -> Generator[tuple[AnyJob, Outcome], None, None]:
     """Yield each job and what the function returned for it, in the order in which they finish.
 
@@ -140,25 +138,18 @@ def run_jobs(
     Args:
         function: `run_job`, or a function that calls it. Workers import it by its name.
         workers: Number of processes; with Ray the most jobs at a time. None: one; with Ray as many as it has CPUs.
-        on_report: Called in this process with what jobs report. A report replaces earlier ones of the same job, some
-            of which are left out. Jobs on Ray report nothing.
-        pool: Worker processes that have been started for these jobs.
 
     Raises:
         ChildProcessError: A worker died; most often memory ran out.
         ConfigError: There is no such Ray cluster.
         Exception: The function raised it.
     """
-    if not jobs:
-        if pool:
-            pool.close()
-        return
     count = min(workers or 1, len(jobs))
-    if executor == "local" and pool is None and count == 1:  # nothing to start, nothing to send
+    if not jobs or (executor == "local" and count == 1):  # nothing to start, nothing to send
         for job in jobs:
-            yield job, function(job, on_report)
+            yield job, function(job)
         return
-    runner = RayCluster(ray_address, workers) if executor == "ray" else pool or WorkerPool(count)
+    runner = RayCluster(ray_address, workers) if executor == "ray" else WorkerPool(count)
     finished: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
     waiting, running = iter(jobs), dict[Future[Outcome], AnyJob]()
     try:
@@ -169,34 +160,32 @@ def run_jobs(
                 future.add_done_callback(finished.put)
             if not running:
                 return
-            done: Future[Outcome] | None = None
-            with suppress(queue.Empty):
-                done = finished.get(timeout=_POLL_SECONDS)
-            for news in runner.reports():  # before the result: nothing is reported of a job that is over
-                on_report(news)
-            if done is not None:
-                job = running.pop(done)
-                yield job, runner.result(done, job)
+            done = finished.get()
+            job = running.pop(done)
+            yield job, runner.result(done, job)
     finally:
         runner.close()
+
+
+def progress_bar(**options: Any) -> Any:
+    """Return a bar of tqdm on standard error: drawn twice a second on a terminal, and once a minute in a log."""
+    from tqdm import tqdm
+
+    seconds = 0.5 if sys.stderr.isatty() else 60.0
+    return tqdm(leave=False, miniters=0, mininterval=seconds, delay=seconds, **options)
 
 
 class JobFolder:
     """The folder of an unfinished run, used by one process at a time; a context manager that holds its lock.
 
-    On leaving, the folder stays if a job in it is finished or `keep` exists, and is removed otherwise.
-
-    Args:
-        path: Created if it does not exist.
-        keep: Another file that is worth resuming from.
+    Entering creates the folder. On leaving, it stays if a job in it is finished, and is removed otherwise.
 
     Raises:
         OutputError: The folder cannot be created, or another process uses it.
     """
 
-    def __init__(self, path: Path, *, keep: Path | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._keep = keep
         self._lock: IO[bytes]
 
     def __enter__(self) -> "JobFolder":
@@ -217,7 +206,7 @@ class JobFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.count_finished() and not (self._keep and self._keep.exists()):
+        if not self.count_finished():
             self.remove()
         self._lock.close()
 
@@ -257,7 +246,7 @@ class JobFolder:
         for path in self.path.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != "lock" and path != self._keep:
+            elif path.name != "lock":
                 path.unlink()
         replace_file(self.path / _SETTINGS, json.dumps(settings))
 

@@ -1,4 +1,4 @@
-"""A small corpus with its tokenizer, made once and copied for whoever spoils it."""
+"""A small corpus with its tokenizer, made once and copied for tests that change it."""
 
 import shutil
 from pathlib import Path
@@ -9,17 +9,13 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents, write_c
 
 
 class SmallCorpus(NamedTuple):
-    """Four documents of 3, 1, 4 and 2 tokens below 100, as uint16; `volumes` holds them in three volumes."""
+    """Four documents of 3, 1, 4 and 2 tokens below 100, as uint16."""
 
     folder: Path
 
     @property
     def prefix(self) -> Path:
         return self.folder / "small"
-
-    @property
-    def volumes(self) -> Path:
-        return self.folder / "volumes"
 
     @property
     def tokenizer(self) -> Path:
@@ -33,15 +29,13 @@ class SmallCorpus(NamedTuple):
 @pytest.fixture(scope="session")
 def sound_corpus(tmp_path_factory: pytest.TempPathFactory) -> SmallCorpus:
     """Not to be changed."""
-    corpus = SmallCorpus(tmp_path_factory.mktemp("sound"))
-    documents, tokenizer = random_documents([3, 1, 4, 2], 100), numbered_tokenizer(100)
-    write_corpus(corpus.prefix, documents, tokenizer)
-    write_corpus(corpus.volumes, documents, tokenizer, shard_bytes=8)
+    corpus, tokenizer = SmallCorpus(tmp_path_factory.mktemp("sound")), numbered_tokenizer(100)
+    write_corpus(corpus.prefix, random_documents([3, 1, 4, 2], 100), tokenizer)
     tokenizer.save_tokenizer_files(corpus.tokenizer, model_max_length=16)
     return corpus
 
 
 @pytest.fixture
 def corpus(sound_corpus: SmallCorpus, tmp_path: Path) -> SmallCorpus:
-    """A copy to spoil."""
+    """A copy to change."""
     return SmallCorpus(Path(shutil.copytree(sound_corpus.folder, tmp_path / "corpus")))

@@ -66,35 +66,33 @@ def mutated(draw: st.DrawFn, content: bytes) -> bytes:
 
 def _change(draw: st.DrawFn, content: bytearray) -> None:
     at = draw(st.integers(0, max(0, len(content) - 1)))
-    kind = draw(st.sampled_from(["bit", "byte", "number", "digits", "cut", "remove", "insert", "repeat", "splice"]))
+    length = draw(st.integers(1, 40))
+    kind = draw(st.sampled_from(["bit", "number", "digits", "cut", "remove", "insert", "repeat"]))
     if kind == "bit" and content:
         content[at] ^= 1 << draw(st.integers(0, 7))
-    elif kind == "byte" and content:
-        content[at] = draw(st.integers(0, 255))
     elif kind == "number":
         size = draw(st.sampled_from([1, 2, 4, 8]))
         content[at : at + size] = (draw(NUMBERS) % 256**size).to_bytes(size, "little")
-    elif kind == "digits":
-        if found := re.compile(rb"\d+").search(content, at):
-            content[found.start() : found.end()] = str(draw(NUMBERS)).encode()
+    elif kind == "digits" and (found := re.compile(rb"\d+").search(content, at)):
+        content[found.start() : found.end()] = str(draw(NUMBERS)).encode()
     elif kind == "cut":
         del content[at:]
     elif kind == "remove":
-        del content[at : at + draw(st.integers(1, 40))]
+        del content[at : at + length]
     elif kind == "insert":
         content[at:at] = draw(st.binary(min_size=1, max_size=8))
     elif kind == "repeat":
-        content[at:at] = content[at : at + draw(st.integers(1, 40))] * draw(st.sampled_from([1, 2, 50]))
-    else:
-        other = draw(st.integers(0, max(0, len(content) - 1)))
-        content[at : at + 16] = content[other : other + draw(st.integers(0, 32))]
+        content[at:at] = content[at : at + length] * draw(st.sampled_from([1, 2, 50]))
 
 
 @st.composite
 def mutated_file(draw: st.DrawFn, name: str, content: bytes) -> bytes:
-    """The content of a file of this name: of JSON the entries are changed as often as the bytes."""
+    """The content of a file of this name: of JSON the entries, of safetensors the header, as often as any byte."""
     if name.endswith(".json") and draw(st.booleans()):
         return draw(mutated_json(json.loads(content)))
+    if name.endswith(".safetensors") and draw(st.booleans()):
+        end = 8 + int.from_bytes(content[:8], "little")
+        return draw(mutated(content[:end])) + content[end:]
     return draw(mutated(content))
 
 
@@ -107,8 +105,8 @@ def mutated_json(draw: st.DrawFn, state: Any) -> bytes:
         if not holders:
             break
         holder = draw(st.sampled_from(holders))
-        key = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
-        kind = draw(st.sampled_from(["value", "value", "remove", "rename", "swap"]))
+        keys = st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        key, kind = draw(keys), draw(st.sampled_from(["value", "value", "remove", "rename", "swap"]))
         if kind == "value":
             holder[key] = draw(VALUES)
         elif kind == "remove":
@@ -116,17 +114,14 @@ def mutated_json(draw: st.DrawFn, state: Any) -> bytes:
         elif kind == "rename" and isinstance(holder, dict):
             holder[draw(TEXTS)] = holder.pop(key)
         else:
-            other = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
+            other = draw(keys)
             holder[key], holder[other] = holder[other], holder[key]
     return json.dumps(changed).replace("Infinity", "1e999").encode()
 
 
 def _holders(state: Any) -> list[Any]:
-    """Every dictionary and list in it."""
-    found, waiting = [], [state]
-    while waiting:
-        entry = waiting.pop()
-        if isinstance(entry, (dict, list)):
-            found.append(entry)
-            waiting += entry.values() if isinstance(entry, dict) else entry
-    return found
+    """Return every dictionary and list in a state, the state first."""
+    if not isinstance(state, (dict, list)):
+        return []
+    entries = state.values() if isinstance(state, dict) else state
+    return [state, *(holder for entry in entries for holder in _holders(entry))]

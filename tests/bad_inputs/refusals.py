@@ -28,7 +28,7 @@ class Hang(BaseException):
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Interrupts what takes five minutes, and refuses it more than a gigabyte of new memory."""
+    """Interrupt what takes five minutes, and refuse it more than a gigabyte of new memory."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise Hang(f"not back after {_LIMIT_SECONDS} s")
@@ -47,39 +47,27 @@ def bounded() -> Iterator[None]:
 
 
 def outcome_of(call: Callable[[], Any]) -> tuple[int, list[str]]:
-    """The exit code that the call deserves, and what it says, a sentence each; (0, []) if it accepts."""
+    """Return the exit code that the call deserves and its sentences; (0, []) if it accepts."""
     with bounded():
         try:
             call()
-        except ConfigError as error:
-            return error.exit_code, error.problems
         except NeoBERTError as error:
-            return error.exit_code, [str(error)]
+            return error.exit_code, error.problems if isinstance(error, ConfigError) else [str(error)]
         except OSError as error:
             return EXIT_IO_ERROR, [str(error)]
     return 0, []
 
 
 def assert_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None:
-    """The call ends with the code, and with one sentence that holds all the words."""
-    code, sentences = outcome_of(call)
-    assert code == exit_code, f"ended with {code} {sentences}, expected {exit_code}"
-    assert len(sentences) == 1, sentences
-    (sentence,) = sentences
-    assert "\n" not in sentence and len(sentence) <= _LONGEST_SENTENCE, sentence
-    assert all(word in sentence for word in words), f"expected {words} in: {sentence}"
-
-
-def assert_all_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None:
-    """The same where several things are wrong: all words are somewhere in what is said."""
+    """Assert that the call ends with the code, in short sentences of one line that hold all the words."""
     code, sentences = outcome_of(call)
     assert code == exit_code, f"ended with {code} {sentences}, expected {exit_code}"
     assert all("\n" not in sentence and len(sentence) <= _LONGEST_SENTENCE for sentence in sentences), sentences
     assert all(word in "\n".join(sentences) for word in words), f"expected {words} in: {sentences}"
 
 
-def start_checks(*arguments: str, world_size: int = 1) -> None:
-    """What the training command checks before it starts anything."""
-    settings = parse_command_line(list(arguments), world_size=world_size).settings
+def start_checks(*arguments: str) -> None:
+    """Run the checks of the training command before it starts anything."""
+    settings = parse_command_line(list(arguments), world_size=1).settings
     open_inputs(settings.data)
     check_folders(settings.checkpoint)

@@ -102,16 +102,10 @@ class Subject:
     def tokenizer(self, folder: Path | None = None) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder or self.folder, local_files_only=True)
 
-    def pipeline(self, task: str, class_name: str, model: Any = None) -> Any:
-        """By the folder's name alone, or around a model whose head is new."""
-        from transformers.pipelines import SUPPORTED_TASKS
-
-        if task not in SUPPORTED_TASKS:
-            raise NotApplicable(f"transformers {VERSION} has no pipeline {task}")
+    def pipeline(self, task: str, class_name: str) -> Any:
+        """Build a pipeline by the folder's name."""
         if not self.has(class_name):
             raise NotApplicable(f"there is no {class_name} for {self.fields['model_type']}")
-        if model is not None:
-            return transformers.pipeline(task, model=model, tokenizer=self.tokenizer(), device="cpu")
         # 4.48 loads no tokenizer for a model type that it does not know, not even when told its folder; 4.57 does.
         options = {"tokenizer": self.tokenizer()} if Version("4.57") > VERSION else {}
         options["torch_dtype" if VERSION.major < 5 else "dtype"] = torch.float32  # as `load`, whichever is stored

@@ -12,7 +12,6 @@ from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.export import export
 from checkpoint_conversion.imports import import_folder
 from checkpoint_conversion.mapping import split_halves
-from checkpoint_conversion.options import ExportOptions
 from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import latest_checkpoint
 from megatron_neobert.config.schema import Settings
@@ -25,9 +24,7 @@ def imported(settings: Any, tmp_path: Path) -> str:
     """Weights of a run of three iterations, to Hugging Face and back; the run lies beside."""
     run = settings("first", training={"exit_interval": STOP})
     train_on_ranks(run)
-    checkpoint = read_checkpoint(Path(run.checkpoint.save))
-    options = ExportOptions(load=Path(run.checkpoint.save), output=tmp_path / "model")
-    export(checkpoint, options.output, tokenizer=checkpoint.tokenizer, options=options)
+    export(read_checkpoint(Path(run.checkpoint.save)), tmp_path / "model")
     import_folder(tmp_path / "model", tmp_path / "imported")
     return str(tmp_path / "imported")
 

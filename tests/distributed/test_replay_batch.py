@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+from commands import call, run
 from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
-from unit.tools.commands import call, run
 
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.inspection import replay as tool
@@ -70,9 +70,7 @@ def files_of(folder: Path) -> dict[Path, int]:
 @pytest.mark.slow
 def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_that_are_not_finite(trained):
     before = files_of(trained.save)
-    code, said, errors = run(
-        "replay_batch", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST
-    )
+    code, said, errors = run("replay", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST)
     assert code == 0, errors
     expected = [RARE_TOKEN in tokens for tokens in trained.batches[LAST - 1]]
     assert set(expected) == {True, False}
@@ -93,7 +91,7 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
         ranks.run_training = lambda settings: tool.compute_batch(settings, iteration, weights=place, place=place)
 
     settings = tool.settings_of(trained.save, place, [])
-    train_on_ranks(settings, world_size=2, prepare=prepare)
+    train_on_ranks(settings, prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
     assert f"loss {loss:.4f} nats | gradient norm {grad_norm:.3f}\n" in capfd.readouterr().out
@@ -109,5 +107,5 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
     ],
 )
 def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, words, code, message):
-    ended, _, errors = call("replay_batch", "--load", trained.save, *words)
+    ended, _, errors = call("replay", "--load", trained.save, *words)
     assert ended == code and message in errors

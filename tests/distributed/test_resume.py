@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from processes import run_command
 from ranks import quick_only, read_metrics, train_on_ranks
-from security.hostile import Checkpoint
+from security.hostile import seal
 from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, largest_relative_gap
 from tests_tiny import ITERATIONS
 from tolerances import LAYOUT_LOSS
@@ -174,7 +174,8 @@ def test_checkpoint_of_a_version_that_did_not_hash_the_boundaries_of_documents_r
     now, earlier = open_inputs(run.data).identities
     assert state["progress"]["corpus_sha256"] == now != earlier
     state["progress"]["corpus_sha256"] = earlier
-    Checkpoint(folder).replace("train_state.json", json.dumps(state).encode())
+    (folder / "train_state.json").write_text(json.dumps(state))
+    seal(folder)
     train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save))
     assert f"{folder} does not say where its documents begin" in capfd.readouterr().out
     newest = list_checkpoints(Path(run.checkpoint.save))[0]
@@ -237,7 +238,7 @@ def corpus_with(words: list[str], folder: Path) -> SimpleNamespace:
     preprocessing = PreprocessSettings(
         inputs=(str(shard),), output_prefix=str(folder / "other"), tokenizer_model=str(vocabulary)
     )
-    preprocess(plan_preprocessing(preprocessing), on_progress=lambda progress: None)
+    preprocess(plan_preprocessing(preprocessing))
     return SimpleNamespace(prefix=str(folder / "other_content_document"), tokenizer=str(vocabulary))
 
 

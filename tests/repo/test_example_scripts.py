@@ -1,4 +1,4 @@
-"""The example scripts beside pretrain_neobert.sh: each is started, by --dry-run or at toy size, and explains itself."""
+"""Shell scripts parse and explain themselves; the examples are started, by --dry-run or at toy size."""
 
 import json
 import os
@@ -11,8 +11,9 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-STAGE1 = ("stage1.sh", "single_gpu.sh", "eight_gpus.sh")
-OTHERS = ("stage2.sh", "continue_pretraining.sh", "custom_language.sh", "glue.sh", "mteb.sh")
+SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *REPOSITORY.glob("tools/*.sh"), REPOSITORY / ".ci" / "run"])
+WITH_HELP = ["examples/quickstart.sh", "examples/speedrun.sh", "tools/prepare_environment.sh"]
+WITH_USAGE = ["stage1", "single_gpu", "eight_gpus", "stage2", "continue_pretraining", "custom_language", "glue", "mteb"]
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 
@@ -41,34 +42,35 @@ def published(tiny_corpus, tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("published")
     config = EuroBertConfig(
-        vocab_size=tiny_corpus.vocab_size,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=3,
-        mask_token_id=4,
-    )
+        vocab_size=tiny_corpus.vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=8, intermediate_size=48, max_position_embeddings=4096, rms_norm_eps=1e-5,
+        rope_theta=10000.0, pad_token_id=0, bos_token_id=2, eos_token_id=3, mask_token_id=4,
+    )  # fmt: skip
     EuroBertForMaskedLM(config).save_pretrained(folder)
     load_tokenizer(Path(tiny_corpus.tokenizer)).save_tokenizer_files(folder, model_max_length=4096)
     return folder
 
 
-@pytest.mark.parametrize("script", [*STAGE1, *OTHERS])
-def test_script_shows_how_it_is_called(script, tmp_path):
-    asked = start(script, "--help", cwd=tmp_path)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_script_parses(script):
+    source = script.read_text(encoding="utf-8")
+    shell, separator, _ = source.partition("\n'''\n")
+    if separator:  # Python below: bash has left the file by then, and to Python the shell part is a string
+        compile(source, str(script), "exec")
+        assert shell.splitlines()[-1].startswith("exec ")
+        shell = shell.replace("''':'\n", "", 1)
+    result = subprocess.run(["bash", "-n"], input=shell, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("script", [*WITH_HELP, *(f"examples/{name}.sh" for name in WITH_USAGE)])
+def test_script_shows_how_it_is_called_and_refuses_a_wrong_call_with_exit_code_2(script, tmp_path):
+    asked = start(REPOSITORY / script, "--help", cwd=tmp_path)
     assert (asked.returncode, asked.stderr) == (0, "")
-    assert f"bash examples/{script} " in asked.stdout
-    bare = start(script, cwd=tmp_path)
-    assert (bare.returncode, bare.stdout) == (2, "")
-    assert "bash examples/" in bare.stderr
+    assert f"bash {script}" in asked.stdout and "set -euo" not in asked.stdout
+    wrong = start(REPOSITORY / script, *(["--fast"] if script in WITH_HELP else []), cwd=tmp_path)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert ("--fast" if script in WITH_HELP else "bash examples/") in wrong.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -94,13 +96,7 @@ def test_continued_pre_training_converts_once_and_stage_2_goes_on_from_a_checkpo
     shorter = ("--data-path", 0.5, tiny_corpus.prefix, 0.5, f"{tiny_corpus.prefix}:min=32")  # no document has 1,024
     plan = succeed("stage2.sh", *words, *shorter, "--dry-run", cwd=tmp_path)
     assert "512 rows x 4,096 tokens" in plan
-
-
-def test_stage_2_asks_for_the_long_documents_of_the_paper(tiny_corpus, tmp_path):
-    words = (tiny_corpus.prefix, tiny_corpus.tokenizer, "stage1", "stage2", "--dry-run")
-    refused = start("stage2.sh", *words, cwd=tmp_path)
-    assert refused.returncode != 0
-    assert "min=1024" in refused.stderr, "the tiny corpus has none"
+    assert "min=1024" in start("stage2.sh", *words, "--dry-run", cwd=tmp_path).stderr, "the blend of the paper"
 
 
 def test_custom_language_goes_from_raw_text_to_a_plan_and_keeps_finished_steps(tmp_path):
@@ -130,14 +126,8 @@ def test_environment_that_cannot_be_prepared_ends_the_script_before_it_makes_any
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_glue_script_without_its_data_names_the_command_that_fetches_them(tmp_path):
-    ended = start("glue.sh", "no_data", "results", "model", cwd=tmp_path)
+@pytest.mark.parametrize(("script", "words"), [("glue", "--data-dir no_data: no"), ("mteb", "--model model: no")])
+def test_evaluation_without_its_data_or_model_is_refused_with_what_is_missing(script, words, tmp_path):
+    ended = start(f"{script}.sh", "no_data", "results", "model", cwd=tmp_path)
     assert ended.returncode == 66
-    assert ended.stderr.startswith("error: --data-dir no_data: no such folder; on a machine with network: ")
-    assert "neobert fetch glue" in ended.stderr
-
-
-def test_mteb_script_without_a_model_names_it(tmp_path):
-    ended = start("mteb.sh", "no_data", "results", "model", cwd=tmp_path)
-    assert (ended.returncode, ended.stderr.count("\n")) == (66, 1)
-    assert ended.stderr.startswith("error: --model model: no such folder")
+    assert ended.stderr.startswith(f"error: {words} such folder")

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.metadata
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -36,14 +35,11 @@ def metadata() -> dict:
 
 def test_command_that_misses_a_package_knows_the_extra_that_brings_it(metadata: dict):
     modules = {"scikit-learn": "sklearn", "nvidia-dali-cuda130": "nvidia.dali"}
-    brought = {
-        extra: tuple(
-            modules.get(name, name.replace("-", "_"))
-            for name in dict.fromkeys(Requirement(line).name for line in lines)
-        )
-        for extra, lines in metadata["extras_require"].items()
-        if extra not in ("dev", "docs")  # which no command imports
-    }
+    brought = {}
+    for extra, lines in metadata["extras_require"].items():
+        if extra not in ("dev", "docs"):  # which no command imports
+            names = dict.fromkeys(Requirement(line).name for line in lines)
+            brought[extra] = tuple(modules.get(name, name.replace("-", "_")) for name in names)
     assert brought == MODULES_OF_EXTRAS
 
 
@@ -52,12 +48,6 @@ def test_templates_are_packaged_with_the_code_that_fills_them_in(metadata: dict)
         files = [path for path in (REPOSITORY / package.replace(".", "/")).iterdir() if path.is_file()]
         others = {path.name for path in files if path.suffix != ".py"}
         assert others == {name for name in metadata["package_data"].get(package, []) if "/" not in name}, package
-
-
-def test_badges_of_the_readme_are_what_the_package_states(metadata: dict):
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    shown = dict(re.findall(r"img\.shields\.io/badge/(\w+)-(\S+)-blue\)", readme))
-    assert shown == {"python": f"{PYTHONS[0]}_to_{PYTHONS[-1]}", "license": metadata["license"].replace("-", "--")}
 
 
 def constraint_lines() -> list[Requirement]:
@@ -77,13 +67,8 @@ def pinned_version(name: str, python: str) -> str | None:
 
 
 def requirements(metadata: dict, *extras: str) -> list[Requirement]:
-    return [
-        Requirement(line)
-        for line in [
-            *metadata["install_requires"],
-            *(line for extra in extras for line in metadata["extras_require"][extra]),
-        ]
-    ]
+    lines = [*metadata["install_requires"], *(line for extra in extras for line in metadata["extras_require"][extra])]
+    return [Requirement(line) for line in lines]
 
 
 def third_party_imports(path: Path) -> set[str]:
@@ -97,20 +82,9 @@ def third_party_imports(path: Path) -> set[str]:
     return names - set(sys.stdlib_module_names) - own - NEVER_REQUIRED
 
 
-def test_changelog_has_an_entry_for_the_version(metadata):
-    changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^## \[{re.escape(metadata['version'])}\]", changelog, flags=re.MULTILINE)
-
-
 def test_python_range_is_3_10_to_3_13(metadata):
     supported = SpecifierSet(metadata["python_requires"])
     assert [python for python in ("3.9", *PYTHONS, "3.14") if supported.contains(f"{python}.1")] == list(PYTHONS)
-
-
-def test_extras_are_the_promised_ones(metadata):
-    promised = {"gpu", "fast", "sentencepiece", "warc", "dali", "ray", "wandb", "eval", "onnx", "docs", "benchmark"}
-    promised |= {"s3", "dev"}
-    assert set(metadata["extras_require"]) == promised
 
 
 def test_package_called_apex_is_never_a_dependency(metadata):
@@ -128,11 +102,6 @@ def test_core_and_dev_requirements_have_one_pinned_version_in_range(metadata, py
         assert requirement.specifier.contains(version), f"{requirement.name} {version} is not {requirement.specifier}"
 
 
-def test_constraints_are_exact_and_without_local_build():
-    for requirement in constraint_lines():
-        assert re.fullmatch(r"==[^+*,]+", str(requirement.specifier)), str(requirement)
-
-
 def test_every_imported_package_is_declared(metadata):
     distributions = importlib.metadata.packages_distributions()
     declared = {canonicalize_name(line.name) for line in requirements(metadata, *metadata["extras_require"])}
@@ -145,9 +114,3 @@ def test_every_imported_package_is_declared(metadata):
                 if not providers & declared:
                     missing.setdefault(name, []).append(str(path.relative_to(REPOSITORY)))
     assert missing == {}
-
-
-def test_packages_hold_the_code_and_not_the_tests(metadata):
-    packages = set(metadata["packages"])
-    assert {"megatron_neobert", "megatron_neobert.data", "megatron_neobert.model", "checkpoint_conversion"} <= packages
-    assert not any(package.startswith(("tests", "tools", "benchmarks", "examples")) for package in packages)

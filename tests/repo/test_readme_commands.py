@@ -35,14 +35,14 @@ def code_pieces(page: str) -> list[str]:
     return [piece for piece in lines + [code.replace("\\|", "|") for code in inline] if piece]
 
 
-def documented_commands() -> list[tuple[str, str]]:
+def documented_commands() -> list[str]:
     starts = ("bash ", "python ", "make ", "torchrun ", "neobert ")
-    return sorted({(page, piece) for page in PAGES for piece in code_pieces(page) if piece.startswith(starts)})
+    return sorted({piece for page in PAGES for piece in code_pieces(page) if piece.startswith(starts)})
 
 
-def documented_paths() -> list[tuple[str, str]]:
+def documented_paths() -> list[str]:
     pattern = re.compile(rf"(?:{'|'.join(map(re.escape, TOP_LEVEL))})/[\w./-]+")
-    return sorted({(page, piece) for page in PAGES for piece in code_pieces(page) if pattern.fullmatch(piece)})
+    return sorted({piece for page in PAGES for piece in code_pieces(page) if pattern.fullmatch(piece)})
 
 
 def missing_script(command: str) -> str | None:
@@ -88,19 +88,14 @@ def unknown_flags(command: str) -> list[str]:
     return [flag for flag in re.findall(r"--[a-z][\w-]*", rest) if not re.search(rf"{flag}(?![\w-])", help_text)]
 
 
-@pytest.mark.parametrize(("page", "command"), documented_commands())
-def test_documented_command_exists(page, command):
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_command_exists_and_knows_its_flags(command):
     assert missing_script(command) is None
-
-
-@pytest.mark.parametrize(("page", "command"), documented_commands())
-def test_documented_flags_are_known_to_their_command(page, command):
     assert unknown_flags(command) == []
 
 
-@pytest.mark.parametrize(("page", "path"), documented_paths())
-def test_documented_path_exists(page, path):
-    assert (REPOSITORY / path).exists()
+def test_documented_paths_exist():
+    assert [path for path in documented_paths() if not (REPOSITORY / path).exists()] == []
 
 
 def test_planted_commands_are_found_missing():
@@ -129,7 +124,7 @@ def block_of(page: str, heading: str, language: str) -> str:
     return re.search(rf"^## {heading}$.*?```{language}\n(.*?)```", text, flags=re.DOTALL | re.MULTILINE)[1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the repository, with shards, a toy configuration, and an environment that is ready."""
     place = tmp_path_factory.mktemp("a clone")
@@ -155,62 +150,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def type_in(place: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a line in a shell whose python is this one, on one rank unless the command says otherwise."""
+def succeed(place: Path, command: str) -> str:
+    """Run a line in a shell whose python is this one, and return what was printed."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1"}
     environment["PATH"] = f"{place / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}"
-    environment.pop("NPROC_PER_NODE", None)
-    return subprocess.run(
+    environment.pop("NPROC_PER_NODE", None)  # one rank unless the command says otherwise
+    done = subprocess.run(
         ["bash", "-c", command], cwd=place, env=environment, capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
-@pytest.fixture(scope="module")
-def walk(place: Path) -> dict[str, str]:
-    """What every command of README's block said, by the command as it stands there; each has ended well."""
+@pytest.mark.slow
+def test_blocks_of_the_readme_lead_from_raw_shards_to_a_model_that_fills_masks_and_the_quick_start_resumes(place: Path):
     block = block_of("README.md", "Your own corpus", "bash").replace("\\\n", " ")
     lines = [" ".join(line.split(" #")[0].split()) for line in block.splitlines()]
-    said = {}
-    for line in filter(None, lines):
-        if line.startswith("source "):
-            continue  # the environment is that of the tests
-        done = type_in(place, line)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        said[line] = done.stdout
-    return said
-
-
-@pytest.mark.slow
-def test_block_of_the_readme_leads_from_raw_shards_to_a_model(walk: dict[str, str], place: Path):
-    assert len(walk) == 6, list(walk)
-    plan = next(said for command, said in walk.items() if command.endswith("--dry-run"))
+    said = {line: succeed(place, line) for line in lines if line and not line.startswith("source ")}
+    assert len(said) == 6, list(said)
+    plan = next(output for command, output in said.items() if command.endswith("--dry-run"))
     assert "parameters" in plan and "1,000,000 iterations" in plan
-    assert (place / "corpus" / "web_content_document.json").is_file()
     assert sorted(path.name for path in (place / "runs" / "first").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
-    assert (place / "model" / "config.json").is_file()
-
-
-@pytest.mark.slow
-def test_python_of_the_readme_fills_a_mask_with_that_model(walk: dict[str, str], place: Path):
     (place / "fill.py").write_text(block_of("README.md", "Your own corpus", "python"))
-    done = type_in(place, "python fill.py")
-    assert done.returncode == 0, done.stderr
-    assert "'token_str'" in done.stdout
+    assert "'token_str'" in succeed(place, "python fill.py")
 
-
-@pytest.mark.slow
-def test_quick_start_of_the_readme_goes_on_where_it_was_and_ends_with_its_summary(walk: dict[str, str], place: Path):
-    """Stages that are finished are skipped, so it finds the walk's files under the names that it gives its own."""
-    run = place / "quickstart_run"
+    run = place / "quickstart_run"  # finished stages are skipped: they find these files under their own names
     shutil.copytree(place / "shards", run / "shards")
     shutil.copytree(place / "tokenizer", run / "tokenizer")
     for path in (place / "corpus").glob("web_content_document*"):
         shutil.copy(path, run / path.name.replace("web", "corpus"))
     shutil.copytree(place / "runs" / "first", run / "checkpoints")
-    shutil.rmtree(run / "checkpoints" / "iter_0000004")  # so that the quick start has two iterations to train
-    done = type_in(place, "bash examples/quickstart.sh")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("already there") == 3
-    assert re.search(r"== Summary\n +loss +\d+\.\d\d -> \d+\.\d\d nats per masked token", done.stdout)
+    shutil.rmtree(run / "checkpoints" / "iter_0000004")  # so that two iterations are left
+    output = succeed(place, "bash examples/quickstart.sh")
+    assert output.count("already there") == 3
+    assert re.search(r"== Summary\n +loss +\d+\.\d\d -> \d+\.\d\d nats per masked token", output)
     assert (run / "checkpoints" / "iter_0000004").is_dir()
     assert (run / "model" / "config.json").is_file()

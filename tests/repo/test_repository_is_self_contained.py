@@ -70,22 +70,17 @@ def test_no_file_exceeds_a_megabyte():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "line"),
+    ("line", "pattern"),
     [
-        (MACHINE_PATH, 'open("' + "/ho" + 'me/ann/corpus")'),
-        (MACHINE_PATH, "cd " + "/wo" + "rk/main"),
-        (MACHINE_PATH, "see .." + "/shared/notes.md"),
-        (REGISTRY_HOST, "--index-url https://" + "download.py" + "torch.org/whl/cpu"),
-        (REGISTRY_HOST, "https://" + "pypi" + ".org/simple"),
+        ('open("' + "/ho" + 'me/ann/corpus")', MACHINE_PATH),
+        ("cd " + "/wo" + "rk/main", MACHINE_PATH),
+        ("see .." + "/shared/notes.md", MACHINE_PATH),
+        ("--index-url https://" + "download.py" + "torch.org/whl/cpu", REGISTRY_HOST),
+        ("https://" + "pypi" + ".org/simple", REGISTRY_HOST),
+        ("/usr/bin/env bash; runs/tmp/x; $HOME/work/x; torch.org; https://arxiv.org/abs/1", None),
     ],
 )
-def test_planted_line_is_found(pattern, line):
-    assert matching_lines(pattern, f"first\n{line}\n") == [f"2: {line}"]
-
-
-@pytest.mark.parametrize(
-    "line", ["/usr/bin/env bash", "runs/tmp/x", "$HOME/work/x", "torch.org", "https://arxiv.org/abs/1"]
-)
-def test_innocent_line_is_not_found(line):
-    assert not MACHINE_PATH.search(line)
-    assert not REGISTRY_HOST.search(line)
+def test_planted_line_is_found_and_an_innocent_one_is_not(line, pattern):
+    assert [one for one in (MACHINE_PATH, REGISTRY_HOST) if matching_lines(one, f"first\n{line}\n")] == (
+        [pattern] if pattern else []
+    )

@@ -5,8 +5,6 @@ import os
 import pytest
 
 from benchmarks import roofline
-from megatron_neobert.config.schema import Settings
-from megatron_neobert.model.flops import training_flops_per_token
 
 START, END = "<!-- printed by benchmarks/roofline.py -->\n", "<!-- end of the table -->\n"
 
@@ -30,14 +28,3 @@ def test_every_byte_of_the_count_has_a_part(layers, column):
     text = roofline.PERFORMANCE.read_text()
     counted = float(text.split("| all | ")[1].split(" | ")[column].removesuffix(" |"))
     assert total / 1e9 == pytest.approx(counted, abs=0.05 * 35)
-
-
-def test_time_is_the_work_over_the_rates():
-    """Bandwidth without end leaves the operations, at the rates of documents of 1,024 tokens."""
-    step = roofline.steps()[1]
-    parts = roofline.microseconds(step, 1024, bandwidth=1e30)
-    flops = training_flops_per_token(Settings(), vocab_size=roofline.VOCAB_PADDED, document_tokens=1024)
-    attention = 12 * 28 * 1024 * 768
-    assert parts["products"] + parts["head, loss"] == pytest.approx((flops - attention) / roofline.GEMM * 1e6)
-    assert parts["attention"] == pytest.approx(attention / 3 * (1 / 306e12 + 2.5 / 238e12) * 1e6)
-    assert sum(parts.values()) == pytest.approx(parts["products"] + parts["head, loss"] + parts["attention"])

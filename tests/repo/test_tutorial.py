@@ -11,7 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from unit.tools.commands import ENVIRONMENT
+from commands import ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE, NOTEBOOK = REPOSITORY / "docs" / "tutorial.md", REPOSITORY / "docs" / "tutorial.ipynb"

@@ -51,6 +51,7 @@ class Reader(NamedTuple):
     command: str
     kinds: tuple[str, ...]
     words: Callable[[Inputs, Path], list[object]]  # given the inputs and a folder for output
+    opens_checkpoints: bool = True  # or no more than their metrics and settings
 
 
 def write_model(folder: Path) -> Path:
@@ -80,12 +81,12 @@ def write_modules(folder: Path, types: Mapping[str, str]) -> None:
     write_json(folder / "modules.json", entries)
 
 
-def add_dense(folder: Path, **changes: object) -> None:
+def add_dense(folder: Path) -> None:
     """Add a Dense module of sentence-transformers to a model."""
     write_modules(folder, {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"})
     activation = "torch.nn.modules.activation.Tanh"
     dense = {"in_features": 8, "out_features": 4, "bias": True, "activation_function": activation}
-    write_json(folder / "2_Dense" / "config.json", dense | changes)
+    write_json(folder / "2_Dense" / "config.json", dense)
     weights = {"linear.weight": np.eye(4, 8, dtype=np.float32), "linear.bias": np.zeros(4, np.float32)}
     save_file(weights, folder / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
 
@@ -109,7 +110,7 @@ def write_dataset(folder: Path) -> Path:
         write_parquet(folder / "tagged" / f"{split}.parquet", tagged)
         labelled = "".join(f"{text},{number % 2}\n" for number, text in enumerate(_TEXTS * 4))
         write_text(folder / "classes" / f"{split}.csv", "text,label\n" + labelled)
-    write_parquet(folder / "PAIRS" / "train.parquet", {"query": _TEXTS * 2, "positive": _TEXTS[::-1] * 2})
+    write_parquet(folder / "PAIRS.parquet", {"query": _TEXTS * 2, "positive": _TEXTS[::-1] * 2})
     write_text(folder / "texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS))
     return folder
 

@@ -1,34 +1,16 @@
-"""Hostile files that do nothing but leave a mark."""
+"""Hostile files that do nothing but leave a mark, and ways to put them in the place of valid ones."""
 
-import importlib
-import io
 import json
 import os
-import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-from processes import Ended
-
-from megatron_neobert.errors import run_command
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 
-def call(module: str, *arguments: Any) -> Ended:
-    """Run `main` of a module, or MODULE:FUNCTION, in this process, which has imported transformers already."""
-    output = io.StringIO()
-    name, _, function = module.partition(":")
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
-        patch.setattr(sys, "argv", [module, *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            run_command(getattr(importlib.import_module(name), function or "main"))
-    return Ended(int(end.value.code or 0), output.getvalue())
-
-
 class Canary:
-    """Creates the file `mark` when it is unpickled by somebody who trusts it."""
+    """Creates the folder `mark` when a reader that trusts its file unpickles it."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -46,26 +28,55 @@ class Canary:
         return f"import os\nos.makedirs({str(self.mark)!r}, exist_ok=True)\n"
 
 
-class Checkpoint:
-    """A copy of a real checkpoint, to be spoilt by somebody who also writes its manifest."""
+Spoil = Callable[[Path, Canary], object]
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    @property
-    def save(self) -> Path:
-        return self.folder.parent
+def seal(folder: Path) -> None:
+    """Write the manifest of the files that are in the folder of a checkpoint, as an attacker would."""
+    manifest = folder / "MANIFEST.json"
+    files = [path for path in folder.rglob("*") if path.is_file() and path != manifest]
+    listed = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files
+    }
+    manifest.write_text(json.dumps({"format": 1, "files": listed}))
 
-    def replace(self, name: str, content: bytes) -> None:
-        (self.folder / name).write_bytes(content)
-        self.seal()
 
-    def seal(self) -> None:
-        """Writes the manifest of whatever files are there."""
-        manifest = self.folder / "MANIFEST.json"
-        files = [path for path in self.folder.rglob("*") if path.is_file() and path != manifest]
-        listed = {
-            str(path.relative_to(self.folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in files
-        }
-        manifest.write_text(json.dumps({"format": 1, "files": listed}))
+def each(*patterns: str, change: Callable[[Path, Canary], object]) -> Spoil:
+    """Return a change of all files that match; a checkpoint gets a new manifest."""
+
+    def spoil(folder: Path, canary: Canary) -> None:
+        found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+        assert found, patterns
+        for path in found:
+            change(path, canary)
+        for path in folder.glob("iter_*"):
+            seal(path)
+
+    return spoil
+
+
+def in_place_of(*patterns: str, content: Callable[[Canary], bytes]) -> Spoil:
+    return each(*patterns, change=lambda path, canary: path.write_bytes(content(canary)))
+
+
+def edit_json(pattern: str, change: Callable[[dict[str, Any]], object]) -> Spoil:
+    def edit(path: Path, canary: Canary) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return each(pattern, change=edit)
+
+
+def change_json(pattern: str, **changes: object) -> Spoil:
+    return edit_json(pattern, lambda content: content.update(changes))
+
+
+def pipe_in_place_of(*names: str) -> Spoil:
+    def spoil(folder: Path, canary: Canary) -> None:
+        for name in names:
+            for path in sorted(folder.glob(name)) or [folder / name]:
+                path.unlink(missing_ok=True)
+                os.mkfifo(path)
+
+    return spoil

@@ -1,100 +1,77 @@
 """Changes that turn a valid input into a hostile one; whatever would run code leaves a mark and does nothing else."""
 
+import io
 import json
 import os
 import pickle
 import shutil
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import good_inputs as good
-from hostile import Canary, Checkpoint
+import numpy as np
+import pyarrow as pa
+import torch
+import yaml
+from hostile import Canary, Spoil, change_json, each, edit_json, in_place_of, pipe_in_place_of
+from safetensors.torch import load_file, save_file
 
 SECRET = "text of another folder"
 ESCAPE = "\x1b]0;owned\x07"
 
-Spoil = Callable[[Path, Canary], object]
-
 
 class Hostile(NamedTuple):
-    """One change of an input of some kind, and what its canary needs to run where the file is trusted."""
+    """One change of an input of some kind.
+
+    `refused_by` names the commands that must refuse it, if not all that read the kind: the others do not read the
+    changed file, or have no need to trust it.
+    """
 
     kind: str
     name: str
     spoil: Spoil
+    refused_by: tuple[str, ...] | None = None
 
 
-def in_place_of(*names: str, content: Callable[[Canary], bytes]) -> Spoil:
-    """Return a change that overwrites files; a name may be a pattern."""
-
-    def spoil(folder: Path, canary: Canary) -> None:
-        found = [path for name in names for path in sorted(folder.glob(name))]
-        assert found, names
-        for path in found:
-            path.write_bytes(content(canary))
-        seal(folder)
-
-    return spoil
+TRAINING = ("train", "replay")
+FOLDERS = ("evaluate glue", "evaluate ner", "evaluate mteb")  # of data sets
+NOBODY: tuple[str, ...] = ()
+SENTENCE_TRANSFORMERS = ("evaluate mteb", "finetune")
 
 
-def seal(folder: Path) -> None:
-    """Write the manifest of a spoilt checkpoint anew, as somebody who forges one would."""
-    for path in folder.glob("iter_*"):
-        if (path / "MANIFEST.json").is_file():
-            Checkpoint(path).seal()
+def forge_optimizer(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    return edit_json(
+        "iter_*/train_state.json", lambda state: change(state["optimizer"].get("optimizer", state["optimizer"]))
+    )
 
 
-def forge_optimizer(**changes: object) -> Spoil:
-    """Return a change of the first group of parameters, or of all of them if `groups` is given."""
-
-    def spoil(folder: Path, canary: Canary) -> None:
-        for path in folder.glob("iter_*/train_state.json"):
-            state = json.loads(path.read_text())
-            inner = state["optimizer"].get("optimizer", state["optimizer"])
-            if "groups" in changes:
-                inner["param_groups"] = changes["groups"]
-            else:
-                inner["param_groups"][0].update(changes)
-            good.write_json(path, state)
-        seal(folder)
-
-    return spoil
+def link_elsewhere(path: Path, canary: Canary) -> None:
+    path.rename(canary.mark.parent / path.name)
+    path.symlink_to(canary.mark.parent / path.name)
 
 
-def forge_progress(**changes: object) -> Spoil:
-    def spoil(folder: Path, canary: Canary) -> None:
-        for path in folder.glob("iter_*/train_state.json"):
-            state = json.loads(path.read_text())
-            state["progress"].update(changes)
-            good.write_json(path, state)
-        seal(folder)
+def change_places(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    """Return a change of the places that tensors of a checkpoint have in the whole tensors."""
 
-    return spoil
+    def edit(path: Path, canary: Canary) -> None:
+        tensors = load_file(path)
+        places: dict[str, Any] = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+        change(places)
+        save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
 
-
-def pipe_in_place_of(*names: str) -> Spoil:
-    def spoil(folder: Path, canary: Canary) -> None:
-        for name in names:
-            for path in sorted(folder.glob(name)) or [folder / name]:
-                path.unlink(missing_ok=True)
-                os.mkfifo(path)
-
-    return spoil
+    return each("iter_*/rank_*.safetensors", change=edit)
 
 
-def change_json(name: str, **changes: object) -> Spoil:
-    def spoil(folder: Path, canary: Canary) -> None:
-        for path in sorted(folder.glob(name)):
-            path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-        seal(folder)
-
-    return spoil
-
-
-def pickled(canary: Canary) -> bytes:
-    return pickle.dumps(canary)
+def add_extra_state(path: Path, canary: Canary) -> None:
+    """Write bytes that megatron.core 0.16.1 unpickles when Transformer Engine's modules load them."""
+    state = torch.frombuffer(bytearray(pickle.dumps(canary)), dtype=torch.uint8)
+    name = "decoder.layers.0.self_attention.linear_qkv._extra_state"
+    places = json.dumps({name: {"saved_offsets": [0]}})
+    save_file({name: state}, path / "rank_00001.safetensors", metadata={"DCP_SHARDING_INFO": places})
 
 
 def nested(_: Canary) -> bytes:
@@ -155,11 +132,6 @@ def pickle_a_dense_module(folder: Path, canary: Canary) -> None:
     (folder / "2_Dense" / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
 
 
-def pipe_for_a_dense_module(folder: Path, canary: Canary) -> None:
-    good.add_dense(folder)
-    pipe_in_place_of("2_Dense/model.safetensors")(folder, canary)
-
-
 def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
@@ -168,11 +140,34 @@ def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
     )
 
 
-def bring_code(folder: Path, canary: Canary) -> None:
-    (folder / "own_code.py").write_text(canary.source + "class Own: pass\n")
-    own = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "AutoTokenizer"), "own_code.Own")
-    change_json("config.json", auto_map=own, trust_remote_code=True)(folder, canary)
-    change_json("tokenizer_config.json", auto_map={"AutoTokenizer": ["own_code.Own", None]})(folder, canary)
+def bring_code(model_type: str | None = None) -> Spoil:
+    """Return a change that asks for the folder's own code; `model_type` names a model that transformers lacks."""
+
+    def spoil(folder: Path, canary: Canary) -> None:
+        (folder / "own_code.py").write_text(
+            f"{canary.source}from transformers import EuroBertConfig, EuroBertForMaskedLM\n"
+            f"class OwnConfig(EuroBertConfig): model_type = {model_type or 'eurobert'!r}\n"
+            "class Own(EuroBertForMaskedLM): config_class = OwnConfig\n"
+        )
+        own = {"AutoConfig": "own_code.OwnConfig", "AutoModel": "own_code.Own", "AutoModelForMaskedLM": "own_code.Own"}
+        changes = {"model_type": model_type} if model_type else {}
+        change_json("config.json", auto_map=own, trust_remote_code=True, **changes)(folder, canary)
+        bring_tokenizer_code(folder, canary)
+
+    return spoil
+
+
+def bring_tokenizer_code(folder: Path, canary: Canary) -> None:
+    (folder / "own_tokenizer.py").write_text(
+        f"{canary.source}from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+    )
+    own = {"AutoTokenizer": [None, "own_tokenizer.Own"]}
+    change_json("tokenizer_config.json", auto_map=own, tokenizer_class="Own")(folder, canary)
+
+
+def save_a_state_dict_that_runs_code(folder: Path, canary: Canary) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.bias": canary}, folder / "state_dict.pt")
 
 
 def be_an_adapter(folder: Path, canary: Canary) -> None:
@@ -187,14 +182,6 @@ def name_an_unknown_module(folder: Path, canary: Canary) -> None:
     good.write_json(folder / "modules.json", modules)
 
 
-def link_a_secret(name: str) -> Spoil:
-    def spoil(folder: Path, canary: Canary) -> None:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(write_secret(canary))
-
-    return spoil
-
-
 def write_secret(canary: Canary) -> Path:
     path = canary.mark.parent / "secret.txt"
     path.write_text(SECRET)
@@ -204,11 +191,11 @@ def write_secret(canary: Canary) -> Path:
 # --- hostile data sets
 
 
-def replace_by(path_in: str, write: Callable[[Path, Canary], object]) -> Spoil:
-    """Return a change that empties folders of a data set and fills them again."""
+def in_each_data_set(write: Callable[[Path, Canary], object]) -> Spoil:
+    """Return a change that empties the folders of all data sets and fills them again."""
 
     def spoil(folder: Path, canary: Canary) -> None:
-        for part in ("rte", "tagged", "classes", "PAIRS"):
+        for part in ("rte", "tagged", "classes"):
             shutil.rmtree(folder / part)
             (folder / part).mkdir()
             write(folder / part, canary)
@@ -218,17 +205,12 @@ def replace_by(path_in: str, write: Callable[[Path, Canary], object]) -> Spoil:
 
 def point_elsewhere(folder: Path, canary: Canary) -> None:
     good.write_json(canary.mark.parent / "outside.jsonl", {"query": SECRET, "positive": SECRET})
-    where = canary.mark.parent / "outside.jsonl"
-    (folder / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {where}\n---\n"
-    )
+    write_card(folder, str(canary.mark.parent / "outside.jsonl"))
 
 
-def point_to_a_url(folder: Path, canary: Canary) -> None:
-    url = "https://example.invalid/train.jsonl"
-    (folder / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {url}\n---\n"
-    )
+def write_card(folder: Path, where: str) -> None:
+    configs = [{"config_name": "default", "data_files": [{"split": "train", "path": where}]}]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
 
 
 def bring_a_script(folder: Path, canary: Canary) -> None:
@@ -236,19 +218,44 @@ def bring_a_script(folder: Path, canary: Canary) -> None:
 
 
 def damage_arrow(folder: Path, canary: Canary) -> None:
-    rows = {
-        "sentence1": ["a"],
-        "sentence2": ["b"],
-        "label": [0],
-        "query": ["a"],
-        "positive": ["b"],
-        "tokens": [["a"]],
-        "ner_tags": [["O"]],
-    }
+    texts = {name: ["a"] for name in ("sentence1", "sentence2", "query", "positive")}
+    rows = texts | {"label": [0], "tokens": [["a"]], "ner_tags": [["O"]]}
     saved = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), datasets.Dataset.from_dict(rows)))
     saved.save_to_disk(str(folder))
     for path in folder.rglob("*.arrow"):
         path.write_bytes(path.read_bytes()[:100] + pickle.dumps(canary))
+
+
+# --- hostile texts and tokenizers
+
+
+def tar_archive(canary: Canary) -> bytes:
+    """Return an archive whose file would be unpacked to the place of the mark."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo(f"../{canary.mark.name}"))
+    return content.getvalue()
+
+
+def zip_archive(canary: Canary) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(f"../{canary.mark.name}", "ran")
+    return content.getvalue()
+
+
+def numpy_objects(canary: Canary) -> bytes:
+    content = io.BytesIO()
+    np.save(content, np.array([canary], dtype=object), allow_pickle=True)
+    return content.getvalue()
+
+
+def write_arrow_type(folder: Path, canary: Canary) -> None:
+    """Write a column whose extension type Arrow once unpickled when it opened the file."""
+    extension = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(canary)}
+    schema = pa.schema([pa.field("content", pa.string(), metadata=extension)])
+    with pa.OSFile(str(folder / "c.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_table(pa.table({"content": ["a bad cab"]}, schema=schema))
 
 
 # --- hostile records
@@ -284,75 +291,96 @@ def pipe_for_figure(folder: Path, canary: Canary) -> None:
 
 
 HOSTILE = (
-    Hostile("model", "router of a nested model", nest_a_model("Router", "0_Own", ("router_config.json",), ROUTES)),
-    Hostile("model", "asym of a nested model", nest_a_model(
-        "Asym", "0_Own", ("router_config.json", "config.json"), ROUTES)),
-    Hostile("model", "word embeddings of a nested model", nest_a_model(
-        "WordEmbeddings", ".", ("wordembedding_config.json",), {"tokenizer_class": NESTED, "max_seq_length": 8})),
+    Hostile("model", "modules: router of a nested model", nest_a_model(
+        "Router", "0_Own", ("router_config.json",), ROUTES), SENTENCE_TRANSFORMERS),
+    Hostile("model", "modules: asym of a nested model", nest_a_model(
+        "Asym", "0_Own", ("router_config.json", "config.json"), ROUTES), SENTENCE_TRANSFORMERS),
+    Hostile("model", "modules: word embeddings of a nested model", nest_a_model(
+        "WordEmbeddings", ".", ("wordembedding_config.json",), {"tokenizer_class": NESTED, "max_seq_length": 8}),
+        SENTENCE_TRANSFORMERS),
     Hostile("model", "settings that allow pickles", pickle_the_weights),
     Hostile("model", "index that names a pickle", name_a_pickle_in_the_index),
-    Hostile("model", "own code", bring_code),
+    Hostile("model", "own code", bring_code(), (
+        "convert hf-to-megatron", "evaluate glue", "evaluate ner", "evaluate mteb", "evaluate ppl", "finetune")),
+    Hostile("model", "own architecture", bring_code("own_model")),
+    Hostile("model", "state dict that runs code", save_a_state_dict_that_runs_code),
     Hostile("model", "adapter", be_an_adapter),
-    Hostile("model", "module that is imported", name_an_unknown_module),
+    Hostile("model", "modules: module that is imported", name_an_unknown_module, SENTENCE_TRANSFORMERS),
     Hostile("model", "attention kernel of the Hub", change_json("config.json", attn_implementation="owner/kernel")),
-    Hostile("model", "attention kernel by settings", change_json(
-        "sentence_bert_config.json", model_args={"attn_implementation": "owner/kernel"})),
+    Hostile("model", "modules: attention kernel by settings", change_json(
+        "sentence_bert_config.json", model_args={"attn_implementation": "owner/kernel"}), SENTENCE_TRANSFORMERS),
     Hostile("model", "other weights", change_json("config.json", transformers_weights="../other.bin")),
-    Hostile("model", "pickled Dense", pickle_a_dense_module),
-    Hostile("model", "pipe for a Dense module", pipe_for_a_dense_module),
-    Hostile("model", "Dense with a class as activation", lambda folder, canary: good.add_dense(
-        folder, activation_function="subprocess.Popen")),
-    Hostile("model", "pickles for weights", in_place_of("*.safetensors", content=pickled)),
-    Hostile("model", "pickles for settings", in_place_of("config.json", content=pickled)),
+    Hostile("model", "modules: pickled Dense", pickle_a_dense_module, SENTENCE_TRANSFORMERS),
+    Hostile("model", "pickles for weights", in_place_of("*.safetensors", content=pickle.dumps)),
+    Hostile("model", "pickles for settings", in_place_of("config.json", content=pickle.dumps)),
     Hostile("model", "nested config", in_place_of("config.json", content=nested)),
-    Hostile("model", "nested modules", in_place_of("modules.json", content=nested)),
+    Hostile("model", "modules: nested", in_place_of("modules.json", content=nested), SENTENCE_TRANSFORMERS),
     Hostile("model", "chat template", change_json(
-        "tokenizer_config.json", chat_template="{{ cycler.__init__.__globals__ }}{% for x in range(10**9) %}{% x")),
+        "tokenizer_config.json", chat_template="{{ cycler.__init__.__globals__ }}{% for x in range(10**9) %}{% x"),
+        NOBODY),
     Hostile("model", "escape sequences", change_json("config.json", model_type=ESCAPE)),
     *(Hostile("model", f"pipe for {name}", pipe_in_place_of(name)) for name in (
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "modules.json",
         "sentence_bert_config.json", "1_Pooling/config.json", "README.md", "adapter_config.json")),
-    Hostile("checkpoint", "pickled tensors", in_place_of("iter_*/*.safetensors", content=pickled)),
-    Hostile("checkpoint", "pickled record", in_place_of("iter_*/settings.yaml", content=pickled)),
-    Hostile("checkpoint", "pickled state", in_place_of("iter_*/train_state.json", content=pickled)),
+    Hostile("checkpoint", "pickled tensors", in_place_of("iter_*/*.safetensors", content=pickle.dumps)),
+    Hostile("checkpoint", "pickled record", in_place_of("iter_*/settings.yaml", content=pickle.dumps)),
+    Hostile("checkpoint", "pickled state", in_place_of("iter_*/train_state.json", content=pickle.dumps)),
     Hostile("checkpoint", "nested state", in_place_of("iter_*/train_state.json", content=nested)),
     Hostile("checkpoint", "nested manifest", lambda folder, canary: [
         path.write_bytes(nested(canary)) for path in folder.glob("iter_*/MANIFEST.json")]),
-    Hostile("checkpoint", "pickled metrics", in_place_of("metrics.jsonl", content=pickled)),
+    Hostile("checkpoint", "pickled metrics", in_place_of("metrics.jsonl", content=pickle.dumps), ("plot",)),
     Hostile("checkpoint", "record that calls", in_place_of("iter_*/settings.yaml", content=lambda canary: (
         f"training:\n  seed: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),
-    Hostile("checkpoint", "huge iteration", forge_progress(iteration=10**400)),
-    Hostile("checkpoint", "groups of the optimizer as text", forge_optimizer(groups="all")),
-    Hostile("checkpoint", "step of a group as text", forge_optimizer(step="2")),
-    Hostile("checkpoint", "step of a group as object", forge_optimizer(step={})),
+    Hostile("checkpoint", "huge iteration", edit_json(
+        "iter_*/train_state.json", lambda state: state["progress"].update(iteration=10**400))),
+    Hostile("checkpoint", "groups as text", forge_optimizer(lambda state: state.update(param_groups="all")), TRAINING),
+    *(Hostile("checkpoint", f"step of a group as {type(step).__name__}", forge_optimizer(
+        lambda state, step=step: state["param_groups"][0].update(step=step)), TRAINING) for step in ("2", {})),
+    Hostile("checkpoint", "format of megatron.core", each(
+        "iter_*", change=lambda path, canary: (path / ".metadata").write_bytes(pickle.dumps(canary)))),
+    *(Hostile("checkpoint", f"tensors that begin at {offset}", change_places(
+        lambda places, offset=offset: places["output_layer.bias"].update(saved_offsets=[offset])))
+      for offset in (10**15, -1)),
+    Hostile("checkpoint", "tensors without a place", change_places(lambda places: places.pop("output_layer.bias"))),
+    Hostile("checkpoint", "tensors that are pickles of extra state", each("iter_*", change=add_extra_state)),
+    Hostile("checkpoint", "tensors elsewhere", each("iter_*/*.safetensors", change=link_elsewhere)),
     Hostile("checkpoint", "pointer out of the folder", in_place_of(
-        "latest_checkpointed_iteration.txt", content=lambda _: b"../../../etc")),
+        "latest_checkpointed_iteration.txt", content=lambda _: b"../../../etc"), NOBODY),
     *(Hostile("checkpoint", f"pipe for {name}", pipe_in_place_of(name)) for name in (
-        "iter_0000001/MANIFEST.json", "latest_checkpointed_iteration.txt", "metrics.jsonl",
-        "iter_0000001/train_state.json", "iter_0000001/settings.yaml", "iter_0000001/extra.safetensors")),
-    *(Hostile("corpus", f"pickle for {end}", in_place_of(f"*{end}", content=pickled))
+        "iter_0000001/MANIFEST.json", "iter_0000001/train_state.json", "iter_0000001/settings.yaml")),
+    *(Hostile("checkpoint", f"pipe for {name}", pipe_in_place_of(name), refused_by) for name, refused_by in (
+        ("metrics.jsonl", ("plot",)), ("latest_checkpointed_iteration.txt", NOBODY),
+        ("iter_0000001/extra.safetensors", NOBODY))),
+    *(Hostile("corpus", f"pickle for {end}", in_place_of(f"*{end}", content=pickle.dumps))
       for end in (".bin", ".idx", ".json")),
     *(Hostile("corpus", f"pipe for {end}", pipe_in_place_of(f"*{end}")) for end in (".bin", ".idx", ".json")),
     Hostile("corpus", "nested manifest", in_place_of("*_document.json", content=nested)),
-    Hostile("dataset", "pickles", replace_by("", lambda folder, canary: [
-        (folder / f"{split}.parquet").write_bytes(pickle.dumps(canary)) for split in ("train", "validation", "test")])),
-    Hostile("dataset", "damaged Arrow", replace_by("", damage_arrow)),
-    Hostile("dataset", "files elsewhere", replace_by("", point_elsewhere)),
-    Hostile("dataset", "files of a URL", replace_by("", point_to_a_url)),
-    Hostile("dataset", "script", replace_by("", bring_a_script)),
-    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl")),
-    Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested)),
+    Hostile("dataset", "pickles", in_each_data_set(lambda folder, canary: [
+        (folder / f"{split}.parquet").write_bytes(pickle.dumps(canary)) for split in ("train", "validation", "test")]),
+        FOLDERS),
+    Hostile("dataset", "damaged Arrow", in_each_data_set(damage_arrow), FOLDERS),
+    Hostile("dataset", "files elsewhere", in_each_data_set(point_elsewhere), FOLDERS),
+    Hostile("dataset", "files of a URL", in_each_data_set(
+        lambda folder, canary: write_card(folder, "https://example.invalid/train.jsonl")), FOLDERS),
+    Hostile("dataset", "script", in_each_data_set(bring_a_script), FOLDERS),
+    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl", "PAIRS.parquet")),
+    Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("finetune",)),
+    Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested), ("evaluate ppl",)),
     Hostile("records", "embedded files", embed_files),
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),
-    Hostile("records", "pickles", in_place_of("*/*.json", content=pickled)),
-    Hostile("records", "pipes for figures", pipe_for_figure),
+    Hostile("records", "pickles", in_place_of("*/*.json", content=pickle.dumps)),
+    Hostile("records", "pipes for figures", pipe_for_figure, NOBODY),
     Hostile("records", "pipes", pipe_in_place_of("*/*.json")),
-    Hostile("texts", "pickles", in_place_of("*", content=pickled)),
+    Hostile("texts", "pickles", in_place_of("*", content=pickle.dumps)),
     Hostile("texts", "pipes", pipe_in_place_of("a.jsonl", "b.parquet")),
+    *(Hostile("texts", kind, in_place_of("a.jsonl", content=content)) for kind, content in (
+        ("tar archive", tar_archive), ("zip archive", zip_archive), ("NumPy objects", numpy_objects))),
+    Hostile("texts", "Arrow type that is a pickle", write_arrow_type, NOBODY),
     Hostile("texts", "nested", in_place_of("a.jsonl", content=nested)),
-    Hostile("tokenizer", "pickles", in_place_of("*", content=pickled)),
+    Hostile("tokenizer", "own code", bring_tokenizer_code),
+    Hostile("tokenizer", "pickles", in_place_of("*", content=pickle.dumps)),
     Hostile("tokenizer", "pipes", pipe_in_place_of("tokenizer.json", "vocab.txt")),
-    Hostile("tokenizer", "pipe for its settings", pipe_in_place_of("tokenizer_config.json")),
+    Hostile("tokenizer", "pipe for its settings", pipe_in_place_of("tokenizer_config.json"), NOBODY),
     Hostile("tokenizer", "nested", in_place_of("tokenizer.json", content=nested)),
     Hostile("settings", "YAML that calls", in_place_of("*.yaml", content=lambda canary: (
         f"training: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),

@@ -3,7 +3,7 @@
 import gc
 
 import datasets  # noqa: F401
-import mteb  # noqa: F401
+import mteb.benchmarks.benchmarks  # noqa: F401
 import onnxruntime  # noqa: F401
 import onnxscript  # noqa: F401
 import preloaded  # noqa: F401
@@ -13,6 +13,7 @@ import sklearn.metrics  # noqa: F401
 import torch.onnx  # noqa: F401
 
 import checkpoint_conversion.convert  # noqa: F401
-import megatron_neobert.evaluation.mteb  # noqa: F401
+import megatron_neobert.evaluation.mteb
+import megatron_neobert.inspection.run_figure  # noqa: F401
 
 gc.freeze()

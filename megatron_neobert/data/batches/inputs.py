@@ -140,7 +140,7 @@ def _split_sources(
                 f"--split {split} leaves none of the {len(corpus):,} documents of {component.prefix} for training; "
                 "give the first share more."
             )
-        bits = choose_documents(corpus, component.expression, component.drop) if component.is_filtered else None
+        bits = choose_documents(corpus, component.conditions, component.drop) if component.is_filtered else None
         for sources, documents, purpose in zip(parts, ranges, ("training", "validation"), strict=False):
             if documents:
                 chosen = documents if bits is None else _choose(component, corpus, bits, documents, purpose)

@@ -71,8 +71,10 @@ class PackedRows:
         first, last = self.row_offsets[start], self.row_offsets[stop]
         return PackedRows(self.segments[first:last], self.row_offsets[start : stop + 1] - first)
 
-    def reorder(self, rows: NDArray[np.int64]) -> "PackedRows":
-        """Row rows[0] first, then rows[1] ..."""
+    def shuffle(self, *, seed: int, epoch: int, window: int) -> "PackedRows":
+        """Return the rows in the random order of a window."""
+        keys = draw_words(Stream.ROW_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(len(self)))
+        rows = np.argsort(keys.view(np.uint64)[:, 0], kind="stable")
         segments_of_row = np.diff(self.row_offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(segments_of_row)])
         shift_of_row = self.row_offsets[rows] - offsets[:-1]
@@ -120,21 +122,14 @@ def cut_documents(
     )
 
 
-def pack_rows(segments: Segments, *, seq_length: int, seed: int, epoch: int, window: int) -> PackedRows:
-    """The segments of one window in rows of at most seq_length tokens, the rows in shuffled order."""
+def pack_rows(segments: Segments, *, seq_length: int) -> PackedRows:
+    """Return the segments of one window in rows of at most seq_length tokens, rows of long segments first."""
     by_decreasing_length = np.argsort(-segments.lengths_n, kind="stable")
     tokens = segments.lengths_n[by_decreasing_length] + ADDED_TOKENS
     row_of_segment = np.array(best_fit_decreasing(tokens.tolist(), row_tokens=seq_length), dtype=np.int64)
-    rows = int(row_of_segment.max()) + 1
-
-    place_of_row = np.empty(rows, dtype=np.int64)
-    place_of_row[_shuffled_rows(rows, seed=seed, epoch=epoch, window=window)] = np.arange(rows)
-
-    place_of_segment = place_of_row[row_of_segment]
-    segments_of_row = np.bincount(place_of_segment, minlength=rows)
     return PackedRows(
-        segments[by_decreasing_length[np.argsort(place_of_segment, kind="stable")]],
-        row_offsets=np.concatenate([[0], np.cumsum(segments_of_row)]),
+        segments[by_decreasing_length[np.argsort(row_of_segment, kind="stable")]],
+        row_offsets=np.concatenate([[0], np.cumsum(np.bincount(row_of_segment))]),
     )
 
 
@@ -145,11 +140,8 @@ def concatenate_rows(
     *,
     seq_length: int,
     long_documents: LongDocuments,
-    seed: int,
-    epoch: int,
-    window: int,
 ) -> PackedRows:
-    """The documents of one window end to end, cut into rows of seq_length tokens, the rows in shuffled order.
+    """Return the documents of one window end to end, cut into rows of seq_length tokens.
 
     A document stands whole between one [CLS] and one [SEP] wherever rows cut it. All rows are full but the one that
     ends the window.
@@ -178,14 +170,7 @@ def concatenate_rows(
         has_cls_n=has_cls,
         has_sep_n=has_sep,
     )
-    rows = PackedRows(pieces, np.append(np.searchsorted(begins, row_begins), len(begins)))
-    return rows.reorder(_shuffled_rows(len(rows), seed=seed, epoch=epoch, window=window))
-
-
-def _shuffled_rows(rows: int, *, seed: int, epoch: int, window: int) -> NDArray[np.int64]:
-    """Which row comes first, which second ..."""
-    keys = draw_words(Stream.ROW_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(rows)).view(np.uint64)
-    return np.argsort(keys[:, 0], kind="stable")
+    return PackedRows(pieces, np.append(np.searchsorted(begins, row_begins), len(begins)))
 
 
 def best_fit_decreasing(tokens: list[int], *, row_tokens: int) -> list[int]:

@@ -11,8 +11,7 @@ micro-batch that exceeds it gets the next multiple of that length.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +29,10 @@ from megatron_neobert.data.batches.packing import (
     PackedRows,
     concatenate_rows,
     cut_documents,
-    join_rows,
     pack_rows,
 )
 from megatron_neobert.data.corpus.attributes import ChosenDocuments
-from megatron_neobert.data.corpus.reader import Lengths
-from megatron_neobert.errors import CheckpointError, DataError
+from megatron_neobert.data.corpus.reader import Corpus
 
 # Packed together. Larger windows waste less but take longer to resume in: 4,096 web-like documents leave less than
 # 0.1 % of rows of 1,024 unused and take 2 ms. A cursor is only valid for the value it was saved with.
@@ -45,24 +42,6 @@ IGNORED_LABEL = -100  # at a masked position that only fills up; torch's cross-e
 _DEVIATIONS = 6  # exceeded once in 10^9 draws, if they are normal
 _MASKED_MULTIPLE = 128  # FP8 and tensor-core tiles want multiples of 16 and 128
 _DOCUMENTS_MULTIPLE = 64  # few different numbers of documents, and few plans of kernels
-
-
-class Documents(Protocol):
-    """What batches need of a corpus."""
-
-    is_remote: bool  # whether reading takes so long that it must begin some batches before
-
-    @property
-    def lengths(self) -> Lengths:
-        """Tokens of each document, at least 1."""
-
-    def gather(
-        self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> NDArray[Any]:
-        """The ids of lengths[i] tokens from token starts[i] of documents[i], for all i end to end."""
-
-    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
-        """Start to read documents that `gather` will soon be asked for."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +64,7 @@ class BatchSettings:
 class Source:
     """Documents of a corpus, and their share of the documents of a blend."""
 
-    corpus: Documents
+    corpus: Corpus
     documents: range | ChosenDocuments  # the range: contiguous
     weight: int = 1  # documents of every sum(weights) documents of the blend
 
@@ -106,64 +85,6 @@ class Cursor:
     epoch: int = 0
     window: int = 0
     row: int = 0
-
-
-class RowReader:
-    """Reads rows from a cursor on.
-
-    Attributes:
-        cursor: The next unread row.
-
-    Raises:
-        DataError: A source without documents.
-        CheckpointError: The cursor lies outside the sources; raised when its window is read if only the row does.
-    """
-
-    def __init__(self, sources: Sequence[Source], settings: BatchSettings, *, cursor: Cursor) -> None:
-        self.sources, self.settings = sources, settings
-        self.cursor = cursor
-        for source in sources:
-            if not source.documents:
-                first = source.documents.start if isinstance(source.documents, range) else 0
-                raise DataError(
-                    f"documents {first:,} to {first + len(source.documents):,} of the corpus are none; batches need at "
-                    "least one document. Use a larger corpus or another --split."
-                )
-        self._windows = count_windows(sources, settings)
-        if cursor.window >= self._windows:
-            documents = sum(len(source.documents) for source in sources)
-            raise CheckpointError(
-                f"the checkpoint continues at window {cursor.window:,} of an epoch, but {documents:,} "
-                f"documents fill {self._windows:,} windows; the corpus or --split is not the one it was saved with. "
-                "Resume with that corpus, or start at its beginning with a new run."
-            )
-        self._rows: PackedRows | None = None  # of the cursor's window, once read
-
-    def take(self, count: int) -> PackedRows:
-        """The next rows; they run on across windows and epochs."""
-        parts: list[PackedRows] = []
-        while count:
-            rows = self._rows_of_window()
-            first = self.cursor.row
-            stop = min(first + count, len(rows))
-            parts.append(rows.take(first, stop))
-            count -= stop - first
-            self.cursor = replace(self.cursor, row=stop)
-            if stop == len(rows):
-                self.cursor, self._rows = next_window(self.sources, self.settings, self.cursor), None
-        return join_rows(parts)
-
-    def _rows_of_window(self) -> PackedRows:
-        if self._rows is None:
-            self._rows = pack_window(self.sources, self.settings, epoch=self.cursor.epoch, window=self.cursor.window)
-            if self.cursor.row > len(self._rows):
-                raise CheckpointError(
-                    f"the checkpoint continues at row {self.cursor.row:,} of window {self.cursor.window:,}, which has "
-                    f"{len(self._rows):,} rows; the corpus, --split, --seq-length, --long-documents or --seed is not "
-                    "the one it was saved with. Resume with the same, or start at the corpus's beginning with a new "
-                    "run."
-                )
-        return self._rows
 
 
 def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
@@ -189,21 +110,13 @@ def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: in
     Documents are numbered with their component, which masks depend on through it.
     """
     documents_n, epochs_n, lengths_n = documents_in_window(sources, settings, epoch=epoch, window=window)
+    seq_length, long_documents = settings.seq_length, settings.long_documents
     if settings.batch_layout == "concatenated":
-        return concatenate_rows(
-            documents_n,
-            lengths_n,
-            epochs_n,
-            seq_length=settings.seq_length,
-            long_documents=settings.long_documents,
-            seed=settings.seed,
-            epoch=epoch,
-            window=window,
-        )
-    segments = cut_documents(
-        documents_n, lengths_n, epochs_n, seq_length=settings.seq_length, long_documents=settings.long_documents
-    )
-    return pack_rows(segments, seq_length=settings.seq_length, seed=settings.seed, epoch=epoch, window=window)
+        rows = concatenate_rows(documents_n, lengths_n, epochs_n, seq_length=seq_length, long_documents=long_documents)
+    else:
+        segments = cut_documents(documents_n, lengths_n, epochs_n, seq_length=seq_length, long_documents=long_documents)
+        rows = pack_rows(segments, seq_length=seq_length)
+    return rows.shuffle(seed=settings.seed, epoch=epoch, window=window)
 
 
 def documents_in_window(

@@ -20,19 +20,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_neobert.data.batches.masking import mask_tokens
-from megatron_neobert.data.batches.packing import PackedRows, Segments
+from megatron_neobert.data.batches.packing import PackedRows, Segments, join_rows
 from megatron_neobert.data.batches.rows import (
     IGNORED_LABEL,
     BatchSettings,
     Cursor,
-    Documents,
-    RowReader,
     Source,
+    count_windows,
     fill_up,
+    next_window,
+    pack_window,
     usual_documents,
     usual_masked,
 )
-from megatron_neobert.errors import ConfigError
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.errors import CheckpointError
 
 _REMOTE_STEPS_AHEAD = 4  # whose blocks are being fetched while a step is trained
 
@@ -95,12 +97,7 @@ class BatchStream:
 
     Micro-batch j of a step is rows [j, j + 1) * micro_batch_size of its global batch, and data-parallel rank d of D
     trains on j = d, d + D, ...: the set of micro-batches does not depend on D. Context-parallel rank c of C has the
-    slots [c, c + 1) * t / C of them.
-
-    Raises:
-        ConfigError: Batch sizes that the ranks cannot share evenly.
-        DataError: No documents.
-        CheckpointError: The cursor lies outside these sources; raised when its window is read if only the row does.
+    slots [c, c + 1) * t / C of them. The rules of the settings make sure that these are whole numbers.
     """
 
     sources: tuple[Source, ...]  # one, or the parts of a blend
@@ -111,36 +108,41 @@ class BatchStream:
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
 
-    def __post_init__(self) -> None:
-        settings, ranks = self.settings, self.data_parallel_size
-        if settings.global_batch_size % (settings.micro_batch_size * ranks):
-            raise ConfigError(
-                f"--global-batch-size {settings.global_batch_size} is not a multiple of --micro-batch-size "
-                f"{settings.micro_batch_size} × {ranks} data-parallel ranks = {settings.micro_batch_size * ranks}; "
-                "every rank trains on the same number of micro-batches. Change one of the two sizes."
-            )
-        if self._slots % self.context_parallel_size:
-            raise ConfigError(
-                f"--micro-batch-size {settings.micro_batch_size} × --seq-length {settings.seq_length} = {self._slots} "
-                f"tokens are not a multiple of --context-parallel-size {self.context_parallel_size}; its ranks share "
-                "them evenly. Change one of the three."
-            )
-        RowReader(self.sources, settings, cursor=self.cursor)  # refuses a wrong cursor at once
-
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
         """Steps first, first + every, ... counted from the cursor; those between are packed but not read.
 
         Raises:
-            CheckpointError: The cursor names a row that its window does not have.
+            CheckpointError: The cursor names a row that these sources do not have.
         """
         batches = ((self, rows, cursor_after) for rows, cursor_after in self.global_batches())
         return build_steps(islice(batches, first, None, every), ahead=self.steps_ahead)
 
     def global_batches(self) -> Iterator[tuple[PackedRows, Cursor]]:
         """The rows of each step for all ranks, and the cursor behind them. Batches run on across windows and epochs."""
-        reader = RowReader(self.sources, self.settings, cursor=self.cursor)
+        cursor, rows = self.cursor, None
         while True:
-            yield reader.take(self.settings.global_batch_size), reader.cursor
+            parts: list[PackedRows] = []
+            missing = self.settings.global_batch_size
+            while missing:
+                rows = rows or self._rows_of_window(cursor)
+                stop = min(cursor.row + missing, len(rows))
+                parts.append(rows.take(cursor.row, stop))
+                missing -= stop - cursor.row
+                cursor = replace(cursor, row=stop)
+                if stop == len(rows):
+                    cursor, rows = next_window(self.sources, self.settings, cursor), None
+            yield join_rows(parts), cursor
+
+    def _rows_of_window(self, cursor: Cursor) -> PackedRows:
+        if cursor.window < count_windows(self.sources, self.settings):
+            rows = pack_window(self.sources, self.settings, epoch=cursor.epoch, window=cursor.window)
+            if cursor.row <= len(rows):
+                return rows
+        raise CheckpointError(
+            f"the checkpoint continues at row {cursor.row:,} of window {cursor.window:,}, which these documents do not "
+            "have; the corpus, --split, --seq-length, --long-documents or --seed is not the one it was saved with. "
+            "Resume with the same, or start at the corpus's beginning with a new run."
+        )
 
     @property
     def steps_ahead(self) -> int:
@@ -249,9 +251,7 @@ def build_micro_batch(sources: tuple[Source, ...], rows: PackedRows, *, settings
     )
 
 
-def _group_by_corpus(
-    sources: tuple[Source, ...], segments: Segments
-) -> list[tuple[Documents, slice | NDArray[np.int64]]]:
+def _group_by_corpus(sources: tuple[Source, ...], segments: Segments) -> list[tuple[Corpus, slice | NDArray[np.int64]]]:
     """Each corpus that the segments are read from, and which of them; sources may share one."""
     corpora = list({id(source.corpus): source.corpus for source in sources}.values())
     if len(corpora) == 1:

@@ -1,50 +1,33 @@
-"""Corpora that Megatron-LM has written become ours where they lie; their .bin is read once and never copied.
+"""Corpora of the .bin and .idx that Megatron-LM has written; the .bin is read once.
 
 Megatron's tools/preprocess_data.py differs in three ways: with --split-sentences a document is several sequences, with
 --append-eod its last token is an end-of-document token, and a document without tokens is a boundary that occurs twice.
-Where none of that is so, the manifest alone is missing. Else a corpus PREFIX_documents is made of a link to the .bin,
-an index of whole documents and a manifest; end-of-document tokens stay in the .bin, between the documents.
+The documents become one chunk, of which `write_corpus` makes PREFIX_documents. Its .bin is a hard link to Megatron's,
+or a copy without the end-of-document tokens.
 """
 
-import os
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.format import (
-    NO_TOKENS,
-    CorpusFiles,
-    InputRecord,
-    LengthCounts,
-    Manifest,
-    Volume,
-    corpus_files,
-    draft_manifest,
-    write_manifest,
-)
+from megatron_neobert.data.corpus.format import NO_TOKENS, CorpusFiles, InputRecord, corpus_files, draft_manifest
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.corpus.volumes import (
-    HEADER,
-    AllowedIds,
-    MappedVolume,
-    check_index,
-    damage,
-    read_header,
-    write_index,
-)
+from megatron_neobert.data.corpus.shard_job import ChunkFiles
+from megatron_neobert.data.corpus.volumes import HEADER, AllowedIds, check_index, damage, read_header
+from megatron_neobert.data.corpus.writer import OutputSettings, write_corpus
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
-from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.runtime.new_file import FileRecord, NewFile
+from megatron_neobert.runtime.jobs import JobFolder
+from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import visible
 
-_CHUNK = 1 << 20  # documents handled at a time
+_CHUNK = 1 << 14  # documents handled at a time, ids included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,88 +42,66 @@ class AdoptOptions:
 
 
 def adopt_corpora(options: AdoptOptions) -> None:
-    """Make corpora of .bin and .idx files that Megatron-LM has written, in place and without a copy.
+    """Make corpora of .bin and .idx files that Megatron-LM has written.
 
     Reads all of both files, the .bin once: sizes, index, every id against the vocabulary. Megatron's files stay as they
     are.
-
-    Raises:
-        DataError, MissingInputError, OutputError: As `adopt` does.
     """
     tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
     for prefix in options.prefixes:
-        adopted = adopt(prefix, tokenizer)
-        text = tokenizer.backend.decode(Corpus(adopted.prefix).document(0)[:32].tolist(), skip_special_tokens=False)
-        print(f"{adopted.prefix} {'was a corpus already' if adopted.already else 'is a corpus'}: {adopted.found}")
-        for name, value in adopted.manifest.describe().items():
+        corpus, found = adopt(prefix, tokenizer)
+        text = tokenizer.backend.decode(corpus.document(0)[:32].tolist(), skip_special_tokens=False)
+        print(f"{corpus.prefix} is a corpus: {found}")
+        for name, value in corpus.manifest.describe().items():
             print(f"  {name:<18} {value}")
         print(f"  {'begins':<18} {visible(text)}")
 
 
-class Adopted(NamedTuple):
-    """A corpus that can be trained on."""
-
-    prefix: str
-    manifest: Manifest
-    found: str  # what Megatron's files hold
-    already: bool  # it was there before
-
-
-def adopt(prefix: str, tokenizer: Tokenizer) -> Adopted:
-    """Reads all of PREFIX.bin and PREFIX.idx, and writes what a corpus has besides; after a kill, the same call again.
+def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
+    """Make the corpus PREFIX_documents of PREFIX.bin and PREFIX.idx, and describe what they hold.
 
     Raises:
-        MissingInputError: One of the two is not there.
+        MissingInputError: One of the two does not exist.
         DataError: They are damaged, were written with another tokenizer, or end only some documents by a token.
         OutputError: Other files have the name that the corpus would have.
     """
-    source = corpus_files(prefix)
+    source, files = corpus_files(prefix), corpus_files(f"{prefix}_documents")
+    for known in (source, files):
+        if known.manifest.exists():
+            corpus = Corpus(known.manifest.with_suffix(""))
+            corpus.check_tokenizer(tokenizer)
+            return corpus, "nothing is left to do"
     for file in (source.bin, source.idx):
         if not file.is_file():
             raise MissingInputError(f"no {file}; give the prefix of Megatron-LM's files without .bin")
+    if existing := files.existing_volumes():
+        raise OutputError(f"{existing[0]} has no manifest beside it; move it away, for the corpus takes its name")
     megatron = _MegatronIndex(source)
     last_id = megatron.last_id_of_first(source.bin)
-    never = {*tokenizer.special_ids} - {tokenizer.unk_id}
-    eod_id = last_id if last_id in never or last_id >= tokenizer.vocab_size else None
-    in_place = eod_id is None and megatron.are_sequences
-    files = source if in_place else corpus_files(f"{prefix}_documents")
-    adopted_prefix = str(files.manifest.with_name(files.name))
-    if already := files.manifest.exists():
-        corpus = Corpus(adopted_prefix)
-        corpus.check_tokenizer(tokenizer)
-        return Adopted(adopted_prefix, corpus.manifest, megatron.describe(eod_id), already)
-    of_killed_call = files.bin.exists() and files.bin.samefile(source.bin)
-    for file in () if in_place or of_killed_call else (files.bin, files.idx):
-        if file.exists():
-            raise OutputError(f"{file} is not of {source.bin.name}; move it away, for the corpus takes its name")
-    try:
-        if in_place:
-            index = FileRecord(source.idx.stat().st_size, sha256_of(source.idx))
-        else:
-            _link(source.bin, files.bin)
-            gap = 0 if eod_id is None else 1
-            with NewFile(files.idx) as new:
-                write_index(new, lambda: megatron.lengths(gap), megatron.documents, megatron.dtype, gap=gap)
-                index = new.commit()
-        manifest = _describe(files, source, megatron, index, eod_id, tokenizer)
-    except DataError as error:
-        for file in () if in_place else (files.bin, files.idx):
-            file.unlink(missing_ok=True)
-        raise DataError(f"{error}; or --tokenizer-model is not the one that it was written with") from error
-    write_manifest(files.manifest, manifest)
-    return Adopted(adopted_prefix, manifest, megatron.describe(eod_id), already)
+    is_special = last_id in {*tokenizer.special_ids} - {tokenizer.unk_id} or last_id >= tokenizer.vocab_size
+    eod_id = last_id if is_special else None
+    with JobFolder(files.partial) as folder:
+        chunk, source_sha256 = _write_chunk(folder.path, source, megatron, eod_id, tokenizer)
+        draft = draft_manifest(
+            tokenizer,
+            inputs={source.bin.name: InputRecord(source.bin.stat().st_size, source_sha256)},
+            text_key="",
+            filters={},
+            records=megatron.documents + megatron.empty,
+            repaired_documents=0,
+            rejected={},
+            dropped={NO_TOKENS: megatron.empty} if megatron.empty else {},
+        )
+        output = OutputSettings(files, False, None, validation_fraction=0.0, deduplicate=False)
+        write_corpus([chunk], output, replace(draft, dtype=megatron.dtype.name), folder=folder.path)
+    return Corpus(f"{prefix}_documents"), megatron.describe(eod_id)
 
 
 class _MegatronIndex:
-    """What PREFIX.idx says about documents, each of which is a run of sequences.
-
-    Raises:
-        DataError: It contradicts itself or the size of the .bin.
-    """
+    """Documents of PREFIX.idx, each of which is a run of sequences. DataError if it contradicts itself or the .bin."""
 
     def __init__(self, files: CorpusFiles) -> None:
-        self._path = files.idx
-        self.dtype, sequences, boundaries = read_header(files.idx)
+        self.dtype, sequences, _ = read_header(files.idx)
         index = np.memmap(files.idx, np.uint8, mode="r")
         at_pointers, at_boundaries = HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
         lengths = index[HEADER.size : at_pointers].view("<i4")
@@ -159,17 +120,16 @@ class _MegatronIndex:
                 raise damage(files.idx, at_boundaries, "document boundaries that never fall", "some that do")
             self.documents += int(np.count_nonzero(some))
             self.empty += int(np.count_nonzero(some == 0))
-        self.are_sequences = boundaries == sequences + 1 and not self.empty
 
     def describe(self, eod_id: int | None) -> str:
-        """What was found, in words."""
+        """Describe the documents, for people."""
         sequences = len(self._pointers)
         form = "one sequence each" if sequences == self.documents else f"{sequences:,} sequences (--split-sentences)"
         end = "nothing at their end" if eod_id is None else f"id {eod_id} at their end (--append-eod)"
         return f"{self.documents:,} documents, {form}, {end}, {self.empty:,} empty ones besides"
 
     def chunks(self) -> Iterator[NDArray[np.int64]]:
-        """Tokens of each document, also of those without any."""
+        """Yield the tokens of each document, 0 for those that are empty."""
         for first in range(0, len(self._boundaries) - 1, _CHUNK):
             at = self._boundaries[first : first + _CHUNK + 1]
             inside = at < len(self._pointers)
@@ -177,72 +137,49 @@ class _MegatronIndex:
             begins[inside] = self._pointers[at[inside]]
             yield np.diff(begins) // self.dtype.itemsize
 
-    def lengths(self, gap: int) -> Iterator[NDArray[np.int32]]:
-        """Tokens of each document that has some, without the `gap` tokens at its end."""
-        for some in self.chunks():
-            lengths = some[some > 0] - gap
-            if (lengths == 0).any():
-                raise DataError(
-                    f"{self._path}: the first document ends with a special token, but another has one token alone; "
-                    "Megatron-LM ends all documents by one, or none: preprocess again"
-                )
-            yield lengths.astype(np.int32)
-
     def last_id_of_first(self, bin_path: Path) -> int:
-        """Of the first document's tokens the last."""
+        """Return the last token of the first document."""
         length = next(int(some[some > 0][0]) for some in self.chunks() if (some > 0).any())
         return int(np.fromfile(bin_path, self.dtype, length)[-1])
 
 
-def _describe(
-    files: CorpusFiles,
-    source: CorpusFiles,
-    sequences: _MegatronIndex,
-    index: FileRecord,
-    eod_id: int | None,
-    tokenizer: Tokenizer,
-) -> Manifest:
-    """Reads the .bin for its checksum, for ids that cannot be the tokenizer's, and for those that are unknown."""
-    gap, counts = 0 if eod_id is None else 1, LengthCounts()
-    for some in sequences.lengths(gap):
-        counts.add(some)
-    volume = MappedVolume(
-        files.bin,
-        files.idx,
-        expected=Volume(sequences.documents, counts.tokens, FileRecord(0, ""), index),
-        dtype=sequences.dtype.name,
-        gap=gap,
-        manifest=files.manifest,
-    )
+def _write_chunk(
+    folder: Path, source: CorpusFiles, megatron: _MegatronIndex, eod_id: int | None, tokenizer: Tokenizer
+) -> tuple[ChunkFiles, str]:
+    """Write all documents as one chunk, and return it with the sha256 of Megatron's .bin."""
     allowed = AllowedIds(tokenizer.special_ids, unknown=tokenizer.unk_id, vocab_size=tokenizer.vocab_size)
-    sha256, unknown_tokens = allowed.scan(volume, eod_id=eod_id)
-    content = FileRecord(files.bin.stat().st_size, sha256)
-    draft = draft_manifest(
-        tokenizer,
-        inputs={source.bin.name: InputRecord(content.bytes, content.sha256, counts.documents, counts.tokens)},
-        text_key="",
-        filters={},
-        records=sequences.documents + sequences.empty,
-        repaired_documents=0,
-        rejected={},
-        dropped={NO_TOKENS: sequences.empty} if sequences.empty else {},
-    )
-    return replace(
-        draft,
-        dtype=sequences.dtype.name,
-        documents=counts.documents,
-        tokens=counts.tokens,
-        unknown_tokens=unknown_tokens,
-        statistics=counts.statistics(),
-        volumes=[Volume(counts.documents, counts.tokens, content, index, files.name)],
-        eod_id=eod_id,
-    )
-
-
-def _link(source: Path, target: Path) -> None:
-    """A second name for a file, on its file system a hard link."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        target.symlink_to(source.resolve())
+    digest, documents, tokens, unknown_tokens = hashlib.sha256(), 0, 0, 0
+    with (
+        NewFile(folder / "0.ids") as ids_file,
+        NewFile(folder / "0.lengths") as lengths_file,
+        source.bin.open("rb") as stream,
+    ):
+        for some in megatron.chunks():
+            lengths = some[some > 0]
+            ids = np.fromfile(stream, megatron.dtype, int(lengths.sum()))
+            digest.update(ids.data)
+            if eod_id is not None:
+                ends = np.cumsum(lengths) - 1
+                wrong = np.flatnonzero((ids[ends] != eod_id) | (lengths == 1))
+                if wrong.size:
+                    raise DataError(
+                        f"{source.bin}: the first document ends with the special token {eod_id}, but document "
+                        f"{documents + wrong[0]} does not, or has no other token. Megatron-LM ends all documents by "
+                        "one, or none: preprocess again, or --tokenizer-model is not the one that it was written with"
+                    )
+                ids, lengths = np.delete(ids, ends), lengths - 1
+                ids_file.write(ids.data)
+            if (at := allowed.first_wrong(ids)) is not None:
+                document = documents + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+                raise DataError(
+                    f"{source.bin}: document {document}: expected {allowed.describe(ids[at])}, found {ids[at]}; the "
+                    "file is damaged, or --tokenizer-model is not the one that it was written with"
+                )
+            lengths_file.write(lengths.astype("<i4").data)
+            unknown_tokens += int(np.count_nonzero(ids == allowed.unknown))
+            documents, tokens = documents + lengths.size, tokens + ids.size
+        if eod_id is None:
+            ids_file.link(source.bin.resolve(), sha256=digest.hexdigest())
+        sha256 = {"ids": ids_file.commit().sha256, "lengths": lengths_file.commit().sha256}
+    (folder / "0.rejects").touch()
+    return ChunkFiles(source.bin.name, "0", documents, tokens, unknown_tokens, sha256), digest.hexdigest()

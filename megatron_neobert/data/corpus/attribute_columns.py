@@ -43,10 +43,7 @@ def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
 
 
 def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
-    """Return the columns of a chunk as an Arrow file, by record key; each has a value or None for each document.
-
-    Workers may hand over values that `plain_value` has shortened already.
-    """
+    """Return the columns of a chunk as an Arrow file, by record key; each has a value or None for each document."""
     import pyarrow as pa
 
     table = pa.table({attribute_name(key): _typed([*map(plain_value, values)]) for key, values in columns.items()})
@@ -57,28 +54,28 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
 
 
 def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np.bool_]]) -> None:
-    """Write PREFIX.attributes.parquet: the chosen rows of all chunks in order, in row groups of one size.
-
-    Args:
-        path: File to write.
-        chunks: Files of `pack_columns`.
-        chosen: For each of them, True for each document that is in the corpus.
-    """
+    """Write PREFIX.attributes.parquet: the rows of all chunks, files of `pack_columns`, that are True in `chosen`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     types: dict[str, pa.DataType] = {}
     for chunk in chunks:
-        with pa.memory_map(str(chunk)) as source:
+        with chunk.open("rb") as source:  # pyarrow takes no path that is not UTF-8
             for field in pa.ipc.open_file(source).schema:
                 types[field.name] = _common_type(types.get(field.name, pa.null()), field.type)
     schema = pa.schema(list(types.items()))
-    with pq.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as writer:
+    with (
+        path.open("wb") as file,
+        pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
         held = schema.empty_table()
         for chunk, is_chosen in zip(chunks, chosen, strict=True):
-            with pa.memory_map(str(chunk)) as source:
-                table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen)).cast(schema, safe=False)
-            held = pa.concat_tables([held, table])
+            with chunk.open("rb") as source:
+                table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen))
+            for number, field in enumerate(schema):
+                if pa.types.is_string(field.type):
+                    table = table.set_column(number, field.name, _texts(table.column(number).to_pylist()))
+            held = pa.concat_tables([held, table.cast(schema, safe=False)])
             whole = len(held) - len(held) % _ROW_GROUP
             if whole:
                 writer.write_table(held[:whole].combine_chunks(), _ROW_GROUP)
@@ -97,11 +94,21 @@ def _typed(values: Sequence[Plain]) -> "pa.Array":
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     if kinds <= {bool}:
         return pa.array(values, pa.bool_() if kinds else pa.null())
-    words = {True: "true", False: "false"}
-    return pa.array(
-        [words[value] if isinstance(value, bool) else value if value is None else str(value) for value in values],
-        pa.string(),
-    )
+    return _texts(values)
+
+
+def _texts(values: Iterable[Plain]) -> "pa.Array":
+    """Return values as texts. A whole number has one text, whether its chunk kept it as an integer or a float."""
+    import pyarrow as pa
+
+    def text(value: Plain) -> str | None:
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, float) and value.is_integer():
+            return str(int(value))
+        return None if value is None else str(value)
+
+    return pa.array(map(text, values), pa.string())
 
 
 def plain_value(value: object) -> Plain:

@@ -8,12 +8,12 @@ file, follows from the manifest. An expression is evaluated once, some documents
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,14 @@ from megatron_neobert.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 _BLOCK = 256  # documents that share a count of the chosen documents before them
 _STEP = 1 << 18  # documents that an expression is evaluated for at a time
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")  # of each byte
 _BITS_SET = _BITS.sum(axis=1, dtype=np.uint8)
 _SET_BITS_FIRST = np.argsort(1 - _BITS, axis=1, kind="stable")  # [byte, n]: the place of its n-th bit that is set
+_TYPES = ("a number", "a text", "true or false", "null")  # null: no document has a value
 _COMPARE = {
     ast.Eq: "equal",
     ast.NotEq: "not_equal",
@@ -43,13 +45,9 @@ _COMPARE = {
 
 
 class ChosenDocuments:
-    """The documents of a range whose bits are set, numbered from 0.
+    """The documents of a range whose bits, as `choose_documents` returns them, are set, numbered from 0.
 
     One count per 256 documents leads to the block of the n-th document, and the bits of the block to its place.
-
-    Args:
-        bits: One bit per document of the corpus, as `choose_documents` returns them.
-        documents: The range that is chosen from.
     """
 
     def __init__(self, bits: NDArray[np.uint8], documents: range) -> None:
@@ -80,23 +78,23 @@ class ChosenDocuments:
         return int(self._ends[block]) + int(inside.sum())
 
 
-def choose_documents(corpus: Corpus, expression: str, drop: str | None) -> NDArray[np.uint8]:
-    """Return one bit per document, in whole blocks: 1 if the expression holds and no drop list names the document.
+def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None) -> NDArray[np.uint8]:
+    """Return one bit per document, in whole blocks: 1 if all conditions hold and no drop list names the document.
 
     A missing value matches no comparison, nor its negation.
 
     Args:
-        expression: As in config/expressions.py; empty for all documents.
+        conditions: Expressions of config/expressions.py.
         drop: Path of a drop list.
 
     Raises:
-        ConfigError: The expression names an attribute that the corpus does not have, or compares different types.
+        ConfigError: A condition names an attribute that the corpus does not have, or compares different types.
         DataError: The attributes or the drop list are damaged, or belong to another corpus.
         MissingInputError: The drop list does not exist.
     """
-    bits = np.full(-(-len(corpus) // _BLOCK) * _BLOCK // 8, 0 if expression else 255, dtype=np.uint8)
-    if expression:
-        tree = parse_expression(expression)
+    bits = np.full(-(-len(corpus) // _BLOCK) * _BLOCK // 8, 0 if conditions else 255, dtype=np.uint8)
+    if conditions:
+        tree = ast.BoolOp(ast.And(), [parse_expression(condition) for condition in conditions])
         for first, columns in _chunks(corpus, names_in(tree)):
             chosen = _evaluate(tree, columns).fill_null(False).to_numpy(zero_copy_only=False)
             packed = np.packbits(np.append(np.zeros(first % 8, dtype=np.bool_), chosen), bitorder="little")
@@ -108,54 +106,53 @@ def choose_documents(corpus: Corpus, expression: str, drop: str | None) -> NDArr
 
 
 def attribute_types(corpus: Corpus) -> dict[str, str]:
-    """Return the names of all attributes of a corpus, and their types in words.
-
-    Raises:
-        DataError: The file of the attributes is damaged.
-    """
-    types = {"length": "a number"}
-    if corpus.manifest.inputs and all(record.documents is not None for record in corpus.manifest.inputs.values()):
-        types["input"] = "a text"
+    """Return the names of all attributes of a corpus, and their types in words."""
+    stored: dict[str, str] = {}
     if corpus.manifest.attributes is not None:
-        import pyarrow.parquet as pq
+        with _open_attributes(corpus) as file:
+            stored = {field.name: _type_of(field.type) for field in file.schema_arrow}
+    return stored | _derived_types(corpus)
 
-        with _named_damage(corpus.files.attributes):
-            types = {field.name: _type_of(field.type) for field in pq.read_schema(corpus.files.attributes)} | types
-    return types
+
+def _derived_types(corpus: Corpus) -> dict[str, str]:
+    inputs = corpus.manifest.inputs.values()
+    are_counted = inputs and all(record.documents is not None for record in inputs)
+    return {"length": "a number"} | ({"input": "a text"} if are_counted else {})
 
 
 @contextmanager
-def _named_damage(path: Path) -> Iterator[None]:
+def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile]":
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    try:
-        yield
+    path = corpus.attributes_file()
+    try:  # an open file, since pyarrow takes no path that is not UTF-8
+        with path.open("rb") as stream, pq.ParquetFile(stream, page_checksum_verification=True, **options) as file:
+            yield file
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}); {DAMAGED}") from error
 
 
 def _chunks(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
     """Yield the number of the first document of each chunk, and the columns of these names."""
-    import pyarrow.parquet as pq
-
-    types = attribute_types(corpus)
-    if unknown := sorted(names - types.keys()):
+    stored = sorted(names - _derived_types(corpus).keys())
+    types = attribute_types(corpus) if stored else {}
+    if unknown := [name for name in stored if types.get(name) not in _TYPES]:
+        found = ", ".join(f"{name} ({kind})" for name, kind in types.items())
         raise ConfigError(
-            f"{corpus.prefix} has no attribute {unknown[0]}; its attributes are {', '.join(types)}. Correct the "
-            "expression, or preprocess again with --record-key."
+            f"{corpus.prefix} has no attribute {unknown[0]} of numbers, texts, or true and false; its attributes are "
+            f"{found}. Correct the expression, or preprocess again with --record-key."
         )
-    stored = sorted(names - {"length", "input"})
     if not stored:
         for first in range(0, len(corpus), _STEP):
             yield first, _derived(corpus, names, first, min(first + _STEP, len(corpus)))
         return
-    first, path = 0, corpus.files.attributes
-    with (
-        _named_damage(path),
-        pq.ParquetFile(path, read_dictionary=stored, page_checksum_verification=True) as file,
-    ):
+    first = 0
+    with _open_attributes(corpus, read_dictionary=stored) as file:
         if file.metadata.num_rows != len(corpus):
-            raise DataError(f"{path}: expected {len(corpus)} rows, found {file.metadata.num_rows}; {DAMAGED}")
+            raise DataError(
+                f"{corpus.files.attributes}: expected {len(corpus)} rows, found {file.metadata.num_rows}; {DAMAGED}"
+            )
         for batch in file.iter_batches(_STEP, columns=stored):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
             yield first, columns | _derived(corpus, names, first, first + batch.num_rows)
@@ -173,7 +170,8 @@ def _derived(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[st
         inputs = corpus.manifest.inputs
         counts = [record.documents or 0 for record in inputs.values()]
         numbers = np.searchsorted([*accumulate(counts)], np.arange(first, stop), side="right")
-        columns["input"] = pa.DictionaryArray.from_arrays(numbers, pa.array([*inputs], pa.string()))
+        utf8_names = pa.array([name.encode(errors="backslashreplace").decode() for name in inputs], pa.string())
+        columns["input"] = pa.DictionaryArray.from_arrays(numbers, utf8_names)
     return columns
 
 
@@ -197,11 +195,7 @@ def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
 
 
 def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Compare two operands, row by row.
-
-    Raises:
-        ConfigError: They are of different types, or true and false are to be ordered.
-    """
+    """Compare two operands, row by row. Raise ConfigError if their types differ or have no order."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

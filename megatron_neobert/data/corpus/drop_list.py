@@ -7,11 +7,12 @@ corpus from a byte of its own. It names corpora by their content, so it serves a
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,19 +32,20 @@ class DroppedOf:
 
     prefix: str  # as it was given; it may have moved
     documents_sha256: str  # of the manifest
-    documents: int
+    documents: Annotated[int, msgspec.Meta(ge=1)]
     tokens: int
     dropped_documents: int
     dropped_tokens: int
     mask_sha256: str  # of the corpus's bits, in whole bytes
 
 
-def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[DroppedOf, NDArray[np.uint8]]:
-    """Return what a drop list takes from one corpus: the entry of its header, and one bit per document, mapped.
+class _Header(msgspec.Struct):
+    format: Literal["megatron_neobert drop list 1"]
+    corpora: list[DroppedOf]
 
-    Args:
-        path: Path of the file.
-        manifest: Manifest of the corpus, which messages call `prefix`.
+
+def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[DroppedOf, NDArray[np.uint8]]:
+    """Return what a drop list takes from one corpus, called `prefix`: its entry, and one bit per document, mapped.
 
     Raises:
         MissingInputError: No such file.
@@ -54,18 +56,15 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
     with path.open("rb") as stream:
         header = stream.readline(_LONGEST_HEADER)
     try:
-        content: dict[str, Any] = parse_json(header)
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {str(content['format'])[:80]!r}")
-        corpora = [DroppedOf(**entry) for entry in content["corpora"]]
-        sizes = [_mask_bytes(int(corpus.documents)) for corpus in corpora]
-    except (ValueError, KeyError, TypeError) as error:
+        corpora = msgspec.convert(parse_json(header), _Header).corpora
+    except (ValueError, msgspec.ValidationError) as error:
         raise DataError(
             f"{path} is not a drop list that begins with a line of JSON and {_FORMAT!r} ({error!r:.200}); name the "
             "file that neobert find-duplicates has written"
         ) from error
+    sizes = [_mask_bytes(corpus.documents) for corpus in corpora]
     expected, size = len(header) + sum(sizes), path.stat().st_size
-    if size != expected or min(sizes, default=0) < 1:
+    if size != expected:
         raise DataError(
             f"drop list {path}: expected {expected:,} bytes for {len(sizes)} corpora, found {size:,}; {_DAMAGED}"
         )
@@ -76,7 +75,7 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
             if hashlib.sha256(mask.data).hexdigest() != entry.mask_sha256:
                 raise DataError(f"drop list {path}: expected sha256 {entry.mask_sha256} of its bits; {_DAMAGED}")
             return entry, mask
-    names = ", ".join(f"{entry.prefix} ({str(entry.documents_sha256)[:12]})" for entry in corpora[:5])
+    names = ", ".join(f"{entry.prefix} ({entry.documents_sha256[:12]})" for entry in corpora[:5])
     raise DataError(
         f"drop list {path} is of {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
         "written anew since; run neobert find-duplicates on it"
@@ -86,7 +85,7 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
 def write_drop_list(
     path: Path, corpora: Sequence[tuple[str, Manifest, NDArray[np.bool_], int]], found: dict[str, Any]
 ) -> list[DroppedOf]:
-    """Writes a drop list, whole or not at all.
+    """Write a drop list, whole or not at all, and return its entries.
 
     Args:
         corpora: Prefix, manifest, True for each document that is dropped, and the tokens in these.
@@ -105,7 +104,7 @@ def write_drop_list(
         )
         for (prefix, manifest, dropped, tokens), mask in zip(corpora, masks, strict=True)
     ]
-    header = json.dumps({"format": _FORMAT, **found, "corpora": [asdict(entry) for entry in entries]})
+    header = json.dumps({"format": _FORMAT, **found, "corpora": msgspec.to_builtins(entries)})
     with replacing(path) as temporary, temporary.open("wb") as stream:
         stream.write(header.encode() + b"\n")
         for mask in masks:

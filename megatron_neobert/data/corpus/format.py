@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import reprlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -64,9 +63,9 @@ class CorpusFiles(NamedTuple):
         return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
 
     def existing_volumes(self) -> list[Path]:
-        """Return every .bin, .idx and .attributes.parquet of this prefix, sorted, also of other programs."""
+        """Return every .bin, .idx, .attributes.parquet and former .sources of this prefix, sorted."""
         folder = self.manifest.parent
-        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.attributes\.parquet)")
+        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.attributes\.parquet|\.sources)")
         return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
 
 
@@ -107,6 +106,10 @@ class Statistics(_Entry, frozen=True):
     documents_above: dict[str, float]  # by cut: share of the documents that are longer
     tokens_above: dict[str, float]  # by cut: share of all tokens that would be truncated
 
+    def __post_init__(self) -> None:
+        if self.documents_above.keys() != self.tokens_above.keys():
+            raise ValueError("documents_above and tokens_above are for different cuts")
+
     def describe(self) -> dict[str, str]:
         """Return rows of a table: name and value."""
         percentiles = ", ".join(
@@ -125,36 +128,19 @@ class Statistics(_Entry, frozen=True):
         }
 
 
-class LengthCounts:
-    """Number of documents of each length, filled array by array."""
-
-    def __init__(self, counts: Mapping[int, int] | None = None) -> None:
-        self.counts: Counter[int] = Counter(counts)  # documents by length
-
-    @property
-    def documents(self) -> int:
-        return self.counts.total()
-
-    @property
-    def tokens(self) -> int:
-        return sum(length * count for length, count in self.counts.items())
-
-    def add(self, lengths: NDArray[np.int32]) -> None:
-        self.counts.update(count_lengths(lengths))
-
-    def statistics(self) -> Statistics:
-        """Return the statistics of at least one document."""
-        lengths, counts = (np.array(column) for column in zip(*sorted(self.counts.items()), strict=True))
-        documents, tokens, not_longer = self.documents, self.tokens, np.cumsum(counts)
-        longest_of = {percent: np.searchsorted(not_longer, -(-percent * documents // 100)) for percent in PERCENTS}
-        return Statistics(
-            mean=round(tokens / documents, 2),
-            shortest=int(lengths[0]),
-            percentiles={str(percent): int(lengths[place]) for percent, place in longest_of.items()},
-            longest=int(lengths[-1]),
-            documents_above={str(cut): round(int(counts[lengths > cut].sum()) / documents, 6) for cut in CUTS},
-            tokens_above={str(cut): round(int(np.maximum(lengths - cut, 0) @ counts) / tokens, 6) for cut in CUTS},
-        )
+def length_statistics(documents_of: Mapping[int, int]) -> Statistics:
+    """Return the statistics of at least one document, from the number of documents of each length."""
+    lengths, counts = (np.array(column) for column in zip(*sorted(documents_of.items()), strict=True))
+    documents, tokens, not_longer = int(counts.sum()), int(lengths @ counts), np.cumsum(counts)
+    longest_of = {percent: np.searchsorted(not_longer, -(-percent * documents // 100)) for percent in PERCENTS}
+    return Statistics(
+        mean=round(tokens / documents, 2),
+        shortest=int(lengths[0]),
+        percentiles={str(percent): int(lengths[place]) for percent, place in longest_of.items()},
+        longest=int(lengths[-1]),
+        documents_above={str(cut): round(int(counts[lengths > cut].sum()) / documents, 6) for cut in CUTS},
+        tokens_above={str(cut): round(int(np.maximum(lengths - cut, 0) @ counts) / tokens, 6) for cut in CUTS},
+    )
 
 
 def count_lengths(lengths: NDArray[np.int32]) -> dict[int, int]:
@@ -227,7 +213,6 @@ class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
     tokenizer_backends: dict[str, BackendRecord] = {}  # by name and version
     quarantined: dict[str, QuarantinedShard] = {}  # by path or URL; not among the inputs
     attributes: FileRecord | None = None  # PREFIX.attributes.parquet; None: no attribute besides length and input
-    eod_id: Count | None = None  # which follows each document in an adopted .bin, and is no part of it
 
     @cached_property
     def sha256(self) -> str:
@@ -285,6 +270,8 @@ def read_manifest(path: Path) -> Manifest:
         raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
     for key in _SOURCE_KEYS:
         content.pop(key, None)
+    if content.pop("eod_id", None) is not None:
+        raise DataError(f"{path}: its .bin has end-of-document tokens, which are not read any more; adopt it again")
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # a missing package is reported by run_command
 
 _WIDTH = 80  # columns of a terminal
 _NAME_WIDTH = 18  # columns of them for names
-_CHUNK = 1 << 20  # lengths compared at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +66,17 @@ class InspectDataOptions:
     object_storage_cache_path: str | None = option(None, "local folder that a URL is read through", metavar="DIR")
     document: tuple[int, ...] | None = option(None, "show these documents, counted from 0")
     random: int | None = option(None, "show K documents chosen at random", metavar="K")
-    longest: int | None = option(None, "show the K longest documents", metavar="K")
     inputs: bool = option(False, "list the inputs, with documents and tokens of each")
-    seed: int = option(0, "seed of --random")
     tokens: int = option(200, "show at most N tokens of each document", minimum=1)
     tokenizer_model: str | None = option(None, "tokenizer that the corpus was written with", metavar="PATH")
     tokenizer_type: str = option("auto", "type of the tokenizer, as in preprocessing")
 
 
 def inspect_data(options: InspectDataOptions) -> None:
-    """Show what is in a corpus: a summary, or documents as text and token ids.
-
-    Raises:
-        ConfigError: Flags exclude each other, or name a document that does not exist.
-        DataError: The corpus is damaged, or does not count its inputs.
-    """
+    """Show what is in a corpus: a summary, or documents as text and token ids."""
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
-    given = [name for name in ("document", "random", "longest", "inputs") if getattr(options, name)]
+    given = [name for name in ("document", "random", "inputs") if getattr(options, name)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(f'--{name}' for name in given)} exclude each other; give one of them.")
     corpus = _open(options.prefix, options.object_storage_cache_path)
@@ -97,7 +89,7 @@ def inspect_data(options: InspectDataOptions) -> None:
         return
     if options.tokenizer_model is None:
         raise ConfigError(
-            "--document, --random and --longest show text, which takes the corpus's tokenizer; give --tokenizer-model"
+            "--document and --random show text, which takes the corpus's tokenizer; give --tokenizer-model"
         )
     tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
     corpus.check_tokenizer(tokenizer)
@@ -120,11 +112,7 @@ def _open(prefix: str, cache_path: str | None) -> "Corpus":
 
 
 def choose_documents(corpus: "Corpus", options: InspectDataOptions) -> Sequence[int] | None:
-    """Return the numbers of the documents to show; None if the command line asks for none.
-
-    Raises:
-        ConfigError: A number that the corpus does not have.
-    """
+    """Return the numbers of the documents to show; None if the command line asks for none."""
     documents = len(corpus)
     if options.document is not None:
         if outside := [number for number in options.document if not 0 <= number < documents]:
@@ -133,16 +121,14 @@ def choose_documents(corpus: "Corpus", options: InspectDataOptions) -> Sequence[
                 f"0 to {documents - 1}"
             )
         return list(options.document)
-    for name in ("random", "longest"):
-        count = getattr(options, name)
-        if count is not None and not 1 <= count <= documents:
-            raise ConfigError(
-                f"--{name} {count} is not a number of documents of {corpus.prefix}, which has {documents:,}; give 1 to "
-                f"{documents}"
-            )
-    if options.random is not None:
-        return random.Random(options.seed).sample(range(documents), options.random)
-    return None if options.longest is None else find_longest(corpus, options.longest)
+    if options.random is None:
+        return None
+    if not 1 <= options.random <= documents:
+        raise ConfigError(
+            f"--random {options.random} is not a number of documents of {corpus.prefix}, which has {documents:,}; give "
+            f"1 to {documents}"
+        )
+    return random.sample(range(documents), options.random)
 
 
 def print_summary(corpus: "Corpus") -> None:
@@ -167,7 +153,7 @@ def print_summary(corpus: "Corpus") -> None:
 
 
 def print_inputs(corpus: "Corpus") -> None:
-    """A line for each input in the order of the corpus, with the number of its first document."""
+    """Print a line for each input in the order of the corpus, with the number of its first document."""
     first, total = 0, corpus.manifest.tokens
     print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
     for name, record in corpus.manifest.inputs.items():
@@ -189,24 +175,8 @@ def print_document(corpus: "Corpus", number: int, tokenizer: "Tokenizer", *, tok
     print()
 
 
-def find_longest(corpus: "Corpus", count: int) -> list[int]:
-    """Numbers of the `count` longest documents, the longest first, among equals the first first."""
-    import numpy as np
-
-    first, best = 0, np.zeros((0, 2), dtype=np.int64)  # -length, number
-    for volume in corpus.volumes:
-        for begin in range(0, volume.lengths.size, _CHUNK):
-            lengths = volume.lengths[begin : begin + _CHUNK].astype(np.int64)
-            numbers = np.arange(first + begin, first + begin + lengths.size)
-            long = lengths >= np.partition(lengths, -min(count, lengths.size))[-min(count, lengths.size)]
-            best = np.concatenate([best, np.stack([-lengths, numbers], axis=1)[long]])
-            best = best[np.lexsort((best[:, 1], best[:, 0]))][:count]
-        first += volume.lengths.size
-    return [int(number) for number in best[:, 1]]
-
-
 def print_rows(rows: dict[str, str]) -> None:
-    """Names to the left, values to the right of them, their lines wrapped. What a stranger put there is escaped."""
+    """Print names and values in two columns, wrapped. What a stranger put there is escaped."""
     width = _WIDTH - _NAME_WIDTH - 3
     for name, value in rows.items():
         name = visible(name)

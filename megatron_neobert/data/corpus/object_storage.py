@@ -78,13 +78,7 @@ class ObjectStorage:
         self._fetching = None
 
     def open_corpus(self, prefix: str) -> tuple[CorpusFiles, Manifest, "list[RemoteFile]"]:
-        """Return the local copies of manifest and indexes, and the .bin files, of which nothing is read.
-
-        Raises:
-            MissingInputError: There is no such manifest.
-            DataError: A file differs from the manifest.
-            StorageError: A file cannot be read.
-        """
+        """Return the local copies of manifest and indexes, and the .bin files, of which nothing is read."""
         above, _, name = prefix.rpartition("/")
         url = f"{prefix}.json"
         try:
@@ -102,11 +96,9 @@ class ObjectStorage:
 
         def open_volume(volume: VolumeRecord) -> RemoteFile:
             ids, index = files.volume_files(volume.name)
-            self._copy(f"{above}/{index.name}", index, volume.idx)
+            self.copy(f"{above}/{index.name}", index, volume.idx)
             return RemoteFile(self, f"{above}/{ids.name}", volume.bin)
 
-        if manifest.attributes is not None:
-            self._copy(f"{above}/{files.attributes.name}", files.attributes, manifest.attributes)
         with ThreadPoolExecutor(_THREADS) as threads:
             volumes = list(threads.map(open_volume, manifest.volumes))
         # No connection may be open when the loader forks its workers: they would share the connection.
@@ -131,7 +123,7 @@ class ObjectStorage:
                 f"--object-storage-cache-path: {path} cannot be written ({error}); free some space"
             ) from error
 
-    def _copy(self, url: str, path: Path, recorded: FileRecord) -> None:
+    def copy(self, url: str, path: Path, recorded: FileRecord) -> None:
         """Copy a whole file as the manifest has it, unless the cache has it. The checksum takes 1 s per GB."""
         with self.locked(path):
             if path.exists() and path.stat().st_size == recorded.bytes and sha256_of(path) == recorded.sha256:
@@ -173,8 +165,7 @@ class ObjectStorage:
 class RemoteFile:
     """A .bin, sliced like bytes in memory. Slicing waits for blocks outside the cache; `will_need` orders them before.
 
-    Raises:
-        DataError: Its size is not that of the manifest. When a block is fetched: it was replaced since it was opened.
+    DataError if its size is not that of the manifest, or if it was replaced since it was opened.
     """
 
     def __init__(self, storage: ObjectStorage, url: str, recorded: FileRecord) -> None:
@@ -279,13 +270,9 @@ def _version_of(url: str) -> InputVersion:
 
 
 def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, final: bool = False) -> _Result:
-    """Call `action` with file system, path and options of a call, several times if it fails.
+    """Call `action` with file system, path and options of a call, several times if it fails, then raise StorageError.
 
-    Args:
-        final: A missing object ends the attempts. An overloaded server may report existing objects as missing.
-
-    Raises:
-        StorageError: Every attempt has failed.
+    `final`: a missing object ends the attempts. An overloaded server may report existing objects as missing.
     """
     for wait in (*_WAITS_SECONDS, None):
         try:

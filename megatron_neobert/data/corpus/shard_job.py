@@ -3,25 +3,20 @@
 Memory: some megabytes of one chunk, and a count per length that occurs.
 """
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import count_lengths
 from megatron_neobert.data.corpus.volumes import write_index
-from megatron_neobert.runtime.executors import Report
 from megatron_neobert.runtime.jobs import Job
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import parse_json
 
 KEPT, HELD_OUT, DROPPED = 0, 1, 2  # what becomes of a document
 CHOICES = "choices"  # a file with one of these bytes for each document of all chunks
@@ -47,17 +42,6 @@ class ChunkFiles:
     records_before: tuple[str, int] | None = None
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What all jobs of one call share; it is in a file, since the list of chunks is long."""
-
-    chunks: list[ChunkFiles]  # with a document at least
-    settings: dict[str, Any]  # everything else that decides the bytes
-    dtype: str
-    unknown_id: int
-    has_choices: bool  # False: all documents are kept
-
-
 @dataclass
 class ShardCounts:
     """What the documents of a corpus shard, or of several, count for in a manifest."""
@@ -81,6 +65,13 @@ class ShardCounts:
             self.inputs.setdefault(name, Counter()).update(counts)
 
 
+def read_chosen(folder: Path, choice: int | None, first: int, documents: int) -> NDArray[np.bool_]:
+    """Return True for each of some documents of which `choice` was made; None chooses all."""
+    if choice is None:
+        return np.ones(documents, dtype=np.bool_)
+    return np.fromfile(folder / CHOICES, np.uint8, documents, offset=first) == choice
+
+
 class _Window(NamedTuple):
     """Some consecutive documents of one chunk."""
 
@@ -92,14 +83,16 @@ class _Window(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardJob(Job[ShardCounts]):
-    """Writes one corpus shard; without a document its files are empty."""
+    """Writes one corpus shard; without a document its files are empty. The folder is named by all that decides it."""
 
     result_type = ShardCounts
     sync = True
 
-    layout_sha256: str
-    chunks: range
-    choice: int  # KEPT or HELD_OUT
+    chunks: tuple[ChunkFiles, ...]
+    first_document: int  # documents of all chunks before these
+    choice: int | None  # KEPT or HELD_OUT; None: there is no file of choices, and all documents are kept
+    dtype: str
+    unknown_id: int
 
     def __str__(self) -> str:
         return f"corpus shard {self.name}"
@@ -108,22 +101,16 @@ class ShardJob(Job[ShardCounts]):
     def kinds(self) -> Sequence[str]:
         return ["bin", "idx"]
 
-    @property
-    def key(self) -> str:
-        return f"{self.layout_sha256} {self.chunks.start} {self.chunks.stop}"
-
-    def work(self, files: Mapping[str, NewFile], report: Report) -> ShardCounts:
-        counts, dtype = ShardCounts(), np.dtype(self._layout.dtype)
-        if (chunk := self._only_chunk()) is not None:
-            files["bin"].link(self._file(chunk, "ids"), sha256=chunk.sha256["ids"])
+    def work(self, files: Mapping[str, NewFile]) -> ShardCounts:
+        counts, dtype = ShardCounts(), np.dtype(self.dtype)
+        if len(self.chunks) == 1 and all(window.chosen.all() for window in self._windows()):
+            (chunk,) = self.chunks
+            files["bin"].link(self._chunk_file(chunk, "ids"), sha256=chunk.sha256["ids"])
             counts.unknown_tokens = chunk.unknown_tokens
         else:
-            done = 0
             for ids in self._read_ids():
                 files["bin"].write(ids)
-                counts.unknown_tokens += int(np.count_nonzero(np.frombuffer(ids, dtype) == self._layout.unknown_id))
-                done += len(ids)
-                report((self.name, done))
+                counts.unknown_tokens += int(np.count_nonzero(np.frombuffer(ids, dtype) == self.unknown_id))
         for window in self._windows():
             lengths = window.lengths[window.chosen]
             counts.lengths.update(count_lengths(lengths))
@@ -133,30 +120,16 @@ class ShardJob(Job[ShardCounts]):
             write_index(files["idx"], self._read_lengths, counts.documents, dtype)
         return counts
 
-    @property
-    def _layout(self) -> Layout:
-        return _read_layout(self.folder / "layout.json", self.layout_sha256)
-
-    def _file(self, chunk: ChunkFiles, kind: str) -> Path:
+    def _chunk_file(self, chunk: ChunkFiles, kind: str) -> Path:
         return self.folder.parent / f"{chunk.name}.{kind}"
 
-    def _only_chunk(self) -> ChunkFiles | None:
-        """Return the chunk whose documents are exactly those of this corpus shard, if there is one."""
-        is_one = len(self.chunks) == 1 and all(window.chosen.all() for window in self._windows())
-        return self._layout.chunks[self.chunks.start] if is_one else None
-
     def _windows(self) -> Iterator[_Window]:
-        chunks = self._layout.chunks
-        before = sum(chunk.documents for chunk in chunks[: self.chunks.start])
-        for chunk in chunks[self.chunks.start : self.chunks.stop]:
+        before = self.first_document
+        for chunk in self.chunks:
             for first in range(0, chunk.documents, _WINDOW_DOCUMENTS):
                 size = min(_WINDOW_DOCUMENTS, chunk.documents - first)
-                lengths = np.fromfile(self._file(chunk, "lengths"), "<i4", size, offset=4 * first)
-                chosen = np.ones(size, dtype=np.bool_)
-                if self._layout.has_choices:
-                    choices = np.fromfile(self.folder / CHOICES, np.uint8, size, offset=before + first)
-                    chosen = choices == self.choice
-                yield _Window(chunk, first, lengths, chosen)
+                lengths = np.fromfile(self._chunk_file(chunk, "lengths"), "<i4", size, offset=4 * first)
+                yield _Window(chunk, first, lengths, read_chosen(self.folder, self.choice, before + first, size))
             before += chunk.documents
 
     def _read_lengths(self) -> Iterator[NDArray[np.int32]]:
@@ -165,12 +138,12 @@ class ShardJob(Job[ShardCounts]):
 
     def _read_ids(self) -> Iterator[bytes]:
         """Yield the ids of chosen documents; those that follow each other are read in one go."""
-        item, begin = np.dtype(self._layout.dtype).itemsize, 0
+        item, begin = np.dtype(self.dtype).itemsize, 0
         for window in self._windows():
             begin = 0 if window.first == 0 else begin
             bounds = begin + np.append(0, np.cumsum(window.lengths, dtype=np.int64) * item)
             begin, start = int(bounds[-1]), 0
-            with self._file(window.chunk, "ids").open("rb") as ids:
+            with self._chunk_file(window.chunk, "ids").open("rb") as ids:
                 while start < window.lengths.size:
                     longest = int(np.searchsorted(bounds, bounds[start] + _WINDOW_BYTES, side="right")) - 1
                     stop = max(start + 1, longest)
@@ -179,10 +152,3 @@ class ShardJob(Job[ShardCounts]):
                         runs = bounds[edges].reshape(-1, 2).tolist()
                         yield b"".join([os.pread(ids.fileno(), end - first, first) for first, end in runs])
                     start = stop
-
-
-@lru_cache(maxsize=1)
-def _read_layout(path: Path, sha256: str) -> Layout:
-    content = path.read_bytes()
-    assert hashlib.sha256(content).hexdigest() == sha256, path
-    return msgspec.convert(parse_json(content), Layout)

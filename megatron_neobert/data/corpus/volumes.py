@@ -2,11 +2,11 @@
 
 An index is computed from lengths in arrays of bounded size, so memory stays constant. Opening looks at the ends of the
 index and the sizes of both files, which takes no longer for 10^9 documents than for ten; a document's place is checked
-when it is read, all of them by `MappedVolume.check_index`.
+when it is read, all of them by `check_index`.
 
 Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences S, uint64 document
 boundaries S + 1, then int32 lengths[S] in tokens, int64 pointers[S] in bytes, int64 boundaries[S + 1] = 0 ... S.
-Documents lie end to end, or with one token between, which an adopted corpus has at the end of each.
+Documents are end to end.
 Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_volumes.py reads it with that class.
 """
 
@@ -40,30 +40,28 @@ def write_index(
     read_lengths: Callable[[], Iterable[NDArray[np.int32]]],
     documents: int,
     dtype: np.dtype[Any],
-    *,
-    gap: int = 0,
 ) -> None:
-    """Write an .idx; the lengths are read array by array, twice. `gap`: tokens after each document."""
+    """Write an .idx; the lengths are read array by array, twice."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
     for lengths in read_lengths():
         index.write(lengths.data)
-    for places in index_after(read_lengths(), dtype, gap=gap):
+    for places in index_after(read_lengths(), dtype):
         index.write(places.data)
 
 
 def read_chunks(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """The items of a file, some at a time; read and not mapped, so that memory is that of one chunk."""
+    """Yield the items of a file, some at a time; read and not mapped, so that memory is that of one chunk."""
     with path.open("rb") as stream:
         while (items := np.fromfile(stream, dtype, _CHUNK)).size:
             yield items
 
 
-def index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any], *, gap: int) -> Iterator[NDArray[np.int64]]:
+def index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> Iterator[NDArray[np.int64]]:
     """Pointers, then boundaries, chunk by chunk: all of an index that follows from the lengths, given in chunks."""
     end = documents = 0
     for chunk in lengths:
-        ends = end + np.cumsum(chunk + gap, dtype="<i8") * dtype.itemsize
+        ends = end + np.cumsum(chunk, dtype="<i8") * dtype.itemsize
         yield np.concatenate([np.array([end], dtype="<i8"), ends[:-1]])
         end, documents = int(ends[-1]), documents + chunk.size
     for first in range(0, documents + 1, _CHUNK):
@@ -71,16 +69,12 @@ def index_after(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any], *, g
 
 
 class MappedVolume:
-    """The documents of one .bin, which may be remote, and .idx.
-
-    Raises:
-        DataError: They are damaged or contradict each other or the manifest; names file, byte, expected and found.
-    """
+    """The documents of one .bin, which may be remote, and .idx. DataError if they or the manifest disagree."""
 
     def __init__(
-        self, bin_: Path | RemoteFile, idx_path: Path, *, expected: Volume, dtype: str, gap: int, manifest: Path
+        self, bin_: Path | RemoteFile, idx_path: Path, *, expected: Volume, dtype: str, manifest: Path
     ) -> None:
-        self.bin, self.idx, self.gap = bin_, idx_path, gap
+        self.bin, self.idx = bin_, idx_path
         self.dtype, documents, boundaries = read_header(idx_path)
         if boundaries != documents + 1:
             both = f"{documents} sequences and {boundaries} boundaries"
@@ -89,14 +83,12 @@ class MappedVolume:
         self.at_pointers = HEADER.size + 4 * documents  # bytes of the index before them
         self.lengths = np.frombuffer(self.index, "<i4", documents, HEADER.size)
         self.pointers = np.frombuffer(self.index, "<i8", documents, self.at_pointers)  # bytes
-        self._after_lengths = np.frombuffer(self.index, "<i8", 2 * documents + 1, self.at_pointers)
-        self.end = int(self.pointers[-1]) + (int(self.lengths[-1]) + gap) * self.dtype.itemsize
+        self.after_lengths = np.frombuffer(self.index, "<i8", 2 * documents + 1, self.at_pointers)
+        self.end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         size = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
-        tokens = self.end // self.dtype.itemsize - gap * documents
+        tokens = self.end // self.dtype.itemsize
         if size != self.end:
-            wanted = (
-                f"{self.end} bytes for {tokens + gap * documents} tokens of {self.dtype}, as {idx_path.name} has it"
-            )
+            wanted = f"{self.end} bytes for {tokens} tokens of {self.dtype}, as {idx_path.name} has it"
             raise damage(bin_, max(0, min(self.end, size)), wanted, f"a file of {size} bytes")
         for name, found, recorded in (
             ("documents", documents, expected.documents),
@@ -109,18 +101,10 @@ class MappedVolume:
                 )
         self.content = _map(bin_) if isinstance(bin_, Path) else bin_
 
-    def check_index(self) -> None:
-        """Reads all of the index.
-
-        Raises:
-            DataError: Not everything in it follows from the lengths.
-        """
-        check_index(self.idx, self.lengths, self._after_lengths, self.dtype, self.gap)
-
     def wrong_place(self, number: int) -> DataError:
-        """Of a document that does not end where the next one begins."""
+        """Return the error of a document that does not end where the next one begins."""
         # Behind the last pointer stands the first boundary, which is 0.
-        begin, following = int(self._after_lengths[number]), int(self._after_lengths[number + 1]) or self.end
+        begin, following = int(self.after_lengths[number]), int(self.after_lengths[number + 1]) or self.end
         length = int(self.lengths[number])
         at = HEADER.size + 4 * self.lengths.size + 8 * number
         wanted = (
@@ -128,19 +112,10 @@ class MappedVolume:
         )
         return damage(self.idx, at, wanted, f"{begin} bytes and {length} tokens of {self.dtype}")
 
-    def ends_within(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Where the documents end that do so at tokens first to stop of the .bin."""
-        item = self.dtype.itemsize
-        begin = int(np.searchsorted(self.pointers, first * item, side="right")) - 1
-        end = int(np.searchsorted(self.pointers, stop * item, side="left"))
-        ends = self.pointers[begin:end] // item + self.lengths[begin:end]
-        return ends[(ends >= first) & (ends < stop)]
-
     def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
         """Have the operating system, or threads, start to read these documents, adjacent ones in one go.
 
-        Args:
-            with_neighbours: Read what is around them too, if the file is local. A remote one is read by blocks anyway.
+        `with_neighbours`: read what is around them too, if the file is local. A remote one is read by blocks anyway.
         """
         first = np.sort(documents)
         begins = self.pointers[first]
@@ -158,7 +133,7 @@ class MappedVolume:
                 self.content.madvise(mmap.MADV_WILLNEED, page, end - page)
 
     def read_ids(self) -> Iterator[NDArray[Any]]:
-        """All of the .bin, some ids at a time; of a local one read and not mapped, so that it takes no memory."""
+        """Yield all of the .bin, some ids at a time; a local one is read and not mapped, so that it takes no memory."""
         if isinstance(self.bin, Path):
             with self.bin.open("rb") as stream:
                 while (ids := np.fromfile(stream, self.dtype, _SCANNED_BYTES // self.dtype.itemsize)).size:
@@ -180,7 +155,7 @@ class AllowedIds:
         self._run = max(runs, key=lambda run: run[1] - run[0])
 
     def first_wrong(self, ids: NDArray[Any]) -> int | None:
-        """Where the first id stands that no document may hold."""
+        """Return the position of the first id that no document may hold."""
         # Every token that is trained on comes by here, so the cheap looks come first: 1 % of building a micro-batch.
         first, end = self._run
         suspect = ids < first
@@ -195,40 +170,23 @@ class AllowedIds:
         return int(at[np.argmax(wrong)]) if wrong.any() else None
 
     def describe(self, wrong_id: int) -> str:
-        """What should stand where a wrong id does."""
+        """Describe what should be in the place of a wrong id."""
         vocab_size = self._vocab_size
         return "no special token" if 0 <= wrong_id < vocab_size else f"an id below {vocab_size}"
 
-    def scan(self, volume: MappedVolume, *, eod_id: int | None) -> tuple[str, int]:
-        """Reads all tokens of a volume: the sha256 of its .bin, and how many are unknown.
-
-        Args:
-            eod_id: What follows each document, where anything does.
-
-        Raises:
-            DataError: An id that may not stand where it does, with its byte, document and position.
-        """
-        digest, first, unknown = hashlib.sha256(), 0, 0
+    def scan(self, volume: MappedVolume) -> str:
+        """Read all tokens, and return the sha256 of the .bin. Raise DataError for an id that is not allowed."""
+        digest, first = hashlib.sha256(), 0
         for ids in volume.read_ids():
             digest.update(ids.data)
-            if eod_id is not None:
-                ends = volume.ends_within(first, first + ids.size) - first
-                if (others := ends[ids[ends] != eod_id]).size:
-                    raise _wrong_id(volume, first + int(others[0]), f"{eod_id}, the end of a document", ids[others[0]])
-                ids[ends] = self._run[0]  # out of the way of the next look
             if (at := self.first_wrong(ids)) is not None:
-                raise _wrong_id(volume, first + at, self.describe(ids[at]), ids[at])
-            unknown += int(np.count_nonzero(ids == self.unknown))
+                offset = (first + at) * ids.itemsize
+                document = int(np.searchsorted(volume.pointers, offset, side="right")) - 1
+                token = (offset - int(volume.pointers[document])) // ids.itemsize
+                found = f"{ids[at]} (token {token} of document {document})"
+                raise damage(volume.bin, offset, self.describe(ids[at]), found)
             first += ids.size
-        return digest.hexdigest(), unknown
-
-
-def _wrong_id(volume: MappedVolume, at: int, wanted: str, found: object) -> DataError:
-    """Of the token that is number `at` of the .bin."""
-    offset = at * volume.dtype.itemsize
-    document = int(np.searchsorted(volume.pointers, offset, side="right")) - 1
-    token = (offset - int(volume.pointers[document])) // volume.dtype.itemsize
-    return damage(volume.bin, offset, wanted, f"{found} (token {token} of document {document})")
+        return digest.hexdigest()
 
 
 def damage(path: Path | RemoteFile, offset: int, expected: object, found: object) -> DataError:
@@ -236,30 +194,27 @@ def damage(path: Path | RemoteFile, offset: int, expected: object, found: object
 
 
 def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Item type, number of sequences and of boundaries, where the file's size agrees with them."""
+    """Return item type, number of sequences and of boundaries. Raise DataError if the file's size contradicts them."""
     size = path.stat().st_size
     if size < HEADER.size:
         raise damage(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
     with path.open("rb") as stream:
         magic, version, code, sequences, boundaries = HEADER.unpack(stream.read(HEADER.size))
-    if magic != MAGIC:
-        raise damage(path, 0, f"magic {MAGIC!r}", f"{magic!r}")
-    if version != 1:
-        raise damage(path, 9, "version 1", version)
-    if code not in DTYPES:
-        raise damage(path, 17, "dtype code 8 (uint16) or 4 (int32)", code)
-    if sequences == 0:
-        raise damage(path, 18, "at least one document", "0")
     expected = HEADER.size + 12 * sequences + 8 * boundaries
-    if size != expected:
-        wanted = f"{expected} bytes for {sequences} sequences and {boundaries} boundaries"
-        raise damage(path, 18, wanted, f"a file of {size} bytes")
+    size_wanted = f"{expected} bytes for {sequences} sequences and {boundaries} boundaries"
+    for offset, wanted, found, is_right in (
+        (0, f"magic {MAGIC!r}", f"{magic!r}", magic == MAGIC),
+        (9, "version 1", version, version == 1),
+        (17, "dtype code 8 (uint16) or 4 (int32)", code, code in DTYPES),
+        (18, "at least one document", sequences, sequences > 0),
+        (18, size_wanted, f"a file of {size} bytes", size == expected),
+    ):
+        if not is_right:
+            raise damage(path, offset, wanted, found)
     return DTYPES[code], sequences, boundaries
 
 
-def check_index(
-    path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64], dtype: np.dtype[Any], gap: int = 0
-) -> None:
+def check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
     """Compares what follows from the lengths, the pointers or more: each must be the bytes of the documents before."""
     chunks = [lengths[first : first + _CHUNK] for first in range(0, lengths.size, _CHUNK)]
     first = 0
@@ -269,7 +224,7 @@ def check_index(
             raise damage(path, HEADER.size + 4 * (first + at), f"a length above 0 of document {first + at}", some[at])
         first += some.size
     first = 0
-    for expected in index_after(chunks, dtype, gap=gap):
+    for expected in index_after(chunks, dtype):
         found = rest[first : first + expected.size]
         expected = expected[: found.size]
         if not np.array_equal(found, expected):
@@ -284,11 +239,8 @@ def check_index(
 class MappedFiles:
     """Files that are mapped into memory, read as one: what many of them hold is gathered without a loop over them.
 
-    Between them lie holes and whatever else the process has, so every offset must be known to be inside a file.
-
-    Attributes:
-        bytes: From the first byte of the file that lies first to the last of the one that lies last.
-        begins: Of each file in `bytes`, in the order given.
+    Between them are holes and whatever else the process has, so every offset must be known to be inside a file.
+    `bytes` reaches from the first file in memory to the last, and `begins` has the place of each file in it.
     """
 
     def __init__(self, files: Sequence[mmap.mmap]) -> None:

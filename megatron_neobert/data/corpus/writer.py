@@ -4,7 +4,7 @@ Duplicates are left out and documents are held out here, not in the workers: dup
 are finished, and the chunks are the same for any share of held-out documents. A corpus shard holds whole chunks. Each
 one is a job of its own, so any process may write it, and finished ones are kept when a run is killed.
 
-Everything is built in PREFIX.partial/output and moved to its final name when all of it is on disk, the manifest last.
+Everything is built in PREFIX.partial and moved to its final name when all of it is on disk, the manifest last.
 Disk: chunks and corpus side by side; a chunk that becomes a whole corpus shard is linked and costs none. Memory: some
 megabytes of one chunk, a count per length that occurs, and a byte per document for duplicates and held-out documents.
 """
@@ -13,10 +13,9 @@ import hashlib
 import json
 import math
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,10 +30,9 @@ from megatron_neobert.data.corpus.format import (
     DUPLICATE,
     CorpusFiles,
     FileRecord,
-    LengthCounts,
     Manifest,
     Volume,
-    read_manifest,
+    length_statistics,
     reject_line,
     validation_files,
     volume_name,
@@ -46,13 +44,13 @@ from megatron_neobert.data.corpus.shard_job import (
     HELD_OUT,
     KEPT,
     ChunkFiles,
-    Layout,
     ShardCounts,
     ShardJob,
+    read_chosen,
 )
 from megatron_neobert.data.corpus.volumes import read_chunks
 from megatron_neobert.errors import DataError, OutputError
-from megatron_neobert.runtime.atomic_files import replace_file, replacing, sha256_of, sync_to_disk
+from megatron_neobert.runtime.atomic_files import replacing, sha256_of, sync_to_disk
 from megatron_neobert.runtime.jobs import Finished, read_all_finished, run_job, run_jobs
 from megatron_neobert.text import listed, parse_json
 
@@ -69,6 +67,11 @@ class OutputSettings:
     validation_fraction: float  # of the documents, chosen by their text, into a corpus of their own
     deduplicate: bool
 
+    @property
+    def training_choice(self) -> int | None:
+        """KEPT, or None if all documents are kept."""
+        return KEPT if self.deduplicate or self.validation_fraction else None
+
 
 class WrittenCorpus(NamedTuple):
     """The manifests of what has been written."""
@@ -78,12 +81,7 @@ class WrittenCorpus(NamedTuple):
 
 
 class _Corpus:
-    """One of the two corpora of a split, as it is finished in the folder of work.
-
-    Attributes:
-        shards: Records by the name of the job, in order, of those that have a document.
-        total: Their counts.
-    """
+    """One of the two corpora of a split, as it is finished in the folder of work; empty shards are left out."""
 
     def __init__(self, name: str, files: CorpusFiles, records: Mapping[str, Finished[ShardCounts]]) -> None:
         self.name, self.files = name, files
@@ -92,13 +90,15 @@ class _Corpus:
         for record in self.shards.values():
             self.total.add(record.result)
 
-    def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int) -> Manifest:
+    def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int | None) -> Manifest:
         """Complete the manifest by what follows from the documents; write it, and the file of their attributes."""
-        total, lengths, attributes = self.total, LengthCounts(self.total.lengths), None
+        total, attributes = self.total, None
         if "attributes" in chunks[0].sha256:
             path = work / f"{self.name}_attributes"
             files = [work.parent / f"{chunk.name}.attributes" for chunk in chunks]
-            join_columns(path, files, _chosen(work, chunks, choice))
+            firsts = accumulate((chunk.documents for chunk in chunks), initial=0)
+            places = zip(firsts, chunks, strict=False)
+            join_columns(path, files, (read_chosen(work, choice, first, some.documents) for first, some in places))
             sync_to_disk(path)
             attributes = FileRecord(path.stat().st_size, sha256_of(path))
         volumes = [
@@ -118,9 +118,9 @@ class _Corpus:
                 for name, record in draft.inputs.items()
             },
             documents=total.documents,
-            tokens=lengths.tokens,
+            tokens=total.tokens,
             unknown_tokens=total.unknown_tokens,
-            statistics=lengths.statistics(),
+            statistics=length_statistics(total.lengths),
             attributes=attributes,
             volumes=volumes,
         )
@@ -146,25 +146,23 @@ def write_corpus(
     *,
     folder: Path,
     workers: int | None = None,
-    on_progress: Callable[[int], None] = lambda _: None,
 ) -> WrittenCorpus:
     """Write the corpus of these chunks, and replace what exists under its name.
 
     Args:
         chunks: In the order of the inputs, the chunks of an input file one after the other.
         draft: From `draft_manifest`.
-        folder: PREFIX.partial, for this call alone; its sub-folder `output` is used and removed.
+        folder: PREFIX.partial, for this call alone; its sub-folder `output-HASH` is used and removed.
         workers: Number of processes.
-        on_progress: Called with the bytes of token ids that are written.
 
     Raises:
         DataError: No document is left for the corpus, or none is held out for validation.
     """
-    work = folder.absolute() / "output"
     kept = [chunk for chunk in chunks if chunk.documents]
+    work = _prepare_folder(folder.absolute(), kept, output, draft)
     jobs = _plan_jobs(work, kept, output, draft)
     try:
-        records = _write_shards(jobs, workers, on_progress)
+        records = _write_shards(jobs, workers)
         split = output.validation_fraction
         held_out = _Corpus(
             _VALIDATION, validation_files(output.files), {_VALIDATION: records.pop(_VALIDATION)} if split else {}
@@ -179,7 +177,7 @@ def write_corpus(
         duplicates = sum(chunk.documents for chunk in chunks) - sum(documents)
         draft = replace(draft, dropped=draft.dropped | ({DUPLICATE: duplicates} if duplicates else {}))
         of_training = replace(draft, part_of="training" if split else "all", held_out=documents[1])
-        manifest, validation = training.write_manifest(work, of_training, kept, KEPT), None
+        manifest, validation = training.write_manifest(work, of_training, kept, output.training_choice), None
         if split:
             of_validation = replace(draft, part_of="validation", held_out=documents[0])
             validation = held_out.write_manifest(work, of_validation, kept, HELD_OUT)
@@ -209,42 +207,38 @@ def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
         )
 
 
-def _chosen(work: Path, chunks: Sequence[ChunkFiles], choice: int) -> Iterator[NDArray[np.bool_]]:
-    """Yield True for each document of a chunk of which `choice` was made, chunk by chunk."""
-    first = 0
-    for chunk in chunks:
-        if (work / CHOICES).exists():
-            yield np.fromfile(work / CHOICES, np.uint8, chunk.documents, offset=first) == choice
-        else:
-            yield np.ones(chunk.documents, dtype=np.bool_)
-        first += chunk.documents
-
-
-def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> list[ShardJob]:
-    """Prepare the folder, and return one job per corpus shard, the one that may take longest first."""
-    has_choices = output.deduplicate or output.validation_fraction > 0
+def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> Path:
+    """Return the folder of work, which is named by all that decides the bytes; remove what a killed call has left."""
     settings = {name: value for name, value in vars(output).items() if name != "files"}
-    layout = Layout(list(chunks), settings, draft.dtype, draft.special_tokens["unk"], has_choices)
-    content = json.dumps(msgspec.to_builtins(layout))
-    file = work / "layout.json"
-    if file.exists() and file.read_text() == content:
-        for other in work.iterdir():
-            if other.suffix not in (".bin", ".idx", ".done", ".json") and other.name != CHOICES:
-                other.unlink()  # it was being written
-    else:
-        if work.exists():
-            shutil.rmtree(work)
-        work.mkdir()
-        replace_file(file, content)
-    if has_choices and not (work / CHOICES).exists():
-        hashes = [work.parent / f"{chunk.name}.hashes" for chunk in chunks]
+    decisive = [msgspec.to_builtins(chunks), settings, draft.dtype, draft.special_tokens["unk"]]
+    work = folder / f"output-{hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]}"
+    for other in folder.glob("output-*"):
+        if other != work:
+            shutil.rmtree(other)
+    work.mkdir(exist_ok=True)
+    for file in work.iterdir():
+        if file.suffix not in (".bin", ".idx", ".done", ".json") and file.name != CHOICES:
+            file.unlink()  # it was being written
+    if output.training_choice is not None and not (work / CHOICES).exists():
+        hashes = [folder / f"{chunk.name}.hashes" for chunk in chunks]
         with replacing(work / CHOICES) as temporary, temporary.open("wb") as stream:
             for choices in choose(hashes, work, output):
                 stream.write(choices.data)
-    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    return work
+
+
+def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> list[ShardJob]:
+    """Return one job per corpus shard, the one that may take longest first."""
+
+    firsts = [*accumulate((chunk.documents for chunk in chunks), initial=0)]
+
+    def job(name: str, some: range, choice: int | None) -> ShardJob:
+        own = tuple(chunks[some.start : some.stop])
+        return ShardJob(work, name, own, firsts[some.start], choice, draft.dtype, draft.special_tokens["unk"])
+
     ranges = lay_out(chunks, output, np.dtype(draft.dtype).itemsize)
-    jobs = [ShardJob(work, str(number), sha256, some, KEPT) for number, some in enumerate(ranges)]
-    validation = ShardJob(work, _VALIDATION, sha256, range(len(chunks)), HELD_OUT)
+    jobs = [job(str(number), some, output.training_choice) for number, some in enumerate(ranges)]
+    validation = job(_VALIDATION, range(len(chunks)), HELD_OUT)
     return [validation, *jobs] if output.validation_fraction else jobs
 
 
@@ -278,24 +272,13 @@ def choose(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> 
         yield choices
 
 
-def _write_shards(
-    jobs: Sequence[ShardJob], workers: int | None, on_progress: Callable[[int], None]
-) -> dict[str, Finished[ShardCounts]]:
+def _write_shards(jobs: Sequence[ShardJob], workers: int | None) -> dict[str, Finished[ShardCounts]]:
     """Do all jobs that an earlier call has not finished; return the records by name, in the order of the jobs."""
-    records: dict[str, Finished[ShardCounts]] = {}
-    written: Counter[str] = Counter()
-
-    def note(progress: tuple[str, int]) -> None:
-        written[progress[0]] = progress[1]
-        on_progress(written.total())
-
-    for job, record in zip(jobs, read_all_finished(jobs), strict=True):
-        if record is not None:
-            records[job.name] = record
+    earlier = zip(jobs, read_all_finished(jobs), strict=True)
+    records = {job.name: record for job, record in earlier if record is not None}
     missing = [job for job in jobs if job.name not in records]
-    for job, new in run_jobs(run_job, missing, workers=workers, on_report=note):
+    for job, new in run_jobs(run_job, missing, workers=workers):
         records[job.name] = new
-        note((job.name, new.files["bin"].bytes))
     return {job.name: records[job.name] for job in jobs}
 
 
@@ -313,29 +296,10 @@ def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> N
 
 
 def _remove_old(files: CorpusFiles) -> None:
-    """Remove the corpus that is replaced.
-
-    The manifests go first: a new .bin beside an old .idx must not pass for a corpus. Then the corpus shards, of which
-    there may have been more.
-    """
+    """Remove the corpus that is replaced, its manifests first: a new .bin beside an old .idx must not pass for one."""
     both = (files, validation_files(files))
-    old = [file for one in both for file in _old_files(one)]
     for one in both:
         one.manifest.unlink(missing_ok=True)
     sync_to_disk(files.manifest.parent)
-    for file in (*old, files.rejects):
+    for file in (*(file for one in both for file in one.existing_volumes()), files.rejects):
         file.unlink(missing_ok=True)
-
-
-def _old_files(files: CorpusFiles) -> list[Path]:
-    """Return the .bin, .idx and attributes of a corpus, the last corpus shard first.
-
-    Its manifest lists them. If that cannot be read, it was of version 1, in one corpus shard, or a run was killed while
-    it replaced the corpus: shards are removed from the last and moved from the first, so numbers have no gap then.
-    """
-    try:
-        names = [volume.name for volume in read_manifest(files.manifest).volumes]
-    except (DataError, OSError):
-        numbered = (volume_name(files.name, number, volumes=2) for number in count())
-        names = list(takewhile(lambda name: any(file.exists() for file in files.volume_files(name)), numbered))
-    return [files.attributes, *(file for name in (*reversed(names), files.name) for file in files.volume_files(name))]

@@ -13,8 +13,7 @@ of them, and 80 bytes for each document of a range, and of those that share one 
 end: 5 bytes per document, 20 per duplicate.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, lru_cache
@@ -27,23 +26,17 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.drop_list import write_drop_list
+from megatron_neobert.data.corpus.drop_list import read_drop_list, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.volumes import read_chunks
-from megatron_neobert.data.deduplication.minhash import (
-    MinHashSettings,
-    band_keys,
-    jaccard,
-    minima,
-    shingles,
-)
-from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.executors import Report
-from megatron_neobert.runtime.jobs import Job, JobFolder, read_all_finished, run_job, run_jobs
+from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
+from megatron_neobert.runtime.jobs import Job, JobFolder, progress_bar, read_all_finished, run_job, run_jobs
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import percent
+from megatron_neobert.text import parse_json, percent
 
 CHUNK_DOCUMENTS = 1 << 18  # what a kill makes a worker do again
+BUCKET_DOCUMENTS = 12_000_000  # whose keys of one band are compared at a time, with 80 bytes of memory each
 _BATCH_TOKENS = 1 << 20  # read at a time; a longer document, or pair, is read whole
 _PAIRS_AT_ONCE = 1 << 17  # whose lengths are looked up together: 40 MB
 _JOINED_AT_ONCE = 1 << 20  # documents
@@ -64,11 +57,6 @@ class FindSettings:
     executor: Literal["local", "ray"] = option("local", "where the work runs")
     ray_address: str | None = option(None, "host:port of a cluster (RAY_ADDRESS; at first: a new one)")
     workers: int | None = option(None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1)
-    bucket_documents: int = option(
-        12_000_000,
-        "compare about so many keys at a time, with 80 bytes of memory each; the list is the same for any number",
-        minimum=1,
-    )
     resume: bool = option(False, "keep what an earlier run of the same command has finished")
     overwrite: bool = option(False, "replace an existing list, and what another run has begun")
 
@@ -79,7 +67,11 @@ def print_duplicates(options: FindSettings) -> None:
     Of documents that are alike the first one stays. Training reads the list with --data-path PREFIX:drop=FILE; nothing
     is copied.
     """
-    found = find_duplicates(options, on_progress=lambda text: print(text, file=sys.stderr, flush=True))
+    if options.resume and is_complete(options):
+        _job_folder(options).sweep()
+        print(f"{options.output} is complete; nothing to do")
+        return
+    found = find_duplicates(options)
     for corpus in found["corpora"]:
         documents, tokens = corpus["dropped_documents"], corpus["dropped_tokens"]
         print(
@@ -87,12 +79,6 @@ def print_duplicates(options: FindSettings) -> None:
             f"({percent(documents / corpus['documents'], digits=2)}), with "
             f"{percent(tokens / corpus['tokens'], digits=2)} of the tokens"
         )
-        if documents == corpus["documents"]:
-            print(
-                f"warning: the list drops all {documents:,} documents of {corpus['prefix']}, and training refuses a "
-                "corpus without documents; leave it out of --data-path",
-                file=sys.stderr,
-            )
     print(f"{found['clusters']:,} clusters of near-duplicates, the largest of {found['largest_cluster']:,} documents")
     print(f"wrote {options.output}")
 
@@ -140,7 +126,7 @@ class SignatureJob(Job[None]):
     documents: Documents
     numbers: range
 
-    def work(self, files: Mapping[str, NewFile], report: Report) -> None:
+    def work(self, files: Mapping[str, NewFile]) -> None:
         """Write the sorted keys of each band, and then in this order the documents, counted from the chunk's first."""
         minhash = self.documents.minhash
         ((_, corpus, in_corpus),) = self.documents.by_corpus(np.arange(self.numbers.start, self.numbers.stop))
@@ -179,7 +165,7 @@ class PairJob(Job[None]):
     bucket: int
     buckets: int
 
-    def work(self, files: Mapping[str, NewFile], report: Report) -> None:
+    def work(self, files: Mapping[str, NewFile]) -> None:
         """Of documents that share a key, compare each one with the first of them and with the one before it.
 
         All pairs of n documents would be n^2 / 2, and one text may occur a million times. What neither of the two is
@@ -239,7 +225,7 @@ def signature_jobs(folder: Path, documents: Documents) -> list[SignatureJob]:
     return [SignatureJob(folder, f"signatures-{chunk.start}", documents, chunk) for chunk in documents.chunks]
 
 
-def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None]) -> dict[str, Any]:
+def find_duplicates(settings: FindSettings) -> dict[str, Any]:
     """Find near-duplicates and write the drop list; what a killed call has finished is not done again.
 
     Returns:
@@ -257,8 +243,7 @@ def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None
             f"--threshold {settings.minhash.threshold} is not above 0 and at most 1, as a Jaccard index is; change it."
         )
     corpora = _open_corpora(settings.prefixes)
-    path = settings.output.absolute().with_name(f"{settings.output.name}.partial")  # workers have other folders
-    with JobFolder(path) as folder:
+    with _job_folder(settings) as folder:
         continued = settings.overwrite or (settings.resume and folder.has_begun)
         if settings.output.exists() and not continued:
             raise OutputError(f"--output {settings.output} exists already; choose another, or replace with --overwrite")
@@ -276,18 +261,40 @@ def find_duplicates(settings: FindSettings, *, on_progress: Callable[[str], None
             "version": __version__,
         }
         folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
-        _do(signature_jobs(path, documents), settings, "signatures", on_progress)
-        buckets = -(-len(documents) // settings.bucket_documents)
+        _do(signature_jobs(folder.path, documents), settings, "signatures")
+        buckets = -(-len(documents) // BUCKET_DOCUMENTS)
         pairs = [
-            PairJob(path, f"pairs-{band}-{bucket}-of-{buckets}", documents, band, bucket, buckets)
+            PairJob(folder.path, f"pairs-{band}-{bucket}-of-{buckets}", documents, band, bucket, buckets)
             for band in range(settings.minhash.bands)
             for bucket in range(buckets)
         ]
-        _do(pairs, settings, "pairs", on_progress)
+        _do(pairs, settings, "pairs")
         clusters = join(len(documents), [job.file("pairs") for job in pairs])
         found = _write(settings, corpora, clusters)
         folder.remove()
     return found
+
+
+def is_complete(settings: FindSettings) -> bool:
+    """Return True if the list of these corpora and settings exists, whole, so that --resume has nothing left to do."""
+    if _job_folder(settings).has_begun:
+        return False
+    corpora = _open_corpora(settings.prefixes)
+    try:
+        for corpus in corpora:
+            read_drop_list(settings.output, corpus.manifest, corpus.prefix)
+    except (MissingInputError, DataError):
+        return False
+    with settings.output.open("rb") as stream:
+        header = parse_json(stream.readline())
+    in_order = [entry["documents_sha256"] for entry in header["corpora"]]
+    is_same = all(header.get(name) == value for name, value in asdict(settings.minhash).items())
+    return is_same and in_order == [corpus.manifest.documents_sha256 for corpus in corpora]
+
+
+def _job_folder(settings: FindSettings) -> JobFolder:
+    """Return OUTPUT.partial, not yet entered, by an absolute path: workers have other folders."""
+    return JobFolder(settings.output.absolute().with_name(f"{settings.output.name}.partial"))
 
 
 def join(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:
@@ -328,21 +335,17 @@ def _batches(lengths: NDArray[np.integer]) -> Iterator[slice]:
         first = stop
 
 
-def _do(
-    jobs: Sequence[SignatureJob] | Sequence[PairJob],
-    settings: FindSettings,
-    what: str,
-    on_progress: Callable[[str], None],
-) -> None:
+def _do(jobs: Sequence[SignatureJob] | Sequence[PairJob], settings: FindSettings, what: str) -> None:
     """Do the jobs that are not finished."""
     records = zip(jobs, read_all_finished(jobs), strict=True)
     missing = [job for job, record in records if record is None]
     results = run_jobs(
         run_job, missing, workers=settings.workers, executor=settings.executor, ray_address=settings.ray_address
     )
-    with closing(results):
-        for number, _ in enumerate(results, start=len(jobs) - len(missing) + 1):
-            on_progress(f"{what}: {number:,} of {len(jobs):,}")
+    done = len(jobs) - len(missing)
+    with closing(results), progress_bar(total=len(jobs), initial=done, desc=what, unit=" jobs") as bar:
+        for _ in results:
+            bar.update()
 
 
 @cache  # a worker has many chunks of one corpus

@@ -3,19 +3,21 @@
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from megatron_neobert.data.inputs.stream import BYTE_ORDER_MARK, is_url, named_errors, open_input
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.text import parse_json, without_credentials
+from megatron_neobert.text import without_credentials
 
 # Found in folders of input files, and read only if they are named themselves.
 _ABOUT_THE_DATA = re.compile(
-    r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)(\.(md|txt|rst|html))?", re.IGNORECASE
+    r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)(\.(md|txt|rst|html))?|dataset_(info|dict)\.json",
+    re.IGNORECASE,
 )
+_BESIDE_SAVED_SHARDS = re.compile(r"state\.json|cache-.*\.arrow")  # in a folder with dataset_info.json
 # What the file systems of fsspec call it, the surest first.
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "last_modified", "created")
 
@@ -28,16 +30,14 @@ class InputVersion(NamedTuple):
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Files and URLs named by paths, globs (`**` descends), folders and `@lists`, each glob and folder sorted.
+    """Return files and URLs named by paths, globs (`**` descends), folders and `@lists`, each glob and folder sorted.
 
     A folder gives all files below it except hidden ones, those that start with an underscore (`_SUCCESS`), and what is
-    there about the data (README, LICENSE, checksums). A data set that `datasets` has saved to disk gives its files in
-    its own order. The lines of a file `list.txt` are patterns for `@list.txt`. A file that is found several times, be
-    it by a symbolic link, is read once.
+    there about the data (README, LICENSE, checksums, what `datasets` saves beside its files). The lines of a file
+    `list.txt` are patterns for `@list.txt`. A file that is found several times, be it by a symbolic link, is read once.
 
     Raises:
         MissingInputError: A pattern matches no file, or something that is none, as a link to nowhere.
-        DataError: A data set saved to disk names files outside of its folder.
     """
     found: dict[str, str] = {}
     for pattern in _with_lists(patterns):
@@ -50,7 +50,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def input_version(path: str) -> InputVersion:
-    """Size, and time of the latest change or what a server has instead of it."""
+    """Return size, and time of the latest change or what a server has instead of it."""
     if not is_url(path):
         status = Path(path).stat()
         return InputVersion(status.st_size, str(status.st_mtime_ns))
@@ -61,7 +61,7 @@ def input_version(path: str) -> InputVersion:
 
 
 def version_in(facts: dict[str, Any], url: str) -> InputVersion:
-    """That of a URL, of what its file system says about it."""
+    """Return the version of a URL from the facts that its file system has about it."""
     if facts.get("size") is None:
         raise DataError(f"{url}: its server does not report its size; copy it to a disk and name that file")
     versions = (str(facts[key]) for key in _VERSION_KEYS if facts.get(key))
@@ -69,7 +69,7 @@ def version_in(facts: dict[str, Any], url: str) -> InputVersion:
 
 
 def input_sha256(path: str) -> str | None:
-    """Reads a local file; None for a URL, since what is transferred twice is paid for twice."""
+    """Hash a local file; None for a URL, since what is transferred twice is paid for twice."""
     return None if is_url(path) else sha256_of(Path(path))
 
 
@@ -87,63 +87,32 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
 
 def _local_files(pattern: str) -> list[str]:
     files = []
-    for match in [pattern] if Path(pattern).exists() else sorted(_glob(pattern)):
-        top = Path(match)
-        if top.is_dir():
-            paths = (Path(folder, name) for folder, names in _walk(match, hidden="._") for name in names)
-            below = [path.relative_to(top).as_posix() for path in paths]
-            files += [top / name for name in _data_among(match, below, lambda path: Path(path).read_bytes())]
-        else:
-            files.append(top)
+    matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+    for top in map(Path, matches):
+        files += [top / name for name in _data_among(_walk(top))] if top.is_dir() else [top]
     for file in files:
         if not file.is_file():
             raise MissingInputError(f"{file} is neither a file nor a folder; repair the link, or remove it")
     return [str(file) for file in files]
 
 
-def _glob(pattern: str) -> list[str]:
-    """What a pattern matches. `**` enters no folder twice: `glob` follows links in circles, 40 levels deep."""
-    parts = pattern.split("/")
-    if "**" not in parts:
-        return glob.glob(pattern)  # noqa: PTH207  (Path.glob refuses absolute patterns)
-    at = parts.index("**")
-    before, after = "/".join(parts[:at]) or ("/" if at else "."), parts[at + 1 :]
-    tops = [top for top in glob.glob(before) if Path(top).is_dir()]  # noqa: PTH207
-    if not any(after):
-        return tops  # of which everything is taken
-    below = [folder.rstrip("/") for top in tops for folder, _ in _walk(top, hidden=".")]
-    return [str(Path(match)) for folder in below for match in _glob("/".join([glob.escape(folder), *after]))]
-
-
-def _walk(top: str, *, hidden: str) -> Iterator[tuple[str, list[str]]]:
-    """All folders with the names of their files; one that leads back to itself, or is linked twice, is entered once.
-
-    Args:
-        hidden: Characters; folders whose names begin with one of them are left out.
-    """
+def _walk(top: Path) -> Iterator[str]:
+    """Yield all files below a folder by their paths in it; a folder that leads back to itself is entered once."""
 
     def refuse(error: OSError) -> None:
         raise error
 
     entered = {os.path.realpath(top)}
     for folder, inner, files in os.walk(top, followlinks=True, onerror=refuse):
-        yield folder, files
-        candidates = sorted(name for name in inner if name[0] not in hidden)
-        inner.clear()
-        for name in candidates:
-            target = os.path.realpath(Path(folder, name))
-            if target not in entered:
-                entered.add(target)
-                inner.append(name)
+        yield from (Path(folder, name).relative_to(top).as_posix() for name in files)
+        targets = {name: os.path.realpath(Path(folder, name)) for name in sorted(inner) if name[0] not in "._"}
+        new = {target: name for name, target in targets.items() if target not in entered}
+        entered |= new.keys()
+        inner[:] = sorted(new.values())
 
 
 def file_system_of(url: str) -> tuple[Any, str]:
-    """What fsspec reads a URL with, and the path for it; the same in all threads of a process.
-
-    Raises:
-        ConfigError: Nothing reads such URLs.
-        MissingPackageError: What reads them is not installed.
-    """
+    """Return the fsspec file system of a URL, the same in all threads of a process, and the path for it."""
     with named_errors(url):
         import fsspec
 
@@ -170,43 +139,21 @@ def _remote_files(url: str) -> list[str]:
             if not file_system.isfile(match):
                 top = match.rstrip("/") + "/"
                 names = [file.removeprefix(top) for file in file_system.find(match)] if file_system.isdir(match) else []
-                below = [top + name for name in _data_among(top, names, file_system.cat_file)]
+                below = [top + name for name in _data_among(names)]
             files += [file_system.unstrip_protocol(file) for file in below]
         return files
 
 
-def _data_among(top: str, names: Sequence[str], read: Callable[[str], bytes]) -> list[str]:
-    """Return the input files below the folder `top`, given the paths of its files within it."""
+def _data_among(names: Iterable[str]) -> list[str]:
+    """Return the input files of a folder, sorted, given the paths of its files within it."""
     paths = sorted(path for path in map(PurePosixPath, names) if not any(part[0] in "._" for part in path.parts))
-    paths = [path for path in paths if not _ABOUT_THE_DATA.fullmatch(path.name)]
-    states = [PurePosixPath(top, path) for path in paths if path.name == "state.json"]
-    files_of = {path.parent: _saved_files(path, read(str(path))) for path in states}
-    saved = {folder.relative_to(top): files for folder, files in files_of.items() if files}
-    found: dict[str, None] = {}
-    present = set(names) if saved else set()
-    for path in paths:
-        if path.parent in saved:
-            files = [str(path.parent / file) for file in saved[path.parent]]
-            missing = [file for file in files if file not in present]
-            if missing:
-                raise MissingInputError(f"{top}: {missing[0]} is missing, which its state.json names; fetch it again")
-            found.update(dict.fromkeys(files))
-        elif not (saved and path.name == "dataset_dict.json"):
-            found[str(path)] = None
-    return list(found)
-
-
-def _saved_files(path: PurePosixPath, state: bytes) -> list[str]:
-    """The files that the state.json of a saved data set names; none if it is another file of that name."""
-    try:
-        entries = parse_json(state)["_data_files"]
-        names = [entry["filename"] for entry in entries]
-    except (ValueError, TypeError, KeyError):
-        return []
-    for name in names:
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
-            raise DataError(f"{path} names the file {name!r}; only names of files beside it are read: correct it")
-    return names
+    saved = {path.parent for path in paths if path.name == "dataset_info.json"}
+    return [
+        str(path)
+        for path in paths
+        if not _ABOUT_THE_DATA.fullmatch(path.name)
+        and not (path.parent in saved and _BESIDE_SAVED_SHARDS.fullmatch(path.name))
+    ]
 
 
 def input_label(path: str) -> str:

@@ -24,10 +24,11 @@ from megatron_neobert.data.inputs.stream import (
     named_errors,
     open_input,
 )
-from megatron_neobert.data.inputs.tables import RowGroup, read_column, row_groups
+from megatron_neobert.data.inputs.tables import find_row_cuts, read_column
 from megatron_neobert.data.inputs.text_files import find_cuts, read_lines, read_text
 from megatron_neobert.data.inputs.web_archives import read_archive
 from megatron_neobert.errors import DataError
+from megatron_neobert.text import parse_json
 
 CHUNK_BYTES = 256 << 20  # of text in a chunk: about a minute for the reference tokenizer
 
@@ -45,29 +46,23 @@ _FORMAT_MAGIC: dict[bytes, Format] = {
     b"WARC/": "warc",
 }
 # What would be taken for text, or has a remedy of its own; other binary files have NUL bytes or junk: _refuse_junk.
-_UNREADABLE_MAGIC = {
-    b"PK\x03\x04": ("a zip archive", "unpack it"),
-    b"filedesc://": ("an ARC archive", "convert it to WARC"),
-    b"%PDF-": ("a PDF document", "extract its text"),
-    b"{\\rtf": ("an RTF document", "extract its text"),
+_REFUSED_CONTENT = {
+    re.compile(rb"PK\x03\x04"): ("a zip archive", "unpack it"),
+    re.compile(rb".{257}ustar[\0 ]", re.DOTALL): ("a tar archive", "unpack it (tar -xf)"),
+    re.compile(rb"filedesc://"): ("an ARC archive", "convert it to WARC"),
+    re.compile(rb"%PDF-"): ("a PDF document", "extract its text"),
 }
-_TAR_MAGIC = (b"ustar\0", b"ustar  \0")  # after the first 257 bytes
 _MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
-_TEXT_NAMES = (".txt", ".text", ".md")
-_KEEP_MARKUP = "extract its text (or take it as it is: --input-format text)"
-_UNREADABLE_NAMES = {  # of what cannot be told from plain text by its content
-    ".csv": ("a CSV table", "write it again as parquet or JSON lines"),
-    ".tsv": ("a TSV table", "write it again as parquet or JSON lines"),
-    ".arc": ("an ARC archive", "convert it to WARC"),
-    ".htm": ("an HTML page", _KEEP_MARKUP),
-    ".html": ("an HTML page", _KEEP_MARKUP),
-    ".xhtml": ("an HTML page", _KEEP_MARKUP),
-    ".xml": ("an XML document", _KEEP_MARKUP),
+_REFUSED_TEXTS = {  # by the end of the name: what cannot be told from plain text by its content
+    r"\.[ct]sv": ("a CSV or TSV table", "write it again as parquet or JSON lines"),
+    r"\.arc": ("an ARC archive", "convert it to WARC"),
+    r"\.(x?html?|xml)": ("an HTML or XML page", "extract its text (or take it as it is: --input-format text)"),
 }
 # No file of these formats is empty, not even one without records: it is what a transfer that broke off has left.
 _NEVER_EMPTY = (".parquet", ".arrow", ".feather", ".gz", ".zst", ".bz2", ".xz")
 _COMPRESSED_NAME = re.compile(r"\.(gz|zst|bz2|xz)$")
 _READ_HERE = "input files are parquet, Arrow, JSON lines, plain text in UTF-8 or WARC"
+_TEXT_NAMES = (".txt", ".text", ".md")
 _CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # white space and escape occur in texts
 _JUNK_SHARE = 0.1  # of the first characters that are no UTF-8 or control codes; a text of another encoding has more
 
@@ -80,40 +75,20 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
         ConfigError: The file has no column for a --record-key.
     """
     whole = recognise(path, settings)
-    cuts: list[int] = []  # rows of a table, bytes of uncompressed lines or separated texts
-    separator = {"jsonl": "\n", "text": settings.text_separator}.get(whole.format)
+    cuts: list[int] = []  # rows of a table, bytes of uncompressed lines
+    has_lines = whole.format == "jsonl" or (whole.format == "text" and settings.text_separator == "\n")
     if whole.format in ("parquet", "arrow"):
-        cuts = row_cuts(row_groups(whole, settings), chunk_bytes=chunk_bytes)
-    elif whole.compression is None and separator is not None:
-        cuts = find_cuts(path, separator.encode(), chunk_bytes=chunk_bytes)
+        cuts = find_row_cuts(whole, settings, chunk_bytes=chunk_bytes)
+    elif whole.compression is None and has_lines:
+        cuts = find_cuts(path, chunk_bytes=chunk_bytes)
     edges = [0, *cuts, None]
     return [Chunk(path, whole.format, whole.compression, start or 0, end) for start, end in pairwise(edges)]
 
 
-def row_cuts(groups: list[RowGroup], *, chunk_bytes: int) -> list[int]:
-    """Rows at which to cut: between row groups, and inside those that are too large themselves."""
-    cuts, row, held = [], 0, 0  # held: bytes since the latest cut
-    for group in groups:
-        if held and held + group.text_bytes > chunk_bytes:
-            cuts.append(row)
-            held = 0
-        pieces = max(1, min(-(-group.text_bytes // chunk_bytes), group.rows))
-        cuts += [row + group.rows * piece // pieces for piece in range(1, pieces)]
-        held = group.text_bytes // pieces + (held if pieces == 1 else 0)
-        row += group.rows
-    return cuts
-
-
 def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Read all records of a chunk, in order.
+    """Read all records of a chunk, in order. Raise DataError if the file is damaged or has no text column of that name.
 
-    Args:
-        digest: Receives the bytes if they are read in order; of a table, only some columns are read.
-
-    Raises:
-        DataError: The file is damaged, or a parquet or Arrow file has no text column of that name.
-        MissingPackageError: A package that the address needs is not installed.
-        ModuleNotFoundError: A package that the format needs is not installed.
+    `digest` receives the bytes if they are read in order; of a table, only some columns are read.
     """
     numbers = 0
     try:
@@ -131,11 +106,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
 
 
 def recognise(path: str, settings: ReadSettings) -> Chunk:
-    """Return a whole input file as one chunk.
-
-    Raises:
-        DataError: The bytes belong to a format that is not read here.
-    """
+    """Return a whole input file as one chunk. Raise DataError if its bytes belong to a format that is not read here."""
     with named_errors(path), open_input(path) as file:
         head = file.read(_HEAD_BYTES)
     if not head and PurePosixPath(path).suffix.lower() in _NEVER_EMPTY:
@@ -169,44 +140,36 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
-    for magic, (kind, remedy) in _UNREADABLE_MAGIC.items():
-        if head.startswith(magic):
+    """Tell JSON lines from plain text. Raise DataError for JSON that spans lines, and for what is neither."""
+    for magic, (kind, remedy) in _REFUSED_CONTENT.items():
+        if magic.match(head):
             raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
-    if head.startswith(_TAR_MAGIC, 257):
-        raise DataError(f"{path} is a tar archive; {_READ_HERE}: unpack it (tar -xf)")
-    found = _lines_or_text(path, compression, head)
-    if found == "text":
-        suffix = PurePosixPath(_COMPRESSED_NAME.sub("", path.lower())).suffix
-        kind, remedy = _UNREADABLE_NAMES.get(suffix, ("", ""))
-        if not kind and (markup := _MARKUP.match(head.removeprefix(BYTE_ORDER_MARK).lstrip())):
-            kind, remedy = "an XML document" if b"?" in markup[0] else "an HTML page", _KEEP_MARKUP
-        if kind:
-            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
-    return found
-
-
-def _lines_or_text(path: str, compression: str | None, head: bytes) -> Format:
-    """Raise DataError for JSON that spans lines, and for binary files."""
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without a record
     if re.match(rb"\[\s*[{\]]", content):
         raise _spans_lines(path, compression, "an array of JSON objects", "'.[]'")
     lines = content.splitlines()
-    first = _first_object(content, cut=len(head) == _HEAD_BYTES)
-    if first is not None and "\n" in first:
-        raise _spans_lines(path, compression, "JSON whose objects span lines", ".")
-    if first is not None and first == lines[0].decode(errors="replace").rstrip():
+    first_is_cut = len(lines) == 1 and len(head) == _HEAD_BYTES
+    if _is_object(lines[0]) or (first_is_cut and re.match(rb'\{\s*"', content)):
         return "jsonl"
-    has_objects = any(_first_object(line) == line.decode(errors="replace").strip() for line in lines)
+    if _begins_with_object(content):
+        raise _spans_lines(path, compression, "JSON whose objects span lines", ".")
+    has_objects = any(map(_is_object, lines))
     if b"\0" in head or not has_objects:
         _refuse_junk(path, head)
-    if _COMPRESSED_NAME.sub("", path.lower()).endswith(_TEXT_NAMES):
-        return "text"
-    named_json = any(ending in PurePosixPath(path).name.lower() for ending in (".jsonl", ".ndjson", ".json"))
-    if has_objects and not named_json and _MARKUP.match(content):
-        return "text"  # a page with some data in it
-    return "jsonl" if has_objects or content.startswith(b"{") or named_json else "text"
+    name = _COMPRESSED_NAME.sub("", PurePosixPath(path).name.lower())
+    if not name.endswith(_TEXT_NAMES):
+        if re.search(r"\.(jsonl|ndjson|json)", name):
+            return "jsonl"
+        if (has_objects and not _MARKUP.match(content)) or content.startswith(b"{"):
+            return "jsonl"
+    if _MARKUP.match(content):
+        name = ".html"
+    for ending, (kind, remedy) in _REFUSED_TEXTS.items():
+        if re.search(rf"{ending}$", name):
+            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
+    return "text"
 
 
 def _spans_lines(path: str, compression: str | None, kind: str, query: str) -> DataError:
@@ -215,21 +178,18 @@ def _spans_lines(path: str, compression: str | None, kind: str, query: str) -> D
     return DataError(f"{path} is {kind}; {_READ_HERE}: convert it with {command} > {shlex.quote(path + '.jsonl')}")
 
 
-def _first_object(content: bytes, *, cut: bool = False) -> str | None:
-    """The JSON object that some bytes begin with, some invalid UTF-8 in it notwithstanding; None: there is none.
-
-    With `cut`, all of them where the object may end behind them.
-    """
-    text = content.decode(errors="replace").strip()
-    if not text.startswith("{"):
-        return None
+def _is_object(line: bytes) -> bool:
     try:
-        return text[: json.JSONDecoder().raw_decode(text)[1]]
-    except json.JSONDecodeError as error:
-        # Where only the cut is wrong with it, the parser comes to the end, or to a string that has none.
-        return text if cut and (error.msg.startswith("Unterminated") or error.pos >= len(text) - 6) else None
-    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of nested brackets
-        return None
+        return isinstance(parse_json(line.decode(errors="replace")), dict)
+    except ValueError:
+        return False
+
+
+def _begins_with_object(content: bytes) -> bool:
+    try:
+        return isinstance(json.JSONDecoder().raw_decode(content.decode(errors="replace"))[0], dict)
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
+        return False
 
 
 def _refuse_junk(path: str, head: bytes) -> None:

@@ -119,7 +119,7 @@ class RecordBatch:
 
 
 def decode(raw: bytes) -> tuple[str, bool]:
-    """The text, and whether invalid UTF-8 in it became U+FFFD."""
+    """Return the text, and whether invalid UTF-8 in it became U+FFFD."""
     try:
         return raw.decode(), False
     except UnicodeDecodeError:
@@ -135,7 +135,7 @@ def add_value(
     repaired: bool = False,
     origin: Origin | None = None,
 ) -> None:
-    """Adds what a record has under the text key; `raw` is the record, for the case that it is rejected."""
+    """Add what a record has under the text key; `raw` is the record, for the case that it is rejected."""
     if value is None:
         reject(batch, NULL_TEXT, number, "null", raw)
     elif not isinstance(value, str):
@@ -144,13 +144,15 @@ def add_value(
         add_text(batch, value, repaired=repaired, origin=origin)
 
 
-def add_text(batch: RecordBatch, text: str, *, repaired: bool = False, origin: Origin | None = None) -> None:
-    """Adds a text; one of white space only is dropped, and lone surrogates become U+FFFD."""
+def add_text(
+    batch: RecordBatch, text: str, *, repaired: bool = False, origin: Origin | None = None, size: int | None = None
+) -> None:
+    """Add a text of `size` bytes of UTF-8, None: unknown. White space is dropped, lone surrogates become U+FFFD."""
     if not text or text.isspace():
         batch.dropped[EMPTY_TEXT] += 1
         return
     try:
-        size = utf8_size(text)
+        size = size or utf8_size(text)
     except UnicodeEncodeError:
         text, repaired = _SURROGATE.sub("\ufffd", text), True
         size = utf8_size(text)

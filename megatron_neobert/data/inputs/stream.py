@@ -44,7 +44,7 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:[a-zA-Z][a-zA-Z0-9+.-]*:)*//")
 class Chunk:
     """Piece of an input file that one task reads: the whole file, or its range [start, end).
 
-    The range counts rows of a parquet or Arrow file, bytes of an uncompressed file of lines or separated texts.
+    The range counts rows of a parquet file, bytes of an uncompressed file of lines.
     """
 
     path: str  # or URL
@@ -100,12 +100,7 @@ def named_errors(path: str) -> Iterator[None]:
 
 
 def open_input(path: str) -> BinaryIO:
-    """The bytes of a file or URL, unbuffered, since it is read in large blocks.
-
-    Raises:
-        MissingInputError: The URL has no content.
-        MissingPackageError: The package for this kind of URL is not installed.
-    """
+    """Open a file or URL, unbuffered, since it is read in large blocks."""
     if not is_url(path):
         return Path(path).open("rb", buffering=0)
     with named_errors(path):
@@ -115,14 +110,14 @@ def open_input(path: str) -> BinaryIO:
 
 
 def compression_of(head: bytes) -> Compression | None:
-    """The compression that the first bytes of a file show."""
+    """Return the compression that the first bytes of a file show."""
     if _ZSTD_FRAME_TO_SKIP.match(head):
         return "zstd"
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def file_size(file: Any, path: str) -> int:
-    """Bytes in an open file; 0 where a server does not report it."""
+    """Return the bytes in an open file; 0 if a server does not report it."""
     return file.size or 0 if is_url(path) else os.fstat(file.fileno()).st_size
 
 
@@ -204,7 +199,7 @@ class ChunkStream(io.RawIOBase):
         return min(1.0, (self._position - self._chunk.start) / length) if length > 0 else 1.0
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
-        """At most `size` bytes; fewer only at the end, or before damage, which the next call raises."""
+        """Return at most `size` bytes; fewer only at the end, or before damage, which the next call raises."""
         if self._damage is not None:
             raise self._damage
         pieces, held = [], 0
@@ -244,7 +239,7 @@ class ChunkStream(io.RawIOBase):
             yield block
 
     def _decompressed(self) -> Iterator[bytes]:
-        """Concatenated streams are one, and zeros may fill up the end."""
+        """Yield decompressed bytes. Concatenated streams are one, and zeros may fill up the end."""
         compression = cast(Compression, self._chunk.compression)
         blocks, ahead = self._file_blocks(_READ_BYTES), b""
         while True:

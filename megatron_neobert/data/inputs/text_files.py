@@ -8,12 +8,13 @@ A plain text file is one UTF-8 document, or many with a separator between them. 
 its ends included.
 """
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple, cast
 
 import orjson
 
@@ -42,7 +43,7 @@ from megatron_neobert.data.inputs.stream import (
 )
 from megatron_neobert.text import parse_json
 
-_READ_BYTES = 64 << 10  # at a time, in search of separators
+_READ_BYTES = 64 << 10  # at a time, in search of line ends
 
 
 class TooLong(NamedTuple):
@@ -66,7 +67,7 @@ def read_lines(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
 
 
 def _read_objects(records: Records, first_number: int, settings: ReadSettings) -> RecordBatch:
-    """The texts of some JSON objects, given as bytes; blank ones are no records but have numbers."""
+    """Read the texts of some JSON objects, given as bytes; blank ones are no records but have numbers."""
     batch = RecordBatch(numbers=len(records))
     key, texts, size = settings.text_key, batch.texts, 0
     keys = settings.record_keys
@@ -90,7 +91,7 @@ def _read_objects(records: Records, first_number: int, settings: ReadSettings) -
 
 
 def _read_object(batch: RecordBatch, line: bytes | TooLong, number: int, settings: ReadSettings) -> None:
-    """Adds what the standard library reads, or why it is no text."""
+    """Add what the standard library reads, or why it is no text."""
     if isinstance(line, TooLong):
         return reject(batch, TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
     if not line or line.isspace():
@@ -135,7 +136,7 @@ def _look_up(record: dict[str, object], key: str) -> object:
 
 
 def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """What is blank between two separators is no record, just as a blank line among JSON lines is none."""
+    """Read plain text. What is blank between two separators is no record, just as a blank line among JSON lines."""
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     too_long = f"more than {limit:,} bytes"
     with ChunkStream(chunk, digest) as stream:
@@ -169,7 +170,7 @@ def _without_fields(number: int, settings: ReadSettings) -> Origin | None:
 
 
 def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterator[Records]:
-    """What lies between the separators, in groups of about BATCH_BYTES.
+    """Yield what is between the separators, in groups of about BATCH_BYTES.
 
     No record of more than `limit` bytes is held, and the rest after the last separator is a record unless empty.
     """
@@ -195,7 +196,7 @@ def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterat
 
 
 def group_records(records: Records, limit: int) -> Iterator[Records]:
-    """The same in groups of about BATCH_BYTES, in which those above `limit` bytes are TooLong."""
+    """Yield the same in groups of about BATCH_BYTES, in which those above `limit` bytes are TooLong."""
     if sum(map(len, records)) <= min(2 * BATCH_BYTES, limit):
         yield records
         return
@@ -211,38 +212,16 @@ def group_records(records: Records, limit: int) -> Iterator[Records]:
         yield group
 
 
-def find_cuts(path: str, separator: bytes, *, chunk_bytes: int) -> list[int]:
-    """Bytes of a file at which records begin, about `chunk_bytes` apart, so that readers of the pieces agree.
-
-    Separators may overlap (two line ends where there are three): only one that begins within no other is certain to
-    be found by a reader that comes from the beginning.
-    """
-    width = len(separator)
+def find_cuts(path: str, *, chunk_bytes: int) -> list[int]:
+    """Return the bytes of an uncompressed file at which to cut it: where lines begin, about `chunk_bytes` apart."""
     cuts: list[int] = []
-    with open_input(path) as file, named_errors(path):
-        size = file_size(file, path)
+    with named_errors(path), open_input(path) as raw:
+        size, file = file_size(raw, path), io.BufferedReader(cast(io.RawIOBase, raw), _READ_BYTES)
         while (target := (cuts[-1] if cuts else 0) + chunk_bytes) < size:
-            start = max(target - 2 * width, 0)
-            file.seek(start)
-            cut = _first_cut(file, separator, start, target)
-            if cut is None or cut >= size:
+            file.seek(target - 1)
+            while (line := file.readline(_READ_BYTES)) and not line.endswith(b"\n"):
+                pass
+            if file.tell() >= size:
                 break
-            cuts.append(cut)
+            cuts.append(file.tell())
     return cuts
-
-
-def _first_cut(file: BinaryIO, separator: bytes, start: int, target: int) -> int | None:
-    """The first byte from `target` on that follows a separator which overlaps no earlier one."""
-    width = len(separator)
-    window, latest = b"", -width  # latest: where the separator before began
-    while block := file.read(_READ_BYTES):
-        window += block
-        at = -1
-        while (at := window.find(separator, at + 1)) >= 0:
-            if start + at >= latest + width and start + at + width >= target:
-                return start + at + width
-            latest = start + at
-        keep = min(len(window), width - 1)
-        start += len(window) - keep
-        window = window[len(window) - keep :]
-    return None

@@ -9,9 +9,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,11 @@ from megatron_neobert.data.inputs.find import InputVersion, input_sha256, input_
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
 from megatron_neobert.data.inputs.stream import Chunk, InputDigest
-from megatron_neobert.data.preprocessing.counts import Counts, error_record
+from megatron_neobert.data.preprocessing.counts import Counts
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
-from megatron_neobert.errors import DataError, NeoBERTError
-from megatron_neobert.runtime.executors import Report
+from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
 from megatron_neobert.runtime.new_file import NewFile
 
@@ -50,7 +48,6 @@ class ChunkSettings:
     max_tokens: int | None
     filters: tuple[FilterSource, ...]
     with_hashes: bool
-    on_error: Literal["skip", "fail"]
 
 
 @dataclass(frozen=True)
@@ -61,17 +58,7 @@ class ChunkResult:
     input_sha256: str | None  # of the whole input file, with its first chunk; None for some URLs too
     numbers: int  # record numbers used up
     encoder: str
-    is_reference: bool
     compared: int  # documents whose ids a fast back end had to have in common with the reference
-    first_error: str | None
-
-
-class ChunkProgress(NamedTuple):
-    """How far a chunk has come, from its beginning."""
-
-    number: int
-    counts: Counts
-    fraction: float
     first_error: str | None
 
 
@@ -85,10 +72,9 @@ class ChunkJob(Job[ChunkResult]):
 
     result_type = ChunkResult
 
-    number: int  # of the chunk in this run
     chunk: Chunk
     version: InputVersion
-    input_name: str  # for people: "-" for standard input, else the path or URL
+    input_name: str  # for people, see input_label
     starts_input: bool
     settings: ChunkSettings
 
@@ -104,12 +90,12 @@ class ChunkJob(Job[ChunkResult]):
         more = {"hashes": self.settings.with_hashes, "attributes": bool(self.settings.read.record_keys)}
         return ["ids", "lengths", "rejects", *(kind for kind, is_wanted in more.items() if is_wanted)]
 
-    def work(self, files: Mapping[str, NewFile], report: Report) -> ChunkResult:
+    def work(self, files: Mapping[str, NewFile]) -> ChunkResult:
         """Tokenize the chunk.
 
         Raises:
             DamagedInput: The input file cannot be read to its end, or has changed.
-            DataError: A record is in error and --on-error is fail, or the tokenizer has changed.
+            DataError: The tokenizer has changed.
             BackendMismatch: A fast back end differs from the reference tokenizer.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
@@ -122,9 +108,10 @@ class ChunkJob(Job[ChunkResult]):
             try:
                 counts.add(writer.add(apply_filters(batch, self.settings.filters, self.input_name)))
             except BackendMismatch as mismatch:
-                raise BackendMismatch(f"{self}: {mismatch}") from mismatch
+                raise BackendMismatch(
+                    f"{self}: {mismatch}. Start again with --tokenizer-backend reference --overwrite"
+                ) from mismatch
             numbers += batch.numbers
-            report(ChunkProgress(self.number, counts, batch.progress, writer.first_error))
         if writer.columns:
             files["attributes"].write(pack_columns(writer.columns))
         if input_version(self.chunk.path) != self.version:
@@ -139,7 +126,6 @@ class ChunkJob(Job[ChunkResult]):
             input_sha256=whole_sha256,
             numbers=numbers,
             encoder=encoder.name,
-            is_reference=encoder.is_reference,
             compared=encoder.compared,
             first_error=writer.first_error,
         )
@@ -151,10 +137,10 @@ class ChunkJob(Job[ChunkResult]):
             raise DamagedInput(str(error).replace(self.chunk.path, self.input_name)) from error
 
 
-def tokenize_chunk(job: ChunkJob, report: Report) -> Finished[ChunkResult] | str:
+def tokenize_chunk(job: ChunkJob) -> Finished[ChunkResult] | str:
     """Do a job, and return its record, or why its input is damaged, which does not stop other jobs."""
     try:
-        return run_job(job, report)
+        return run_job(job)
     except DamagedInput as damage:
         return str(damage)
 
@@ -199,8 +185,6 @@ class _ChunkWriter:
             entry["raw_base64"] = base64.b64encode(record.raw).decode()
         self._files["rejects"].write(reject_line(entry))
         self.first_error = self.first_error or record.describe(job.chunk, job.input_name)
-        if job.settings.on_error == "fail":
-            raise error_record(self.first_error)
 
 
 def _keep(
@@ -228,14 +212,6 @@ _loaded: dict[tuple[str, bool], tuple[Tokenizer, Encoder]] = {}  # by fingerprin
 def remember(tokenizer: Tokenizer, encoder: Encoder) -> None:
     """Keep a tokenizer that this process has loaded, for its jobs."""
     _loaded[tokenizer.fingerprint, encoder.is_reference] = tokenizer, encoder
-
-
-def load_early(path: str, tokenizer_type: str, backend: Literal["auto", "fast", "reference"]) -> None:
-    """Load in a worker what its first job will probably need. The parent reports, once, what goes wrong."""
-    with suppress(NeoBERTError, OSError):
-        tokenizer = load_tokenizer(path, tokenizer_type=tokenizer_type)
-        remember(tokenizer, open_encoder(tokenizer, backend, probe=False))
-        import pyarrow.parquet  # noqa: F401
 
 
 def _load(settings: ChunkSettings) -> tuple[Tokenizer, Encoder]:

@@ -58,8 +58,3 @@ def check_error_rate(
             f"allows ({describe_reasons(counts.rejected)}); for example: {first_error}. "
             f"{remedy}, or allow more"
         )
-
-
-def error_record(first_error: str) -> DataError:
-    """Return the error of a run with --on-error fail."""
-    return DataError(f"{first_error}; correct the record, or leave such records out with --on-error skip")

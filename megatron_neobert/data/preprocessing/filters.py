@@ -8,7 +8,6 @@
 A filter must depend on the record alone, or the corpus would depend on the number of workers.
 """
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -36,34 +35,32 @@ Filter = Callable[[Record], str | Record | None]
 class FilterSource(NamedTuple):
     """Place of a filter's code."""
 
-    place: str  # a module, or the absolute path of a file
+    file: str  # an absolute path: workers have other folders
     function: str
-    sha256: str  # of the file that it stands in
+    sha256: str  # of the file
 
     @property
     def label(self) -> str:
         """Name of the filter in the manifest."""
-        return f"{Path(self.place).stem if self.place.endswith('.py') else self.place}:{self.function}"
+        return f"{Path(self.file).stem}:{self.function}"
 
 
 def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
-    """Find filters given as MODULE:FUNCTION or FILE.py:FUNCTION, with their code as it is now.
+    """Find filters given as FILE.py:FUNCTION, with their code as it is now.
 
     Raises:
-        ConfigError: There is no such file, module or function, or the manifest could not tell two filters apart.
+        ConfigError: There is no such file or function, or the manifest could not tell two filters apart.
     """
     sources: list[FilterSource] = []
     for name in names:
         place, _, function = name.rpartition(":")
-        if place.endswith(".py"):
-            place = str(Path(place).absolute())  # workers may stand elsewhere
+        file = Path(place).absolute()
         try:
-            source = FilterSource(place, function, _sha256_of(place))
+            source = FilterSource(str(file), function, sha256_of(file))
             is_filter = callable(load_filter(source))
         except Exception as error:  # a file that is imported may raise anything
             raise ConfigError(
-                f"--filter {name}: {type(error).__name__}: {error}; give FILE.py:FUNCTION or MODULE:FUNCTION, which "
-                "can be imported"
+                f"--filter {name}: {type(error).__name__}: {error}; give FILE.py:FUNCTION, which can be imported"
             ) from error
         if not is_filter:
             raise ConfigError(f"--filter {name}: {function} is no function; name one that takes a record")
@@ -83,29 +80,17 @@ def load_filter(source: FilterSource) -> Filter:
     Raises:
         DataError: Its file has changed since the run was planned.
     """
-    if _sha256_of(source.place) != source.sha256:
+    if sha256_of(Path(source.file)) != source.sha256:
         raise DataError(f"--filter {source.label} has changed since the run started; start again")
-    if not source.place.endswith(".py"):
-        return cast(Filter, getattr(importlib.import_module(source.place), source.function))
     # The code that --filter names on the command line.
     spec = importlib.util.spec_from_file_location(  # noqa: TID251
-        f"filters_{source.sha256[:16]}", source.place
+        f"filters_{source.sha256[:16]}", source.file
     )
-    assert spec and spec.loader, source.place
+    assert spec and spec.loader, source.file
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look up annotations that are strings
     spec.loader.exec_module(module)
     return cast(Filter, getattr(module, source.function))
-
-
-def _sha256_of(place: str) -> str:
-    file = place
-    if not place.endswith(".py"):
-        spec = importlib.util.find_spec(place)
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(f"no module {place}")
-        file = spec.origin
-    return sha256_of(Path(file))
 
 
 def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], shard: str) -> RecordBatch:

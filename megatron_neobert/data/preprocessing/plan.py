@@ -6,8 +6,6 @@ any order, and they are joined in this one.
 
 import hashlib
 import json
-import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,12 +34,9 @@ from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkSettings
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
 from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.atomic_files import sync_to_disk
+from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.jobs import JobFolder
 
-STANDARD_INPUT = "-"
-_STANDARD_INPUT_COPY = "standard_input"  # in PREFIX.partial, complete
 _PLANNING_THREADS = 16  # shards are opened one by one, and most of that is waiting for a network
 
 
@@ -51,7 +46,7 @@ class PreprocessSettings:
 
     inputs: tuple[str, ...] = option(
         help="input files: paths, globs ('**' descends), folders, URLs (s3://, gs://, hf://), @FILE with one per "
-        "line, or - for standard input. Recognised by content: parquet, Arrow and save_to_disk folders, JSON "
+        "line. Recognised by content: parquet, Arrow and save_to_disk folders, JSON "
         "lines, plain text, WARC and WET, compressed by gzip, zstd, bzip2 or xz or not",
         flag="--input",
         metavar="PATH",
@@ -66,12 +61,12 @@ class PreprocessSettings:
     )
     tokenizer_backend: Literal["auto", "fast", "reference"] = option(
         "auto",
-        "fast: nanotoken or gigatoken, checked against the reference all along, which takes over where they differ; "
+        "fast: nanotoken or gigatoken, checked against the reference all along: a difference ends the run; "
         "auto: fast where installed",
     )
     filter: tuple[str, ...] = option(
         (),
-        "called with each record, keeps, drops or rewrites it; or MODULE:FUNCTION. Repeatable, in this order",
+        "called with each record, keeps, drops or rewrites it; repeatable, in this order",
         metavar="FILE.py:FUNCTION",
         repeat=True,
         group="which documents are kept",
@@ -84,13 +79,11 @@ class PreprocessSettings:
         "share of the documents, chosen by their text, that goes to PREFIX_KEY_document_validation",
         metavar="FRACTION",
     )
-    on_error: Literal["skip", "fail"] = option(
-        "skip",
-        "a record without usable text is left out, counted, and listed in PREFIX_KEY_document.rejects.jsonl; or it "
-        "ends the run. Empty texts are dropped and counted",
-    )
     max_error_rate: float = option(
-        0.001, "end the run if more than this fraction of the records is in error", metavar="FRACTION"
+        0.001,
+        "end the run if more than this fraction of the records is in error: without usable text. Such records are left "
+        "out, counted, and listed in PREFIX_KEY_document.rejects.jsonl. Empty texts are dropped and counted",
+        metavar="FRACTION",
     )
     quarantine: bool = option(
         False,
@@ -134,11 +127,7 @@ class Plan:
     filter_sources: tuple[FilterSource, ...]
     versions: dict[str, InputVersion]  # by path or URL, in the order of reading
     chunks: list[Chunk]
-    damaged: dict[str, str]  # why an input file has no chunks, by path or URL; empty without --quarantine
-
-    def input_name(self, path: str) -> str:
-        """Return what messages, rejects and the manifest call an input file."""
-        return STANDARD_INPUT if STANDARD_INPUT in self.settings.inputs else input_label(path)  # it is the only one
+    damaged: dict[str, str]  # why an input file has no chunks, by its label; empty without --quarantine
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -146,6 +135,7 @@ class Plan:
         settings = self.settings
         return {
             "tokenizer": self.tokenizer.fingerprint,
+            "tokenizer backend": self.encoder.name,
             **asdict(settings.read),
             "filters": self.filter_sources,
             "min_tokens": settings.min_tokens,
@@ -171,7 +161,6 @@ class Plan:
             max_tokens=settings.max_tokens,
             filters=self.filter_sources,
             with_hashes=self.with_hashes,
-            on_error=settings.on_error,
         )
         jobs: list[ChunkJob] = []
         for number, chunk in enumerate(self.chunks):
@@ -183,10 +172,9 @@ class Plan:
                 ChunkJob(
                     folder=self.files.partial.absolute(),
                     name=name,
-                    number=number,
                     chunk=absolute,
                     version=self.versions[chunk.path],
-                    input_name=self.input_name(chunk.path),
+                    input_name=input_label(chunk.path),
                     starts_input=number == 0 or chunk.path != self.chunks[number - 1].path,
                     settings=of_all,
                 )
@@ -218,15 +206,8 @@ class Plan:
         }
 
 
-def open_job_folder(files: CorpusFiles) -> JobFolder:
-    """Return PREFIX.partial, not yet entered; a copy of standard input in it survives a run that finishes nothing."""
-    return JobFolder(files.partial, keep=files.partial / _STANDARD_INPUT_COPY)
-
-
 def plan_preprocessing(settings: PreprocessSettings) -> Plan:
-    """Find the input files and the tokenizer, and what would make the run fail early.
-
-    Nothing is written, but for the copy of standard input in PREFIX.partial.
+    """Find the input files and the tokenizer, and what would make the run fail early. Nothing is written.
 
     Raises:
         MissingInputError: An input or the tokenizer does not exist.
@@ -235,33 +216,12 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         ConfigError: The output of an earlier run is among the inputs, a table has no column for --record-key, or
             a fast back end is asked for and unusable.
     """
-    files = settings.files
     if not settings.resume:
-        refuse_existing(files, overwrite=settings.overwrite)
+        refuse_existing(settings.files, overwrite=settings.overwrite)
     tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
-    if STANDARD_INPUT not in settings.inputs:
-        return _plan_chunks(settings, tokenizer, encoder, find_inputs(settings.inputs))
-    copy = _receive_standard_input(settings)
-    try:
-        return _plan_chunks(settings, tokenizer, encoder, [copy])
-    except DataError:  # it cannot be read, now or by --resume
-        with open_job_folder(files) as folder:
-            folder.remove()
-        raise
-
-
-def _plan_chunks(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: Encoder, shards: list[str]) -> Plan:
-    output = settings.files.manifest.resolve()
-    for folder in (Path(name).resolve() for name in settings.inputs if Path(name).is_dir()):
-        if folder in output.parents:
-            raise ConfigError(
-                f"--output-prefix {settings.output_prefix} lies below --input {folder}, where a later run would find "
-                "the corpus among the shards; write to another folder"
-            )
-    for shard in (Path(name) for name in shards if "://" not in name):
-        if shard.parent.resolve() == output.parent and shard.name.startswith(f"{settings.files.name}."):
-            raise ConfigError(f"--input matches {shard}, which belongs to --output-prefix; write to another folder")
+    shards = find_inputs(settings.inputs)
+    _refuse_own_output(settings, shards)
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
         versions = list(threads.map(input_version, shards))
 
@@ -282,9 +242,9 @@ def _plan_chunks(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: En
             filter_sources=find_filters(settings.filter),
             versions=dict(zip(shards, versions, strict=True)),
             chunks=[chunk for chunks in looks.values() if isinstance(chunks, list) for chunk in chunks],
-            damaged={shard: str(found) for shard, found in looks.items() if isinstance(found, DataError)},
+            damaged={input_label(shard): str(found) for shard, found in looks.items() if isinstance(found, DataError)},
         )
-    names = Counter(map(plan.input_name, shards))
+    names = Counter(map(input_label, shards))
     if len(names) < len(shards):
         name = names.most_common(1)[0][0]
         raise ConfigError(
@@ -295,11 +255,25 @@ def _plan_chunks(settings: PreprocessSettings, tokenizer: Tokenizer, encoder: En
     return plan
 
 
+def _refuse_own_output(settings: PreprocessSettings, shards: list[str]) -> None:
+    """Raise ConfigError if the corpus is among the inputs, or would be among those of a later run."""
+    output = settings.files.manifest.resolve()
+    for folder in (Path(name).resolve() for name in settings.inputs if Path(name).is_dir()):
+        if folder in output.parents:
+            raise ConfigError(
+                f"--output-prefix {settings.output_prefix} lies below --input {folder}, where a later run would find "
+                "the corpus among the shards; write to another folder"
+            )
+    for shard in (Path(name) for name in shards if "://" not in name):
+        if shard.parent.resolve() == output.parent and shard.name.startswith(f"{settings.files.name}."):
+            raise ConfigError(f"--input matches {shard}, which belongs to --output-prefix; write to another folder")
+
+
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
     """Raise DataError about all damaged input files, unless they may be left out and others remain.
 
     Args:
-        damaged: Why, by path or URL.
+        damaged: Why, by the label of the input file.
     """
     if not damaged or (plan.settings.quarantine and len(damaged) < len(plan.versions)):
         return
@@ -313,17 +287,17 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 def is_complete(plan: Plan) -> bool:
     """Return True if the corpora of this plan exist, whole, so that --resume has nothing left to do."""
     files, settings = plan.files, plan.settings
-    manifest = None if open_job_folder(files).has_begun else _read_whole(files)
+    manifest = None if JobFolder(files.partial).has_begun else _read_whole(files)
     if manifest is None or (settings.split_validation and not _read_whole(validation_files(files))):
         return False
-    sizes = {plan.input_name(path): version.bytes for path, version in plan.versions.items()}
+    sizes = {input_label(path): version.bytes for path, version in plan.versions.items()}
     written = files.manifest.stat().st_mtime_ns
 
     def is_unchanged(path: str, version: InputVersion) -> bool:
         # A file server's clock may be ahead of this machine's, so a later time alone is no change.
         if is_url(path) or int(version.version) < written:
             return True
-        record = manifest.inputs.get(plan.input_name(path))
+        record = manifest.inputs.get(input_label(path))
         return record is not None and input_sha256(path) == record.sha256
 
     largest = max(volume.bin.bytes for volume in manifest.volumes)
@@ -368,28 +342,5 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
     yield from check_record_keys(settings.read.record_keys or ())
     if settings.ray_address is not None and settings.executor != "ray":
         yield f"--ray-address {settings.ray_address} has no effect without --executor ray"
-    if STANDARD_INPUT in settings.inputs and len(settings.inputs) > 1:
-        yield "--input - (standard input) stands alone; read the other files in another run"
-    if STANDARD_INPUT in settings.inputs and settings.dry_run:
-        yield "--dry-run cannot look at standard input and leave it there; write some of it to a file"
     if settings.read.text_separator == "":
         yield "--text-separator is empty; leave it out where each file is one document"
-
-
-def _receive_standard_input(settings: PreprocessSettings) -> str:
-    """Copy standard input to PREFIX.partial, where it can be read in chunks, and again after a restart."""
-    with open_job_folder(settings.files) as folder:
-        target = folder.path / _STANDARD_INPUT_COPY
-        if target.exists() and not settings.overwrite:
-            if not settings.resume:
-                raise OutputError(
-                    f"{folder.path} holds the standard input of an earlier run; continue with it by --resume, or read "
-                    "another by --overwrite"
-                )
-            return str(target)
-        incoming = target.with_suffix(".incoming")
-        with incoming.open("wb") as stream:
-            shutil.copyfileobj(sys.stdin.buffer, stream, 1 << 20)
-        sync_to_disk(incoming)
-        incoming.replace(target)
-    return str(target)

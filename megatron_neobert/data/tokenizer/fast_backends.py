@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import models
 
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer
-from megatron_neobert.errors import ConfigError, NeoBERTError
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.text import parse_json
 
 Backend = Literal["auto", "fast", "reference"]
@@ -58,7 +58,7 @@ _INVISIBLE = tuple(
 )
 
 
-class BackendMismatch(NeoBERTError):
+class BackendMismatch(ConfigError):
     """A fast back end failed or gave other ids than the reference: what it encoded is void."""
 
 

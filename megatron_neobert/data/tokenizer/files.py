@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
-from megatron_neobert.text import parse_json
+from megatron_neobert.text import parse_json, visible
 
 # Names of the special tokens where no tokenizer_config.json gives others: BERT's, then RoBERTa's.
 STANDARD_NAMES = {
@@ -31,8 +31,8 @@ _LARGEST_FILE_BYTES = 512 << 20  # a vocabulary of a million pieces takes 100 MB
 # The files of a folder that each of config.TOKENIZER_TYPES takes, best first.
 _FILE_NAMES = {
     "auto": ("tokenizer.json", "vocab.txt", "tokenizer.model", "spiece.model"),
-    "BertWordPieceLowerCase": ("vocab.txt", "tokenizer.json"),
-    "BertWordPieceCase": ("vocab.txt", "tokenizer.json"),
+    "BertWordPieceLowerCase": ("vocab.txt",),
+    "BertWordPieceCase": ("vocab.txt",),
     "HuggingFaceTokenizer": ("tokenizer.json", "vocab.txt"),
     "SentencePieceTokenizer": ("tokenizer.model", "spiece.model"),
 }
@@ -62,7 +62,7 @@ def find_tokenizer_file(path: Path, tokenizer_type: str) -> Path:
         )
     fitting: tuple[str, ...]
     if path.suffix == ".json":
-        kind, fitting = "a tokenizer.json", ("HuggingFaceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+        kind, fitting = "a tokenizer.json", ("HuggingFaceTokenizer",)
     elif is_sentencepiece(path):
         kind, fitting = "a SentencePiece model", ("SentencePieceTokenizer",)
     else:
@@ -96,15 +96,11 @@ def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.To
     """The back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
 
     Raises:
-        ConfigError: The type contradicts the file about upper and lower case, or the file is not BERT's.
+        ConfigError: The type contradicts the file about upper and lower case.
         DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
     """
     config = read_tokenizer_config(path.parent)
-    if path.suffix == ".json":
-        backend = _read_tokenizer_json(path)
-        _check_bert_type(backend, path, tokenizer_type)
-    else:
-        backend = _read_vocab_txt(path, config, tokenizer_type)
+    backend = _read_tokenizer_json(path) if path.suffix == ".json" else _read_vocab_txt(path, config, tokenizer_type)
     return backend, _find_special_names(backend, path, config)
 
 
@@ -172,22 +168,6 @@ def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tok
             f"upper-case letters ('{upper[0]}') and could never occur; use BertWordPieceCase"
         )
     return lower_case
-
-
-def _check_bert_type(backend: tokenizers.Tokenizer, path: Path, tokenizer_type: str) -> None:
-    if not tokenizer_type.startswith("BertWordPiece"):
-        return
-    normalizer = backend.normalizer
-    if not isinstance(backend.model, models.WordPiece) or not isinstance(normalizer, normalizers.BertNormalizer):
-        raise ConfigError(
-            f"--tokenizer-type {tokenizer_type} does not fit {path}, whose model is {type(backend.model).__name__} and "
-            f"whose normalizer is {type(normalizer).__name__}; use HuggingFaceTokenizer"
-        )
-    if normalizer.lowercase != (tokenizer_type == "BertWordPieceLowerCase"):
-        raise ConfigError(
-            f"--tokenizer-type {tokenizer_type} contradicts {path}, which says lowercase "
-            f"{json.dumps(normalizer.lowercase)}; use HuggingFaceTokenizer, which takes the file's word"
-        )
 
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
@@ -326,7 +306,7 @@ def _find_special_names(backend: tokenizers.Tokenizer, path: Path, config: dict[
         if known:
             names[role] = known[0]
         else:
-            missing.append(candidates[0])
+            missing.append(visible(candidates[0])[:80])
     if missing:
         raise DataError(
             f"{path}: {', '.join(missing)} missing among {backend.get_vocab_size()} ids; training needs "

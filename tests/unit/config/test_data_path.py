@@ -39,7 +39,7 @@ def test_an_expression_may_have_colons_and_slashes_in_its_texts(expression, form
     (component,) = parse_data_path([form.format(expression)])
     minimum, drop = (1, None) if form == "C:where={}" else (5, "l/x")
     assert component == Component("C", minimum=minimum, where=expression, drop=drop)
-    assert component.expression == ("" if minimum == 1 else "length>=5 and ") + f"({expression})"
+    assert component.conditions == [*([] if minimum == 1 else ["length>=5"]), expression]
 
 
 def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():

@@ -1,5 +1,7 @@
 """Expressions over attributes: a small grammar, and nothing of what a stranger writes is run."""
 
+import warnings
+
 import pytest
 
 from megatron_neobert.config.expressions import names_in, parse_expression
@@ -9,6 +11,9 @@ from megatron_neobert.errors import ConfigError
 def test_names_of_an_expression_are_its_attributes():
     tree = parse_expression(" not (a>=-1.5 and b in ['x', \"y:z\"]) or 1<c<=d and e and f not in [1] ")
     assert names_in(tree) == set("abcdef")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert names_in(parse_expression(r"a == '\d#'  # digits")) == {"a"}
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.card import Declared
 from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.compare import Checks, make_loud
 from checkpoint_conversion.export import export
 from checkpoint_conversion.mapping import ModelShape, split_halves
-from checkpoint_conversion.options import ExportOptions
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import ModelConfig, Settings
@@ -99,11 +97,9 @@ def build_reference() -> ReferenceNeoBERT:
     return make_loud(ReferenceNeoBERT(config))
 
 
-def convert(saved: SavedModel, output: Path, *, declared: Declared | None = None, **options: Any) -> Checks:
-    """Export the newest checkpoint; `options` are fields of ExportOptions."""
-    checkpoint = read_checkpoint(saved.save)
-    wanted = ExportOptions(load=saved.save, output=output, **options)
-    return export(checkpoint, output, tokenizer=checkpoint.tokenizer, options=wanted, declared=declared)
+def convert(saved: SavedModel, output: Path, **options: Any) -> Checks:
+    """Export the newest checkpoint; `options` are those of `export`."""
+    return export(read_checkpoint(saved.save), output, **options)
 
 
 def change_config(folder: Path, **fields: Any) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import call
 from saved_model import SavedModel
 from torch import Tensor
-from unit.tools.commands import call
 
 from checkpoint_conversion.checkpoint import read_checkpoint
 
@@ -26,7 +26,7 @@ def run(saved: SavedModel, internal: dict[str, Tensor]) -> Path:
     [((2,), (50, 40), 2.5), ((3,), (50, 40, 30), 2.0), ((2, "--iteration", 40), (40, 30), 1.5)],
 )
 def test_the_mean_of_checkpoints_is_a_checkpoint(run, tmp_path, internal, options, iterations, times):
-    _, output, _ = call("average_checkpoints", "--load", run, "--output", tmp_path / "mean", "--last", *options)
+    _, output, _ = call("average", "--load", run, "--output", tmp_path / "mean", "--last", *options)
     assert f"the mean of iterations {', '.join(map(str, iterations))}," in output
     mean = read_checkpoint(tmp_path / "mean")
     assert mean.tensors.keys() == internal.keys()
@@ -45,6 +45,6 @@ def test_too_few_checkpoints_and_those_of_different_models_are_refused(run, save
     settings = saved.iteration_folder / "settings.yaml"
     settings.write_text(settings.read_text().replace("rotary_base: 5000", "rotary_base: 7000"))
     saved.seal()
-    found, _, error = call("average_checkpoints", "--load", run, "--output", tmp_path / "mean", "--last", last)
+    found, _, error = call("average", "--load", run, "--output", tmp_path / "mean", "--last", last)
     assert found == code and message in error
     assert not (tmp_path / "mean").exists()

@@ -1,13 +1,11 @@
 """Converting: what cannot be right is refused and leaves nothing behind; the command says what it does."""
 
-import json
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
-from saved_model import MODEL, WORDS, assert_nothing_written, convert
-from unit.tools.commands import call
+from commands import call
+from saved_model import MODEL, assert_nothing_written, convert
 
 from checkpoint_conversion import export
 from megatron_neobert.config.schema import Settings
@@ -90,7 +88,7 @@ def test_command_fills_an_empty_folder_and_prints_the_comparison(saved, tmp_path
     )
     assert (code, complaints) == (0, "")
     assert "iter_0000030" in shown and "same token" in shown
-    assert re.search(r"wrote \S+model in \d+ s with at most [\d.]+ GiB of memory", shown)
+    assert re.search(r"wrote \S+model in \d+ s", shown)
     assert {"config.json", "conversion_report.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
 
 
@@ -105,36 +103,14 @@ def test_existing_output_is_refused_and_kept(saved, tmp_path, kind):
     assert mine.read_text() == "mine"
 
 
-def test_every_checkpoint_of_a_run_is_converted_once(saved, tmp_path):
-    output = tmp_path / "revisions"
-    assert to_hf(saved, output, "--all-iterations")[0] == 0
-    first = (output / "iter_0000030" / "config.json").stat().st_mtime_ns
-    shutil.copytree(saved.iteration_folder, saved.save / "iter_0000040")
-    assert "kept" in to_hf(saved, output, "--all-iterations")[1]
-    assert (output / "iter_0000030" / "config.json").stat().st_mtime_ns == first
-    assert json.loads((output / "iter_0000040" / "conversion_report.json").read_text())["source"]["iteration"] == 40
-    assert "nothing new to convert" in to_hf(saved, output, "--all-iterations")[1]
-    for other in (["--dtype", "bfloat16"], ["--max-shard-size", "1MB"], ["--sentence-transformers"]):
-        code, _, complaint = to_hf(saved, output, "--all-iterations", *other)
-        assert code == 73
-        assert "iter_0000030 exists already and is not empty" in complaint
-
-
 @pytest.mark.parametrize(
     ("flags", "lost", "code", "sentence"),
     [
         (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
         (["--load", "loop"], None, 66, "loop holds no checkpoint"),
-        (["--iteration", "30", "--all-iterations"], None, 2, "--iteration 30 and --all-iterations exclude each other"),
         (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77; it holds those of 30."),
         ([], "MANIFEST.json", 66, "checkpoints holds no checkpoint"),
         ([], "rank_00000.safetensors", 78, "rank_00000.safetensors: missing"),
-        (["--output", "checkpoints/model"], None, 73, "which is only read; name a folder elsewhere"),
-        (["--tokenizer-model", "other.txt"], None, 78, "other.txt (14 tokens) encodes differently from the"),
-        *(
-            ([f"--max-shard-size={size}"], None, 2, f"'{size}' is no size such as 500MB or 5GB")
-            for size in ("foo", "0GB", "500", "-5MB")
-        ),
     ],
 )
 def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
@@ -142,7 +118,6 @@ def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "other.txt").write_text("\n".join([*WORDS, "dog"]))
     if lost:
         (saved.iteration_folder / lost).unlink()
     ended, _, complaint = call("convert", "megatron-to-hf", "--load", "checkpoints", "--output", "model", *flags)

@@ -9,8 +9,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from commands import call
 from saved_model import assert_nothing_written, convert
-from unit.tools.commands import call
 
 from megatron_neobert.errors import OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder
@@ -33,7 +33,7 @@ def test_a_full_disk_is_a_sentence_with_exit_code_74_and_leaves_nothing(saved, t
     source = saved.save
     if direction == "hf-to-megatron":
         source = tmp_path / "source"
-        convert(saved, source, no_verification=True)
+        convert(saved, source, verified=False)
     with largest_file(size):
         code, _, complaint = call("convert", direction, "--load", source, "--output", tmp_path / "model")
     assert code == 74

@@ -8,12 +8,11 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 from saved_model import MODEL, WORDS
-from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from checkpoint_conversion.export import write_sentence_transformers_files
-from megatron_neobert.huggingface.auto_classes import register_neobert
 
 TEXTS = ["the cat sat on a mat .", "a mat"]
 MAX_TOKENS = MODEL.max_position_embeddings
@@ -56,19 +55,6 @@ def test_text_is_cut_at_max_seq_length_with_sep_at_its_end(model: SentenceTransf
     assert ids == [WORDS.index(word) for word in ("[CLS]", *["cat"] * (MAX_TOKENS - 2), "[SEP]")]
     fitting = " ".join(["cat"] * (MAX_TOKENS - 2))
     torch.testing.assert_close(encode(model, [text]), encode(model, [fitting]), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("layout", ["eurobert", "neobert"])
-def test_sparse_encoder_reads_the_masked_language_model_of_a_folder_without_these_files(exported: Any, layout: str):
-    register_neobert()
-    model = SparseEncoder(str(exported(layout=layout)[0]), device="cpu", local_files_only=True)
-    assert [type(module).__name__ for module in model] == ["Transformer", "SpladePooling"]
-    tokenizer = AutoTokenizer.from_pretrained(exported(layout=layout)[0], trust_remote_code=False)
-    inputs = tokenizer(TEXTS[0], return_tensors="pt")
-    network = AutoModelForMaskedLM.from_pretrained(exported(layout=layout)[0], trust_remote_code=False).eval()
-    with torch.no_grad():
-        expected = network(**inputs).logits[0].relu().log1p().amax(dim=0)
-    torch.testing.assert_close(model.encode(TEXTS[:1], convert_to_sparse_tensor=False)[0], expected)
 
 
 @pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.48.0")])

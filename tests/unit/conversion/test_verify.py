@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import call
 from safetensors.torch import load_file, save_file
 from saved_model import WORDS, change_config
-from unit.tools.commands import call
 
 from checkpoint_conversion import compare
 from checkpoint_conversion.compare import build_prompts, compare_logits

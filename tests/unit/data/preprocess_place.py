@@ -43,7 +43,7 @@ class Place:
         return PreprocessSettings(**{**defaults, **changes}, read=ReadSettings(**read))
 
     def run(self, name="run", **changes) -> PreprocessReport:
-        return preprocess(plan_preprocessing(self.settings(name, **changes)), on_progress=lambda progress: None)
+        return preprocess(plan_preprocessing(self.settings(name, **changes)))
 
     def corpus(self, name="run", *, end="") -> Corpus:
         return Corpus(self.folder / "out" / f"{name}_content_document{end}")

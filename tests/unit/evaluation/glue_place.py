@@ -3,9 +3,7 @@
 Every text is five words; its label follows from how many of them are "cat", so that a small model learns it.
 """
 
-import csv
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ HEADERS = {
     "STS-B": "sentence1,sentence2,label",
     "SST-2": "sentence,label",
 }
-SPLITS = {"train": 48, "validation": 24, "test": 12}
+SPLITS = {"train": 48, "validation": 24}
 POINT = Point(batch_size=8, learning_rate=3e-3, weight_decay=1e-5, seed=0)
 
 
@@ -33,13 +31,12 @@ def write_glue(folder: Path) -> Path:
         for split, count in SPLITS.items():
             ends = ("_matched", "_mismatched") if title == "MNLI" and split != "train" else ("",)
             for end in ends:
-                lines = [_line(rng, title, labelled=split != "test") for _ in range(count)]
-                named = header if split != "test" else header.removesuffix(",label")
-                (folder / title / f"{split}{end}.csv").write_text("\n".join([named, *lines]) + "\n")
+                lines = [_line(rng, title) for _ in range(count)]
+                (folder / title / f"{split}{end}.csv").write_text("\n".join([header, *lines]) + "\n")
     return folder
 
 
-def _line(rng: random.Random, title: str, *, labelled: bool) -> str:
+def _line(rng: random.Random, title: str) -> str:
     cats = rng.randrange(6 if title == "STS-B" else 3 if title == "MNLI" else 2)
     words = ["cat"] * cats + rng.choices(["sat", "on", "a", "mat"], k=5 - cats)
     rng.shuffle(words)
@@ -50,17 +47,7 @@ def _line(rng: random.Random, title: str, *, labelled: bool) -> str:
         "STS-B": tuple("012345"),
         "SST-2": ("0", "1"),
     }[title][cats]
-    cells = [text] if title == "SST-2" else [text, "the mat"]
-    return ",".join([*cells, label] if labelled else cells)
-
-
-def convert_tsv(files: Sequence[Path], output: Path, columns: Sequence[str]) -> None:
-    """Write the rows of TSV files, of which some have a header, as one CSV file with the header `columns`."""
-    lines = [line for file in files for line in file.read_bytes().decode().split("\n") if line.strip()]
-    rows = [line.rstrip("\r").split("\t") for line in lines]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w", encoding="utf-8", newline="") as stream:
-        csv.writer(stream).writerows([columns, *(row for row in rows if row != list(columns))])
+    return ",".join([text, label] if title == "SST-2" else [text, "the mat", label])
 
 
 def make_place(folder: Path) -> Path:

@@ -22,10 +22,6 @@ _IDS = {
     "mask_token_id": 4,
 }
 _COMMON = {"vocab_size": len(WORDS), "max_position_embeddings": LONGEST, **_SIZES, **_IDS}
-_PERCEIVER = {"vocab_size": len(WORDS), "max_position_embeddings": LONGEST, "d_model": 32, "d_latents": 32}
-_PERCEIVER |= {"num_latents": 8, "num_self_attends_per_block": 1, "num_self_attention_heads": 4}
-_PERCEIVER |= {"num_cross_attention_heads": 4, "qk_channels": 32, "v_channels": 32, **_IDS}
-
 ARCHITECTURES = ("Bert", "Roberta", "ModernBert", "NomicBert", "EuroBert", "neobert")
 
 
@@ -38,9 +34,7 @@ def write_model(folder: Path, kind: str, *, seed: int = 0) -> Path:
     else:
         # RoBERTa counts positions from behind its padding id, 0 here.
         changes = {"max_position_embeddings": LONGEST + 1} if kind == "Roberta" else {}
-        config = getattr(transformers, f"{kind}Config")(
-            **{**(_PERCEIVER if kind == "Perceiver" else _COMMON), **changes}
-        )
+        config = getattr(transformers, f"{kind}Config")(**{**_COMMON, **changes})
         torch.manual_seed(seed)
         model = getattr(transformers, f"{kind}ForMaskedLM")(config)
         with torch.no_grad():

@@ -1,7 +1,6 @@
 """Contrastive fine-tuning of a tiny encoder: its loss, its instructions, and runs that stop and go on."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -10,23 +9,22 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import BertForMaskedLM
-from unit.evaluation.contrastive_place import INSTRUCTIONS, make_pairs, write_datasets, write_encoder, write_yaml
-
-from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.evaluation.embed import (
-    Places,
-    Training,
-    build_loss,
-    build_prompts,
-    newest_checkpoint,
-    prepare_folder,
-    save_final,
+from unit.evaluation.contrastive_place import (
+    INSTRUCTIONS,
+    make_pairs,
+    write_datasets,
+    write_encoder,
+    write_jsonl,
+    write_yaml,
 )
-from megatron_neobert.evaluation.embed import train as run_training
-from megatron_neobert.evaluation.embed_data import TrainingSettings, find_local, load_pairs, read_config
+
+from megatron_neobert.errors import OutputError
+from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetune, save_final
+from megatron_neobert.evaluation.embed_data import TrainingSettings, read_config
 from megatron_neobert.evaluation.embed_sampling import PairCollator
-from megatron_neobert.evaluation.ledger import open_ledger
+from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer
+from megatron_neobert.evaluation.options import FinetuneOptions
 
 ROWS = make_pairs(6, negatives=3, seed=9)
 KEYS = list(INSTRUCTIONS)
@@ -42,30 +40,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(place: Path, output: Path, *, resume: bool = False, seed: int = 0, **changes: object) -> tuple[Places, dict]:
-    config = read_config(place / "run.yaml")
-    training = replace(config.training, **changes)
+def train(place: Path, output: Path, **changes: object) -> Path:
+    """Fine-tune for 100 steps, and return the final folder."""
+    given = {"config": str(place / "run.yaml"), "data_dir": place / "data", "output": output, "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
-        paths = find_local(place / "data", KEYS, skip_missing=False)
-        pairs = {key: load_pairs(key, config.datasets[key], path) for key, path in paths.items()}
-    places = Places(output, "bert")
-    with open_ledger(places.ledger) as ledger:
-        prepare_folder(places, ledger, {"seed": seed}, resume=resume)
-    run = Training(places=places, settings=training, seed=seed, device="cpu", resume=resume)
-    results = run_training(place / "bert", pairs, config.datasets, run)
-    assert results is not None
-    return places, results
+        finetune(FinetuneOptions(model=place / "bert", **{**given, **changes}))
+    return output / "bert" / "bert-contrastive"
 
 
 @pytest.fixture(scope="module")
-def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Places, dict]:
-    """100 steps without a stop."""
+def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The final folder of 100 steps without a stop."""
     return train(place, tmp_path_factory.mktemp("trained"))
-
-
-def weights_of(places: Places) -> bytes:
-    return (places.final / "model.safetensors").read_bytes()
 
 
 def expected_loss(model: SentenceTransformer, temperature: float) -> float:
@@ -110,7 +97,6 @@ def test_instruction_stands_before_the_texts_it_is_meant_for(place, where, queri
 
 
 def test_training_brings_positives_nearer_than_they_were(place, trained):
-    places, results = trained
     rows = make_pairs(100, negatives=0, seed=77)  # not among those it was trained on
 
     def share_of_hits(folder: Path) -> float:
@@ -118,13 +104,14 @@ def test_training_brings_positives_nearer_than_they_were(place, trained):
         queries, documents = (model.encode([row[name] for row in rows]) for name in ("query", "positive"))
         return float((model.similarity(queries, documents).argmax(1) == torch.arange(100)).float().mean())
 
+    results = read_record(trained.with_name("contrastive.json"))["results"]
     assert results["last_loss_nats"] < 0.5 * results["first_loss_nats"]
-    before, after = share_of_hits(place / "bert"), share_of_hits(places.final)
+    before, after = share_of_hits(place / "bert"), share_of_hits(trained)
     assert after > before + 0.1, f"{before=} {after=}"
 
 
 def test_final_folder_loads_by_itself_with_a_prompt_per_dataset(trained):
-    model = SentenceTransformer(str(trained[0].final), device="cpu")
+    model = SentenceTransformer(str(trained), device="cpu")
     assert {key: model.prompts[key] for key in KEYS} == {key: f"{text} " for key, text in INSTRUCTIONS.items()}
     assert model.default_prompt_name is None
     assert model.prompts["query"] == f"{INSTRUCTIONS['LARGE']} ", "of the data set that is drawn most often"
@@ -135,54 +122,53 @@ def test_final_folder_loads_by_itself_with_a_prompt_per_dataset(trained):
     assert (model.encode("similar : ba ce di") == prompted).all()
 
 
-def test_loss_is_logged_once_per_interval(trained):
-    places, results = trained
-    header, *lines = places.file("_loss.csv").read_text(encoding="utf-8").splitlines()
+def test_run_that_was_killed_resumes_at_its_newest_whole_checkpoint_and_ends_the_same(
+    place, trained, tmp_path, capsys, monkeypatch
+):
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ledger, "add", kill)  # the final folder is there, and nothing names it
+    with pytest.raises(KeyboardInterrupt):
+        train(place, tmp_path)
+    monkeypatch.undo()
+    (newest,) = (tmp_path / "bert" / "contrastive").glob("*/checkpoint-100")
+    (newest / "trainer_state.json").write_text('{"epoch": ')  # as a kill would leave it
+    capsys.readouterr()
+    final = train(place, tmp_path)
+    said = capsys.readouterr().out
+    assert "checkpoint-50" in said
+    for name in ("bert-contrastive/model.safetensors", "contrastive_loss.csv"):
+        assert (final.parent / name).read_bytes() == (trained.parent / name).read_bytes()
+    header, *lines = final.with_name("contrastive_loss.csv").read_text().splitlines()
     assert header == "step,loss,learning_rate,grad_norm"
     assert [line.split(",")[0] for line in lines] == ["25", "50", "75", "100"]
-    assert float(lines[-1].split(",")[1]) == results["last_loss_nats"]
-    assert places.file("_loss.png").read_bytes().startswith(b"\x89PNG")
+    assert final.with_name("contrastive_loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not newest.parent.exists()
+    train(place, tmp_path)
+    assert f"{final} is there already" in capsys.readouterr().out
 
 
-def test_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(place, trained, tmp_path, capsys):
-    whole, _ = trained
-    shutil.copytree(whole.checkpoints, tmp_path / "bert" / "checkpoints")
-    shutil.copytree(whole.ledger, tmp_path / "bert" / "contrastive")
-    # As if the process had been killed while it wrote the last checkpoint.
-    (tmp_path / "bert" / "checkpoints" / "checkpoint-100" / "trainer_state.json").write_text('{"epoch": ')
-    resumed, results = train(place, tmp_path, resume=True)
-    said = capsys.readouterr().out
-    assert "resuming from" in said
-    assert "step 75/100" in said and "step 50/100" not in said, "it began at the checkpoint"
-    assert results["started_from"] == "checkpoint-50"
-    assert weights_of(resumed) == weights_of(whole)
-    assert resumed.file("_loss.csv").read_text() == whole.file("_loss.csv").read_text()
+def test_model_of_other_settings_or_texts_is_not_replaced(place, trained, tmp_path):
+    output, data = trained.parents[1], tmp_path / "data"
+    before = fingerprint(trained)
+    shutil.copytree(place / "data", data)
+    write_jsonl(data / "SMALL.jsonl", make_pairs(100, negatives=1, seed=123))
+    write_yaml(tmp_path / "run.yaml")
+    text = (tmp_path / "run.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(text.replace("divisor: 4", "divisor: 2"))
+    for change in ({"seed": 1}, {"steps": 50}, {"data_dir": data}, {"config": str(tmp_path / "run.yaml")}):
+        with pytest.raises(OutputError, match="was made with other settings or data"):
+            train(place, output, **change)
+    assert fingerprint(trained) == before
 
 
 @pytest.mark.parametrize("name", ["1_Pooling/config.json", "config_sentence_transformers.json", "modules.json"])
 def test_fingerprint_tells_folders_with_other_modules_apart(trained, tmp_path, name):
-    folder = shutil.copytree(trained[0].final, tmp_path / "model")
+    folder = shutil.copytree(trained, tmp_path / "model")
     before = fingerprint(folder)
     (folder / name).write_text((folder / name).read_text() + " ")
     assert fingerprint(folder) != before
-
-
-def test_training_is_not_resumed_unasked_or_with_other_settings(trained, tmp_path):
-    shutil.copytree(trained[0].output / "bert", tmp_path / "bert")
-    places = Places(tmp_path, "bert")
-    for without in ((), (places.final,)):
-        for folder in without:
-            shutil.rmtree(folder)
-        with open_ledger(places.ledger) as ledger:
-            with pytest.raises(OutputError, match="is there already; resume with --resume"):
-                prepare_folder(places, ledger, {"seed": 0}, resume=False)
-            with pytest.raises(ConfigError, match=r"other settings or data \(seed\)"):
-                prepare_folder(places, ledger, {"seed": 1}, resume=True)
-    (places.checkpoints / "checkpoint-100" / "trainer_state.json").unlink()
-    with open_ledger(places.ledger) as ledger:
-        prepare_folder(places, ledger, {"seed": 0}, resume=True)
-    assert newest_checkpoint(places.checkpoints) == places.checkpoints / "checkpoint-50"
-    assert not (places.checkpoints / "checkpoint-100").exists()
 
 
 def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):

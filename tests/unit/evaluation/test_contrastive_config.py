@@ -6,7 +6,7 @@ import pytest
 from unit.evaluation.contrastive_place import write_yaml
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.embed_data import DatasetSource, read_config
+from megatron_neobert.evaluation.embed_data import read_config
 
 SHIPPED = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
 # Of the released code; what the paper adds has no divisor there.
@@ -27,27 +27,43 @@ def test_shipped_file_is_the_papers_recipe():
     assert len({source.instruction for source in config.datasets.values()}) == 22 - 2  # two pairs share theirs
 
 
-@pytest.mark.parametrize(("target", "pairs"), [(128, 64), (32, 16), (3, 2)])
-def test_batch_is_divided_but_keeps_two_pairs(target, pairs):
-    assert DatasetSource(divisor=2, instruction="").batch_size(target) == pairs
-    assert DatasetSource(divisor=50, instruction="").batch_size(32) == 2
-
-
-def test_all_problems_are_said_at_once(tmp_path):
-    path = write_yaml(tmp_path / "run.yaml", temprature=0.1, alpha=-1, warmup_ratio=2, instructions="corpus")
-    text = path.read_text(encoding="utf-8").replace("divisor: 4", "divisor: 0")
-    path.write_text(text.replace("learning_rate: 0.003", "learning_rate: 1e-3"), encoding="utf-8")
-    with pytest.raises(ConfigError) as error:
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"temprature": 0.1}, "unknown field `temprature`.*training"),
+        ({"alpha": -1}, "training.alpha"),
+        ({"warmup_ratio": 2}, "training.warmup_ratio"),
+        ({"instructions": "corpus"}, "'corpus'.*training.instructions"),
+    ],
+)
+def test_setting_that_is_unknown_or_impossible_is_refused_with_its_place(tmp_path, setting, said):
+    path = write_yaml(tmp_path / "run.yaml", **setting)
+    with pytest.raises(ConfigError, match=said):
         read_config(path)
-    said = "\n".join(error.value.problems)
-    assert "unknown setting temprature; did you mean 'temperature'?" in said
-    assert "training.instructions corpus is not one of query, both, none" in said
-    assert "training.alpha -1.0 is below 0" in said
-    assert "learning_rate" not in said, "1e-3 is a number, though YAML 1.1 reads it as a text"
-    assert "datasets.HARD.divisor 0 is below 1, its smallest legal value." in said
 
 
-@pytest.mark.parametrize("text", ["", "training: {}", "a: [", "training: {}\ndatasets: []", "\x00"])
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("divisor: 0, instruction: a", "divisor"),
+        ("divisor: 1, instruction: a, hub: b, query: c", "hub b without query and positive"),
+        ("divisor: 1, instruction: a, hub: b, retrieval: true, query: c", "retrieval: true has fixed columns"),
+        ("divisor: 1", "missing required field `instruction`"),
+    ],
+)
+def test_dataset_that_is_impossible_is_refused(tmp_path, entry, said):
+    (tmp_path / "run.yaml").write_text(f"datasets: {{KEY: {{{entry}}}}}")
+    with pytest.raises(ConfigError, match=said):
+        read_config(tmp_path / "run.yaml")
+
+
+def test_number_that_yaml_reads_as_a_text_is_a_number(tmp_path):
+    path = write_yaml(tmp_path / "run.yaml")
+    path.write_text(path.read_text().replace("learning_rate: 0.003", "learning_rate: 1e-3"))
+    assert read_config(path).training.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize("text", ["", "training: {}", "a: [", "training: {}\ndatasets: {}", "\x00"])
 def test_file_that_is_something_else_is_refused(text, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")

@@ -6,12 +6,12 @@ import pytest
 
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.evaluation.fine_tune import Outcome, Point
-from megatron_neobert.evaluation.glue import choose_grid, why_no_average, write_results
+from megatron_neobert.evaluation.glue import average_tasks, choose_grid
 from megatron_neobert.evaluation.glue_tasks import PAPER_TASKS, TASKS
 from megatron_neobert.evaluation.ledger import open_ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import GlueOptions
-from megatron_neobert.evaluation.sweep import GRIDS, summarise
+from megatron_neobert.evaluation.sweep import GRIDS, summarise, write_results
 
 SETTINGS = {"protocol": {"epochs": 10, "limit": None}, "grid": {}, "seeds": [0], "data": {}, "from_mnli": False}
 
@@ -25,9 +25,9 @@ def point(batch_size: int, seed: int) -> Point:
     return Point(batch_size=batch_size, learning_rate=1e-5, weight_decay=1e-2, seed=seed)
 
 
-def result(task: str = "rte", *scores: float, kept=None):
+def result(task: str = "rte", *scores: float):
     outcomes = {point(8, seed): outcome(score, task) for seed, score in enumerate(scores or [0.5])}
-    return summarise(outcomes, TASKS[task].metrics, kept=kept)
+    return summarise(outcomes, TASKS[task].metrics)
 
 
 def write(folder, results, settings=None, *, model=None):
@@ -38,7 +38,7 @@ def write(folder, results, settings=None, *, model=None):
             unit = {"sweep": {}, "task": task, "model": model or fingerprint(folder)}
             own = (settings or {}).get(task, SETTINGS)
             ledger.add(unit, {"kept": None, "result": one, "settings": own})
-    write_results(folder, folder, device="cpu")
+    write_results("glue", folder, folder, average_tasks)
     return read_record(folder / "glue.json")["results"]
 
 
@@ -70,7 +70,7 @@ def test_point_with_the_best_mean_wins_not_the_one_with_the_best_run():
         point(16, 0): outcome(0.6),
         point(16, 1): outcome(0.7),
     }
-    found = summarise(outcomes, ["accuracy"], kept=None)
+    found = summarise(outcomes, ["accuracy"])
     assert (found["best_point"]["batch_size"], found["seeds"], found["points"]) == (16, [0, 1], 2)
     assert found["score"] == {"mean": pytest.approx(0.65), "sd": pytest.approx(statistics.stdev([0.6, 0.7]))}
     assert found["seconds"] == 4 * 60
@@ -82,35 +82,21 @@ def test_average_is_of_the_papers_eight_tasks_by_one_protocol(tmp_path):
     assert found["average"] == pytest.approx(sum(range(8)) / 10 / 8)
     assert found["no_average"] is None
     del results["mnli"]
-    assert why_no_average(results, dict.fromkeys(results, SETTINGS)) == "7 of 8 tasks"
+    assert average_tasks(results, dict.fromkeys(results, SETTINGS))["no_average"] == "7 of 8 tasks"
 
 
 @pytest.mark.parametrize(
-    ("rte", "settings", "reason"),
+    ("change", "reason"),
     [
-        (result(), SETTINGS | {"protocol": {"epochs": 3, "limit": None}}, "protocols differ"),
-        (result("rte", 0.0, 0.1), SETTINGS, "seeds differ"),
-        (result(), SETTINGS | {"from_mnli": True}, "only some of the tasks that may start from MNLI do"),
+        ({"protocol": {"epochs": 3, "limit": None}}, "tasks differ in protocol"),
+        ({"seeds": [0, 1]}, "tasks differ in seeds"),
+        ({"from_mnli": True}, "tasks differ in start from MNLI"),
     ],
 )
-def test_tasks_that_were_not_run_alike_have_no_average_and_the_reason_is_given(tmp_path, rte, settings, reason):
-    results = {task: result(task) for task in PAPER_TASKS} | {"rte": rte}
-    found = write(tmp_path, results, {"rte": settings})
+def test_tasks_that_were_not_run_alike_have_no_average_and_the_reason_is_given(tmp_path, change, reason):
+    found = write(tmp_path, {task: result(task) for task in PAPER_TASKS}, {"rte": SETTINGS | change})
     assert (found["average"], found["no_average"]) == (None, reason)
     assert f"– ({reason})" in (tmp_path / "glue.md").read_text()
-
-
-def test_page_has_the_measured_row_above_the_reported_ones_and_each_tasks_best_point(tmp_path):
-    kept = point(16, 0).name
-    write(tmp_path, {"rte": result("rte", 0.5, 0.6, kept=kept)}, {"rte": SETTINGS | {"protocol": {"limit": 2_000}}})
-    lines = (tmp_path / "glue.md").read_text().splitlines()
-    scores = ["missing"] * 3 + ["55.0 ± 7.1"] + ["missing"] * 4
-    assert lines[2].startswith("| model | MNLI | QNLI | QQP | RTE |")
-    name = f"{tmp_path.name}, at most 2,000 rows a split"
-    assert lines[4] == f"| {name} | {' | '.join(scores)} | – (1 of 8 tasks) | measured |"
-    assert "| NeoBERT-4096 | 89.0 | 93.7 | 90.7 | 91.3 | 95.6 | 93.4 | 66.2 | 91.8 | 89.0 | reported |" in lines
-    (best,) = [line for line in lines if f"| {tmp_path.name} | RTE |" in line]
-    assert best.endswith(f"| 8 | 1e-05 | 0.01 | 0 1 | the model | 1 | 0.03 | {kept} | measured |")
 
 
 def test_results_of_earlier_commands_are_in_the_record_and_those_of_other_weights_are_not(tmp_path):

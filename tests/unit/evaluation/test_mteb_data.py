@@ -8,24 +8,16 @@ mteb = pytest.importorskip("mteb")
 
 from mteb.mocks import ALL_MOCK_TASK_TEST_GRID  # noqa: E402
 from unit.evaluation.mteb_places import (  # noqa: E402
-    WORDS,
     make_encoder,
     write_beir,
-    write_lines,
     write_pairs,
 )
 
 from megatron_neobert.errors import DataError, MissingInputError  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
-from megatron_neobert.evaluation.mteb import Instructions, build_encoder, run_tasks, units_of  # noqa: E402
-from megatron_neobert.evaluation.mteb_store import (  # noqa: E402
-    check_revision,
-    limit_task,
-    load_task,
-    store_task,
-    stored_revision,
-)
+from megatron_neobert.evaluation.mteb import build_encoder, run_tasks, units_of  # noqa: E402
+from megatron_neobert.evaluation.mteb_store import load_task, store_task, stored_revision  # noqa: E402
 from megatron_neobert.evaluation.mteb_tasks import flatten, local_task  # noqa: E402
 from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
 
@@ -46,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-    return build_encoder(MtebOptions(model=folder, output=folder, data_dir=folder), Instructions(), LoadOptions())
+    return build_encoder(MtebOptions(model=folder, output=folder, data_dir=folder), {}, LoadOptions())
 
 
 def evaluate(encoder, task):
@@ -96,8 +88,6 @@ def test_data_of_another_revision_is_refused_before_anything_runs(tmp_path):
     about = tmp_path / "tasks" / task.metadata.name / "task.json"
     about.write_text(about.read_text().replace(task.metadata.revision, "older"))
     assert stored_revision(tmp_path, task) == "older"
-    with pytest.raises(DataError, match="holds revision older"):
-        check_revision(tmp_path, task)
     with pytest.raises(DataError, match="holds revision older"):
         units_of([task], tmp_path, {})
 
@@ -165,44 +155,6 @@ def test_document_that_repeats_its_query_is_found_first(encoder, tmp_path):
     task.dataset["default"]["test"]["relevant_docs"] = {f"q{i}": {f"d{i + 5}": 1} for i in range(4)}
     task.data_loaded = True
     assert evaluate(encoder, task).get_score() < 1.0
-
-
-def test_limit_leaves_the_first_queries_their_documents_and_some_others(tmp_path):
-    documents = [{"_id": f"d{i}", "text": WORDS[i % 12]} for i in range(100)]
-    write_lines(tmp_path / "beir" / "corpus.jsonl", documents)
-    write_lines(tmp_path / "beir" / "queries.jsonl", [{"_id": f"q{i}", "text": "wing"} for i in range(9)])
-    qrels = ["query-id\tcorpus-id\tscore", *(f"q{i}\td{99 - i}\t1" for i in range(9))]
-    (tmp_path / "beir" / "qrels.tsv").write_text("\n".join(qrels) + "\n")
-    task = local_task("beir", tmp_path)
-    task.load_data()
-    limit_task(task, 2)
-    content = task.dataset["default"]["test"]
-    assert content["queries"]["id"] == ["q0", "q1"]
-    assert content["corpus"]["id"] == [*(f"d{i}" for i in range(20)), "d98", "d99"]  # 2 queries x 10 others
-    assert content["relevant_docs"] == {"q0": {"d99": 1}, "q1": {"d98": 1}}
-
-
-@pytest.mark.parametrize("mock", MOCKS, ids=lambda task: task.metadata.name)
-def test_every_kind_of_task_can_be_limited(mock):
-    task = type(mock)()
-    task.load_data()
-    limit_task(task, 1)
-    for content in task.dataset.values():
-        for rows in content.values() if isinstance(content, dict) else [content]:
-            assert len(rows["queries"] if isinstance(rows, dict) else rows) <= 1 or task.metadata.type in KINDS[:1]
-
-
-def test_cranfield_is_read_as_it_is_distributed(shared_data, tmp_path):
-    (tmp_path / "cranfield").symlink_to(shared_data / "retrieval" / "cran")
-    task = local_task("cranfield", tmp_path)
-    task.load_data()
-    content = task.dataset["default"]["test"]
-    assert (len(content["corpus"]), len(content["queries"])) == (1400, 225)
-    assert sum(map(len, content["relevant_docs"].values())) == 1836  # the lines of the judgements but repeated ones
-    first = content["corpus"][0]
-    assert first["title"] == "experimental investigation of the aerodynamics of a wing in a slipstream ."
-    assert first["text"].startswith("an experimental study of a wing in a propeller slipstream")
-    assert content["queries"][0]["text"].startswith("what similarity laws must be obeyed")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The encoder that mteb gets: pooling, prompts, lengths, and every kind of task that mteb has."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -11,15 +9,15 @@ mteb = pytest.importorskip("mteb")
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer  # noqa: E402
 from transformers import AutoModel, AutoTokenizer  # noqa: E402
-from unit.evaluation.mteb_places import make_encoder  # noqa: E402
+from unit.evaluation.mteb_places import make_encoder, write_beir  # noqa: E402
 
 from megatron_neobert.errors import ConversionError  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
-from megatron_neobert.evaluation.mteb import Instructions, build_encoder  # noqa: E402
+from megatron_neobert.evaluation.mteb import build_encoder, read_instructions  # noqa: E402
+from megatron_neobert.evaluation.mteb_tasks import local_task  # noqa: E402
 from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
 
 TEXTS = ["wing flow", "the card of money of the bank", "gene", "heat food health cell gene wing flow the of"]
-STS = SimpleNamespace(name="any", type="STS")
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +25,9 @@ def folder(tmp_path_factory):
     return make_encoder(tmp_path_factory.mktemp("encoder") / "tiny")
 
 
-def encode(folder, texts=TEXTS, *, instructions=None, side=None, **options):
+def encode(folder, texts=TEXTS, **options):
     given = MtebOptions(model=folder, output=folder, data_dir=folder, **options)
-    encoder = build_encoder(given, instructions or Instructions(), LoadOptions())
-    side = side and SimpleNamespace(value=side)
-    batches = [{"text": texts[:1]}, {"text": texts[1:]}]
-    return encoder.encode(batches, task_metadata=STS, hf_split="", hf_subset="", prompt_type=side, batch_size=3)
+    return build_encoder(given, {}, LoadOptions()).model.encode(texts, batch_size=3)
 
 
 def expected(folder, texts, pooling):
@@ -50,12 +45,20 @@ def test_embedding_is_the_pooled_state_of_plain_transformers_in_the_order_of_the
     assert np.abs(encode(folder, pooling=pooling) - expected(folder, TEXTS, other)).max() > 0.1
 
 
-def test_instruction_stands_before_queries_and_not_before_documents(folder):
-    instructions = Instructions(types={"STS": "find money"})
-    plain, prefixed = expected(folder, TEXTS, "mean"), expected(folder, [f"find money {t}" for t in TEXTS], "mean")
-    np.testing.assert_allclose(encode(folder, instructions=instructions, side="query"), prefixed, atol=2e-6)
-    np.testing.assert_allclose(encode(folder, instructions=instructions, side="document"), plain, atol=2e-6)
-    assert np.abs(plain - prefixed).max() > 0.1
+@pytest.mark.parametrize("style", ["prefix", "paper"])
+def test_model_gets_the_instruction_before_queries_and_in_style_paper_before_documents(folder, tmp_path, style):
+    write_beir(tmp_path / "beir")
+    (tmp_path / "file.yaml").write_text("types: {Retrieval: food money}")
+    given, texts = MtebOptions(model=folder, output=folder, data_dir=folder), []
+    prompts = read_instructions(tmp_path / "file.yaml", style, AutoTokenizer.from_pretrained(folder))
+    encoder = build_encoder(given, prompts, LoadOptions())
+    decode = encoder.model.tokenizer.batch_decode
+    encoder.model.register_forward_pre_hook(lambda _, inputs: texts.extend(decode(inputs[0]["input_ids"])))
+    task = local_task("beir", tmp_path)
+    mteb.evaluate(encoder, task, cache=None, co2_tracker=False, show_progress_bar=False)
+    start = "[CLS] food money [SEP] [CLS] " if style == "paper" else "[CLS] food money "
+    found = [text.removeprefix("[CLS] ") for text in texts if not text.startswith(start)]
+    assert len(texts) == 4 + 12 and len(found) == (0 if style == "paper" else 12), "queries and documents"
 
 
 def test_text_is_cut_at_the_given_length_and_at_the_last_position(folder, capsys):
@@ -73,7 +76,7 @@ def test_text_is_cut_at_the_given_length_and_at_the_last_position(folder, capsys
 @pytest.mark.slow
 def test_every_kind_of_text_task_that_mteb_has_runs(folder):
     given = MtebOptions(model=folder, output=folder, data_dir=folder)
-    encoder = build_encoder(given, Instructions(), LoadOptions())
+    encoder = build_encoder(given, {}, LoadOptions())
     statuses = dict(mteb.mock_run(encoder).items())
     failed = {name: status.exception for name, status in statuses.items() if status and not hasattr(status, "scores")}
     assert failed == {}
@@ -83,7 +86,7 @@ def test_every_kind_of_text_task_that_mteb_has_runs(folder):
 def test_folder_whose_modules_would_be_left_out_is_refused(folder, tmp_path):
     modules = [Transformer(str(folder)), Pooling(32, "cls"), Dense(32, 32)]
     SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path / "dense"))
-    with pytest.raises(ConversionError, match="lists Dense"):
+    with pytest.raises(ConversionError, match="Dense"):
         encode(tmp_path / "dense")
     SentenceTransformer(modules=modules[:2], device="cpu").save_pretrained(str(tmp_path / "plain"))
     np.testing.assert_array_equal(encode(tmp_path / "plain"), encode(folder))  # whose mean replaces the folder's cls

@@ -10,10 +10,9 @@ import pytest
 from unit.evaluation.pseudo_perplexity_models import LONGEST, make_texts, plain_losses, write_model
 
 from megatron_neobert.evaluation import pseudo_perplexity
-from megatron_neobert.evaluation.ledger import Ledger, read_record
-from megatron_neobert.evaluation.models import fingerprint
+from megatron_neobert.evaluation.ledger import Ledger
 from megatron_neobert.evaluation.options import PerplexityOptions
-from megatron_neobert.evaluation.pseudo_perplexity import document_id, evaluate, evaluate_model
+from megatron_neobert.evaluation.pseudo_perplexity import document_id, evaluate_model
 
 TEXTS = make_texts(12, longest=LONGEST - 2)
 NEAR = 1e-5  # relative; measured: 1e-7
@@ -109,24 +108,3 @@ def test_documents_are_measured_again_with_other_settings_and_not_with_another_c
     assert measured_after(positions_per_doc=3, limit=4) == 8
     assert measured_after(positions_per_doc=3, seed=1, limit=4) == 12
     assert measured_after(max_length=8, limit=4) == 16
-
-
-def test_record_says_what_was_measured_and_how(models, options, tmp_path):
-    measure(options, positions_per_doc=3, seed=7, limit=5)
-    record = read_record(tmp_path / "Bert" / "pseudo_perplexity.json")
-    assert record["kind"] == "pseudo_perplexity"
-    assert record["model"]["fingerprint"] == record["settings"]["model"] == fingerprint(models["Bert"])
-    expected = {"positions_per_document": 3, "seed": 7, "max_length": LONGEST, "limit": 5, "dtype": "float32"}
-    assert record["settings"].items() >= expected.items()
-    assert record["settings"]["head"] == "masked position"
-    assert record["results"]["documents"] == 5
-    assert sum(point["documents"] for point in record["results"]["curve"]) == 5
-
-
-def test_curves_of_several_models_share_a_table_and_a_figure(models, options, tmp_path):
-    evaluate(dataclasses.replace(options, model=tuple(models.values())))
-    for name in models:
-        curve = read_record(tmp_path / name / "pseudo_perplexity.json")["results"]["curve"]
-        assert [point["up_to"] for point in curve] == [16, 64]
-    assert (tmp_path / "pseudo_perplexity.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert all(f"| {name} | " in (tmp_path / "pseudo_perplexity.md").read_text() for name in models)

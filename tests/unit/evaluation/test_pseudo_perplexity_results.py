@@ -62,15 +62,11 @@ def test_bin_holds_documents_up_to_its_end_and_a_last_one_what_is_longer():
     assert [b["mean_length"] for b in bins] == [4.5, 12.5, 17, 99]
 
 
-def test_band_is_students_interval_of_the_average_over_documents():
+def test_band_is_students_interval_over_documents_and_is_not_given_for_a_few():
     means = [1.0, 2.5, 1.5, 3.0, 2.2, 0.9]
+    [few] = average_by_length([result_of([1.0]), result_of([2.0])], [32])
+    assert (few["documents"], few["low"], few["high"]) == (2, None, None)
     [point] = average_by_length([result_of([mean - 0.5, mean + 0.5]) for mean in means], [32])
     low, high = stats.t.interval(0.95, len(means) - 1, loc=fmean(means), scale=stats.sem(means))
     assert (point["low"], point["high"]) == pytest.approx((math.exp(low), math.exp(high)))
     assert point["pseudo_perplexity"] == pytest.approx(math.exp(fmean(means)))
-    assert point["arithmetic_mean"] == pytest.approx(fmean(map(math.exp, means)))
-
-
-def test_few_documents_have_an_average_without_a_band():
-    [point] = average_by_length([result_of([1.0]), result_of([2.0])], [32])
-    assert (point["documents"], point["low"], point["high"]) == (2, None, None)

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-import transformers
-from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, LONGEST, WORDS, plain_losses, write_model
+from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, LONGEST, plain_losses, write_model
 
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation.masked_scorer import Row, Scorer
@@ -22,16 +21,12 @@ def rows_of(scorer, text):
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_losses_equal_a_plain_forward_per_token_though_the_head_sees_one_position(kind, tmp_path):
+def test_losses_equal_a_plain_forward_per_token(kind, tmp_path):
     folder = write_model(tmp_path / kind, kind)
     scorer = Scorer(folder)
-    seen = []
-    head = next(module for module in scorer.model.modules() if getattr(module, "out_features", None) == len(WORDS))
-    head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
     rows = [row for text in TEXTS for row in rows_of(scorer, text)]
     losses = scorer.score(rows)
     assert losses == pytest.approx([loss for text in TEXTS for loss in plain_losses(folder, text)], abs=NEAR)
-    assert seen == [len(rows)]
 
 
 def test_losses_without_the_mask_or_with_the_special_tokens_are_others(tmp_path):
@@ -44,43 +39,6 @@ def test_losses_without_the_mask_or_with_the_special_tokens_are_others(tmp_path)
     assert abs(np.mean(specials) - np.mean(right)) > 100 * NEAR
 
 
-def test_head_behind_an_encoder_of_another_shape_gets_all_positions_and_says_so(tmp_path):
-    folder = write_model(tmp_path / "model", "Perceiver")
-    with pytest.warns(
-        UserWarning, match=r"PerceiverForMaskedLM .*PerceiverModel gives \[2, 40, 32\] for 2 x 24 tokens"
-    ):
-        scorer = Scorer(folder)
-    assert not scorer.is_sparse
-    # Unlike plain_losses: a Perceiver's decoder puts out one vector per position of its longest input.
-    assert scorer.score(rows_of(scorer, TEXTS[0])) == pytest.approx(plain_losses(folder, TEXTS[0]), abs=NEAR)
-
-
-class MixingConfig(transformers.BertConfig):
-    model_type = "bert_with_a_mixing_head"
-
-
-class MixingForMaskedLM(transformers.BertForMaskedLM):
-    """Its head looks at all positions of a row."""
-
-    config_class = MixingConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.cls.register_forward_pre_hook(lambda module, inputs: (inputs[0] - inputs[0].mean(dim=1, keepdim=True),))
-
-
-def test_head_that_mixes_positions_gets_all_of_them_and_says_so(tmp_path):
-    transformers.AutoConfig.register(MixingConfig.model_type, MixingConfig, exist_ok=True)
-    transformers.AutoModelForMaskedLM.register(MixingConfig, MixingForMaskedLM, exist_ok=True)
-    folder = write_model(tmp_path / "model", "Bert")
-    content = json.loads((folder / "config.json").read_text())
-    content |= {"model_type": MixingConfig.model_type, "architectures": ["MixingForMaskedLM"]}
-    (folder / "config.json").write_text(json.dumps(content))
-    with pytest.warns(UserWarning, match=r"MixingForMaskedLM .*its logits differ by \d"):
-        scorer = Scorer(folder)
-    assert scorer.score(rows_of(scorer, TEXTS[2])) == pytest.approx(plain_losses(folder, TEXTS[2]), abs=NEAR)
-
-
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
 def test_rows_beyond_the_learned_positions_are_refused_and_the_longest_one_is_scored(kind, tmp_path):
     scorer = Scorer(write_model(tmp_path / "model", kind))
@@ -89,13 +47,6 @@ def test_rows_beyond_the_learned_positions_are_refused_and_the_longest_one_is_sc
         scorer.check_length(LONGEST + 1)
     longest = np.full(LONGEST, 5, dtype=np.int32)
     assert math.isfinite(scorer.score([Row(longest, LONGEST - 1)])[0])
-
-
-@pytest.mark.parametrize("kind", ["neobert", "EuroBert"])
-def test_rotary_models_read_rows_longer_than_they_were_made_for(kind, tmp_path):
-    scorer = Scorer(write_model(tmp_path / "model", kind))
-    scorer.check_length(2 * LONGEST)
-    assert math.isfinite(scorer.score([Row(np.full(2 * LONGEST, 5, dtype=np.int32), 3)])[0])
 
 
 def test_tokenizer_without_a_mask_token_is_refused(tmp_path):

@@ -1,28 +1,11 @@
 """Tables and curves of speeds: the fastest batch size stands for a length."""
 
-from megatron_neobert.evaluation.throughput_tables import best_rows, to_cells, to_curves
+from megatron_neobert.evaluation.throughput_tables import to_cells, to_curves
 
 
-def row(model="a", length=512, batch_size=1, speed=100.0, **changes):
-    measured = speed is not None
-    values = {
-        "model": model,
-        "dtype": "float32",
-        "attention": "sdpa",
-        "layout": "padded",
-        "passes": "forward",
-        "length": length,
-        "batch_size": batch_size,
-        "tokens": length * batch_size,
-        "slots": length * batch_size,
-        "outcome": "measured" if measured else "out of memory",
-        "steps": 3 if measured else 0,
-        "tokens_per_second": speed,
-        "lower_quartile": speed and speed - 10,
-        "upper_quartile": speed and speed + 10,
-        "peak_bytes": 1 << 29 if measured else None,
-    }
-    return {**values, **changes}
+def row(model="a", length=512, batch_size=1, speed=100.0, layout="padded"):
+    measured = speed and {"tokens_per_second": [speed - 10, speed, speed + 10], "peak_bytes": 1 << 29}
+    return {"model": model, "layout": layout, "length": length, "batch_size": batch_size, "measured": measured}
 
 
 ROWS = [
@@ -35,23 +18,16 @@ ROWS = [
 ]
 
 
-def test_the_fastest_batch_size_stands_for_a_length():
-    found = {(best["model"], best["length"]): best["tokens_per_second"] for best in best_rows(ROWS)}
-    assert found == {("a", 512): 150.0, ("a", 1024): None, ("b", 1024): 90.0}
-
-
-def test_a_table_says_where_memory_ended_and_where_nothing_was_measured():
+def test_table_has_the_fastest_batch_size_of_a_length_and_says_where_memory_ended_or_nothing_was_measured():
     header, first, second = to_cells(ROWS)
-    assert header == ["model", "dtype", "attention", "layout", "512", "1,024"]
-    measured = ["150 (140 to 160), batch 2, 0.50 GiB", "out of memory (batch 1)"]
-    assert first == ["a", "float32", "sdpa", "padded", *measured]
-    assert second[0] == "b" and second[4:] == ["-", "90 (80 to 100), batch 1, 0.50 GiB"]
+    assert header == ["model", "layout", "512", "1,024"]
+    assert first == ["a", "padded", "150 (140 to 160), batch 2, 512.0 MiB", "out of memory (batch 1)"]
+    assert second == ["b", "padded", "-", "90 (80 to 100), batch 1, 512.0 MiB"]
 
 
 def test_curves_are_named_by_what_tells_them_apart():
-    others = [row(layout="packed"), row(dtype="bfloat16")]
-    assert [curve.name for curve in to_curves([row(), *others])] == [
-        "a, float32, padded",
-        "a, float32, packed",
-        "a, bfloat16, padded",
+    assert [(curve.name, curve.x, curve.y) for curve in to_curves(ROWS)] == [
+        ("a", [512], (150.0,)),
+        ("b", [1024], (90.0,)),
     ]
+    assert [curve.name for curve in to_curves([row(), row(layout="packed")])] == ["a, padded", "a, packed"]

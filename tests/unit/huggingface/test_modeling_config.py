@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_neobert import build_config
 
-from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP, NeoBERTConfig, NeoBERTForMaskedLM, SwiGLU
+from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP, NeoBERTConfig, NeoBERTForMaskedLM
 
 PUBLISHED_PARAMETERS = 245_136_954
 
@@ -37,11 +37,6 @@ def test_published_config_is_understood_and_can_be_saved(shared_data: Path, tmp_
     assert saved["max_position_embeddings"] == 2048
     assert "max_length" not in saved
     assert saved["auto_map"] == AUTO_MAP, "the file that the published map names is not saved"
-
-
-@pytest.mark.parametrize(("intermediate_size", "width"), [(3072, 2048), (72, 48), (100, 72), (11, 8), (12, 8), (13, 8)])
-def test_width_of_swiglu_is_two_thirds_rounded_up_to_eights(intermediate_size: int, width: int):
-    assert SwiGLU(build_config(intermediate_size=intermediate_size)).w3.in_features == width
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,17 @@
 """A batch as text and as a page: what is predicted is marked, and what documents say cannot act."""
 
-import io
 import re
 
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from unit.evaluation.html_page import Page
 from unit.inspection.batch_places import ATTRIBUTE, RED, REVERSED, SCRIPT, settings_of
 
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-from megatron_neobert.inspection.batch_rows import TokenViews, rows_of
-from megatron_neobert.inspection.batch_views import print_rows, print_summary, summarize, to_html
+from megatron_neobert.inspection.batch import print_rows, to_html
+from megatron_neobert.inspection.batch_rows import TokenViews, kinds_of, rows_of
 from megatron_neobert.inspection.found_batch import find_batch
-from megatron_neobert.text import visible
 
 ALLOWED = {"html", "head", "meta", "title", "style", "body", "main", "section", "article", "header", "input", "label"}
 ALLOWED |= {"h1", "h2", "h3", "small", "dl", "dt", "dd", "div", "span", "ul", "li", "p", "i", "b", "s", "u", "bdi"}
@@ -27,16 +24,18 @@ def found(place):
 
 @pytest.fixture(scope="module")
 def page(found):
-    return to_html(found, summarize(found), list(rows_of(found)))
+    return to_html(found, list(rows_of(found)))
 
 
-def printed(found, *, encoding="utf-8", **options):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
-    console = Console(file=stream, width=100, highlight=False, **options)
-    print_summary(console, found, summarize(found))
-    print_rows(console, found, rows_of(found))
-    stream.flush()
-    return stream.buffer.getvalue().decode(encoding)
+@pytest.fixture
+def printed(found, capsys):
+    print_rows(found, rows_of(found))
+    return capsys.readouterr().out
+
+
+def count(found, kind):
+    pieces = [piece for row in rows_of(found) for piece in row.pieces]
+    return sum(kinds_of(found.tokenizer, piece.seen_s, piece.labels_s).count(kind) for piece in pieces)
 
 
 def test_a_page_consists_of_known_tags_whatever_documents_say(page):
@@ -54,43 +53,22 @@ def test_a_page_loads_nothing_and_needs_nothing_beside_it(page):
 
 def test_every_predicted_token_of_a_page_says_its_label_and_what_the_model_sees(found, page):
     titles = [attributes["title"] for tag, attributes in Page(page).tags if tag == "b" and "title" in attributes]
-    assert len(titles) == summarize(found).predicted
     labels = [int(label) for part in found.parts for label in part.batch.labels_m]
     assert [int(re.search(r"\(id (\d+)\), the model sees", title)[1]) for title in titles] == labels
-    assert sum("the model sees [MASK] (id 4)" in title for title in titles) == summarize(found).fates["masked"]
+    assert sum("the model sees [MASK] (id 4)" in title for title in titles) == count(found, "masked")
 
 
-def test_control_characters_reach_neither_the_page_nor_the_terminal(found, page):
-    plain = printed(found)
-    for output in (page, plain):
+def test_control_characters_reach_neither_the_page_nor_the_terminal(page, printed):
+    for output in (page, printed):
         assert RED not in output and REVERSED not in output
         assert r"\x1b[31mred" in output and r"\u202edesrever" in output
 
 
-def test_without_colours_brackets_mark_what_is_predicted(found):
-    summary, said = summarize(found), printed(found)
-    assert "\x1b" not in said
-    assert said.count("[MASK→") == summary.fates["masked"] + 1  # one in the legend
-    assert len(re.findall(r"\[=", said)) == summary.fates["kept"] + 1
-
-
-def test_no_color_leaves_the_brackets_on_a_terminal(found):
-    colours = {"force_terminal": True, "color_system": "truecolor"}
-    assert "[MASK→" in printed(found, no_color=True, **colours)
-    assert "[MASK→" not in printed(found, no_color=False, **colours)
-    assert printed(found, no_color=False, **colours).count("\x1b[1;37;44m") >= summarize(found).fates["masked"]
-
-
-def test_a_terminal_without_utf_8_gets_an_ascii_arrow(found):
-    said = printed(found, encoding="ascii")
-    assert said.count("[MASK->") == summarize(found).fates["masked"] + 1 and said.isascii()
-
-
-def test_the_numbers_stand_before_the_rows_and_agree_with_them(found):
-    said, summary = printed(found), summarize(found)
-    assert f"{summary.tokens:,} tokens, {summary.slots - summary.tokens:,} slots unused" in said
-    assert said.index("fill") < said.index("row 0 of micro-batch 0")
-    assert said.count("of micro-batch") == summary.rows == 8
+def test_brackets_mark_what_is_predicted(found, printed):
+    assert printed.count("of micro-batch") == 8
+    words = " ".join(printed.split())  # lines are wrapped
+    assert words.count("[MASK->") == count(found, "masked") + 1  # one in the legend
+    assert len(re.findall(r"\[=", words)) == count(found, "kept") + 1
 
 
 def texts_of(vocabulary, decoder):
@@ -110,13 +88,3 @@ def test_pieces_of_every_kind_of_tokenizer_read_as_text():
 
 def test_a_part_of_a_character_and_a_bare_space_show_the_piece_itself():
     assert texts_of(["Ã", "Ġ", "Ã©"], decoders.ByteLevel()) == [("", "Ã"), ("", "Ġ"), ("", "é")]
-
-
-def test_what_a_terminal_would_act_upon_is_escaped_unless_it_is_kept():
-    assert visible("a\nb\x1b\u202e\u2028é") == r"a\nb\x1b\u202e\u2028é"
-    assert visible("a\nb\t", keep="\n") == "a\nb\\t"
-
-
-def test_format_characters_which_nobody_sees_are_escaped_but_joiners_stay():
-    assert visible("a\u200bb\ufeff\U000e0041\u00ad") == r"a\u200bb\ufeff\U000e0041\xad"
-    assert visible("\u0915\u094d\u200d \u200c") == "\u0915\u094d\u200d \u200c"

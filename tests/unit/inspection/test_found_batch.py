@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from unit.inspection.batch_places import LENGTHS, settings_of, write_checkpoint
 
-from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig, PhaseChange
+from megatron_neobert.config.schema import CheckpointConfig, PhaseChange
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError
-from megatron_neobert.inspection.batch_rows import rows_of
-from megatron_neobert.inspection.batch_views import histogram, summarize
-from megatron_neobert.inspection.found_batch import NO_LABEL, find_batch, share_of_rank
+from megatron_neobert.inspection.batch_rows import describe, rows_of
+from megatron_neobert.inspection.found_batch import NO_LABEL, find_batch
 
 CLS, SEP, MASK = 2, 3, 4  # places in small_corpus.SPECIAL
 
@@ -38,26 +37,6 @@ def test_the_text_of_every_piece_is_its_document_once_the_labels_are_put_back(pl
                 if label != NO_LABEL:
                     fates.add("masked" if seen == MASK else "kept" if seen == label else "replaced")
     assert fates == {"masked", "kept", "replaced"}
-
-
-def test_the_ranks_share_the_batch_of_all_ranks_as_megatron_places_them(place):
-    from megatron.core.parallel_state import RankGenerator
-
-    layout = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2)
-    settings = replace(settings_of(place), parallel=layout)
-    world_size = 2 * 2 * 2 * 2  # the last 2: data parallelism
-    shares = [share_of_rank(settings, rank=rank, world_size=world_size) for rank in range(world_size)]
-    groups = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
-    for rank, share in enumerate(shares):
-        of_data = next(group for group in groups.get_ranks("dp") if rank in group)
-        of_context = next(group for group in groups.get_ranks("cp") if rank in group)
-        assert share.data_parallel_rank == of_data.index(rank)
-        assert share.context_parallel_rank == of_context.index(rank)
-
-    whole = dict(contents(find_batch(settings, 2, place=None)))
-    parts = [contents(find_batch(settings, 2, place=None, share=shares[rank])) for rank in (0, 4)]  # of both halves
-    assert [number for number, _ in parts[0]] == [0, 1, 4, 5]
-    assert dict(parts[0] + parts[1]) == whole
 
 
 def test_a_checkpoint_shortens_the_way_to_the_same_batch(place, tmp_path):
@@ -105,24 +84,22 @@ def test_a_batch_before_a_run_that_continues_another_is_refused(place, tmp_path)
         find_batch(second, 4, place=None)
 
 
-def test_the_summary_counts_what_is_in_the_rows(place):
+def test_the_numbers_count_what_is_in_the_rows(place):
     settings = settings_of(place, mask_replacement="bert", data_path=("3", str(place / "P"), "1", str(place / "Q")))
     found = find_batch(settings, 2, place=None)
-    rows, summary = list(rows_of(found)), summarize(found)
-    pieces = [piece for row in rows for piece in row.pieces]
+    pieces, lines = [piece for row in rows_of(found) for piece in row.pieces], describe(found)
     seen = np.concatenate([piece.seen_s for piece in pieces])
     labels = np.concatenate([piece.labels_s for piece in pieces])
-    assert (summary.rows, summary.slots, summary.tokens) == (8, 8 * 64, len(seen))
-    assert summary.predicted == (labels != NO_LABEL).sum() > 0
-    assert summary.fates["masked"] == ((labels != NO_LABEL) & (seen == MASK)).sum() > 0
-    assert summary.fates["kept"] == (labels == seen).sum() > 0
-    assert summary.ordinary == sum(piece.text_tokens for piece in pieces)  # the corpus has no special tokens
-    assert sorted(summary.lengths_n.tolist()) == sorted(len(piece.seen_s) for piece in pieces)
+    assert lines["rows"].startswith("8 of 64 slots, in 4 micro-batches")
+    assert f"{len(seen):,} tokens, {8 * 64 - len(seen):,} slots unused" in lines["fill"]
+    predicted, ordinary = int((labels != NO_LABEL).sum()), sum(piece.text_tokens for piece in pieces)
+    assert (
+        lines["predicted"].startswith(f"{predicted:,} tokens, ") and f" of the {ordinary:,} that" in lines["predicted"]
+    )
+    hidden, kept = int(((labels != NO_LABEL) & (seen == MASK)).sum()), int((labels == seen).sum())
+    assert f": {hidden:,} hidden, " in lines["predicted"] and lines["predicted"].endswith(f"{kept:,} left as they are")
     cut = [piece.first_token + piece.text_tokens < piece.document_tokens for piece in pieces]
-    assert 0 < summary.shortened == sum(cut) < len(cut)
+    assert 0 < sum(cut) < len(cut) and f"; {sum(cut):,} of them do not reach the end" in lines["documents"]
     for name in ("P", "Q"):
         own = [len(piece.seen_s) for piece in pieces if piece.corpus == str(place / name)]
-        assert summary.blend[str(place / name)] == [len(own), sum(own)]
-        assert own
-    assert sum(one.pieces for one in histogram(summary, seq_length=64)) == len(pieces)
-    assert [(one.first, one.last) for one in histogram(summary, seq_length=64)][-1] == (33, 64)
+        assert own and f"{place / name} {len(own):,} pieces with {100 * sum(own) / len(seen):.1f} %" in lines["blend"]

@@ -2,16 +2,13 @@
 
 import csv
 import io
-import math
 import struct
-from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
 from megatron_neobert.evaluation.plots import COLOURS
-from megatron_neobert.inspection.run_figure import draw, to_csv, trailing_mean, write_curves
+from megatron_neobert.inspection.run_figure import draw, to_csv, write_curves
 from megatron_neobert.inspection.run_log import RunLog
 
 TOKENS = 1_000_000  # per iteration
@@ -31,36 +28,26 @@ def lines_of(figure, *, axes=0):
     return [(list(line.get_xdata()), list(line.get_ydata()), to_hex(line.get_color()).upper()) for line in found]
 
 
-def test_a_loss_is_drawn_against_millions_of_tokens_and_validation_in_the_same_panel():
+def test_a_loss_is_drawn_against_tokens_and_validation_in_the_same_panel():
     run = run_of()
     run.values[20]["validation_loss"] = 5.5
-    figure = draw([run], ["loss"], x="tokens", smooth=1)
-    assert lines_of(figure) == [([10, 20, 30], [9, 5, 4], COLOURS[0]), ([20], [5.5], COLOURS[0])]
-    assert figure.axes[0].get_xlabel() == "tokens of documents (millions)"
-    assert lines_of(draw([run], ["loss"], x="iteration", smooth=1))[0][0] == [10, 20, 30]
+    figure = draw([run], ["loss"], x="tokens")
+    assert lines_of(figure) == [
+        ([10 * TOKENS, 20 * TOKENS, 30 * TOKENS], [9, 5, 4], COLOURS[0]),
+        ([20 * TOKENS], [5.5], COLOURS[0]),
+    ]
+    assert figure.axes[0].get_xlabel() == "tokens of documents"
+    assert lines_of(draw([run], ["loss"], x="iteration"))[0][0] == [10, 20, 30]
 
 
 def test_a_restart_is_marked_in_every_panel_at_its_tokens_in_the_colour_of_its_run():
     runs = [run_of("a", lr=1.0), run_of("b", restarts=[10, 20], lr=1.0)]
-    figure = draw(runs, ["loss", "lr"], x="tokens", smooth=1)
+    figure = draw(runs, ["loss", "lr"], x="tokens")
     for panel in (0, 1):
         ticks = [(x[0], colour) for x, _, colour in lines_of(figure, axes=panel) if len(set(x)) == 1 and len(x) == 2]
-        assert ticks == [(10, COLOURS[1]), (20, COLOURS[1])]
+        assert ticks == [(10 * TOKENS, COLOURS[1]), (20 * TOKENS, COLOURS[1])]
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words == ["a", "b", "resumed after a stop"]
-
-
-def test_a_smoothed_point_is_the_mean_of_the_last_ones_and_the_raw_curve_stays():
-    raw, smoothed, *_ = lines_of(draw([run_of(losses=(9, 5, 4, 3))], ["loss"], x="tokens", smooth=2))
-    assert raw[1] == [9, 5, 4, 3]
-    assert smoothed[1] == [9, (9 + 5) / 2, (5 + 4) / 2, (4 + 3) / 2]
-
-
-def test_a_gap_stays_a_gap_and_enters_no_mean():
-    values = np.array([1.0, math.nan, 3.0, 5.0])
-    assert trailing_mean(values, 2).tolist()[2:] == [3.0, (3 + 5) / 2]
-    assert np.isnan(trailing_mean(values, 2)[1])
-    assert trailing_mean(values[:1], 10).tolist() == [1.0]
 
 
 def test_the_table_holds_every_number_as_it_was_logged():
@@ -84,11 +71,10 @@ def test_the_same_logs_give_the_same_files_and_names_are_not_markup(tmp_path):
     written = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-        paths = write_curves(folder, [run_of(name)], ["loss"], x="tokens", smooth=1)
+        paths = write_curves(folder, [run_of(name)], ["loss"], x="tokens")
         assert sorted(folder.iterdir()) == sorted(paths)
         written.append([path.read_bytes() for path in paths])
     assert written[0] == written[1]
-    png, svg, _ = written[0]
+    png, _ = written[0]
     width, height = struct.unpack(">II", png[16:24])
     assert png[:4] == b"\x89PNG" and width == 1536 and height > 400
-    assert not [tag for tag in ElementTree.fromstring(svg).iter() if tag.tag.endswith(("script", "}b"))]

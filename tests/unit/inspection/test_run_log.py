@@ -37,26 +37,18 @@ def test_lines_of_one_iteration_are_one_point(tmp_path):
     assert run.series("validation_loss") == ([20], [3.0])
 
 
+def restarted(iteration):
+    return json.dumps({"iteration": iteration, "restarted": 1}) + "\n"
+
+
 def test_what_a_killed_run_repeats_replaces_what_it_said_before(tmp_path):
     before = [interval(10, 5.0), interval(20, 4.0), validation(20), interval(30, 3.0), validation(30, 9.0)]
-    run = read(tmp_path, *before, interval(20, 4.5), interval(30, 3.5))
+    run = read(tmp_path, *before, restarted(10), interval(20, 4.5), interval(30, 3.5))
     assert run.series("loss") == ([10, 20, 30], [5.0, 4.5, 3.5])
     assert run.series("validation_loss") == ([], [])  # those were of what was repeated
     assert run.restarts == [10]
-
-
-def test_a_run_killed_twice_has_two_restarts_and_one_back_to_the_start_has_one(tmp_path):
-    lines = [interval(at) for at in (10, 20, 30, 30, 40, 50, 40)]
-    assert read(tmp_path, *lines).restarts == [20, 30]
-    again = read(tmp_path, *lines, interval(10))
-    assert (again.restarts, list(again.values)) == ([0], [10])
-
-
-def test_a_restart_that_repeats_nothing_is_known_where_the_run_says_so(tmp_path):
-    started = json.dumps({"iteration": 20, "restarted": 1}) + "\n"
-    run = read(tmp_path, interval(10), interval(20), validation(20), started, interval(30))
-    assert (run.restarts, list(run.values)) == ([20], [10, 20, 30])
-    assert read(tmp_path, interval(10), interval(20), validation(20), interval(30)).restarts == []
+    again = read(tmp_path, *before, restarted(20), interval(30), restarted(20), interval(30), restarted(10))
+    assert (again.restarts, list(again.values)) == ([10], [10])
 
 
 def test_a_last_line_that_is_being_written_is_left_out_without_a_word(tmp_path):

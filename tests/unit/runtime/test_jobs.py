@@ -12,7 +12,6 @@ import pytest
 from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.executors import WorkerPool
 from megatron_neobert.runtime.jobs import Job, JobFolder, read_finished, run_job, run_jobs
 
 SETTINGS = {"tokenizer": "abc", "min_tokens": 0}
@@ -31,8 +30,7 @@ class Square(Job[int]):
     def key(self):
         return self.version
 
-    def work(self, files, report):
-        report((self.number, "seen"))
+    def work(self, files):
         files["number"].write(str(self.number).encode())
         if self.number < 0:
             raise DataError(f"{self.number} is below 0")
@@ -50,9 +48,9 @@ def squares(folder, numbers):
 def test_finished_job_has_its_files_and_its_result(tmp_path):
     (job,) = squares(tmp_path, [3])
     assert read_finished(job) is None
-    assert run_job(job, id).result == 9
+    assert run_job(job).result == 9
     assert (tmp_path / "3.square").read_text() == "9"
-    assert read_finished(job) == run_job(job, id)
+    assert read_finished(job) == run_job(job)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["3.done", "3.number", "3.square"]
 
 
@@ -74,7 +72,7 @@ def test_finished_job_has_its_files_and_its_result(tmp_path):
 )
 def test_job_whose_files_or_record_are_damaged_or_stale_is_not_finished(tmp_path, spoil):
     (job,) = squares(tmp_path, [3])
-    run_job(job, id)
+    run_job(job)
     assert read_finished(job) is not None, "control"
     spoil[1](tmp_path)
     assert read_finished(job) is None
@@ -88,7 +86,7 @@ def test_job_that_fails_leaves_nothing_and_no_record_of_an_earlier_one(tmp_path)
     (job,) = squares(tmp_path, [-3])
     (tmp_path / "-3.done").write_text("{}")
     with pytest.raises(DataError, match="-3 is below 0"):
-        run_job(job, id)
+        run_job(job)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,12 +141,9 @@ def test_folder_whose_settings_are_damaged_is_refused_or_begun_anew(folder, cont
     assert begin(folder, overwrite=True) == set()
 
 
-def test_folder_without_a_finished_job_does_not_outlive_its_run_unless_something_is_kept(folder):
+def test_folder_without_a_finished_job_does_not_outlive_its_run(folder):
     begin(folder)
     assert not folder.exists()
-    with JobFolder(folder, keep=folder / "standard_input"):
-        (folder / "standard_input").write_text("text")
-    assert (folder / "standard_input").read_text() == "text"
 
 
 def test_folder_has_one_run_at_a_time(folder):
@@ -168,13 +163,13 @@ def test_folder_that_cannot_be_made_is_an_output_error(tmp_path):
 # --- workers
 
 
-def leave_at_three(job, report):
+def leave_at_three(job):
     if job.number == 3:
         os._exit(7)
-    return run_job(job, report)
+    return run_job(job)
 
 
-def fail(job, report):
+def fail(job):
     errors = {
         1: DataError("shard 3 is damaged"),
         2: OSError(28, "No space left on device"),
@@ -183,29 +178,17 @@ def fail(job, report):
     raise errors.get(job.number) or KeyError(job.number)
 
 
-def report_for_ever(job, report):
+def work_for_ever(job):
     (job.folder / "pid").write_text(str(os.getpid()))
-    while True:
-        report("alive")
-        time.sleep(0.05)
-
-
-def prepared_in_the_environment():
-    os.environ["PREPARED"] = "yes"
-
-
-def was_prepared(job, report):
-    return os.environ.get("PREPARED")
+    time.sleep(10_000)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 9])  # 9: more than jobs
-def test_every_job_is_done_once_and_reports(tmp_path, workers):
-    reports = []
+def test_every_job_is_done_once(tmp_path, workers):
     jobs = squares(tmp_path, range(5))
-    results = dict(run_jobs(run_job, jobs, workers=workers, on_report=reports.append))
+    results = dict(run_jobs(run_job, jobs, workers=workers))
     assert {job.number: finished.result for job, finished in results.items()} == {n: n * n for n in range(5)}
     assert all(read_finished(job) == finished for job, finished in results.items())
-    assert reports and set(reports) <= {(number, "seen") for number in range(5)}  # some are left out
 
 
 def test_worker_that_ends_by_itself_ends_the_run(tmp_path):
@@ -231,26 +214,14 @@ def test_error_of_a_job_arrives_as_what_it_was(tmp_path, number, kind, message):
     assert getattr(caught.value, "name", None) == ("fastwarc" if number == 3 else None)
 
 
-def test_every_worker_prepares_itself_before_its_first_job(tmp_path):
-    pool = WorkerPool(2, prepared_in_the_environment)
-    results = run_jobs(was_prepared, squares(tmp_path, range(4)), workers=2, pool=pool)
-    assert [found for _, found in results] == ["yes"] * 4
-
-
 @needs_proc
-@pytest.mark.parametrize("end", ["no job", "closed run", "close"])
-def test_workers_end_whether_they_had_a_job_or_not(tmp_path, end):
+def test_workers_end_when_their_run_is_closed(tmp_path):
     before = set(children_of(os.getpid()))
-    pool = WorkerPool(3, prepared_in_the_environment)
-    started = wait_for(lambda: len(found := set(children_of(os.getpid())) - before) == 3 and found)
-    if end == "no job":
-        assert list(run_jobs(run_job, [], workers=3, pool=pool)) == []
-    elif end == "closed run":
-        results = run_jobs(run_job, squares(tmp_path, range(9)), workers=3, pool=pool)
-        assert next(results)[1].result in range(81)
-        results.close()
-    else:
-        pool.close()
+    results = run_jobs(run_job, squares(tmp_path, range(9)), workers=3)
+    assert next(results)[1].result in range(81)
+    started = set(children_of(os.getpid())) - before
+    assert started
+    results.close()
     assert all(has_ended(worker) for worker in started)
 
 
@@ -259,7 +230,7 @@ def test_worker_ends_when_its_parent_is_killed(tmp_path):
     script = (
         "import test_jobs\nfrom pathlib import Path\n"
         f"jobs = test_jobs.squares(Path({str(tmp_path)!r}), range(2))\n"
-        "list(test_jobs.run_jobs(test_jobs.report_for_ever, jobs, workers=2))"
+        "list(test_jobs.run_jobs(test_jobs.work_for_ever, jobs, workers=2))"
     )
     path = os.pathsep.join(str(Path(__file__).parents[level]) for level in (0, 2, 3))
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})

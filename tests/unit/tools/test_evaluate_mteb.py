@@ -29,14 +29,14 @@ def evaluate(place, monkeypatch):
     monkeypatch.chdir(place)
 
     def start(*arguments):
-        return call("evaluate_mteb", "--model", "model", "--output", "out", "--data-dir", "data", *arguments)
+        return call("evaluate mteb", "--model", "model", "--output", "out", "--data-dir", "data", *arguments)
 
     return start
 
 
-def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate, capfd):
+def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate):
     environment = {**ENVIRONMENT, "HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
-    fetch = ("fetch_mteb", "--output", place / "data", "--tasks")
+    fetch = ("fetch mteb", "--output", place / "data", "--tasks")
     code, output, errors = run(*fetch, "SICK-R", "BIOSSES", "NFCorpus", cwd=place / "hub", env=environment)
     assert code == 66
     assert output.splitlines()[1:] == ["2/3 BIOSSES: fetched", "3/3 NFCorpus: fetched"]
@@ -44,7 +44,6 @@ def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate
     assert "1 of 3 could not be fetched (SICK-R)" in errors
     code, output, errors = call(*fetch, "BIOSSES", "NFCorpus")
     assert (code, output.count("there already")) == (0, 2), errors
-    assert "2 tasks can be read without a network" in capfd.readouterr().out  # says a process of its own
 
     tasks = ("--tasks", "NFCorpus", "BIOSSES", "local:sts")
     _, output, _ = evaluate(*tasks)
@@ -73,7 +72,7 @@ def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(place,
         write_pairs(tmp_path / "data" / name)
     (tmp_path / "file.yaml").write_text("types: {STS: wing}")
     instructed = ("--instructions", tmp_path / "file.yaml")
-    others = [("--pooling", "cls"), ("--max-length", 8, "--batch-size", 4), ("--limit", 4), ("--dtype", "bfloat16")]
+    others = [("--pooling", "cls"), ("--max-length", 8, "--batch-size", 4), ("--dtype", "bfloat16")]
     others += [("--attention", "eager"), instructed, (*instructed, "--prompt-style", "paper")]
     choices = [("local:a",), ("local:b",), *(("local:a", *other) for other in others)]
     where = ("--output", tmp_path / "out", "--data-dir", tmp_path / "data", "--device", "cpu")
@@ -85,10 +84,10 @@ def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(place,
     settings = [table["settings"] for table in tables]
     assert [each["tasks"] for each in settings].count(["local:b"]) == 1
     assert [each["pooling"] for each in settings].count("cls") == 1
-    styles = sorted(each["prompt_style"] for each in settings if each["instructions"] != "none")
+    styles = sorted(each["prompt_style"] for each in settings if each["instructions"])
     assert styles == ["paper", "prefix"]
-    folder = next((tmp_path / "out" / "model" / "mteb" / "results").iterdir())
-    assert len(list(folder.rglob("local:a.json"))) == len(choices) - 1  # in mteb's cache, too
+    cached = (tmp_path / "out" / "model" / "mteb").rglob("local:a.json")
+    assert len(list(cached)) == len(choices) - 1  # in mteb's cache, too
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def evaluate(place, output, *models, flags=()):
     folders = [place / name for name in models]
     data = ("--data", place / "texts.jsonl", "--text-key", "text")
     words = ("--model", *folders, *data, "--output", output, "--batch-tokens", 512, *flags)
-    return call("evaluate_pseudo_perplexity", *words)
+    return call("evaluate ppl", *words)
 
 
 def test_models_are_measured_one_after_the_other_and_not_again(place, tmp_path):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from unit.tools.commands import REPOSITORY
+from commands import REPOSITORY
 
 from megatron_neobert.__main__ import PLACES, run
 from megatron_neobert.errors import ConfigError

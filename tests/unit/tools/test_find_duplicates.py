@@ -1,15 +1,9 @@
 """The command that finds near-duplicates."""
 
-import json
-import random
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from commands import run_forked
-from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus, write_vocabulary
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
-from benchmarks.benchmark_duplicates import CHANGED, OURS, judge
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.errors import MissingInputError
 
@@ -23,7 +17,7 @@ def prefix(tmp_path):
 
 
 def test_summary_has_documents_clusters_and_shares(prefix, tmp_path):
-    code, output = run_forked("find_duplicates", prefix, "--output", tmp_path / "list")
+    code, output = run_forked("find-duplicates", prefix, "--output", tmp_path / "list")
     assert code == 0
     assert f"{prefix}: 1 of 3 documents dropped (33.33 %), with 23.08 % of the tokens" in output
     assert "1 clusters of near-duplicates, the largest of 2 documents" in output
@@ -32,9 +26,21 @@ def test_summary_has_documents_clusters_and_shares(prefix, tmp_path):
 
 def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_path):
     write_corpus(tmp_path / "Q", random_documents([30, 70], 1000)[1:], numbered_tokenizer(1000))
-    code, output = run_forked("find_duplicates", prefix, tmp_path / "Q", "--output", tmp_path / "list")
+    code, output = run_forked("find-duplicates", prefix, tmp_path / "Q", "--output", tmp_path / "list")
     assert code == 0 and output.count("warning") == 1
     assert f"warning: the list drops all 1 documents of {tmp_path / 'Q'}, and training refuses a corpus" in output
+
+
+def test_resuming_a_finished_list_does_nothing_and_reports_so_but_another_list_is_refused(prefix, tmp_path):
+    command = ("find-duplicates", prefix, "--output", tmp_path / "list", "--resume")
+    assert run_forked(*command).code == 0
+    before = (tmp_path / "list").stat().st_mtime_ns
+    code, output = run_forked(*command)
+    assert (code, output) == (0, f"{tmp_path / 'list'} is complete; nothing to do\n")
+    assert (tmp_path / "list").stat().st_mtime_ns == before
+    assert run_forked(*command, "--threshold", "0.5").refused(73)
+    (tmp_path / "list").write_bytes((tmp_path / "list").read_bytes()[:-1] + b"\0")
+    assert run_forked(*command).refused(73)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,7 @@ def test_list_that_drops_a_whole_corpus_is_written_with_a_warning(prefix, tmp_pa
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_sentence(prefix, tmp_path, arguments, code, message):
-    ended = run_forked("find_duplicates", prefix, *arguments, "--output", tmp_path / "list")
+    ended = run_forked("find-duplicates", prefix, *arguments, "--output", tmp_path / "list")
     assert ended.refused(code) and message in ended.output
     assert not list(tmp_path.glob("list*"))
 
@@ -57,24 +63,3 @@ def test_missing_drop_lists_are_named_before_a_run_with_all_else_that_is_missing
         MissingInputError, match=r"--data-path :drop=no\.drop: no such file; check the path\.\n.*no/words"
     ):
         parse_command_line(words, world_size=1)
-
-
-def test_benchmark_counts_a_pair_once_whichever_of_its_documents_is_dropped():
-    pairs = [(2 * number, 2 * number + 1, share) for number, share in enumerate([*CHANGED, *CHANGED])]
-    judged = judge({0, 3, 10, 11, 99}, pairs)  # both of the second pair without a change, and one that is no copy
-    assert judged.pop("precision") == 3 / 5
-    assert list(judged.values()) == [1, 0.5, 0, 0, 0]
-
-
-def test_benchmark_finds_planted_copies_in_the_documents_that_it_reads(tmp_path):
-    rng = random.Random(0)
-    words = [f"{first}{second}" for first in "abcdefghij" for second in "klmnopqrst"]
-    texts = [" ".join(rng.choices(words, k=200)) for _ in range(100)]
-    pq.write_table(pa.table({"content": texts}), tmp_path / "shard.parquet")
-    flags = ["--tokenizer-model", write_vocabulary(tmp_path / "vocab.txt", words), "--output", tmp_path / "figures"]
-    ended = run_forked("benchmark_duplicates", "--input", tmp_path / "shard.parquet", *flags, "--rounds", 1)
-    assert ended.code == 0, ended.output
-    assert "120 documents, 20 of them copies" in ended.output
-    (row,) = (row for row in json.loads((tmp_path / "figures").read_text())["table"] if row["tool"] == OURS)
-    assert [row[name] for name in ("precision", "0.0% changed", "0.5% changed")] == [1, 1, 1]
-    assert row["CPU s"] > 0 and row["peak MB"] > 10

@@ -15,7 +15,7 @@ TEXTS = ["hello world", "hello", "привет world hello world", "word ##ly he
 
 
 def inspect(*arguments):
-    return call("inspect_data", *arguments)
+    return call("inspect data", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -48,29 +48,21 @@ def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(place):
     ]
 
 
-def test_longest_documents_come_with_the_first_of_equal_ones_first(place):
-    arguments = (place / "P", "--tokenizer-model", place / "vocab.txt")
-    assert documents_shown(inspect(*arguments, "--longest", 3)[1]) == [2, 3, 0]
-    assert documents_shown(inspect(*arguments, "--longest", 5)[1]) == [2, 3, 0, 1, 4]
-
-
 def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
     for name, texts in {"a": ["hello", "hello world"], "b": ["word"]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
     vocab = write_vocabulary(tmp_path / "vocab.txt", ["hello", "world", "word"])
     shards = ("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "P")
-    assert call("preprocess_data", *shards, "--tokenizer-model", vocab)[0] == 0
+    assert call("preprocess", *shards, "--tokenizer-model", vocab)[0] == 0
     code, output, errors = inspect(tmp_path / "P_content_document", "--inputs")
     assert (code, errors) == (0, "")
     a, b = (["0", "2", "3", "75.00%", f"{tmp_path}/a.jsonl"], ["2", "1", "1", "25.00%", f"{tmp_path}/b.jsonl"])
     assert [line.split() for line in output.splitlines()[1:]] == [a, b]
 
 
-def test_random_documents_are_different_ones_and_follow_from_the_seed(place):
-    arguments = (place / "P", "--tokenizer-model", place / "vocab.txt", "--random")
-    orders = [documents_shown(inspect(*arguments, 5, "--seed", seed)[1]) for seed in (0, 0, 1)]
-    assert sorted(orders[0]) == [0, 1, 2, 3, 4]
-    assert orders[0] == orders[1] != orders[2]
+def test_random_documents_are_different_ones(place):
+    output = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", "--random", 5)[1]
+    assert sorted(documents_shown(output)) == [0, 1, 2, 3, 4]
 
 
 def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(place):
@@ -91,7 +83,7 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
         (["--document", "5"], "--document 5 is none of the 5 documents of"),
         (["--document", "0", "-1"], "they are numbered 0 to 4"),
         (["--random", "6"], "--random 6 is not a number of documents of"),
-        (["--longest", "0"], "which has 5; give 1 to 5"),
+        (["--random", "-1"], "which has 5; give 1 to 5"),
         (["--document", "0", "--tokens", "0"], "--tokens 0 is below 1, its smallest legal value"),
         (["--document", "x"], "--document 'x' is not a whole number"),
         (["--document", "0", "--random", "1"], "--document and --random exclude each other"),

@@ -92,13 +92,13 @@ def test_failure_while_writing_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_bad_arguments_are_all_reported_with_exit_code_2(tmp_path):
-    code, output = run_forked("make_sample_corpus", "--output", tmp_path / "c", "--shards", 0, "--megabytes", -1)
+    code, output = run_forked("sample-corpus", "--output", tmp_path / "c", "--shards", 0, "--megabytes", -1)
     assert code == 2
     assert "--shards 0" in output and "--megabytes -1" in output and "Traceback" not in output
 
 
 def test_installed_packages_give_the_documents_asked_for(tmp_path):
-    code, output = run_forked("make_sample_corpus", "--output", tmp_path / "c", "--megabytes", 0.2, "--shards", 2)
+    code, output = run_forked("sample-corpus", "--output", tmp_path / "c", "--megabytes", 0.2, "--shards", 2)
     assert code == 0, output
     rows = pq.read_table(tmp_path / "c").to_pylist()
     assert 0.2e6 <= sum(len(row["content"].encode()) for row in rows) < 0.5e6
@@ -108,7 +108,7 @@ def test_installed_packages_give_the_documents_asked_for(tmp_path):
 def test_a_folder_of_packages_is_read_instead_of_the_installed_ones(tmp_path):
     write_package(tmp_path / "packages", {"one.py": f'"""One. {PROSE}"""', "a/two.py": f'"""Two. {PROSE}"""'})
     flags = ("--packages", tmp_path / "packages", "--shards", 1)
-    code, output = run_forked("make_sample_corpus", "--output", tmp_path / "c", *flags)
+    code, output = run_forked("sample-corpus", "--output", tmp_path / "c", *flags)
     assert code == 0, output
     found = {row["url"] for row in pq.read_table(tmp_path / "c").to_pylist()}
     assert found == {"python-package://one.py", "python-package://a/two.py"}

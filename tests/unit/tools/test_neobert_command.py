@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from unit.tools.commands import ENVIRONMENT, REPOSITORY
+from commands import ENVIRONMENT, REPOSITORY
 
 from megatron_neobert import __main__ as neobert
 from megatron_neobert import __version__, pretrain

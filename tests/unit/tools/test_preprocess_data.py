@@ -1,20 +1,12 @@
-"""The preprocessing commands: what they print, exit codes, standard input; and training of a vocabulary."""
+"""The preprocessing commands: what they print, exit codes; and training of a vocabulary."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-from commands import (
-    ENVIRONMENT,
-    LETTERS,
-    NAMES,
-    arguments_of,
-    command_line,
-    make_place,
-    run,
-    run_forked,
-)
+from commands import ENVIRONMENT, command_line, run_forked
+from unit.data.command_place import LETTERS, arguments_of, make_place
 
 
 @pytest.fixture
@@ -27,14 +19,14 @@ def place(tmp_path):
 
 
 def test_run_reports_what_it_wrote_and_validation_agrees(place):
-    code, output = run_forked("preprocess_data", *arguments_of(place))
+    code, output = run_forked("preprocess", *arguments_of(place))
     assert code == 0
     assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
     rows = [line.split(maxsplit=1) for line in output.splitlines() if line.startswith("  ")]
     assert ["records", "2"] in rows and ["rejected", "none"] in rows and ["dropped", "none"] in rows
     assert ["tokens", "7, 0.000 % of them unknown"] in rows
     assert output.splitlines()[-1] == f"wrote {place / 'run_content_document.json'}, run_content_document.bin, .idx"
-    code, output = run_forked("validate_data", place / "run_content_document", "--full")
+    code, output = run_forked("validate", place / "run_content_document", "--full")
     assert code == 0 and "2 documents, 7 tokens as uint16, 58 ids" in output
 
 
@@ -42,13 +34,13 @@ def test_relative_inputs_are_read_and_named_as_they_were_given(place, monkeypatc
     monkeypatch.chdir(place)
     relative = ("--input", "shards", "--output-prefix", "run", "--tokenizer-model", "vocab.txt")
     for more in ([], ["--resume"]):
-        assert run_forked("preprocess_data", *relative, *more).code == 0
+        assert run_forked("preprocess", *relative, *more).code == 0
     assert list(json.loads((place / "run_content_document.json").read_text())["inputs"]) == ["shards/a.jsonl"]
 
 
 def test_dry_run_shows_what_would_happen_and_writes_nothing(place):
     before = sorted(place.rglob("*"))
-    code, output = run_forked("preprocess_data", *arguments_of(place, "--dry-run"))
+    code, output = run_forked("preprocess", *arguments_of(place, "--dry-run"))
     assert code == 0
     assert f"{place / 'shards' / 'a.jsonl'} | jsonl" in output
     assert "1 shards" in output and "58 ids, uint16" in output
@@ -60,7 +52,7 @@ def test_dry_run_shows_what_would_happen_and_writes_nothing(place):
 
 def test_many_unknown_tokens_are_warned_of(place):
     (place / "shards" / "a.jsonl").write_text(json.dumps({"content": "привет мир hello"}))
-    code, output = run_forked("preprocess_data", *arguments_of(place))
+    code, output = run_forked("preprocess", *arguments_of(place))
     assert code == 0 and "warning: 66.7 % of the tokens are unknown" in output
 
 
@@ -76,36 +68,35 @@ def test_many_unknown_tokens_are_warned_of(place):
         (["--text-separator", "\\ud800"], 2, "is no text with escapes"),
         (["--max-error-rate", "nan"], 2, "nan is not a fraction"),
         (["--shard-size", "10XB"], 2, "--shard-size '10XB' is not a size; use a number of bytes"),
-        (["--input", "-", "--dry-run"], 2, "--dry-run cannot look at standard input"),
     ],
 )
 def test_wrong_arguments_end_with_their_exit_code_and_one_sentence(place, more, code, message):
-    ended = run_forked("preprocess_data", *arguments_of(place, *more))
+    ended = run_forked("preprocess", *arguments_of(place, *more))
     assert ended.refused(code) and message in ended.output, ended.output
     assert not list(place.glob("run*"))
 
 
 def test_existing_corpus_ends_the_run_with_73_unless_overwritten(place):
-    assert run_forked("preprocess_data", *arguments_of(place)).code == 0
+    assert run_forked("preprocess", *arguments_of(place)).code == 0
     for more in ([], ["--dry-run"]):
-        ended = run_forked("preprocess_data", *arguments_of(place, *more))
+        ended = run_forked("preprocess", *arguments_of(place, *more))
         assert ended.refused(73) and "run_content_document.json exist already" in ended.output
-    assert run_forked("preprocess_data", *arguments_of(place, "--overwrite")).code == 0
+    assert run_forked("preprocess", *arguments_of(place, "--overwrite")).code == 0
 
 
-@pytest.mark.parametrize("tool", ["preprocess_data", "validate_data", "train_tokenizer"])
+@pytest.mark.parametrize("tool", ["preprocess", "validate", "train-tokenizer"])
 def test_whole_run_imports_neither_torch_nor_transformers(place, tool):
     """Nor does --help, of any command: test_every_command.py."""
-    assert run_forked("preprocess_data", *arguments_of(place, "--output-prefix", place / "first")).code == 0
+    assert run_forked("preprocess", *arguments_of(place, "--output-prefix", place / "first")).code == 0
     arguments = {
-        "preprocess_data": arguments_of(place),
-        "validate_data": (place / "first_content_document", "--full"),
-        "train_tokenizer": ("--input", place / "shards", "--output", place / "trained", "--vocab-size", "200"),
+        "preprocess": arguments_of(place),
+        "validate": (place / "first_content_document", "--full"),
+        "train-tokenizer": ("--input", place / "shards", "--output", place / "trained", "--vocab-size", "200"),
     }[tool]
-    unwanted = {"torch", "transformers"} | ({"tokenizers"} if tool == "validate_data" else set())
+    unwanted = {"torch", "transformers"} | ({"tokenizers"} if tool == "validate" else set())
     script = f"""
 import runpy, sys
-sys.argv[1:] = {[*NAMES[tool].split(), *map(str, arguments)]}
+sys.argv[1:] = {[tool, *map(str, arguments)]}
 try: runpy.run_module("megatron_neobert", run_name="__main__")
 except SystemExit as end: assert not end.code, end.code
 assert not {unwanted} & set(sys.modules), "imported"
@@ -117,41 +108,17 @@ assert not {unwanted} & set(sys.modules), "imported"
 
 def test_reader_of_the_output_that_leaves_is_no_success(place):
     pipeline = '"$@" | true; exit "${PIPESTATUS[0]}"'
-    command = ["bash", "-c", pipeline, "bash", *command_line("preprocess_data", *arguments_of(place))]
+    command = ["bash", "-c", pipeline, "bash", *command_line("preprocess", *arguments_of(place))]
     ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
     assert (ended.returncode, ended.stderr) == (141, "")
     assert (place / "run_content_document.json").exists()  # the corpus is whole all the same
 
 
-# --- standard input, separators, resuming
-
-
-def test_standard_input_is_read_to_its_end_and_named_by_a_dash(place):
-    content = (place / "shards" / "a.jsonl").read_text() + "\nbroken\n"
-    assert run_forked("preprocess_data", *arguments_of(place)).code == 0
-    more = ("--input", "-", "--output-prefix", place / "piped", "--max-error-rate", "0.5")
-    code, _, errors = run("preprocess_data", *arguments_of(place, *more), input=content)
-    assert (code, errors) == (0, "")
-    for end in ("bin", "idx"):
-        piped, read = (place / f"{name}_content_document.{end}" for name in ("piped", "run"))
-        assert piped.read_bytes() == read.read_bytes()
-    assert list(json.loads((place / "piped_content_document.json").read_text())["inputs"]) == ["-"]
-    assert json.loads((place / "piped_content_document.rejects.jsonl").read_text())["file"] == "-"
-    assert not list(place.glob("*.partial"))
-
-
-def test_standard_input_that_cannot_be_used_leaves_nothing(place):
-    before = sorted(place.rglob("*"))
-    code, _, errors = run("preprocess_data", *arguments_of(place, "--input", "-"), input="\x89PNG\r\n\x1a\n" * 99)
-    assert code == 65, errors
-    assert sorted(place.rglob("*")) == before
-
-
 def test_resuming_a_finished_corpus_does_nothing_and_reports_so(place):
-    assert run_forked("preprocess_data", *arguments_of(place, "--resume")).code == 0
+    assert run_forked("preprocess", *arguments_of(place, "--resume")).code == 0
     before = (place / "run_content_document.bin").stat().st_mtime_ns
     (place / "run_content_document.partial.removed-1").mkdir()  # of a run that was killed at its very end
-    code, output = run_forked("preprocess_data", *arguments_of(place, "--resume"))
+    code, output = run_forked("preprocess", *arguments_of(place, "--resume"))
     assert (code, output) == (0, f"{place / 'run_content_document.json'} is complete; nothing to do\n")
     assert (place / "run_content_document.bin").stat().st_mtime_ns == before
     assert not list(place.glob("*.partial*"))
@@ -163,11 +130,11 @@ def test_resuming_a_finished_corpus_does_nothing_and_reports_so(place):
 def test_trained_tokenizer_is_the_same_every_time_and_preprocesses_its_shards(place):
     for name in ("one", "two"):
         more = ("--output", place / name, "--vocab-size", "150", "--min-frequency", "1")
-        code, output = run_forked("train_tokenizer", "--input", place / "shards", *more)
+        code, output = run_forked("train-tokenizer", "--input", place / "shards", *more)
         assert code == 0 and output.startswith("2 documents | ")
     for file in ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (place / "one" / file).read_bytes() == (place / "two" / file).read_bytes()
-    assert run_forked("preprocess_data", *arguments_of(place, "--tokenizer-model", place / "one")).code == 0
+    assert run_forked("preprocess", *arguments_of(place, "--tokenizer-model", place / "one")).code == 0
     assert json.loads((place / "run_content_document.json").read_text())["unknown_tokens"] == 0
 
 
@@ -175,10 +142,10 @@ def test_vocabulary_is_not_learned_from_what_a_wrong_key_has_left(place):
     """The rule of preprocessing, and its words; before anything is written."""
     more = ("--output", place / "trained", "--vocab-size", "200")
     (place / "shards" / "b.jsonl").write_text('{"text": "hello"}\n' * 2 + '{"content": ""}\n')
-    ended = run_forked("train_tokenizer", "--input", place / "shards", *more)
+    ended = run_forked("train-tokenizer", "--input", place / "shards", *more)
     assert ended.refused(65)
     assert "2 of 5 records have no usable text (40.00 %), more than --max-error-rate 0.001" in ended.output
     assert "b.jsonl, line 1: missing key (no key 'content'; keys found: text)" in ended.output
     assert not (place / "trained").exists()
-    ended = run_forked("train_tokenizer", "--input", place / "shards", *more, "--max-error-rate", "0.4")
+    ended = run_forked("train-tokenizer", "--input", place / "shards", *more, "--max-error-rate", "0.4")
     assert ended.code == 0 and "left out: 2 missing key, 1 empty text" in ended.output

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from commands import run_forked
+from object_server import ObjectServer
 from processes import run_command
 from unit.data.corpus.memory_corpus import contents
 
-from benchmarks.benchmark_object_storage import ObjectServer
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.stream import BatchStream
@@ -56,11 +56,11 @@ def test_dry_run_reads_no_tokens_of_a_url(server, tiny_corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("tool", "more"),
-    [("validate_data", []), ("validate_data", ["--full"]), ("inspect_data", []), ("inspect_data", ["--document", 7])],
+    [("validate", []), ("validate", ["--full"]), ("inspect data", []), ("inspect data", ["--document", 7])],
 )
 def test_corpus_behind_a_url_is_checked_and_shown_as_a_local_one(server, tiny_corpus, tmp_path, tool, more):
     url = url_of(server, tiny_corpus)
-    more = [*more, *(["--tokenizer-model", tiny_corpus.tokenizer] if tool == "inspect_data" else [])]
+    more = [*more, *(["--tokenizer-model", tiny_corpus.tokenizer] if tool == "inspect data" else [])]
     remote = run_forked(tool, url, "--object-storage-cache-path", tmp_path / "cache", *more)
     local = run_forked(tool, tiny_corpus.prefix, *more)
     assert (remote.code, local.code) == (0, 0), remote.output

@@ -55,7 +55,7 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
     plain = write_runs(tmp_path / "plain", losses=[3.9] * 8)
     fast = write_runs(tmp_path / "fast", losses=[4.1] * 8, speed=2000.0)
     figures = tmp_path / "figures.json"
-    ended = run_forked("speedrun", plain, fast, "--target", 4.0, "--output", figures)
+    ended = run_forked("benchmarks/speedrun.py", plain, fast, "--target", 4.0, "--output", figures)
     assert ended.code == 0, ended.output
     found = json.loads(figures.read_text())
     assert [line["p (below 4)"] for line in found["recipes"]] == ["0.0039", "1.0000"]
@@ -79,7 +79,7 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, spoil, words):
     plain, other = (write_runs(tmp_path / name, losses=[3.9, 4.0]) for name in ("plain", "other"))
     spoil(other)
-    ended = run_forked("speedrun", plain, other, "--target", 4.0)
+    ended = run_forked("benchmarks/speedrun.py", plain, other, "--target", 4.0)
     assert ended.code in (65, 66) and words in ended.output, ended.output
 
 

@@ -14,15 +14,15 @@ def prefix(tmp_path):
 
 @pytest.mark.parametrize(("more", "what"), [([], "index"), (["--full"], "all tokens read")])
 def test_sound_corpus_of_several_volumes_is_described(prefix, more, what):
-    code, output = run_forked("validate_data", prefix, *more)
+    code, output = run_forked("validate", prefix, *more)
     assert code == 0
     assert output.startswith(f"{prefix} is sound ({what}): 3 documents, 8 tokens as uint16 in 2 volumes, 100 ids of ")
 
 
 def test_exchanged_tokens_are_found_by_the_full_check_alone(prefix):
     prefix.with_name("P_00001.bin").write_bytes(bytes([11, 0, 10, 0, 12, 0]))
-    assert run_forked("validate_data", prefix).code == 0
-    code, output = run_forked("validate_data", prefix, "--full")
+    assert run_forked("validate", prefix).code == 0
+    code, output = run_forked("validate", prefix, "--full")
     assert code == 65
     assert "P_00001.bin, byte 0: expected sha256 " in output
 
@@ -30,6 +30,6 @@ def test_exchanged_tokens_are_found_by_the_full_check_alone(prefix):
 def test_damaged_volume_ends_with_65_and_a_missing_corpus_with_66(prefix):
     with prefix.with_name("P_00001.bin").open("ab") as stream:
         stream.write(b"\0")
-    ended = run_forked("validate_data", prefix)
+    ended = run_forked("validate", prefix)
     assert ended.refused(65) and "P_00001.bin, byte 6: expected 6 bytes for 3 tokens of uint16" in ended.output
-    assert run_forked("validate_data", prefix.with_name("Q")).refused(66)
+    assert run_forked("validate", prefix.with_name("Q")).refused(66)

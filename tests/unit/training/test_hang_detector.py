@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import processes
 import pytest
+from commands import REPOSITORY
 from processes import Ended, group_of, run_command
 from torch.distributed import TCPStore
-from unit.tools.commands import REPOSITORY
 
 from megatron_neobert.config.schema import ParallelConfig
 from megatron_neobert.runtime import distributed

@@ -28,9 +28,6 @@ def test_a_window_holds_every_document_whole_between_one_cls_and_one_sep(corpus,
         np.full(150, 3),
         seq_length=64,
         long_documents=long_documents,
-        seed=1,
-        epoch=3,
-        window=2,
     )
     segments = rows.segments
     pieces = defaultdict(list)

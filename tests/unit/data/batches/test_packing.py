@@ -23,7 +23,7 @@ def cut(lengths, *, seq_length=1024, long_documents="truncate") -> Segments:
 
 
 def pack(segments: Segments) -> PackedRows:
-    return pack_rows(segments, seq_length=1024, seed=1, epoch=0, window=0)
+    return pack_rows(segments, seq_length=1024).shuffle(seed=1, epoch=0, window=0)
 
 
 def tokens_per_row(rows: PackedRows) -> np.ndarray:

@@ -57,7 +57,7 @@ class Place:
         ids = generator.integers(FIRST_ORDINARY, 100, length)
         return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
 
-    def write(self, *, inputs=None, workers=1, on_progress=lambda _: None, **options):
+    def write(self, *, inputs=None, workers=1, **options):
         output = output_settings(self.files, **options)
         draft = made_up_draft(
             self.chunks,
@@ -67,8 +67,7 @@ class Place:
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},
         )
-        how = {"workers": workers, "on_progress": on_progress}
-        return write_corpus(self.chunks, output, draft, folder=self.files.partial, **how)
+        return write_corpus(self.chunks, output, draft, folder=self.files.partial, workers=workers)
 
     def corpus_bytes(self):
         return {

@@ -1,8 +1,5 @@
 """Duplicates among hashes: the same as a set finds, whatever the buckets and chunks."""
 
-from collections import Counter
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -63,19 +60,3 @@ def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, m
     found = find_exact_duplicates(paths, tmp_path)
     assert found.tolist() == [False] + [True] * 999
     assert loaded == [100] * 10 + [10]  # ten chunks, and one bucket with one entry of each
-
-
-def test_hash_files_and_buckets_are_read_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(exact_duplicates, "_BUCKET_DOCUMENTS", 10)
-    paths = write_hashes(tmp_path, [np.random.default_rng(number).bytes(16) for number in range(100)])
-    read, fromfile = Counter(), np.fromfile
-
-    def note(file, *arguments):
-        items = fromfile(file, *arguments)
-        read[Path(getattr(file, "name", file)).name] += items.size
-        return items
-
-    monkeypatch.setattr(np, "fromfile", note)
-    assert not find_exact_duplicates(paths, tmp_path).any()
-    hashes = sum(size for name, size in read.items() if name.endswith(".hashes"))
-    assert hashes == sum(read.values()) - hashes == 100 and len(read) == 3 + 10

@@ -7,11 +7,10 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.made_up_chunks import Place
-from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, contents, stream_of
+from object_server import ObjectServer
+from unit.data.corpus.memory_corpus import batch_settings, contents
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_attributes, write_corpus
 
-from benchmarks.benchmark_object_storage import ObjectServer
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.batches.stream import BatchStream, Source
@@ -96,62 +95,19 @@ def test_indexes_are_fetched_once_until_the_manifest_changes(server, storage):
     assert sorted(fetched(server, ".idx").values()) == [2, 2, 2, 3]
 
 
-@pytest.mark.parametrize("ending", [".idx", ".json"])
-def test_damaged_copy_of_an_index_or_manifest_is_fetched_again(tmp_path, storage, ending):
-    place = Place(tmp_path / "bucket")
-    place.write(shard_bytes=20)
-    with ObjectServer(tmp_path / "bucket").running() as running:
-        Corpus(f"{running.url}/P", storage)
-        paths = list(storage.folder.rglob(f"P*{ending}"))
-        assert paths
-        for path in paths:
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-        check_content(Corpus(f"{running.url}/P", storage))
-        assert {path.read_bytes() for path in paths} == {
-            (tmp_path / "bucket" / path.name).read_bytes() for path in paths
-        }
-
-
-def test_resumed_run_reads_only_what_it_has_still_to_train_on(server, storage, original):
-    local = Corpus(original / "P")
-    steps = list(islice(stream(local, document_block_size=8).global_batches(), 40))
-    cursor = steps[19][1]
-    resumed = stream(Corpus(f"{server.url}/P", storage), cursor=cursor, document_block_size=8)
-    for _ in islice(resumed.steps(), 10):
-        pass
-    storage.fetching.threads.shutdown()  # so that all that was announced has been asked for
-    needed = set()
-    for rows, _ in steps[20:35]:  # ten, and four that are announced while the tenth is built
-        for number in rows.segments.numbers_n.tolist():
-            at = int(np.searchsorted(local._ends, number, side="right"))
-            volume = local.volumes[at]
-            begin = int(volume.pointers[number - (int(local._ends[at]) - volume.lengths.size)])
-            end = begin + 2 * int(local.lengths[np.array([number])][0])
-            needed |= {(volume.bin.name, block * BLOCK) for block in range(begin // BLOCK, -(-end // BLOCK))}
-    assert set(fetched(server, ".bin")) <= needed
-
-
 def test_documents_of_a_remote_corpus_are_chosen_by_the_copy_of_its_attributes(tmp_path, storage):
     (tmp_path / "bucket").mkdir()
     write_corpus(tmp_path / "bucket" / "P", random_documents([3] * 20, 100), numbered_tokenizer(100))
     write_attributes(tmp_path / "bucket" / "P", {"score": range(20)})
     with ObjectServer(tmp_path / "bucket").running() as running:
+        choose_documents(Corpus(f"{running.url}/P", storage), ["length>2"], None)
+        assert not fetched(running, ".parquet")
         for _ in range(2):
             remote = Corpus(f"{running.url}/P", storage)
-            check_content(remote)
-            chosen = ChosenDocuments(choose_documents(remote, "score>=15", None), range(20))
+            chosen = ChosenDocuments(choose_documents(remote, ["score>=15"], None), range(20))
             assert chosen.numbers(np.arange(len(chosen))).tolist() == [15, 16, 17, 18, 19]
             copy = next(storage.folder.rglob("P.attributes.parquet"))
             copy.write_bytes(copy.read_bytes()[::-1])  # damaged: it is fetched again
-
-
-def test_steps_of_remote_documents_are_announced_four_before_they_are_built():
-    corpus = MemoryCorpus(np.full(200, 60))
-    corpus.is_remote = True
-    next(iter(stream_of(corpus, global_batch_size=4).steps()))
-    assert len(np.concatenate(corpus.announced)) == (1 + 4) * 4  # a document fills a row
 
 
 def test_blocks_stay_below_the_limit_and_batches_the_same(server, storage, original, monkeypatch):

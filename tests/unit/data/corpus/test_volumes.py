@@ -6,21 +6,13 @@ import sys
 
 import numpy as np
 import pytest
-from unit.data.small_corpus import numbered_tokenizer, put, random_documents, write_corpus
-from unit.tools.commands import ENVIRONMENT
+from commands import ENVIRONMENT
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
 from megatron_neobert.data.corpus.format import token_dtype
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.errors import DataError
 
 LENGTHS = [3, 1, 4, 2]
-
-
-@pytest.fixture
-def volumes(tmp_path):
-    """Four documents of 3, 1, 4 and 2 tokens as uint16, in volumes of two, one and one."""
-    write_corpus(tmp_path / "parts", random_documents(LENGTHS, 100), numbered_tokenizer(100), shard_bytes=8)
-    return tmp_path / "parts"
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 70_000])
@@ -52,54 +44,15 @@ def test_documents_are_read_from_any_number_of_volumes(tmp_path, vocab_size, vol
     assert np.array_equal(pickle.loads(pickled).gather(chosen, starts, lengths), found)
 
 
-@pytest.mark.parametrize("number", [-1, 4])
-def test_document_outside_the_volumes_is_an_index_error(volumes, number):
-    corpus, one = Corpus(volumes), np.array([1])
-    for look_up in (
-        lambda: corpus.document(number),
-        lambda: corpus.lengths[np.array([number])],
-        lambda: corpus.gather(np.array([number]), 0 * one, one),
-    ):
-        with pytest.raises(IndexError, match=f"documents {number} to {number} of 4"):
-            look_up()
-
-
-def test_megatron_reads_every_volume_alone(volumes):
-    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    found = []
-    for volume in Corpus(volumes).manifest.volumes:
-        dataset = indexed_dataset.IndexedDataset(str(volumes.with_name(volume.name)))
-        found.append([dataset[number].tolist() for number in range(len(dataset))])
-    documents = [document.tolist() for document in random_documents(LENGTHS, 100)]
-    assert found == [documents[:2], documents[2:3], documents[3:]]
-
-
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_wrong_id_in_a_volume_is_found_by_the_full_check_and_named_with_its_place_there(volumes, number):
-    corpus = Corpus(volumes)
-    volume, local = {0: (0, 0), 1: (0, 1), 3: (2, 0)}[number]
-    path, offset = corpus.volumes[volume].bin, 6 * local
-    content = bytearray(path.read_bytes())
-    put("<H", offset, 4)(content)
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=f"byte {offset}: .* found 4 .token 0 of document {local}.") as caught:
-        check_content(Corpus(volumes))
-    assert path.name in str(caught.value)
-
-
-@pytest.mark.parametrize(("hard_limit", "outcome"), [(1000, "50 documents"), (120, "ConfigError")])
-def test_more_volumes_than_open_files_raise_the_limit_or_are_refused_with_numbers(tmp_path, hard_limit, outcome):
+def test_limit_of_open_files_is_raised_for_many_volumes(tmp_path):
     write_corpus(tmp_path / "corpus", random_documents([3] * 50, 100), numbered_tokenizer(100), shard_bytes=6)
     script = (
         "import resource, sys\n"
         "from megatron_neobert.data.corpus.reader import Corpus\n"
-        "from megatron_neobert.errors import ConfigError\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (60, int(sys.argv[2])))\n"
-        "try: print(len(Corpus(sys.argv[1])), 'documents')\n"
-        "except ConfigError as error: print('ConfigError', error)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (60, 1000))\n"
+        "print(len(Corpus(sys.argv[1])), 'documents')\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "corpus"), str(hard_limit)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout
-    assert output.startswith(outcome)
-    if outcome == "ConfigError":
-        assert "lists 50 volumes, which take 300 open files" in output and "this machine allows 120" in output
+    command = [sys.executable, "-c", script, str(tmp_path / "corpus")]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout == "50 documents\n"
+    )

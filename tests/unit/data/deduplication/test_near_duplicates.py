@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import ENVIRONMENT
 from unit.data.deduplication.planted import Planted, jaccard, plant
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
-from unit.tools.commands import ENVIRONMENT
 
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
@@ -34,7 +34,7 @@ def small_chunks(monkeypatch):
 
 def find(output, *prefixes, minhash=None, **changes):
     settings = FindSettings(tuple(map(str, prefixes)), output, minhash or MinHashSettings(), **changes)
-    return find_duplicates(settings, on_progress=lambda text: None)
+    return find_duplicates(settings)
 
 
 def dropped(output, prefix):
@@ -112,22 +112,23 @@ def expected(planted, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "changes"),
+    ("chunks", "bucket", "workers"),
     [
-        (100, {"workers": 3}),
-        (100, {"bucket_documents": 200}),  # 4 ranges in each band
-        (37, {}),
-        (1 << 18, {"workers": 2, "bucket_documents": 300}),
+        (100, 1000, 3),
+        (100, 200, 1),  # 4 ranges in each band
+        (37, 1000, 1),
+        (1 << 18, 300, 1),
     ],
 )
 def test_list_is_the_same_for_any_processes_chunks_and_bound_of_memory(
-    planted, expected, tmp_path, monkeypatch, chunks, changes
+    planted, expected, tmp_path, monkeypatch, chunks, bucket, workers
 ):
     monkeypatch.setattr(run, "CHUNK_DOCUMENTS", chunks)
+    monkeypatch.setattr(run, "BUCKET_DOCUMENTS", bucket)
     monkeypatch.setattr(run, "_PAIRS_AT_ONCE", 7)
     monkeypatch.setattr(run, "_BATCH_TOKENS", 3000)
     monkeypatch.setattr(run, "_JOINED_AT_ONCE", 100)
-    find(tmp_path / "list", planted.prefix, **changes)
+    find(tmp_path / "list", planted.prefix, workers=workers)
     assert (tmp_path / "list").read_bytes() == expected
     assert [file.name for file in tmp_path.iterdir()] == ["list"]
 
@@ -144,7 +145,7 @@ def count(descriptor):  # files and folders are brought to disk before and after
         os.kill(os.getpid(), signal.SIGKILL)
     sync(descriptor)
 os.fsync = count
-run.find_duplicates(run.FindSettings((sys.argv[1],), Path(sys.argv[2])), on_progress=lambda text: None)
+run.find_duplicates(run.FindSettings((sys.argv[1],), Path(sys.argv[2])))
 print(calls)
 """
 
@@ -183,7 +184,7 @@ def test_finished_job_that_was_damaged_is_done_again_and_no_other(planted, expec
     with pytest.raises(OutputError, match=r"holds \d+ finished chunks .* continue with --resume, or .* --overwrite"):
         find(output, planted.prefix)
     done = []
-    monkeypatch.setattr(run, "run_job", lambda job, report, do=run.run_job: done.append(job.name) or do(job, report))
+    monkeypatch.setattr(run, "run_job", lambda job, do=run.run_job: done.append(job.name) or do(job))
     find(output, planted.prefix, resume=True)
     assert done == [damaged.stem]
     assert output.read_bytes() == expected
@@ -195,10 +196,10 @@ def test_jobs_of_relative_paths_can_be_done_from_another_folder(tmp_path, monkey
     write_corpus(tmp_path / "C", random_documents([50], 1000) * 2, numbered_tokenizer(1000))
     monkeypatch.chdir(tmp_path)
 
-    def do_elsewhere(job, report, do=run.run_job):
+    def do_elsewhere(job, do=run.run_job):
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir("elsewhere")
-            return do(job, report)
+            return do(job)
 
     monkeypatch.setattr(run, "run_job", do_elsewhere)
     run.open_corpus.cache_clear()
@@ -212,7 +213,7 @@ def test_cluster_that_the_settings_name_is_asked(planted, tmp_path):
         find(tmp_path / "list", planted.prefix, executor="ray", ray_address="127.0.0.1:1")
 
 
-def test_of_copies_in_several_corpora_the_earlier_named_one_stays(tmp_path):
+def test_of_copies_in_several_corpora_the_earlier_named_one_stays(tmp_path, monkeypatch):
     tokenizer = numbered_tokenizer(1000)
     a, b, c, d = random_documents([80, 90, 70, 60], 1000)
     write_corpus(tmp_path / "A", [a, b, b], tokenizer)
@@ -222,7 +223,8 @@ def test_of_copies_in_several_corpora_the_earlier_named_one_stays(tmp_path):
     assert [dropped(output, tmp_path / name).tolist() for name in "AB"] == [[2], [1, 2, 4]]
     assert [entry["dropped_tokens"] for entry in found["corpora"]] == [90, 90 + 80 + 60]
     assert (found["clusters"], found["largest_cluster"]) == (3, 3)
-    find(output, tmp_path / "B", tmp_path / "A", overwrite=True, bucket_documents=1)  # ranges without a document too
+    monkeypatch.setattr(run, "BUCKET_DOCUMENTS", 1)  # ranges without a document too
+    find(output, tmp_path / "B", tmp_path / "A", overwrite=True)
     assert [dropped(output, tmp_path / name).tolist() for name in "AB"] == [[0, 1, 2], [4]]
 
 

@@ -1,8 +1,6 @@
 """A shard is what its content says, whatever its name."""
 
 import gzip
-import io
-import tarfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -72,13 +70,10 @@ def test_format_is_recognised_below_every_compression(tmp_path, form, compressio
         (b"A plain text.\nWith two lines.\n", "text"),
         (b"\xef\xbb\xbfA plain text.", "text"),
         (b"[see above] and so on", "text"),
-        (b"", "jsonl"),
         (b" \n\n", "jsonl"),
         (b"not json\n" + JSON_LINES, "jsonl"),
         (b'["content"]\n' + JSON_LINES, "jsonl"),
         (b'{"content": "cut o\n' + JSON_LINES, "jsonl"),
-        (b'{"content": "cut o\n{}', "jsonl"),
-        (b'{"content": \n' + JSON_LINES, "jsonl"),
         (b'{"content": "' + b"x" * 100_000 + b'"}\n', "jsonl"),  # the first line is longer than what is looked at
         (b'{"content": NaN}\n{"content": "x"}', "jsonl"),
         (b"\xef\xbb\xbf" + JSON_LINES, "jsonl"),
@@ -98,8 +93,6 @@ def test_text_and_json_lines_are_told_apart(tmp_path, content, form):
         (b"[]", "'.[]'"),
         (b'{\n  "content": "x"\n}\n', "."),
         (b'{"url": "u",\n "content": "x"}\n', "."),
-        (b'{\n  "content": "' + b"x" * 100_000 + b'"\n}\n', "."),
-        (b'{\n  "n": [' + b"1,\n" * 50_000 + b'1],\n "content": "x"\n}\n', "."),
     ],
 )
 def test_json_that_spans_lines_is_refused_with_the_command_that_converts_it(tmp_path, content, query, packed):
@@ -120,50 +113,6 @@ def test_name_decides_where_no_line_is_an_object(tmp_path):
     assert read(tmp_path / "shard.jsonl").faults == [(MALFORMED_JSON, 1), (MALFORMED_JSON, 2)]
 
 
-@pytest.mark.parametrize("name", ["shard.txt", "shard.TEXT", "shard.md.gz"])
-@pytest.mark.parametrize(
-    ("content", "form"),
-    [
-        (b"Some text,\n{}\nand more.\n", "text"),
-        (b"not json\n" + JSON_LINES, "text"),
-        (b"{name} is a placeholder.\n" + JSON_LINES, "text"),
-        (b"{" * 100_000, "text"),
-        (b"\n" + JSON_LINES, "jsonl"),
-        (b'{"content": "' + b"x" * 100_000 + b'"}\n', "jsonl"),
-    ],
-)
-def test_name_of_a_text_needs_a_first_line_that_is_an_object(tmp_path, name, content, form):
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    assert found(tmp_path / name)[0] == form
-
-
-@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-@pytest.mark.parametrize("name", ["shard.tar", "shard.jsonl", "shard.tar.gz"])
-def test_tar_archive_of_json_lines_is_refused(tmp_path, tar_format, name):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", format=tar_format) as archive:
-        entry = tarfile.TarInfo("a.jsonl")
-        entry.size = len(JSON_LINES)
-        archive.addfile(entry, io.BytesIO(JSON_LINES))
-    content = packed.getvalue()
-    assert any(line.startswith(b'{"content"') for line in content.splitlines())  # what it could be taken for
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(DataError, match=rf"{name} is a tar archive; .*: unpack it"):
-        read(tmp_path / name)
-
-
-def test_bytes_of_zero_show_that_there_are_no_json_lines_unless_the_first_is_one(tmp_path):
-    path = tmp_path / "shard"
-    for junk in (b"a\0b\n" + JSON_LINES, b"{\0\n" + JSON_LINES, '{"content": "x"}'.encode("utf-16-le")):
-        path.write_bytes(junk)
-        with pytest.raises(DataError, match="shard is neither a format that is read here nor UTF-8 text"):
-            read(path)
-    path.write_bytes(b"a\0b\n")
-    assert texts_of(path, input_format="text") == ["a\0b\n"]
-    path.write_bytes(JSON_LINES + bytes(100))  # as a crash of the machine leaves it
-    assert (read(path).texts, len(read(path).rejected)) == (TEXTS, 1)
-
-
 def test_asked_format_counts_more_than_the_content(tmp_path):
     (tmp_path / "shard").write_bytes(JSON_LINES)
     assert texts_of(tmp_path / "shard", input_format="text") == [JSON_LINES.decode()]
@@ -175,10 +124,9 @@ def test_asked_format_counts_more_than_the_content(tmp_path):
     ("head", "message"),
     [
         (b"PK\x03\x04", "a zip archive; .*: unpack it"),
+        (b"a.jsonl" + bytes(250) + b"ustar\00000" + JSON_LINES, "a tar archive; .*: unpack it"),
         ('{"content": "x"}'.encode("utf-16"), "neither .*iconv -t UTF-8"),
-        ('{"content": "x"}'.encode("utf-16-be"), "neither a format that is read here nor UTF-8 text"),
         (b"%PDF-1.7\n", "a PDF document.*extract its text"),
-        (b"\x89PNG\r\n", "neither a format that is read here"),
         (bytes(range(256)) * 20, "neither a format that is read here"),
         (
             "Привет, мир, как дела?".encode("koi8-r"),
@@ -202,13 +150,13 @@ PAGE = b"<!DOCTYPE html>\n<html><body>\n" + JSON_LINES + b"</body></html>\n"
     [
         ("crawl.arc.gz", ARC, "an ARC archive; .*: convert it to WARC"),
         ("shard", ARC, "an ARC archive"),
-        ("page.html", b"Only text.\n", "an HTML page"),
-        ("shard.parquet", b"<html><h1>404 Not Found</h1></html>", "an HTML page; .*--input-format text"),
-        ("page", PAGE, "an HTML page"),
-        ("page.txt", b"\xef\xbb\xbf\n <HTML lang='en'>\nHello.", "an HTML page"),
-        ("dump", b'<?xml version="1.0"?>\n<mediawiki><page/></mediawiki>', "an XML document"),
-        ("table.csv", b"id,content\n1,hello\n", "a CSV table; .*: write it again as parquet"),
-        ("table.TSV.gz", b"id\tcontent\n1\thello\n", "a TSV table"),
+        ("page.html", b"Only text.\n", "an HTML or XML page"),
+        ("shard.parquet", b"<html><h1>404 Not Found</h1></html>", "an HTML or XML page; .*--input-format text"),
+        ("page", PAGE, "an HTML or XML page"),
+        ("page.txt", b"\xef\xbb\xbf\n <HTML lang='en'>\nHello.", "an HTML or XML page"),
+        ("dump", b'<?xml version="1.0"?>\n<mediawiki><page/></mediawiki>', "an HTML or XML page"),
+        ("table.csv", b"id,content\n1,hello\n", "a CSV or TSV table; .*: write it again as parquet"),
+        ("table.TSV.gz", b"id\tcontent\n1\thello\n", "a CSV or TSV table"),
     ],
 )
 def test_pages_tables_and_arc_archives_are_no_plain_text_unless_asked_for(tmp_path, name, content, message):
@@ -235,12 +183,6 @@ def test_text_with_some_bytes_of_another_encoding_is_still_text(tmp_path):
     reading = read(tmp_path / "shard")
     assert reading.texts == ["Ein sch\ufffdner Tag in M\ufffdnchen, sagte der Mann zu mir."]
     assert reading.repaired == 1
-
-
-def test_head_cut_within_a_character_is_no_junk(tmp_path):
-    for shift in range(4):
-        (tmp_path / "shard").write_bytes(b"x" * shift + "🚀".encode() * 100_000)
-        assert found(tmp_path / "shard") == ("text", None)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -134,8 +132,8 @@ def test_column_with_a_dot_in_its_name_comes_before_the_nested_one(tmp_path, wri
 
 
 @pytest.mark.parametrize("rows", [7, 100, None])
-def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, write, rows):
-    write(tmp_path / "shard", mixed_table(), rows)
+def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, rows):
+    write_parquet(tmp_path / "shard", mixed_table(), rows)
     whole = read(tmp_path / "shard")
     assert len(whole.parts) == 1
     assert [record.number for record in whole.rejected] == list(range(7, 300, 30))
@@ -231,34 +229,6 @@ def test_long_value_that_all_rows_share_is_decoded_for_few_of_them_at_a_time(tmp
     assert pool.max_memory() < 40 * LONG < 256 * LONG  # measured: 3 to 33; 256 rows at once are 256 and more
 
 
-def test_column_of_arrow_that_nobody_asks_for_is_not_decompressed(tmp_path):
-    table = pa.table({"content": TEXTS, "other": ["x" * 20_000_000] * len(TEXTS)})
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    for new_writer, open_reader in ((pa.ipc.new_stream, pa.ipc.open_stream), (pa.ipc.new_file, pa.ipc.open_file)):
-        with new_writer(tmp_path / "shard", table.schema, options=options) as writer:
-            writer.write_table(table)
-        with arrow_memory() as pool:
-            assert texts_of(tmp_path / "shard") == TEXTS
-        with arrow_memory() as control:
-            open_reader(pa.memory_map(str(tmp_path / "shard"))).read_all()
-        assert pool.max_memory() < 1 << 20 < 50 << 20 < control.max_memory()
-
-
-def test_mapped_pages_of_an_arrow_shard_are_given_back(tmp_path):
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("the size of mapped files is only told on Linux")
-    path = tmp_path / "shard"
-    write_arrow_stream(path, texts_table(["x" * 10_000] * 10_000))  # 100 MB
-    process, part = psutil.Process(), Chunk(str(path), "arrow")
-    before = process.memory_info().shared
-    mapped = [process.memory_info().shared - before for _ in read_chunk(part, ReadSettings())]
-    with pa.memory_map(str(path)) as source:  # control
-        lengths = [len(text) for batch in pa.ipc.open_stream(source) for text in batch["content"].to_pylist()]
-        mapped_otherwise = process.memory_info().shared - before
-    assert len(lengths) == 10_000
-    assert max(mapped) < 16 << 20 < 90 << 20 < mapped_otherwise
-
-
 # --- damage
 
 
@@ -308,12 +278,3 @@ def test_parquet_page_with_flipped_bytes_is_refused(tmp_path):
 
 
 # --- real shards
-
-
-def test_real_shard_gives_the_texts_that_pyarrow_reads_whole_or_in_parts(shared_data):
-    shard = sorted((shared_data / "text" / "books").glob("*.parquet"))[0]
-    expected = pq.read_table(shard)["content"].to_pylist()
-    assert texts_of(shard) == expected
-    split = read(shard, chunk_bytes=1 << 20)
-    assert len(split.parts) > 5
-    assert split.texts == expected

@@ -1,13 +1,11 @@
 """Web archives in, texts of pages and an account of every other record out."""
 
 import gzip
-import io
 import sys
 
 import pytest
-from unit.data.inputs.reading import peak_of, read
+from unit.data.inputs.reading import read
 
-from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import (
     EMPTY_TEXT,
     HTTP_STATUS,
@@ -15,9 +13,7 @@ from megatron_neobert.data.inputs.records import (
     NOT_A_RESPONSE,
     NOT_HTML,
     TOO_LONG,
-    ReadSettings,
 )
-from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
 pytest.importorskip("fastwarc")
@@ -89,8 +85,6 @@ CHUNKED = b"5\r\n<p>Th\r\n1F \r\nis page was sent in small piece\r\n6\r\ns.</p>\
             ),
             "Both.",
         ),
-        (http(b"<p>Unpacked.</p>", more="X-Crawler-Content-Encoding: gzip\r\n"), "Unpacked."),
-        (http(b"<p>X.</p>", "application/xhtml+xml"), "X."),
         (http(b"<p>Loud.</p>", "TEXT/HTML ; Charset=UTF-8"), "Loud."),
         (http(b"1 < 2 <b>stays</b>\n", "text/plain"), "1 < 2 <b>stays</b>\n"),
         (b"HTTP/2 200 \r\ncontent-type: text/html\r\n\r\n<p>New.</p>", "New."),
@@ -108,10 +102,8 @@ JAPANESE = "<p>これは日本語のページです</p>"
     ("body", "content_type", "text"),
     [
         (GERMAN.encode("latin-1"), "text/html; charset=ISO-8859-1", GERMAN),
-        (b"<meta charset=iso-8859-1>" + GERMAN.encode("latin-1"), "text/html", GERMAN),
         (GERMAN.encode("latin-1"), "text/html", GERMAN),  # guessed
         (GERMAN.encode(), "text/html; charset=ISO-8859-1", GERMAN),  # the server is wrong: this is UTF-8
-        (b"\xef\xbb\xbf" + GERMAN.encode(), "text/html; charset=ISO-8859-1", GERMAN),
         (GERMAN.encode("utf-16"), "text/html", GERMAN),
         (GERMAN.encode("utf-16-be"), "text/html; charset=utf-16be", GERMAN),
         (JAPANESE.encode("shift_jis"), "text/html; charset=Shift_JIS", JAPANESE),
@@ -148,19 +140,13 @@ def test_wet_records_are_texts_as_they_are(tmp_path, monkeypatch):
     [
         (record("request", b"GET / HTTP/1.1\r\n\r\n", b"application/http; msgtype=request"), NOT_A_RESPONSE),
         (record("metadata", b"fetchTimeMs: 1\r\n", b"application/warc-fields"), NOT_A_RESPONSE),
-        (record("revisit", http(b"")), NOT_A_RESPONSE),
         (record("resource", b"<p>x", b"text/html"), NOT_A_RESPONSE),
-        (record("something new", b"x"), NOT_A_RESPONSE),
         (page("gone", status="404 Not Found"), HTTP_STATUS),
-        (page("moved", status="301 Moved Permanently"), HTTP_STATUS),
         (record("response", http(b"%PDF", "application/pdf")), NOT_HTML),
-        (record("response", http(b"{}", "application/json")), NOT_HTML),
         (record("response", b"HTTP/1.1 200 OK\r\nX: y\r\n\r\n<p>x"), NOT_HTML),  # nobody says what it is
-        (record("response", b"dns", b"text/dns"), NOT_HTML),
         (record("conversion", b"\x89PNG", b"image/png"), NOT_HTML),
         (page(""), EMPTY_TEXT),
         (page("<script>only()</script>"), EMPTY_TEXT),
-        (record("response", http(b"")), EMPTY_TEXT),
     ],
 )
 def test_record_without_a_text_is_dropped_with_its_reason(tmp_path, block, reason):
@@ -175,12 +161,10 @@ NEVER_GZIP = http(b"<p>never packed", more="Content-Encoding: gzip\r\n")
 @pytest.mark.parametrize(
     ("block", "detail"),
     [
-        (record("response", b"no HTTP at all"), "no HTTP status"),
         (record("response", b""), "no HTTP status"),
         (record("response", http(b"<p>x", status="OK")), "no HTTP status"),
         (record("response", NEVER_GZIP), "HTTP: Gzip decompression error"),
         (record("response", http(b"zzz", more="Transfer-Encoding: chunked\r\n")), "HTTP: Invalid chunk header"),
-        (record("response", http(b"<p>x", more="Content-Encoding: unheard-of\r\n")), "HTTP: Unsupported"),
         (record("response", http(b"<div>" * 10_000 + b"deep")), "HTML: elements are nested 10,"),
     ],
 )
@@ -200,12 +184,10 @@ def test_faulty_record_is_rejected_and_its_neighbours_are_not(tmp_path, block, d
     ("block", "detail"),
     [
         (record("response", b"x" * 50, length=20), "no WARC header"),
-        (record("response", b"x" * 50, length=80), "no WARC header"),
         (record("response", b"x" * 50, length=200_000), "ends within"),
         (record("response", b"x" * 50, length="many"), "a Content-Length is many"),
         (record("response", b"x" * 50, length="9" * 5000), "a Content-Length is 9999"),
         (record("response", b"x").replace(b"Content-Length", b"Other"), "a Content-Length is none"),
-        (b"some garbage\r\n\r\n", "no WARC header"),
         (b"\x00" * 200_000 + b"\r\n", "no WARC header"),
         (b"WARC/1.0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", "a header has more than 65,536 bytes"),
     ],
@@ -255,39 +237,3 @@ def test_truncated_archive_is_refused_wherever_it_is_cut(tmp_path, packed):
             read(tmp_path / "shard", input_format="warc")
     (tmp_path / "shard").write_bytes(content[:start])  # control: cut between two records, which nobody can notice
     assert len(read(tmp_path / "shard").texts) == 2
-
-
-def test_archives_of_another_writer_are_read(tmp_path):
-    """fastwarc's own, compressed record by record and with all headers and digests."""
-    from fastwarc.stream_io import GzipWriter
-    from fastwarc.warc import WarcRecord, WarcRecordType
-
-    written = io.BytesIO()
-    writer = GzipWriter(written)
-    for number in range(100):
-        each = WarcRecord()
-        each.init_headers(record_type=WarcRecordType.response)
-        each.headers["WARC-Target-URI"] = f"https://example.org/{number}"
-        each.headers["Content-Type"] = HTTP.decode()
-        each.set_bytes_content(http(f"<p>Page {number}.</p>".encode()))
-        each.write(writer, checksum_data=True)
-    writer.close()
-    (tmp_path / "shard").write_bytes(written.getvalue())
-    reading = read(tmp_path / "shard")
-    assert reading.texts == [f"Page {number}." for number in range(100)]
-    assert not reading.rejected
-    assert not reading.dropped
-
-
-def test_memory_does_not_grow_with_the_archive(tmp_path):
-    peaks = []
-    records = page("word " * 2000) + record("request", b"x" * 20_000)
-    for count in (200, 800):  # 6 and 24 MB
-        with gzip.open(tmp_path / "shard", "wb", 1) as stream:
-            for _ in range(count):
-                stream.write(records)
-        batches = read_chunk(Chunk(str(tmp_path / "shard"), "warc", "gzip"), ReadSettings())
-        peak, read_texts = peak_of(len(batch.texts) for batch in batches)
-        peaks.append(peak)
-        assert sum(read_texts) == count
-    assert peaks[1] < 1.3 * peaks[0] < 16 << 20

@@ -11,7 +11,6 @@ import pytest
 from unit.data.preprocess_place import WORDS, add_mixed_shards, cut_small, decoded
 from unit.data.small_corpus import write_vocabulary
 
-from megatron_neobert.commands.preprocess_data import ProgressLine
 from megatron_neobert.data.corpus.reader import check_content
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
@@ -34,14 +33,6 @@ def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_chunks(place
     assert min(map(len, found["1"].values())) > 100
     assert found["1"] == found["2"] == found["4"] == found["parts"]
     check_content(place.corpus("1"))
-
-
-def test_progress_of_inputs_without_a_byte_is_shown(place, capsys):
-    (place.shards / "a.jsonl").touch()
-    with ProgressLine() as line, pytest.raises(DataError, match=r"no document in 1 shard \(0 records"):
-        line._interval_seconds = 0.0
-        preprocess(plan_preprocessing(place.settings()), on_progress=line.show)
-    assert "100.0 % | 0 documents" in capsys.readouterr().err
 
 
 def test_every_document_arrives_in_order_with_the_tokenizers_ids(place):
@@ -92,13 +83,6 @@ def test_line_numbers_of_rejects_count_from_the_beginning_of_the_shard_in_every_
     assert found == list(range(7, 200, 7))
 
 
-def test_failing_on_errors_names_the_first_and_leaves_nothing(place):
-    place.add_lines("a.jsonl", '{"content": "hello"}', '{"content": null}')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: null text \(null\); .*--on-error skip"):
-        place.run(on_error="fail")
-    assert list((place.folder / "out").iterdir()) == []
-
-
 @pytest.mark.parametrize(("good", "allowed"), [(998, False), (999, True)])
 def test_error_rate_ends_the_run_only_above_its_bound(place, good, allowed):
     """1 of 999 is above 0.001, 1 of 1,000 is not."""
@@ -124,16 +108,17 @@ def test_errors_that_the_whole_input_may_have_are_allowed_wherever_they_stand(pl
     assert place.corpus().manifest.rejected == {"malformed JSON": 15}
 
 
-def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch):
-    place.add_lines("a.jsonl", *['{"text": "hello"}'] * 10_000)
+@pytest.mark.parametrize(("errors", "allowed"), [(10_000, 0.001), (1, 0.0)])
+def test_hopeless_run_is_ended_before_all_shards_are_read(place, monkeypatch, errors, allowed):
+    place.add_lines("a.jsonl", *['{"text": "hello"}'] * errors)
     place.add_texts("b.jsonl", "hello")
     read = []
-    monkeypatch.setattr(
-        run_module, "tokenize_chunk", lambda job, report: read.append(job.number) or tokenize_chunk(job, report)
-    )
-    with pytest.raises(DataError, match=r"10,000 of 10,000 records .*100.00 %.*no key 'content'; keys found: text"):
-        place.run(max_error_rate=0.001)
-    assert read == [0]
+    monkeypatch.setattr(run_module, "tokenize_chunk", lambda job: read.append(job.input_name) or tokenize_chunk(job))
+    message = rf"{errors:,} of {errors:,} records .*100.00 %.*a\.jsonl, line 1: .*no key 'content'; keys found: text"
+    with pytest.raises(DataError, match=message):
+        place.run(max_error_rate=allowed)
+    assert read == [str(place.shards / "a.jsonl")]
+    assert not list((place.folder / "out").glob("*.bin"))
 
 
 def test_corpus_without_a_document_is_refused_and_leaves_nothing(place):
@@ -208,11 +193,12 @@ def test_output_of_an_earlier_run_is_no_input(place):
 
 
 def test_tokenizer_that_changes_before_the_workers_start_is_refused(place):
-    place.add_texts("a.jsonl", "hello")
+    for name in ("a", "b"):
+        place.add_texts(f"{name}.jsonl", "hello")
     plan = plan_preprocessing(place.settings(workers=2))
     write_vocabulary(place.vocab, [*WORDS, "more"])
     with pytest.raises(DataError, match="has changed since the run started"):
-        preprocess(plan, on_progress=lambda progress: None)
+        preprocess(plan)
 
 
 def test_shard_that_changes_while_it_is_read_is_refused(place):
@@ -220,7 +206,7 @@ def test_shard_that_changes_while_it_is_read_is_refused(place):
     plan = plan_preprocessing(place.settings())
     place.add_texts("a.jsonl", "world")  # of the same size
     with pytest.raises(DataError, match=r"a\.jsonl has changed since the run started; .*--resume"):
-        preprocess(plan, on_progress=lambda progress: None)
+        preprocess(plan)
     place.run()
     assert decoded(place) == ["world"]
 
@@ -233,19 +219,3 @@ def test_chunk_that_two_processes_do_at_once_is_whole(place):
     (_, first), (_, second) = run_jobs(tokenize_chunk, [job, job], workers=2)
     assert first == second == read_finished(job)
     assert sorted(file.suffix for file in plan.files.partial.iterdir()) == [".done", ".ids", ".lengths", ".rejects"]
-
-
-def test_progress_ends_at_the_counts_of_the_report_and_at_the_end_of_the_inputs(place, monkeypatch):
-    monkeypatch.setattr(run_module, "_SHOW_SECONDS", 0.0)  # every step is shown, as on a machine that is slow enough
-    add_mixed_shards(place)
-    seen = []
-    plan = plan_preprocessing(place.settings(workers=2))
-
-    def note(progress):
-        seen.append((progress.read_bytes, progress.counts.documents, progress.counts.errors))
-
-    report = preprocess(plan, on_progress=note)
-    assert [documents for _, documents, _ in seen] == sorted(documents for _, documents, _ in seen)
-    total = sum(file.stat().st_size for file in place.shards.iterdir())
-    assert seen[-1] == (pytest.approx(total), report.counts.documents, report.counts.errors)
-    assert seen[-1][1:] == (7 * 40 + 2, 3 + 2 + 2)  # nulls, broken lines, {}

@@ -2,16 +2,17 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import call
 from unit.data.preprocess_place import Place, cut_small, random_text
-from unit.tools.commands import call
 
-from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, attribute_types, choose_documents
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 
@@ -85,7 +86,7 @@ def test_attributes_are_those_of_the_records_in_the_order_of_the_corpus(place, m
     place.run(record_keys=("meta.from",), **changes)
     corpus, expected = place.corpus(), list(kept(place.records, **rule))
     assert attributes_of(corpus) == expected
-    chosen = ChosenDocuments(choose_documents(corpus, "meta_from in ['wiki', '7']", None), range(len(corpus)))
+    chosen = ChosenDocuments(choose_documents(corpus, ["meta_from in ['wiki', '7']"], None), range(len(corpus)))
     wanted = [number for number, (value, _) in enumerate(expected) if value in ("wiki", "7")]
     assert chosen.numbers(np.arange(len(chosen))).tolist() == wanted
 
@@ -116,6 +117,7 @@ def test_headers_of_web_archives_are_attributes(place):
 def test_corpus_that_replaces_one_with_attributes_leaves_none_of_them(place):
     place.run("fresh")
     place.run(record_keys=("meta.from",))
+    place.corpus().files.manifest.with_suffix(".sources").touch()  # of an earlier version
     with pytest.raises(OutputError, match=r"content_document\.attributes\.parquet"):
         place.run()
     place.run(overwrite=True)
@@ -154,6 +156,27 @@ def test_corpus_of_an_earlier_version_with_sources_is_read_without_them(place):
 def test_command_keeps_attributes_and_inspection_lists_them(place):
     prefix = place.folder / "P"
     shards = ("--input", place.shards, "--output-prefix", prefix, "--tokenizer-model", place.vocab)
-    assert call("preprocess_data", *shards, "--record-key", "meta.from")[0] == 0
-    code, output, errors = call("inspect_data", f"{prefix}_content_document")
+    assert call("preprocess", *shards, "--record-key", "meta.from")[0] == 0
+    code, output, errors = call("inspect data", f"{prefix}_content_document")
     assert (code, errors) == (0, "") and "meta_from (a text), length (a number), input (a text)" in output
+
+
+def test_names_that_are_not_utf8_keep_their_attributes(place):
+    shard, name = os.fsdecode(b"d\xff.jsonl"), os.fsdecode(b"run\xff")
+    place.add_lines(shard, *(json.dumps({"content": "hello world", "meta": {"from": "new"}}) for _ in range(3)))
+    place.run(name, record_keys=("meta.from",))
+    corpus = place.corpus(name)
+    assert attribute_types(corpus) == {"meta_from": "a text", "length": "a number", "input": "a text"}
+    chosen = [choose_documents(corpus, [where], None) for where in ("meta_from=='new'", "input=='d*'", "length>=1")]
+    assert [len(ChosenDocuments(bits, range(len(corpus)))) for bits in chosen] == [3, 3, len(corpus)]
+
+
+@pytest.mark.parametrize("arrow_type", [pa.timestamp("s"), pa.duration("s")], ids=str)
+def test_times_that_python_does_not_have_are_texts_or_numbers(place, arrow_type):
+    for shard in place.shards.iterdir():
+        shard.unlink()
+    dates = pa.array([2**40, 1], arrow_type)
+    pq.write_table(pa.table({"content": ["hello"] * 2, "date": dates}), place.shards / "a.parquet")
+    place.run(record_keys=("date",))
+    found = pq.read_table(place.corpus().files.attributes)["date"].to_pylist()
+    assert found[1] == ("1970-01-01 00:00:01.000" if arrow_type == pa.timestamp("s") else 1)

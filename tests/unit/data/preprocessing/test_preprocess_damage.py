@@ -6,17 +6,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import call
 from unit.data.preprocess_place import cut_small, decoded
-from unit.tools.commands import call
 
 from megatron_neobert.data.corpus.format import BackendRecord
 from megatron_neobert.data.preprocessing import chunks as chunks_module
-from megatron_neobert.data.preprocessing import run as run_module
-from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
 from megatron_neobert.data.tokenizer import fast_backends
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
-from megatron_neobert.errors import DataError
+from megatron_neobert.errors import ConfigError, DataError
 
 # --- damaged shards
 
@@ -94,7 +92,7 @@ def test_credentials_of_urls_stay_out_of_manifest_partial_folder_and_screen(plac
     endings = {("--quarantine", "--dry-run"): 65, (): 65, (f"{address}gone?sig=secret",): 66, ("--quarantine",): 0}
     said = ""
     for more, expected in endings.items():
-        code, *screen = call("preprocess_data", *command, *more)
+        code, *screen = call("preprocess", *command, *more)
         assert code == expected, screen
         said += "".join(screen)
     with pytest.raises(DataError):
@@ -145,36 +143,16 @@ def add_shards_for_a_wrong_back_end(place, *, found_in):
 
 
 @pytest.mark.usefixtures("fast_but_wrong")
-@pytest.mark.parametrize("found_in", [None, 0, 4])
-def test_fast_back_end_found_wrong_in_one_chunk_voids_all_chunks_of_the_run(place, found_in):
-    add_shards_for_a_wrong_back_end(place, found_in=found_in)
-    report = place.run()
-    place.run("reference", tokenizer_backend="reference")
-    same = place.contents()["content_document.bin"] == place.contents("reference")["content_document.bin"]
-    assert same == (found_in is not None)  # control: what is not compared is not found
-    backends = {name.split()[0]: record for name, record in place.corpus().manifest.tokenizer_backends.items()}
-    if found_in is None:
-        assert backends == {"nanotoken": BackendRecord(480, 6 * 64)}
-    else:
-        assert backends == {"tokenizers": BackendRecord(480, 0)}
-        assert f"/{found_in}.jsonl: nanotoken" in report.mismatch
-
-
-@pytest.mark.usefixtures("fast_but_wrong")
-def test_back_end_found_wrong_stays_out_after_a_kill(place, monkeypatch):
+def test_fast_back_end_found_wrong_in_one_chunk_ends_the_run_and_none_of_its_chunks_is_continued(place):
+    add_shards_for_a_wrong_back_end(place, found_in=None)
+    place.run("unseen")  # control: what is not compared is not found
+    assert [*place.corpus("unseen").manifest.tokenizer_backends.values()] == [BackendRecord(480, 6 * 64)]
     add_shards_for_a_wrong_back_end(place, found_in=4)
-    tokenized = []
-
-    def tokenize(job, report):
-        if len(tokenized) == 6:  # 0 to 4, and the first that is done again
-            raise KeyboardInterrupt
-        tokenized.append(job.number)
-        return tokenize_chunk(job, report)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run_module, "tokenize_chunk", tokenize)
-        with pytest.raises(KeyboardInterrupt):
-            place.run()
-    assert "/4.jsonl: nanotoken" in place.run(resume=True).mismatch
-    place.run("reference", tokenizer_backend="reference")
-    assert place.contents() == place.contents("reference")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"/4\.jsonl: nanotoken .* differs .*--tokenizer-backend reference --ov"):
+            place.run(resume=resume)
+    with pytest.raises(ConfigError, match="belongs to a run with tokenizer backend nanotoken"):
+        place.run(tokenizer_backend="reference", resume=True)
+    place.run(tokenizer_backend="reference", overwrite=True)
+    assert [*place.corpus().manifest.tokenizer_backends.values()] == [BackendRecord(480, 0)]
+    assert place.contents()["content_document.bin"] != place.contents("unseen")["content_document.bin"]

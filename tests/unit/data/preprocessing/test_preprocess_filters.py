@@ -52,7 +52,6 @@ def test_held_out_documents_are_chosen_by_their_text_and_not_by_their_place(plac
         ({"keep_shards": True, "shard_size": 10}, "--keep-shards cuts .* choose one"),
         ({"min_tokens": 9, "max_tokens": 8}, "--max-tokens 8 is below --min-tokens 9"),
         ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
-        ({"inputs": ("-", "a.jsonl")}, "stands alone"),
         ({"text_separator": ""}, "--text-separator is empty"),
         ({"max_error_rate": 1.5}, "--max-error-rate 1.5 is not a fraction of the records"),
         ({"split_validation": 1.0}, "--split-validation 1.0 is not a fraction of the documents"),

@@ -12,8 +12,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+from commands import ENVIRONMENT, command_line
 from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
-from unit.tools.commands import ENVIRONMENT, LETTERS, arguments_of, command_line, corpus_bytes, make_place
+from unit.data.command_place import LETTERS, arguments_of, corpus_bytes, make_place
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def place(tmp_path):
 def start(place, *more, **options):
     slow_enough = ("--tokenizer-backend", "reference")  # to be caught in the act
     return subprocess.Popen(
-        command_line("preprocess_data", *arguments_of(place, *slow_enough, *more)),
+        command_line("preprocess", *arguments_of(place, *slow_enough, *more)),
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -110,7 +111,7 @@ JOIN = ("--workers", 2, "--keep-shards", "--split-validation", "0.05")
 
 
 @needs_proc
-@pytest.mark.parametrize("moment", ["output/layout.json", "output/*.done"])  # the join begins; one is finished
+@pytest.mark.parametrize("moment", ["output-*", "output-*/*.done"])  # the join begins; one is finished
 def test_run_killed_while_it_joins_is_resumed_to_the_same_bytes(place, moment):
     large_shards(place, shards=40, megabytes=0.05)
     process = start(place, *JOIN)
@@ -130,7 +131,7 @@ def test_run_killed_while_it_joins_is_resumed_to_the_same_bytes(place, moment):
 def test_worker_killed_while_it_joins_ends_the_run_with_74_and_chunks_are_kept(place):
     large_shards(place, shards=40, megabytes=0.05)
     process = start(place, *JOIN)
-    wait_for(lambda: list(place.glob("run_content_document.partial/output/layout.json")))
+    wait_for(lambda: list(place.glob("run_content_document.partial/output-*")))
     workers = wait_for(lambda: children_of(process.pid))
     os.kill(workers[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=600)

@@ -24,11 +24,11 @@ def done(monkeypatch):
 
     names = Done()
 
-    def tokenize(job, report):
+    def tokenize(job):
         if names.limit == len(names):
             raise StoppedByTest
         names.append(job.chunk.path.rpartition("/")[2])
-        return tokenize_chunk(job, report)
+        return tokenize_chunk(job)
 
     monkeypatch.setattr(run_module, "tokenize_chunk", tokenize)
     return names
@@ -60,10 +60,10 @@ def test_fixed_shard_alone_is_done_again(place, done):
         place.add_texts(f"{name}.jsonl", f"hello {name}")
     place.add_lines("c.jsonl", "broken")
     with pytest.raises(DataError, match=r"c\.jsonl, line 1: malformed JSON"):
-        place.run(on_error="fail")
+        place.run(max_error_rate=0.0)
     place.add_texts("c.jsonl", "world")
     done.clear()
-    place.run(on_error="fail", resume=True)
+    place.run(max_error_rate=0.0, resume=True)
     assert done == ["c.jsonl"]
     assert decoded(place)[2] == "world"
 
@@ -99,14 +99,6 @@ def test_chunk_whose_files_are_damaged_is_done_again(place, done, kind, spoil):
     place.run(resume=True)
     assert len(done) == 7 - 4 + 1
     assert place.contents() == place.contents("whole")
-
-
-def test_resumed_run_that_is_to_fail_on_errors_fails_on_those_of_finished_chunks(place, done):
-    place.add_lines("a.jsonl", "broken", '{"content": "hello"}')
-    place.add_texts("b.jsonl", "world")
-    stop_after(place, done, 1)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1: malformed JSON .*--on-error skip"):
-        place.run(resume=True, on_error="fail")
 
 
 @pytest.mark.parametrize("change", ["order", "layout", "volume", "attributes", "newer input"])

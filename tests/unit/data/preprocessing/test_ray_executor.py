@@ -11,9 +11,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from commands import ENVIRONMENT, command_line
+from unit.data.command_place import arguments_of
 from unit.data.preprocess_place import add_mixed_shards
 from unit.data.small_corpus import write_vocabulary
-from unit.tools.commands import ENVIRONMENT, arguments_of, command_line
 
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
@@ -42,9 +43,7 @@ def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
     (environment / "bin" / "python").symlink_to(sys.executable)
     (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
     shutil.copyfile(Path(sys.prefix) / "pyvenv.cfg", environment / "pyvenv.cfg")
-    _, *words = command_line(
-        "preprocess_data", *arguments_of(place.folder, "--executor", "ray", "--ray-address", "local")
-    )
+    _, *words = command_line("preprocess", *arguments_of(place.folder, "--executor", "ray", "--ray-address", "local"))
     subprocess.run([environment / "bin" / "python", *words], env=ENVIRONMENT, timeout=600, check=True)
     assert Corpus(place.folder / "run_content_document").document(0).size == 2
 
@@ -124,7 +123,7 @@ def test_absent_cluster_is_a_wrong_setting(place, monkeypatch, told_by):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # asked directly, Ray tries for two minutes and ends the process
     plan = plan_preprocessing(place.settings(executor="ray", ray_address=address))
     with pytest.raises(ConfigError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers"):
-        preprocess(plan, on_progress=lambda progress: None)
+        preprocess(plan)
 
 
 @pytest.mark.slow  # Ray waits half a minute

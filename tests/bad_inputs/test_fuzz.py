@@ -1,0 +1,98 @@
+"""Changed inputs are refused with an error of ours and its exit code, or read as what they say.
+
+No input may end a reader in another exception, a hang, or a gigabyte of memory: it may come from another machine, or
+another person.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from bad_inputs.fuzzing import NUMBERS, TEXTS, examples, mutated_file
+from bad_inputs.refusals import bounded
+from bad_inputs.targets import REQUIRED, TARGETS, Target, check_settings
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_neobert.cli import flag_of
+from megatron_neobert.config.data_path import parse_data_path, whole_weights
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.errors import ConfigError, NeoBERTError
+
+pytestmark = pytest.mark.slow
+
+LONGEST = 5000  # characters of a problem; ConfigError has several
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return TARGETS[request.param](tmp_path_factory.mktemp("sound"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("changed") / "input"
+
+
+def test_unchanged_input_is_read(target: Target, place: Path):
+    for name in target.files:
+        target.copy_to(place, name, (target.folder / name).read_bytes())
+        target.read(place, name)
+
+
+@examples(300)
+@given(data=st.data())
+def test_changed_input_is_refused_in_a_sentence_or_read_as_it_says(target: Target, place: Path, data: st.DataObject):
+    name = data.draw(st.sampled_from(target.files))
+    target.copy_to(place, name, data.draw(mutated_file(name, (target.folder / name).read_bytes())))
+    try:
+        with bounded():
+            target.read(place, name)
+    except NeoBERTError as error:
+        assert_short(error)
+
+
+def assert_short(error: NeoBERTError) -> None:
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    assert all("\n" not in problem and len(problem) < LONGEST for problem in problems), problems
+    assert error.exit_code in (2, 65, 66, 78)
+
+
+NAMES = [item.name for section in fields(Settings) for item in fields(section.type)]
+WORDS = st.one_of(
+    st.sampled_from([flag_of(name) for name in NAMES]),
+    st.sampled_from([f"--no-{name.replace('_', '-')}" for name in NAMES]),
+    TEXTS,
+    NUMBERS.filter(lambda number: number < 10**40).map(str),
+    st.text(max_size=6),
+    st.sampled_from(["--", "-", "--config", "--dry-run", "a:min=5", "0.5", "1e-3", "=", "--lr=", "--bf16=1", "99,1"]),
+)
+
+
+@examples(500)
+@given(words=st.lists(WORDS, max_size=6), world_size=st.sampled_from([1, 6, 1000]))
+def test_odd_words_on_the_command_line_are_refused_or_mean_settings(
+    tmp_path_factory: pytest.TempPathFactory, words: list[str], world_size: int
+):
+    if any(word in ("-h", "--help") for word in words):
+        return
+    try:
+        with bounded():
+            check_settings([*REQUIRED, *words], world_size, tmp_path_factory.getbasetemp())
+    except NeoBERTError as error:
+        assert_short(error)
+    except OSError:  # a name longer than any file has
+        assert "--config" in words
+
+
+@examples(400)
+@given(entries=st.lists(st.one_of(WORDS, st.sampled_from(["a", "b:min=2", "b:max=1", "1", "0.1", "1e-9"])), max_size=6))
+def test_odd_blends_are_refused_or_have_whole_weights(entries: list[str]):
+    try:
+        with bounded():
+            components = parse_data_path(entries)
+    except ConfigError as error:
+        assert_short(error)
+    else:
+        assert all(weight >= 1 for weight in whole_weights(components))
+        assert len({str(component) for component in components}) == len(components)

@@ -1,0 +1,130 @@
+"""tools/prepare_environment.sh keeps its promises; a stand-in for Python records what pip would be asked to do."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BASH = shutil.which("bash") or "bash"
+
+STAND_IN = """#!{bash}
+# Answers like the Python that the environment script asks: its version, torch's version, pip, and making a venv.
+case "$*" in
+*sys.version_info*) echo "{version} {suitable}" ;;
+*ensurepip*) exit {ensurepip} ;;
+*platform*) echo "{version}" ;;
+*importlib.metadata*) [[ -n "{torch}" ]] && echo "{torch}" ;;
+"-m venv"*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;
+"-m pip --version") ;;
+"-m pip install"*) echo "$*" >>"${{0%/bin/*}}/pip_calls"; exit {pip} ;;
+*) exit 99 ;;
+esac
+"""
+
+
+def write_stand_in(path: Path, *, version="3.11.7", torch="", ensurepip=0, pip=0) -> None:
+    """Write a `python` of a version; `torch` is the version of torch that it has, the others are exit codes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    suitable = "suitable" if version.split(".")[1] in ("10", "11", "12", "13") else "unsuitable"
+    facts = {"version": version, "suitable": suitable, "torch": torch, "ensurepip": ensurepip, "pip": pip}
+    path.write_text(STAND_IN.format(bash=BASH, **facts))
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """What the environment script needs of the repository, in a folder with a space in its name."""
+    root = tmp_path / "a clone"
+    (root / "tools").mkdir(parents=True)
+    for name in ("setup.py", "constraints.txt", "tools/prepare_environment.sh"):
+        shutil.copy(REPOSITORY / name, root / name)
+    return root
+
+
+def prepare(clone: Path, *arguments: str, active: Path | None = None):
+    """Run the script from another directory; beside the system's basic commands the PATH has those in base/ only."""
+    commands = clone.parent / "commands"
+    commands.mkdir(exist_ok=True)
+    for name in ("bash", "cat", "cksum", "sed", "rm", "cp", "mkdir", "tail", "dirname"):
+        if not (commands / name).exists():
+            (commands / name).symlink_to(shutil.which(name))
+    environment = {"PATH": f"{clone.parent / 'base'}:{commands}", "HOME": os.environ.get("HOME", "/")}
+    if active is not None:
+        environment["VIRTUAL_ENV"] = str(active)
+    command = [BASH, str(clone / "tools" / "prepare_environment.sh"), *arguments]
+    return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
+
+
+def pip_calls(environment: Path) -> list[str]:
+    record = environment / "pip_calls"
+    return record.read_text().splitlines() if record.exists() else []
+
+
+def test_environment_is_made_once_with_torch_first_and_again_for_other_dependencies_or_another_place(clone, tmp_path):
+    write_stand_in(tmp_path / "base" / "python3")
+    result = prepare(clone, "--dev")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{clone}/.venv/bin/python\n"
+    calls = pip_calls(clone / ".venv")
+    sources = f"{clone}/.venv/transformer_engine_sources"
+    ends = ("torch", "--editable .[dev]", f"--no-deps --upgrade --target {sources} transformer-engine")
+    assert [call.endswith(end) for call, end in zip(calls, ends, strict=True)] == [True] * 3
+    assert all("--constraint" in call for call in calls)
+    for arguments in (["--dev"], []):  # the larger environment serves the smaller request too
+        again = prepare(clone, *arguments)
+        assert (again.stdout, again.stderr) == (f"{clone}/.venv/bin/python\n", "")
+    assert pip_calls(clone / ".venv") == calls
+    for number, file in enumerate(("setup.py", "constraints.txt"), start=1):
+        (clone / file).write_text((clone / file).read_text() + "# changed\n")
+        prepare(clone)
+        assert len(pip_calls(clone / ".venv")) == 3 + 2 * number
+    moved = prepare(clone.rename(tmp_path / "moved"))
+    assert "making .venv" in moved.stderr and moved.stdout == f"{tmp_path}/moved/.venv/bin/python\n"
+
+
+def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
+    active = tmp_path / "active"
+    write_stand_in(active / "bin" / "python", version="3.12.1", torch="2.9.0a0+nv25")
+    result = prepare(clone, active=active)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{active}/bin/python\n"
+    assert not (clone / ".venv").exists()
+    (call,) = pip_calls(active)
+    assert call.endswith("--editable .")
+    assert "\ntorch==2.9.0a0+nv25\n" in (active / "megatron_neobert_constraints.txt").read_text()
+
+
+def test_python_that_is_too_new_is_passed_over_for_one_that_fits(clone, tmp_path):
+    write_stand_in(tmp_path / "base" / "python3", version="3.14.0")
+    write_stand_in(tmp_path / "base" / "python3.11", version="3.11.9")
+    assert "making .venv with Python 3.11.9" in prepare(clone).stderr
+
+
+@pytest.mark.parametrize(
+    ("pythons", "sentence"),
+    [
+        ({}, "no Python 3.10 to 3.13 on the PATH (no python at all)"),
+        ({"python3": {"version": "3.9.2"}}, "on the PATH (python3 is 3.9.2)"),
+        ({"python3": {"ensurepip": 1}}, "its modules venv and ensurepip are not installed"),
+    ],
+    ids=["none", "too old", "without venv"],
+)
+def test_machine_without_a_usable_python_gets_one_sentence(clone, tmp_path, pythons, sentence):
+    for name, properties in pythons.items():
+        write_stand_in(tmp_path / "base" / name, **properties)
+    result = prepare(clone)
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (69, "", 1)
+    assert sentence in result.stderr
+    assert not (clone / ".venv").exists()
+
+
+def test_failed_installation_names_its_log_and_leaves_no_stamp(clone, tmp_path):
+    write_stand_in(tmp_path / "base" / "python3", pip=1)
+    for _ in range(2):  # the second call tries again
+        result = prepare(clone)
+        assert (result.returncode, result.stdout) == (69, "")
+        assert f"{clone}/.venv/megatron_neobert_install.log" in result.stderr
+    assert len(pip_calls(clone / ".venv")) == 2
