@@ -141,7 +141,7 @@ def our_stream(job: Job) -> Any:
 
 
 def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Size]:
-    """The loader of training."""
+    """Yield batches of the loader of training."""
     import torch
 
     from megatron_neobert.data.batches.loader import DaliLoader, build_loader
@@ -159,21 +159,21 @@ def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Siz
 
 
 def padded_examples(job: Job) -> list[list[int]]:
-    """Documents as tokenizers return them, cut at the row's length."""
+    """Return documents as tokenizers do, cut at the row's length."""
     cls, sep = job.tokenizer.cls_id, job.tokenizer.sep_id
     documents = (job.corpus.document(number) for number in range(min(len(job.corpus), PEER_DOCUMENTS)))
     return [[cls, *document[: job.seq_length - 2].tolist(), sep] for document in documents]
 
 
 def full_examples(job: Job) -> list[list[int]]:
-    """The same end to end, cut into full rows, as run_mlm.py of transformers does."""
+    """Return the same documents end to end, cut into full rows, as run_mlm.py of transformers does."""
     tokens = list(itertools.chain.from_iterable(padded_examples(job)))
     rows = len(tokens) // job.seq_length
     return [tokens[row * job.seq_length :][: job.seq_length] for row in range(rows)]
 
 
 def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[Size]:
-    """DataCollatorForLanguageModeling over lists in memory, shuffled: nothing is read. Tensors are no faster."""
+    """Yield batches of DataCollatorForLanguageModeling over shuffled lists in memory: nothing is read."""
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
     job.tokenizer.save_tokenizer_files(job.folder / "tokenizer", model_max_length=job.seq_length)
@@ -206,7 +206,7 @@ def megatron_tokenizer(job: Job) -> SimpleNamespace:
 
 
 def megatron_bert(job: Job) -> Iterator[Size]:
-    """BERTMaskedWordPieceDataset and torch's default collation; 80/10/10 is built in."""
+    """Yield batches of BERTMaskedWordPieceDataset and torch's default collation; 80/10/10 is built in."""
     import numpy as np
     import torch
     from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
@@ -244,7 +244,7 @@ def megatron_bert(job: Job) -> Iterator[Size]:
 
 
 def write_sentences(job: Job, prefix: str) -> int:
-    """The same documents in Megatron's format, cut into sentences; returns their number."""
+    """Write the same documents in Megatron's format, cut into sentences; return their number."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
@@ -264,7 +264,7 @@ def write_sentences(job: Job, prefix: str) -> int:
 
 
 def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
-    """In the order of the table; those with workers are started before other libraries bring their threads."""
+    """Return the loaders in the order of the table, those with workers first: other libraries bring threads."""
     loaders: dict[str, Callable[[Job], Iterator[Size]]] = {
         OURS: partial(ours, num_workers=0),
         "this project, 1 worker": partial(ours, num_workers=1),
@@ -282,7 +282,7 @@ def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
 
 
 def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: float) -> list[Turn]:
-    """Every loader once a round, after one batch each that is not counted."""
+    """Run every loader once a round, after one batch each that is not counted."""
     from benchmarks.shared import in_turns
 
     for batches in loaders.values():
@@ -295,7 +295,7 @@ def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: fl
 
 
 def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
-    """Takes batches for so many seconds; workers have full queues when the clock starts and when it stops."""
+    """Take batches for so many seconds; workers have full queues when the clock starts and when it stops."""
     time.sleep(SETTLE_SECONDS)
     cpu, end = tree_cpu_seconds(), time.perf_counter() + seconds
     taken = [next(batches)]
@@ -307,7 +307,7 @@ def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
 
 
 def tree_cpu_seconds() -> float:
-    """CPU seconds so far of all threads of this process and of its workers."""
+    """Return the CPU seconds so far of all threads of this process and of its workers."""
     import psutil
 
     workers = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
@@ -315,7 +315,7 @@ def tree_cpu_seconds() -> float:
 
 
 def summarise(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """One row per loader: medians of the rounds, and how many times as fast this project is, in the same round."""
+    """Return one row per loader: medians, and how many times as fast this project is in the same round."""
     by_loader: dict[str, list[Turn]] = {}
     for turn in turns:
         by_loader.setdefault(turn.loader, []).append(turn)

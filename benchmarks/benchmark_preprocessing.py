@@ -86,7 +86,7 @@ class Measured:
 
 
 def main() -> int:
-    """Prepares the inputs, measures every tool in turns, and prints the table."""
+    """Prepare the inputs, measure every tool in turns, and print the table."""
     arguments = parse_arguments()
     tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
     # Makes processes whose parents end the children of this one: a fork server outlives the tool that started it.
@@ -127,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def available_tools(names: Sequence[str], *, megatron_lm: str = "") -> list[str]:
-    """Those whose packages are installed; logs how to install the others."""
+    """Return the tools whose packages are installed; print how to install the others."""
     found = []
     for name in names:
         if missing := [package for package in TOOLS[name].packages if importlib.util.find_spec(package) is None]:
@@ -147,7 +147,7 @@ def step_command(step: str, **arguments: Any) -> list[str]:
 
 
 def run_step(step: str, **arguments: Any) -> Any:
-    """Result of a step; one that fails has printed why, and ends this process with its exit code."""
+    """Return the result of a step; one that fails has printed why, and ends this process with its exit code."""
     command = step_command(step, **arguments)
     result = subprocess.run(command, stdout=subprocess.PIPE, env=tool_environment(), check=False)
     if result.returncode != 0:
@@ -191,7 +191,7 @@ TOOLS = {
 def run_in_turns(
     turns: Sequence[tuple[str, int]], job: Job, shards: Sequence[str], *, folder: str, rounds: int, title: str = "round"
 ) -> list[Measured]:
-    """Runs every tool once a round, and compares what they have written."""
+    """Run every tool once a round, and compare what they have written."""
     runs: list[Measured] = []
     with tempfile.TemporaryDirectory(dir=folder) as copies:
         for number, shard in enumerate(shards):  # the same file may occur many times, each time as another shard
@@ -212,7 +212,7 @@ def run_in_turns(
 
 
 def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
-    """Runs one tool on as many cores as it has workers, and counts what it has written.
+    """Run one tool on as many cores as it has workers, and count what it has written.
 
     Raises:
         DataError: The tool fails.
@@ -234,7 +234,7 @@ def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
 
 
 def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> tuple[int, dict[str, Any]]:
-    """Exit code, and wall seconds, CPU seconds and peak memory of a command on the first cores that may be used."""
+    """Return exit code, wall seconds, CPU seconds and peak memory of a command on the first cores that may be used."""
     allowed, before = os.sched_getaffinity(0), children_cpu_seconds()
     with log.open("wb") as stream:
         os.sched_setaffinity(0, sorted(allowed)[:cores])  # which the command inherits
@@ -270,13 +270,13 @@ def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> 
 
 
 def children_cpu_seconds() -> float:
-    """User and system seconds of all processes that this one has waited for, and of what those waited for."""
+    """Return user and system seconds of all processes that this one has waited for, and of what those waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def tool_environment(scratch: str | None = None) -> dict[str, str]:
-    """One thread per process, nothing from the network, and no cache that an earlier run has filled."""
+    """Return variables for one thread per process, nothing from the network, and no cache of an earlier run."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",  # Arrow obeys it too
@@ -289,7 +289,7 @@ def tool_environment(scratch: str | None = None) -> dict[str, str]:
 
 
 def tree_memory(pid: int) -> int:
-    """Memory of a process and all below it, PSS in bytes: pages that several of the processes share count once."""
+    """Return the PSS in bytes of a process and all below it: pages that several processes share count once."""
     import psutil
 
     total = 0
@@ -302,7 +302,7 @@ def tree_memory(pid: int) -> int:
 
 
 def verify(runs: Sequence[Measured]) -> None:
-    """Refuses runs that did not do the same work.
+    """Raise if runs did not do the same work.
 
     Raises:
         DataError: Tools wrote different numbers of tokens, or different ids where they wrote nothing but ids.
@@ -319,7 +319,7 @@ def verify(runs: Sequence[Measured]) -> None:
 
 
 def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, Any]]:
-    """One row for each tool and number of workers: medians, and the peers' wall time as a multiple of the tool's."""
+    """Return one row per tool and number of workers: medians, and the peers' wall time as a multiple of the tool's."""
     groups: dict[tuple[str, int], list[Measured]] = {}
     for run in runs:
         groups.setdefault((run.tool, run.workers), []).append(run)

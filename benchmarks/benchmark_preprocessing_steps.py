@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> dict[str, Any]:
-    """Reads all shards once, so that every tool finds them in memory, and writes a sample and the peers' tokenizer.
+    """Read all shards once, so that every tool finds them in memory, and write a sample and the peers' tokenizer.
 
     Raises:
         ConfigError: A shard is not parquet, or has no such column of text.
@@ -79,7 +79,7 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
 
 
 def save_tokenizer_of_peers(model: str, folder: Path) -> dict[str, Any]:
-    """A tokenizer.json for which "[MASK]" in a text is text, as it is here; and how many tokens it adds to a text."""
+    """Write a tokenizer.json for which "[MASK]" in a text is text; return it and the number of tokens it adds."""
     import tokenizers
 
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -94,7 +94,7 @@ def save_tokenizer_of_peers(model: str, folder: Path) -> dict[str, Any]:
 
 
 def write_json_lines(shards: str, text_key: str) -> None:
-    """SHARDS.jsonl and SHARDS.performance for Megatron-LM's tool, which reads no parquet."""
+    """Write SHARDS.jsonl and SHARDS.performance for Megatron-LM's tool, which reads no parquet."""
     import pyarrow.parquet as pq
 
     with Path(f"{shards}.jsonl").open("w", encoding="utf-8") as lines:
@@ -123,7 +123,7 @@ def run_datatrove(shards: str, text_key: str, tokenizer_json: str, output: str, 
 
 
 def run_datasets(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """The way of NeoBERT's authors, without their truncation: `map` in batches, then `save_to_disk`."""
+    """Tokenize as NeoBERT's authors do, without their truncation: `map` in batches, then `save_to_disk`."""
     from datasets import load_dataset
     from transformers import PreTrainedTokenizerFast
 
@@ -139,7 +139,7 @@ def run_datasets(shards: str, text_key: str, tokenizer_json: str, output: str, w
 
 
 def run_tokenizers(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """The least that a tool with this library must do; the workers are the library's threads."""
+    """Do the least that a tool with this library must do; the workers are the library's threads."""
     os.environ |= {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": str(workers > 1).lower()}
     import numpy as np
     import pyarrow.parquet as pq
@@ -160,7 +160,7 @@ def run_tokenizers(shards: str, text_key: str, tokenizer_json: str, output: str,
 
 
 def count_indexed(output: str, special_tokens: int) -> dict[str, Any]:
-    """Of Megatron's .bin and .idx files, read here without this project's or Megatron's reader."""
+    """Count what is in Megatron's .bin and .idx files, read here without this project's or Megatron's reader."""
     import numpy as np
 
     documents = tokens = 0
@@ -178,7 +178,7 @@ def count_indexed(output: str, special_tokens: int) -> dict[str, Any]:
 
 
 def count_dataset(output: str, special_tokens: int) -> dict[str, Any]:
-    """Of a folder that `datasets` has saved."""
+    """Count what is in a folder that `datasets` has saved."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -192,7 +192,7 @@ def count_dataset(output: str, special_tokens: int) -> dict[str, Any]:
 
 
 def count_bare_ids(output: str, special_tokens: int) -> dict[str, Any]:
-    """Of the two files of `run_tokenizers`."""
+    """Count what is in the two files of `run_tokenizers`."""
     import numpy as np
 
     lengths = np.fromfile(Path(output, "lengths.bin"), dtype=np.int32)

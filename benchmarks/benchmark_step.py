@@ -50,7 +50,7 @@ class Timing:
 
 
 def main() -> int:
-    """Measures and prints one line per step, then the table."""
+    """Measure and print one line per step, then the table."""
     from megatron_neobert.config.cli import run_flags
 
     parser = Parser((__doc__ or "").partition("\n")[0], also=run_flags())
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Builds both models, lets them train in turn at every length, and prints the table."""
+    """Build both models, let them train in turn at every length, and print the table."""
     import torch
 
     from benchmarks.shared import describe_machine, print_table, write_figures
@@ -138,7 +138,7 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
 
 
 def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Steps of the run's documents in rows of this length, each in all layouts: one to warm up, then the rounds."""
+    """Yield steps in rows of this length, each in all layouts: one to warm up, then the rounds."""
     from benchmarks.step_layouts import passes_in_each_layout
 
     rows, rows_per_step = rows_of_batch(seq_length, arguments)
@@ -157,7 +157,7 @@ class Bench:
     reference: Any  # benchmarks.step_layouts.Reference; None where it is left out, and weights are those of the run
 
     def time_step(self, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
-        """Runs one step, from the reference's weights where there is one."""
+        """Run one step, from the reference's weights where there is one."""
         import torch
 
         from megatron_neobert.training.step import train_step
@@ -244,7 +244,7 @@ def profile_step(step: Callable[[], Any], *, on_gpu: bool, rows: int = 30) -> li
 
 
 def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[str, Any]]:
-    """One row per length and layout: medians, and how many times as fast the packed step of the same round is."""
+    """Return one row per length and layout: medians, and the speed of the packed step of the same round."""
     table = []
     for seq_length, layout in dict.fromkeys((timing.seq_length, timing.layout) for timing in timings):
         of_length = [timing for timing in timings if timing.seq_length == seq_length]
@@ -270,7 +270,7 @@ def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[
 
 
 def largest_loss_gap(timings: list[Timing]) -> float:
-    """Between each step's loss and the reference's of the same round, relative."""
+    """Return the largest relative gap between a step's loss and the reference's in the same round."""
     references = [timing.loss for timing in timings if timing.layout == "reference"]
     layouts = dict.fromkeys(timing.layout for timing in timings)
     others = ([timing.loss for timing in timings if timing.layout == layout] for layout in layouts)
@@ -278,7 +278,7 @@ def largest_loss_gap(timings: list[Timing]) -> float:
 
 
 def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
-    """Settings of this project's side, at the longest row; writes the corpus they name."""
+    """Write the corpus, and return the settings of this project's side at the longest row."""
     from benchmarks.shared import write_corpus
 
     longest = max(arguments.seq_length)
@@ -306,13 +306,13 @@ def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
 
 
 def rows_of_batch(seq_length: int, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Rows per pass and per step, at least one."""
+    """Return the rows per pass and per step, at least one."""
     rows = max(1, arguments.micro_batch_tokens // seq_length)
     return rows, rows * max(1, arguments.global_batch_tokens // (rows * seq_length))
 
 
 def flops_per_token(run: Any, lengths: list[int]) -> float:
-    """Of forward and backward, for documents of these lengths."""
+    """Return the FLOPs of forward and backward per token of documents of these lengths."""
     from megatron_neobert.model.flops import training_flops_per_token
 
     length_of_a_tokens_document = sum(length * length for length in lengths) / sum(lengths)

@@ -57,14 +57,14 @@ class Step:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--document-tokens", type=int, default=1024, metavar="N", help="of every document (1024)")
     print(to_table(parser.parse_args().document_tokens))
 
 
 def counted_bytes(layers: str) -> dict[str, float]:
-    """Bytes per token by part, out of the count in docs/performance.md.
+    """Return bytes per token by part, out of the count in docs/performance.md.
 
     Args:
         layers: "local" or "Transformer Engine", as the head of the table has it.
@@ -92,7 +92,7 @@ def steps() -> list[Step]:
 
 
 def microseconds(step: Step, document_tokens: int, bandwidth: float) -> dict[str, float]:
-    """Per token, by part."""
+    """Return the microseconds per token by part."""
     settings = Settings()
     model, headless = settings.model, settings.with_section("data", mask_prob=0.0)
     products = training_flops_per_token(headless, vocab_size=VOCAB_SIZE, document_tokens=0)
@@ -116,7 +116,7 @@ def microseconds(step: Step, document_tokens: int, bandwidth: float) -> dict[str
 
 
 def to_table(document_tokens: int) -> str:
-    """A row of Markdown for each GPU and step: µs per token by part, and what they add up to."""
+    """Return a row of Markdown for each GPU and step: µs per token by part, and what they add up to."""
     model_flops = training_flops_per_token(Settings(), vocab_size=VOCAB_SIZE, document_tokens=document_tokens)
     lines: list[list[str]] = []
     for gpu, bandwidth in BANDWIDTH.items():

@@ -22,7 +22,7 @@ SIGMA = math.sqrt(2 * math.log(640 / 368))
 
 
 def describe_machine(packages: Iterable[str]) -> dict[str, str]:
-    """Processor, date, and the versions of Python and of these packages, those that are installed."""
+    """Return processor, date, and the versions of Python and of these packages, those that are installed."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -37,7 +37,7 @@ def describe_machine(packages: Iterable[str]) -> dict[str, str]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Columns are the keys of the first row."""
+    """Print rows; columns are the keys of the first one."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
@@ -51,13 +51,13 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
-    """Writes what `--output` asks for, if it was given."""
+    """Write figures as JSON if `--output` was given."""
     if path is not None:
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any]]:
-    """Every subject once a round (counted from 1), every other round in reverse: drifts of the machine hit all."""
+    """Yield every subject once a round (from 1), each second round in reverse: drifts of the machine hit all."""
     order = list(subjects)
     for number in range(1, rounds + 1):
         yield from ((number, subject) for subject in order)
@@ -67,7 +67,7 @@ def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any
 def write_corpus(
     folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int, sigma: float = SIGMA
 ) -> tuple[str, str]:
-    """Writes documents of random words by the real preprocessing; returns the corpus prefix and the vocabulary's path.
+    """Write documents of random words by the real preprocessing; return the corpus prefix and the vocabulary's path.
 
     Words stand for one token each and carry no meaning: what benchmarks need of a corpus are its lengths. These are
     log-normal, as those of web pages are about.

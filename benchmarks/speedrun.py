@@ -39,7 +39,7 @@ class Finish:
 
 
 def main() -> None:
-    """Prints a line for each recipe, and the seconds that it takes less than the first."""
+    """Print a line for each recipe, and the seconds that it takes less than the first."""
     arguments = _parse()
     recipes = {folder.name: read_recipe(folder) for folder in arguments.recipes}
     machine = describe_machine(PACKAGES)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def read_recipe(folder: Path) -> dict[str, Finish]:
-    """The ends of all its runs, by the name of their folder.
+    """Return the ends of all runs of a recipe, by the name of their folder.
 
     Raises:
         MissingInputError: A folder holds no log.
@@ -67,7 +67,7 @@ def read_recipe(folder: Path) -> dict[str, Finish]:
 
 
 def finish_of(run: RunLog) -> Finish:
-    """The seconds are those of the intervals: tokens by tokens/s, which counts neither validation nor saving."""
+    """Return the end of a run; its seconds are tokens by tokens/s, which counts neither validation nor saving."""
     last = max(run.values)
     if "validation_loss" not in run.values[last]:
         raise DataError(f"{run.name} has not been validated after iteration {last}; let it finish.")
@@ -80,7 +80,7 @@ def finish_of(run: RunLog) -> Finish:
 
 
 def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[str, Any]:
-    """Whether a recipe reaches the target, and in which time."""
+    """Return the line of a recipe: whether it reaches the target, and in which time."""
     losses = [finish.loss for finish in finishes.values()]
     seconds = [finish.seconds for finish in finishes.values()]
     return {
@@ -94,7 +94,7 @@ def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[st
 
 
 def compare(first: str, plain: dict[str, Finish], name: str, other: dict[str, Finish]) -> dict[str, Any]:
-    """How much less time a recipe takes than the first, seed by seed.
+    """Return how much less time a recipe takes than the first, seed by seed.
 
     Raises:
         DataError: They were not run with the same seeds.
@@ -112,7 +112,7 @@ def compare(first: str, plain: dict[str, Finish], name: str, other: dict[str, Fi
 
 
 def p_below(differences: Sequence[float]) -> float:
-    """Of an exact one-sided test that the mean is below 0: the share of sign patterns whose mean is no higher."""
+    """Return p of an exact one-sided test that the mean is below 0: the share of sign patterns with no higher mean."""
     magnitudes = [abs(difference) for difference in differences]
     found = sum(differences)
     patterns = itertools.product((-1, 1), repeat=len(magnitudes))

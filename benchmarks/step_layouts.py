@@ -33,7 +33,7 @@ class Reference:
         )
 
     def step(self, passes: list[Padded]) -> float:
-        """One training step; returns the mean loss of the masked tokens."""
+        """Run one training step; return the mean loss of the masked tokens."""
         self.optimizer.zero_grad()
         masked = sum(int((labels_bs != IGNORED_LABEL).sum()) for *_, labels_bs in passes)
         loss = torch.zeros((), device=self.device)
@@ -48,7 +48,7 @@ class Reference:
         return loss.item()
 
     def give_weights(self, run: Run) -> None:
-        """Gives this project's model the same weights."""
+        """Give this project's model the same weights."""
         shape = model_shape(self.settings, vocab_size=self.vocab_size)
         model = run.unwrapped_model
         load_into_megatron(model, to_internal(self.model.state_dict(), shape, NEOBERT))
@@ -56,7 +56,7 @@ class Reference:
 
 
 def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[str, Any]:
-    """A step's documents as they are; as StepBatches of padded rows; and as the reference takes the latter.
+    """Return a step's documents as they are; as StepBatches of padded rows; and as the reference takes the latter.
 
     Rows are padded to the longest document of the step, and a pass has as many of them as fit into `capacity_per_pass`.
     """
@@ -73,7 +73,7 @@ def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[
 
 
 def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and labels of every document."""
+    """Return tokens and labels of every document."""
     tokens: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in micro_batches:
@@ -87,7 +87,7 @@ def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tens
 
 
 def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
-    """Documents, each a row of `width`."""
+    """Return documents, each a row of `width`."""
     tokens_bs = torch.zeros(len(documents), width, dtype=torch.int64)  # [PAD] is 0
     labels_bs = torch.full_like(tokens_bs, IGNORED_LABEL)
     for row, (tokens, labels) in enumerate(documents):
@@ -98,7 +98,7 @@ def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
 
 
 def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> PackedBatch:
-    """The same as a micro-batch of this project, in which the padding behind a document is a document of its own."""
+    """Return them as a micro-batch of this project, in which the padding behind a document is a document of its own."""
     rows, width = tokens_bs.shape
     starts_b = torch.arange(rows) * width
     bounds = torch.cat([starts_b, starts_b + present_bs.sum(1), torch.tensor([rows * width])])

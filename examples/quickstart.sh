@@ -61,7 +61,7 @@ fi
 
 stage "6/7 Conversion" "the last checkpoint as a Hugging Face folder that needs no remote code"
 run "$folder/model" "$python" "$repository/checkpoint_conversion/convert.py" megatron-to-hf \
-    --load "$folder/checkpoints" --output "$folder/model" --tokenizer-model "$folder/tokenizer"
+    --load "$folder/checkpoints" --output "$folder/model"
 
 stage "7/7 Fill-mask" 'transformers.pipeline("fill-mask"), the three likeliest words'
 HF_HUB_OFFLINE=1 "$python" - "$folder" <<'END'

@@ -41,7 +41,7 @@ print(json.dumps({"GPU": torch.cuda.get_device_name() if found else None, "CUDA"
 
 
 def main() -> int:
-    """Runs the phases and writes the report after each; returns 0 or 1."""
+    """Run the phases and write the report after each; return 0 or 1."""
     parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report; may exist")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), help="default: all")
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """The device and the versions that decide what a figure is worth."""
+    """Return the device and the versions that decide what a figure is worth."""
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
     # A process of its own: this one would hold memory of the GPU all the time.
     asked = subprocess.run(
@@ -86,7 +86,7 @@ def describe_machine(device: str) -> dict[str, str]:
 
 
 def run_phase(phase: Phase, machine: dict[str, str]) -> None:
-    """Runs a phase and keeps what it found; interrupted, it keeps nothing."""
+    """Run a phase and keep what it found; an interrupted one keeps nothing."""
     print(f"{phase.name}: {PHASES[phase.name].__doc__}", flush=True)
     started, status = time.monotonic(), PASSED
     if machine["GPU"] == "none" and (phase.device == "cuda" or phase.name in CUDA_ALONE):
@@ -116,14 +116,14 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
 
 
 def read_results(output: Path, machine: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """The phases that have ended on this machine, in their order; those of another are not looked at."""
+    """Return the phases that have ended on this machine, in their order; those of another are not looked at."""
     files = ((name, output / "phases" / f"{name}.json") for name in PHASES)
     found = {name: parse_json(file.read_text(encoding="utf-8")) for name, file in files if file.exists()}
     return {name: result for name, result in found.items() if result["machine"] == machine}
 
 
 def verdict(results: dict[str, dict[str, Any]], asked: list[str], machine: dict[str, str]) -> str:
-    """One line: accepted, or which phases stand against it."""
+    """Return one line: accepted, or which phases stand against it."""
     against = [
         f"{status}: {', '.join(names)}"
         for status in (FAILED, NOT_RUN)
@@ -138,7 +138,7 @@ def verdict(results: dict[str, dict[str, Any]], asked: list[str], machine: dict[
 
 
 def write_report(output: Path, machine: dict[str, str]) -> None:
-    """report.md and report.json, of all phases that have ended."""
+    """Write report.md and report.json of all phases that have ended."""
     from megatron_neobert.evaluation.pages import code, heading, paragraph
 
     results = read_results(output, machine)
@@ -162,7 +162,7 @@ def write_report(output: Path, machine: dict[str, str]) -> None:
 
 
 def to_table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; columns are the keys of the first row."""
+    """Return Markdown; columns are the keys of the first row."""
     from megatron_neobert.evaluation.pages import paragraph
 
     def cell(value: Any) -> str:

@@ -142,7 +142,7 @@ def check_environment(options: EnvironmentOptions) -> int:
 
 
 def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
-    """Every finding about this machine; what a later check would only repeat is left out."""
+    """Yield every finding about this machine; what a later check would only repeat is left out."""
     facts = machine_facts(save)
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         here = f"Python {platform.python_version()}"
@@ -170,7 +170,7 @@ def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
 
 
 def machine_facts(save: Path | None) -> dict[str, str]:
-    """Versions and numbers of this machine under the names of KNOWN_BAD; a limit that does not exist is left out."""
+    """Return versions and numbers of this machine under the names of KNOWN_BAD, without limits that do not exist."""
     facts = {
         found.metadata["Name"].lower(): found.version
         for found in importlib.metadata.distributions()

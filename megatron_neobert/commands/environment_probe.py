@@ -49,7 +49,7 @@ def tell(answer: Any) -> None:
 
 
 def look() -> None:
-    """Facts and findings in the order in which a failure explains those after it."""
+    """Print facts and findings in the order in which a failure explains those after it."""
     from torch.utils import collect_env
 
     found = collect_env.get_env_info()
@@ -63,7 +63,7 @@ def look() -> None:
 
 
 def gpu_findings(listed: str) -> Iterator[list[str]]:
-    """One per GPU that torch reaches, or why it reaches none of those that nvidia-smi lists."""
+    """Yield a finding per GPU that torch reaches, or why it reaches none of those that nvidia-smi lists."""
     import torch
 
     with warnings.catch_warnings(record=True) as complaints:
@@ -97,7 +97,7 @@ def gpu_findings(listed: str) -> Iterator[list[str]]:
 
 
 def precision_findings() -> Iterator[list[str]]:
-    """By the check that training itself makes; a machine that cannot even compute in float32 cannot train."""
+    """Yield what the check of training itself finds; a machine that cannot even compute in float32 cannot train."""
     from megatron_neobert.config.schema import Settings
     from megatron_neobert.errors import ConfigError
     from megatron_neobert.model.kernels import check_hardware, choose_kernels
@@ -117,7 +117,7 @@ def precision_findings() -> Iterator[list[str]]:
 
 
 def import_findings() -> Iterator[list[str]]:
-    """Installed packages that cannot be imported."""
+    """Yield installed packages that cannot be imported."""
     for package, module in COMPILED.items():
         try:
             version = importlib.metadata.version(package)
@@ -135,7 +135,7 @@ def import_findings() -> Iterator[list[str]]:
 
 
 def compute_on_all() -> None:
-    """One process per GPU; torch names the first that dies and ends the others."""
+    """Start one process per GPU; torch names the first that dies and ends the others."""
     import torch
     from torch import multiprocessing
 
@@ -151,7 +151,7 @@ def compute_on_all() -> None:
 
 
 def compute_on(rank: int, kind: str, ranks: int, store: str) -> None:
-    """What training computes, on one device and then between all of them. The same code runs on a CPU over gloo.
+    """Compute what training does, on one device and then between all of them. The same code runs on a CPU over gloo.
 
     Collective: all ranks.
     """
@@ -177,7 +177,7 @@ def compute_on(rank: int, kind: str, ranks: int, store: str) -> None:
 
 
 def multiply(device: Any) -> tuple[bool, str]:
-    """A product in bfloat16 against float32's, and its rate: a GPU that is throttled or shared shows here."""
+    """Compare a product in bfloat16 with float32's, and return its rate: a throttled or shared GPU shows here."""
     import torch
 
     size, rounds = (8192, 20) if device.type == "cuda" else (256, 2)
@@ -192,7 +192,7 @@ def multiply(device: Any) -> tuple[bool, str]:
 
 
 def finish(device: Any) -> float:
-    """The time in seconds when everything asked of the device is done."""
+    """Return the time in seconds when everything asked of the device is done."""
     import torch
 
     if device.type == "cuda":

@@ -1,5 +1,7 @@
 """The commands of evaluations; each checks its folders before the seconds that importing torch takes."""
 
+import os
+import sys
 from pathlib import Path
 
 from megatron_neobert.evaluation.options import (
@@ -12,7 +14,6 @@ from megatron_neobert.evaluation.options import (
     ThroughputOptions,
     choose_glue_tasks,
 )
-from megatron_neobert.huggingface.offline import go_offline
 from megatron_neobert.runtime.atomic_files import name_models, require_folder
 from megatron_neobert.text import visible
 
@@ -91,3 +92,11 @@ def _prepare(model: Path, data_dir: Path, remedy: str) -> None:
     require_folder("--model", model, holding="config.json")
     require_folder("--data-dir", data_dir, remedy=remedy)
     go_offline()
+
+
+def go_offline() -> None:
+    """Have the Hugging Face libraries of this process read local files alone, whether they are imported yet or not."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    for name in ("huggingface_hub.constants", "datasets.config"):  # which read the variables once
+        if name in sys.modules:
+            sys.modules[name].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,18 +140,12 @@ def build_arguments(
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the most steps."""
-    complete = {_steps(path): path for path in folder.glob("checkpoint-*") if _steps(path)}
+    """Return the checkpoint with the most steps, without those that were cut off."""
+    complete = dict[int, Path]()
+    for path in folder.glob("checkpoint-*/trainer_state.json"):
+        with suppress(ValueError):  # cut off
+            complete[parse_json(path.read_text(encoding="utf-8"))["global_step"]] = path.parent
     return complete[max(complete)] if complete else None
-
-
-def _steps(checkpoint: Path) -> int:
-    """Return the number of its last step; 0 if it was cut off."""
-    try:
-        state = parse_json((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return 0
-    return int(state["global_step"])
 
 
 class _Trainer(SentenceTransformerTrainer):

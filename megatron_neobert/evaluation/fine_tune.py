@@ -10,6 +10,7 @@ ends above the floor and then drops; here it ends at the floor.
 import dataclasses
 import multiprocessing
 import os
+import re
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -246,7 +247,7 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     transformers' Trainer would spread one run over every GPU it sees and multiply its batch; a process therefore sees
     one. If a run fails, those that are running are stopped; they start anew with the next command.
     """
-    if jobs == 1:
+    if min(jobs, len(runs)) <= 1:
         _choose_gpu(0)
         for run in runs:
             yield run, fine_tune(run)
@@ -260,7 +261,7 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
 
 def _fine_tune_in_worker(run: Run) -> Outcome:
     print_warnings_as_sentences()
-    _choose_gpu(int(multiprocessing.current_process().name.rpartition("-")[2]))  # counted by the parent
+    _choose_gpu(int(re.split("[-:]", multiprocessing.current_process().name)[-1]))  # counted by the parent
     return fine_tune(run)
 
 

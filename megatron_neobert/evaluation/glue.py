@@ -9,7 +9,7 @@ the last layer.
 """
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -65,15 +65,16 @@ def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Pat
     grids = {task: choose_grid(options, task) for task in tasks}
     options, folder = resolve_device(options), options.output / options.model.resolve().name
     model = fingerprint(options.model)
-    _check_transfer(options, tasks, folder / "glue", model)
+    followers = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
+    if followers and SOURCE not in tasks:
+        _best_mnli(folder / "glue" / SOURCE, model)
     data = {
         task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].rows}
         for task in tasks
     }
     about = _check_model(options)
     for task in tasks:
-        from_mnli = TASKS[task].starts_from_mnli and not options.no_transfer
-        start = _best_mnli(folder / "glue" / SOURCE, model) if from_mnli else options.model
+        start = _best_mnli(folder / "glue" / SOURCE, model) if task in followers else options.model
         with open_ledger(folder / "glue" / task, options.device) as ledger:
             sweep = Sweep(
                 run=GlueRun,
@@ -83,7 +84,7 @@ def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Pat
                 start=start,
                 data=data[task],
                 metrics=TASKS[task].metrics,
-                about={**about, "from_mnli": from_mnli},
+                about={**about, "from_mnli": task in followers},
                 options=options,
             )
             run_sweep(ledger, sweep, on_progress)
@@ -111,27 +112,20 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
     return GRIDS["paper"].replace(options)
 
 
-def _check_transfer(options: GlueOptions, tasks: Collection[str], folder: Path, model: str) -> None:
-    followers = [task for task in tasks if TASKS[task].starts_from_mnli]
-    if options.no_transfer or not followers or SOURCE in tasks:
-        return
-    if last_sweep(Ledger(folder / SOURCE), model) is None:
-        raise ConfigError(
-            f"--tasks {' '.join(followers)}: the paper starts them from the best MNLI model, and no sweep of MNLI is "
-            f"finished for this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
-        )
-
-
 def _best_mnli(folder: Path, model: str) -> Path:
     """Return the best weights of the MNLI sweep that was finished last.
 
     Raises:
+        ConfigError: No sweep is finished.
         MissingInputError: The user has removed the weights.
     """
     ledger = Ledger(folder)
-    line = last_sweep(ledger, model)
-    weights = best_weights(ledger, line) if line else None
-    if weights is None:
+    if (line := last_sweep(ledger, model)) is None:
+        raise ConfigError(
+            "--tasks: the paper starts RTE, MRPC, STS-B and QNLI from the best MNLI model, and no sweep of MNLI is "
+            f"finished for this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
+        )
+    if (weights := best_weights(ledger, line)) is None:
         raise MissingInputError(f"{folder}: the best weights are gone; remove the folder to run MNLI again.")
     return weights
 

@@ -41,7 +41,7 @@ class Piece:
 
     @property
     def title(self) -> str:
-        """Which document, and which part of it."""
+        """Number of the document, and the part of it that is here."""
         end = self.first_token + self.text_tokens
         part = "whole" if self.text_tokens == self.document_tokens else f"tokens {self.first_token:,} to {end - 1:,} of"
         if not self.text_tokens:

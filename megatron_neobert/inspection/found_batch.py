@@ -96,7 +96,7 @@ def find_batch(settings: Settings, iteration: int, *, place: Path | None) -> Fou
 
 
 def checkpoint_before(load: Path, iteration: int) -> Path | None:
-    """The newest checkpoint before an iteration; None: there is none, and the data began at iteration 1.
+    """Return the newest checkpoint before an iteration; None if the data began at iteration 1 and there is none.
 
     Raises:
         MissingInputError: There is none, and the data of the run began later.
@@ -122,7 +122,7 @@ def refuse_later_iteration(settings: Settings, iteration: int) -> None:
 
 
 def settings_of_iteration(load: Path, iteration: int) -> Settings:
-    """Those that an iteration was trained with, as far as the checkpoints record it.
+    """Return the settings that an iteration was trained with, as far as the checkpoints record them.
 
     Raises:
         MissingInputError: There is no checkpoint.
@@ -135,13 +135,13 @@ def settings_of_iteration(load: Path, iteration: int) -> Settings:
 
 
 def without_outputs(settings: Settings) -> Settings:
-    """The same run as one that saves nothing, and that nothing ends early."""
+    """Return the settings of the same run as one that saves nothing and that nothing ends early."""
     training = replace(settings.training, exit_interval=None, exit_duration_in_mins=None)
     return replace(settings, training=training, checkpoint=CheckpointConfig(), logging=LoggingConfig())
 
 
 def replace_by_flags(settings: Settings, flags: list[str], *, world_size: int) -> Settings:
-    """Settings in which flags, as a run takes them, replace what they name.
+    """Return settings in which flags, as a run takes them, replace what they name.
 
     Raises:
         ConfigError: Flags that a run would not take either.

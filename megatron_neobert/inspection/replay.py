@@ -38,9 +38,7 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
     from megatron_neobert.inspection.found_batch import checkpoint_before, refuse_later_iteration
 
     if world_size() > 1:
-        raise ConfigError(
-            f"neobert replay is one process, and WORLD_SIZE is {world_size()}; start it without torchrun."
-        )
+        raise ConfigError(f"neobert replay is one process; WORLD_SIZE is {world_size()}. Start it without torchrun.")
     weights = place = checkpoint_before(options.load, options.iteration)
     if options.checkpoint_iteration is not None:
         weights = latest_checkpoint(options.load, iteration=options.checkpoint_iteration)

@@ -41,7 +41,7 @@ class RunLog:
         return list(dict.fromkeys(name for values in self.values.values() for name in values))
 
     def tokens_at(self, iterations: Sequence[int]) -> list[float]:
-        """Tokens of documents that the run had seen after each, between two intervals by their share.
+        """Return the tokens that the run had seen after each iteration, interpolated between two intervals.
 
         Raises:
             DataError: No interval has ended.
@@ -55,7 +55,7 @@ class RunLog:
         return [float(tokens) for tokens in np.interp(iterations, [0, *counts], [0.0, *counts.values()])]
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Iterations and values of a metric; NaN where an interval has none, since all its updates were skipped."""
+        """Return iterations and values of a metric; NaN where all updates of an interval were skipped."""
         pairs = [
             (iteration, values.get(metric, math.nan))
             for iteration, values in self.values.items()
@@ -65,7 +65,7 @@ class RunLog:
 
 
 def read_run(path: Path, *, name: str) -> RunLog:
-    """The log of a run.
+    """Return the log of a run.
 
     Args:
         path: Its folder, --save, or the file itself.
@@ -93,7 +93,7 @@ def read_run(path: Path, *, name: str) -> RunLog:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """The numbers of a line; None if it has none."""
+    """Return the numbers of a line; None if it has none."""
     try:
         content = parse_json(line[max(line.rfind(_BEGINNING), 0) :])
     except ValueError:

@@ -1,8 +1,7 @@
 """The plan of a run, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch.
 
 Documents, packing efficiency and epochs come from whole windows of rows, packed as training packs them; everything else
-from the settings. Memory is that of the fullest rank. Times are stated for a share of a GPU's peak rate, which nobody
-knows before a run has been measured.
+from the settings. Times are stated for a share of a GPU's peak rate, which nobody knows before a run has been measured.
 """
 
 import shutil
@@ -94,10 +93,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         forecast_phase(phase, inputs[phase.number], first=first, world_size=world_size) for phase in left or phases[-1:]
     ]
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
-    sections = [
-        ("model", model_lines(settings, inputs[0])),
-        ("ranks", [describe_ranks(settings, world_size)]),
-    ]
+    sections = [("model", model_lines(settings, inputs[0])), ("ranks", [describe_ranks(settings, world_size)])]
     for forecast in forecasts:
         if len(forecasts) > 1:
             sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
@@ -232,8 +228,9 @@ def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_siz
         spare = gpu.memory_gib - memory.total / (1 << 30)
         room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
         lines.append(f"{gpu.name:<14}{times}  {room}")
-    note = "The paper's own run had about 15 % MFU; measure this machine before you plan with a share."
-    lines.append(note if shares else "Times are stated for bfloat16 alone (--bf16).")
+    lines.append(
+        "The paper's own run had about 15 % MFU." if shares else "Times are stated for bfloat16 alone (--bf16)."
+    )
     return lines
 
 

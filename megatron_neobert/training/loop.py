@@ -1,6 +1,7 @@
 """The training loop: read a batch, train on it, log, validate, save, stop."""
 
 import functools
+import importlib.util
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -30,7 +31,6 @@ from megatron_neobert.training.profile import profiled
 from megatron_neobert.training.setup import build_run, join
 from megatron_neobert.training.skip_update import count_update, too_many_skips
 from megatron_neobert.training.step import share_status, train_step, validation_step
-from megatron_neobert.training.trackers import refuse_missing_wandb
 
 
 def run_training(settings: Settings) -> int:
@@ -41,7 +41,8 @@ def run_training(settings: Settings) -> int:
 
     Collective: all ranks.
     """
-    refuse_missing_wandb(settings)
+    if settings.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise ModuleNotFoundError("--wandb-project needs the package wandb", name="wandb")
     check_folders(settings.checkpoint)
     with claim(settings.checkpoint.save if is_rank_zero() else None):
         inputs, device = join(settings)
@@ -94,7 +95,8 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         if attention != (attention := engine_attention()):  # known after the first step, if at all
             monitor.log(f"Transformer Engine computes attention by {attention}")
         control = _control_after_step(run, result)
-        _finish_save(saver, result)
+        if not result.status.is_saving:  # on any rank
+            saver.finish()
         if control.logs:
             run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
         if control.validates:
@@ -158,12 +160,6 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
     )
 
 
-def _finish_save(saver: Saver, result: StepResult) -> None:
-    """Complete a checkpoint whose tensors all ranks have written meanwhile. Collective: all ranks."""
-    if not result.status.is_saving:
-        saver.finish()
-
-
 def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, control: LoopControl) -> LoopControl:
     """Log the loss over the first `eval_iters` batches of each held-out corpus, the same ones at every call.
 
@@ -181,7 +177,8 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
         detector.mark("validating", iteration)
         result = validation_step(run, batches)
         sums[name] = sums.get(name, MetricSums()) + result.sums
-        _finish_save(saver, result)
+        if not result.status.is_saving:  # on any rank
+            saver.finish()
         stop = reason_to_stop(training, iteration=iteration, agreed_code=result.status.stop_code)
         if stop is not None:
             break

@@ -11,7 +11,6 @@ wherever it is installed; that starts nothing and sends nothing.
 """
 
 import datetime
-import importlib.util
 import json
 import math
 import secrets
@@ -110,22 +109,6 @@ def _open_tensorboard(settings: Settings, iteration: int) -> Any:
 
     folder = str(Path(settings.checkpoint.save) / "tensorboard")
     return SummaryWriter(folder, purge_step=iteration + 1)  # hides what a killed run wrote beyond its checkpoint
-
-
-def refuse_missing_wandb(settings: Settings) -> None:
-    """Before anything slow is done.
-
-    Raises:
-        ConfigError: W&B is asked for and not installed.
-    """
-    if settings.logging.wandb_project is None:
-        return
-    found = importlib.util.find_spec("wandb")
-    if found is None or found.origin is None:  # a folder named wandb, which W&B itself leaves behind, is no package
-        raise ConfigError(
-            f"--wandb-project {settings.logging.wandb_project} needs the package wandb, which is not installed; "
-            "install it with pip install 'megatron-neobert[wandb]', or leave the flag out."
-        )
 
 
 def start_wandb(settings: Settings) -> Any:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from bad_inputs.small_sentencepiece import write_model
+from safetensors.torch import save_file
 from unit.conversion.saved_model import SHAPE, WORDS, SavedModel, build_reference
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus, write_vocabulary
 
@@ -141,7 +142,7 @@ def exported_model(folder: Path, layout: str) -> Target:
     (folder / "config.json").write_text(json.dumps(build_config(layout, FolderSpec(shape, tokenizer))))
     places = {name: SHARDS[number % 2] for number, name in enumerate(weights)}
     for shard in SHARDS:
-        write_tensors({name: weights[name] for name in weights if places[name] == shard}, folder / shard)
+        save_file({name: weights[name].clone() for name in weights if places[name] == shard}, folder / shard)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
 
     def read(place: Path, name: str) -> None:
@@ -151,12 +152,6 @@ def exported_model(folder: Path, layout: str) -> Target:
         assert name != INDEX or all(torch.equal(found.weights[key], weights[key]) for key in weights)
 
     return Target(folder, ["config.json", INDEX, SHARDS[0]], read)
-
-
-def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
 
 
 def settings(folder: Path, content: bytes, name: str) -> Target:

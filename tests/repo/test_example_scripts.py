@@ -126,8 +126,8 @@ def test_environment_that_cannot_be_prepared_ends_the_script_before_it_makes_any
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("script", "words"), [("glue", "--data-dir no_data: no"), ("mteb", "--model model: no")])
-def test_evaluation_without_its_data_or_model_is_refused_with_what_is_missing(script, words, tmp_path):
+@pytest.mark.parametrize("script", ["glue", "mteb"])
+def test_evaluation_without_its_model_is_refused_with_what_is_missing(script, tmp_path):
     ended = start(f"{script}.sh", "no_data", "results", "model", cwd=tmp_path)
     assert ended.returncode == 66
-    assert ended.stderr.startswith(f"error: {words} such folder")
+    assert ended.stderr.startswith("error: --model model: no such folder")

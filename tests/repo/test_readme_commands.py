@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from test_tutorial import TINY
 
 from megatron_neobert.__main__ import find_command
 
@@ -108,15 +109,8 @@ def test_planted_commands_are_found_missing():
     assert unknown_flags("neobert convert hf-to-megatron --load A --dtype x") == ["--dtype"]
 
 
-# What makes the walk short: a model of one layer and four iterations in the place of the small configuration.
-TOY = """
-model: {num_layers: 1, hidden_size: 32, num_attention_heads: 2, init_method_range: 0.05}
-data: {seq_length: 64, num_workers: 0}
-optimizer: {lr: 1.0e-3, min_lr: 1.0e-4, lr_warmup_iters: 1}
-training: {micro_batch_size: 2, global_batch_size: 4, train_iters: 4, eval_interval: 2, eval_iters: 1}
-checkpoint: {save_interval: 2}
-logging: {log_interval: 1}
-"""
+# A model of one layer and four iterations in the place of the small configuration, with a checkpoint in the middle.
+TOY = TINY.replace("save_interval: 4", "save_interval: 2")
 
 
 def block_of(page: str, heading: str, language: str) -> str:
@@ -175,8 +169,8 @@ def test_blocks_of_the_readme_lead_from_raw_shards_to_a_model_that_fills_masks_a
     assert "'token_str'" in succeed(place, "python fill.py")
 
     run = place / "quickstart_run"  # finished stages are skipped: they find these files under their own names
-    shutil.copytree(place / "shards", run / "shards")
-    shutil.copytree(place / "tokenizer", run / "tokenizer")
+    for folder in ("shards", "tokenizer"):
+        shutil.copytree(place / folder, run / folder)
     for path in (place / "corpus").glob("web_content_document*"):
         shutil.copy(path, run / path.name.replace("web", "corpus"))
     shutil.copytree(place / "runs" / "first", run / "checkpoints")

@@ -100,14 +100,14 @@ class Phase:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """What fails inside is one problem of the phase, and the next case begins."""
+        """Turn a failure inside into one problem of the phase, after which the next case begins."""
         try:
             yield
         except Failed as problem:
             self.problems.append(f"{name}: {problem}")
 
     def run(self, name: str, *words: object, device: str = "") -> str:
-        """Runs a command of this project to its end, in what is left of the phase's time.
+        """Run a command of this project to its end, in what is left of the phase's time.
 
         Returns:
             Everything it printed, which is also in logs/PHASE_NAME.txt.
@@ -145,7 +145,7 @@ class Phase:
         return printed
 
     def benchmark(self, name: str, *flags: str, lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Figures of benchmarks/benchmark_step.py about packed steps."""
+        """Return the figures of benchmarks/benchmark_step.py about packed steps."""
         figures, sizes = self.output / "figures.json", self.sizes
         batches = ("--micro-batch-tokens", sizes.tokens, "--global-batch-tokens", 2 * sizes.tokens)
         model = (*sizes.model, "--vocab-size", sizes.vocab_size, *self.precision)
@@ -154,7 +154,7 @@ class Phase:
         return dict(parse_json(figures.read_text(encoding="utf-8")))
 
     def train(self, name: str, iterations: int, *flags: object, bf16: bool = True, device: str = "") -> Curve:
-        """A run on the sample corpus into runs/NAME, which resumes from what is there; its record."""
+        """Run training on the sample corpus into runs/NAME, resumed from what is there; return its record."""
         corpus, tokenizer = self.prepare_corpus()
         folder, sizes = self.output / "runs" / name, self.sizes
         data = ("--data-path", corpus, "--tokenizer-model", tokenizer, "--seq-length", sizes.seq_length)
@@ -167,24 +167,24 @@ class Phase:
         return {line["iteration"]: line for line in lines if "loss" in line}
 
     def start_anew(self, *names: str) -> None:
-        """Removes what an interrupted phase left of these runs."""
+        """Remove what an interrupted phase left of these runs."""
         for name in names:
             shutil.rmtree(self.output / "runs" / name, ignore_errors=True)
 
     def hand_over(self, run: str, iteration: int, *, to: str) -> None:
-        """Makes one checkpoint of a run what another begins with; the run's others go, 3 GB each at full size."""
+        """Make one checkpoint of a run what another begins with; the run's others go, 3 GB each at full size."""
         name, target = f"iter_{iteration:07d}", self.output / "runs" / to
         target.mkdir(parents=True)
         (self.output / "runs" / run / name).rename(target / name)
         self.drop_checkpoints(run)
 
     def drop_checkpoints(self, run: str = "*") -> None:
-        """Of a run, or of all; the records of their losses stay."""
+        """Remove the checkpoints of a run, or of all; the records of their losses stay."""
         for folder in self.output.glob(f"runs/{run}/iter_*"):
             shutil.rmtree(folder)
 
     def prepare_corpus(self) -> tuple[Path, Path]:
-        """The documentation of the installed packages as a corpus, once; its prefix and its tokenizer."""
+        """Make a corpus of the installed documentation, once; return its prefix and its tokenizer."""
         folder = self.output / "corpus"
         corpus, tokenizer, shards = folder / "sample_content_document", folder / "tokenizer", folder / "shards"
         if not corpus.with_suffix(".json").exists():
@@ -201,7 +201,7 @@ class Phase:
 
 
 def gaps(one: Curve, other: Curve, iterations: range) -> list[float]:
-    """Between two runs' losses at these iterations, relative.
+    """Return the relative gaps between two runs' losses at these iterations.
 
     Raises:
         Failed: A run has no loss at one of them.
@@ -212,7 +212,7 @@ def gaps(one: Curve, other: Curve, iterations: range) -> list[float]:
 
 
 def expect(what: str, found: list[float], limit: float) -> None:
-    """Raises Failed where a gap exceeds the limit."""
+    """Raise Failed where a gap exceeds the limit."""
     if not max(found) <= limit:
         raise Failed(f"{what} by {max(found):.2g}, more than {limit:g}")
 

@@ -77,11 +77,8 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
     if existing := files.existing_volumes():
         raise OutputError(f"{existing[0]} has no manifest beside it; move it away, for the corpus takes its name")
     megatron = _MegatronIndex(source)
-    last_id = megatron.last_id_of_first(source.bin)
-    is_special = last_id in {*tokenizer.special_ids} - {tokenizer.unk_id} or last_id >= tokenizer.vocab_size
-    eod_id = last_id if is_special else None
     with JobFolder(files.partial) as folder:
-        chunk, source_sha256 = _write_chunk(folder.path, source, megatron, eod_id, tokenizer)
+        chunk, source_sha256, eod_id = _write_chunk(folder.path, source, megatron, tokenizer)
         draft = draft_manifest(
             tokenizer,
             inputs={source.bin.name: InputRecord(source.bin.stat().st_size, source_sha256)},
@@ -137,18 +134,13 @@ class _MegatronIndex:
             begins[inside] = self._pointers[at[inside]]
             yield np.diff(begins) // self.dtype.itemsize
 
-    def last_id_of_first(self, bin_path: Path) -> int:
-        """Return the last token of the first document."""
-        length = next(int(some[some > 0][0]) for some in self.chunks() if (some > 0).any())
-        return int(np.fromfile(bin_path, self.dtype, length)[-1])
-
 
 def _write_chunk(
-    folder: Path, source: CorpusFiles, megatron: _MegatronIndex, eod_id: int | None, tokenizer: Tokenizer
-) -> tuple[ChunkFiles, str]:
-    """Write all documents as one chunk, and return it with the sha256 of Megatron's .bin."""
+    folder: Path, source: CorpusFiles, megatron: _MegatronIndex, tokenizer: Tokenizer
+) -> tuple[ChunkFiles, str, int | None]:
+    """Write all documents as one chunk; return it, the sha256 of Megatron's .bin, and the token that ends documents."""
     allowed = AllowedIds(tokenizer.special_ids, unknown=tokenizer.unk_id, vocab_size=tokenizer.vocab_size)
-    digest, documents, tokens, unknown_tokens = hashlib.sha256(), 0, 0, 0
+    digest, documents, tokens, unknown_tokens, eod_id = hashlib.sha256(), 0, 0, 0, None
     with (
         NewFile(folder / "0.ids") as ids_file,
         NewFile(folder / "0.lengths") as lengths_file,
@@ -158,8 +150,10 @@ def _write_chunk(
             lengths = some[some > 0]
             ids = np.fromfile(stream, megatron.dtype, int(lengths.sum()))
             digest.update(ids.data)
+            ends = np.cumsum(lengths) - 1
+            if not documents and lengths.size and allowed.first_wrong(ids[ends[:1]]) is not None:
+                eod_id = int(ids[ends[0]])  # as no text has it
             if eod_id is not None:
-                ends = np.cumsum(lengths) - 1
                 wrong = np.flatnonzero((ids[ends] != eod_id) | (lengths == 1))
                 if wrong.size:
                     raise DataError(
@@ -182,4 +176,4 @@ def _write_chunk(
             ids_file.link(source.bin.resolve(), sha256=digest.hexdigest())
         sha256 = {"ids": ids_file.commit().sha256, "lengths": lengths_file.commit().sha256}
     (folder / "0.rejects").touch()
-    return ChunkFiles(source.bin.name, "0", documents, tokens, unknown_tokens, sha256), digest.hexdigest()
+    return ChunkFiles(source.bin.name, "0", documents, tokens, unknown_tokens, sha256), digest.hexdigest(), eod_id

@@ -32,11 +32,15 @@ _NAME_WIDTH = 18  # columns of them for names
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateOptions:
-    """The command line of `neobert validate`."""
-
+class _CorpusOptions:
     prefix: str = option(help="path or URL without .bin, as in PREFIX_content_document", positional=True)
     object_storage_cache_path: str | None = option(None, "local folder that a URL is read through", metavar="DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions(_CorpusOptions):
+    """The command line of `neobert validate`."""
+
     full: bool = option(False, "read every token, and compare all checksums")
 
 
@@ -59,11 +63,9 @@ def validate(options: ValidateOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectDataOptions:
+class InspectDataOptions(_CorpusOptions):
     """The command line of `neobert inspect data`."""
 
-    prefix: str = option(help="path or URL without .bin, as in PREFIX_content_document", positional=True)
-    object_storage_cache_path: str | None = option(None, "local folder that a URL is read through", metavar="DIR")
     document: tuple[int, ...] | None = option(None, "show these documents, counted from 0")
     random: int | None = option(None, "show K documents chosen at random", metavar="K")
     inputs: bool = option(False, "list the inputs, with documents and tokens of each")

@@ -215,16 +215,19 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
-    """Compares what follows from the lengths, the pointers or more: each must be the bytes of the documents before."""
-    chunks = [lengths[first : first + _CHUNK] for first in range(0, lengths.size, _CHUNK)]
+    """Raise DataError unless the pointers, and boundaries if `rest` has them, follow from the lengths."""
+
+    def positive() -> Iterator[NDArray[np.int32]]:
+        for first in range(0, lengths.size, _CHUNK):
+            some = lengths[first : first + _CHUNK]
+            if some.min() < 1:
+                at = int(np.argmax(some < 1))
+                offset = HEADER.size + 4 * (first + at)
+                raise damage(path, offset, f"a length above 0 of document {first + at}", some[at])
+            yield some
+
     first = 0
-    for some in chunks:
-        if some.min() < 1:
-            at = int(np.argmax(some < 1))
-            raise damage(path, HEADER.size + 4 * (first + at), f"a length above 0 of document {first + at}", some[at])
-        first += some.size
-    first = 0
-    for expected in index_after(chunks, dtype):
+    for expected in index_after(positive(), dtype):
         found = rest[first : first + expected.size]
         expected = expected[: found.size]
         if not np.array_equal(found, expected):

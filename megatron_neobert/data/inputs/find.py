@@ -105,8 +105,8 @@ def _walk(top: Path) -> Iterator[str]:
     entered = {os.path.realpath(top)}
     for folder, inner, files in os.walk(top, followlinks=True, onerror=refuse):
         yield from (Path(folder, name).relative_to(top).as_posix() for name in files)
-        targets = {name: os.path.realpath(Path(folder, name)) for name in sorted(inner) if name[0] not in "._"}
-        new = {target: name for name, target in targets.items() if target not in entered}
+        targets = {name: os.path.realpath(Path(folder, name)) for name in inner if name[0] not in "._"}
+        new = {targets[name]: name for name in sorted(targets, reverse=True) if targets[name] not in entered}
         entered |= new.keys()
         inner[:] = sorted(new.values())
 

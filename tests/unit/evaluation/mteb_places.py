@@ -33,15 +33,6 @@ def write_pairs(folder: Path) -> Path:
     return folder
 
 
-def write_labelled(folder: Path, *, column: str = "label") -> Path:
-    folder.mkdir(parents=True)
-    classes = {"flight": "wing flow", "finance": "card money"}
-    for split in ("train", "test"):
-        rows = [f'"{words} {number}, the",{label}' for number in range(8) for label, words in classes.items()]
-        (folder / f"{split}.csv").write_text("\n".join([f"text,{column}", *rows]) + "\n")
-    return folder
-
-
 def write_beir(folder: Path) -> Path:
     write_lines(
         folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": f"{w} {i}"} for i, w in enumerate(WORDS)]

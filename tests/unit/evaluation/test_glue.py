@@ -151,7 +151,7 @@ def test_tasks_that_follow_start_from_the_best_model_of_a_finished_mnli_sweep(pl
 def test_transfer_without_a_finished_mnli_sweep_is_refused_with_the_ways_out(place):
     options = build_options(place, "rte", "sst2", output="none", no_transfer=False)
     run(dataclasses.replace(options, tasks=("mnli",), seeds=(0, 1)), 1)
-    with pytest.raises(ConfigError, match=r"--tasks rte: .* no sweep of MNLI is finished .*--no-transfer"):
+    with pytest.raises(ConfigError, match=r"--tasks: .* no sweep of MNLI is finished .*--no-transfer"):
         evaluate(options, Recorder())
 
 

@@ -12,7 +12,7 @@ from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation import fine_tune as fine_tuning
-from megatron_neobert.evaluation.fine_tune import WEIGHTS, evaluation_interval, fine_tune, rate_factor
+from megatron_neobert.evaluation.fine_tune import WEIGHTS, evaluation_interval, fine_tune, rate_factor, run_all
 from megatron_neobert.evaluation.glue import load_classifier
 from megatron_neobert.evaluation.glue_tasks import TASKS
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
@@ -70,7 +70,8 @@ def test_run_learns_what_can_be_learned_and_gives_the_same_again(place):
     run = build_run(place, "rte", epochs=6)
     outcome = fine_tune(run)
     assert outcome.average == 1.0
-    assert dataclasses.replace(fine_tune(run), seconds=0.0) == dataclasses.replace(outcome, seconds=0.0)
+    ((_, again),) = run_all([run], jobs=2)  # a single run is left for two processes
+    assert dataclasses.replace(again, seconds=0.0) == dataclasses.replace(outcome, seconds=0.0)
 
 
 def test_run_ends_when_evaluations_bring_nothing_better(place, monkeypatch):

@@ -67,25 +67,19 @@ def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(ev
     assert "without a score: SICK-R (no data)." in output
 
 
-def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(place, tmp_path, evaluate):
+def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(tmp_path, evaluate):
     for name in "ab":
         write_pairs(tmp_path / "data" / name)
     (tmp_path / "file.yaml").write_text("types: {STS: wing}")
-    instructed = ("--instructions", tmp_path / "file.yaml")
-    others = [("--pooling", "cls"), ("--max-length", 8, "--batch-size", 4), ("--dtype", "bfloat16")]
-    others += [("--attention", "eager"), instructed, (*instructed, "--prompt-style", "paper")]
-    choices = [("local:a",), ("local:b",), *(("local:a", *other) for other in others)]
+    instructed = ("local:a", "--instructions", tmp_path / "file.yaml")
+    changed = [("local:a", *other) for other in (("--pooling", "cls"), ("--max-length", 8), ("--dtype", "bfloat16"))]
+    choices = [("local:a",), ("local:b",), *changed, instructed, (*instructed, "--prompt-style", "paper")]
     where = ("--output", tmp_path / "out", "--data-dir", tmp_path / "data", "--device", "cpu")
-    record = tmp_path / "out" / "model" / "mteb.json"
     for number, choice in enumerate([*choices, *choices[:2]]):
         evaluate(*where, "--tasks", *choice)
-        tables = json.loads(record.read_text())["results"]["tables"]
+        tables = json.loads((tmp_path / "out" / "model" / "mteb.json").read_text())["results"]["tables"]
         assert len(tables) == min(number + 1, len(choices))
-    settings = [table["settings"] for table in tables]
-    assert [each["tasks"] for each in settings].count(["local:b"]) == 1
-    assert [each["pooling"] for each in settings].count("cls") == 1
-    styles = sorted(each["prompt_style"] for each in settings if each["instructions"])
-    assert styles == ["paper", "prefix"]
+    assert [table["settings"]["tasks"] for table in tables].count(["local:b"]) == 1
     cached = (tmp_path / "out" / "model" / "mteb").rglob("local:a.json")
     assert len(list(cached)) == len(choices) - 1  # in mteb's cache, too
 

@@ -47,6 +47,7 @@ def test_pattern_without_a_file_is_missing_input(tmp_path, pattern):
 def test_folders_behind_links_are_entered_and_a_link_that_leads_back_ends(tmp_path):
     touch(tmp_path, "other/b.jsonl", "data/a.jsonl", "data/deep/c.jsonl")
     (tmp_path / "data" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "data" / "link_again").symlink_to(tmp_path / "other")
     (tmp_path / "data" / "deep" / "back").symlink_to(tmp_path / "data")
     (tmp_path / "other" / "also_back").symlink_to(tmp_path / "data")
     names = ("a.jsonl", "deep/c.jsonl", "link/b.jsonl")

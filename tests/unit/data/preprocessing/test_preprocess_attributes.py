@@ -147,7 +147,12 @@ def test_key_that_no_expression_could_name_is_refused(place):
 def test_corpus_of_an_earlier_version_with_sources_is_read_without_them(place):
     place.run()
     manifest = place.corpus().files.manifest
-    counted = {"source_key": "from", "sources": {"a": {"documents": 1, "tokens": 1}}, "sources_sha256": "0" * 64}
+    counted = {
+        "source_key": "from",
+        "sources": {"a": {"documents": 1, "tokens": 1}},
+        "sources_sha256": "0" * 64,
+        "eod_id": None,
+    }
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | counted))
     check_content(Corpus(place.corpus().prefix))
 
