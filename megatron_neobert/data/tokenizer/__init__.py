@@ -1,0 +1,1 @@
+"""Tokenizers from WordPiece, SentencePiece and tokenizer.json files, fast back ends, and training."""
