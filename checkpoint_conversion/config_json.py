@@ -243,7 +243,11 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
         # The file has 3/2 of SwiGLU's width, before that is rounded up to a multiple of 8: model.py EncoderBlock. The
         # published name of the longest row is max_length, which transformers 5 no longer saves.
         ffn_width = 8 * -(-(2 * ffn_width // 3) // 8)
-        positions = "max_length" if config.get("max_length") is not None else positions
+        if config.get("max_length") is not None:
+            if config.get(positions) is not None:
+                rule = f"max_position_embeddings is {quote(config[positions])}; remove the wrong one"
+                fields.demand("max_length", (config[positions],), rule)
+            positions = "max_length"
     rotary_base = read_rotary_base(fields)
     if rotary_base is None and is_neobert:
         rotary_base = _NEOBERT_ROTARY_BASE

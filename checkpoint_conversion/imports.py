@@ -161,6 +161,12 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
     # Exactly: nothing here stores float16.
     tensors |= {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype == torch.float16}
     if config.tied:
+        own = tensors.get(decoder)
+        if own is not None and (differing := int((own != tensors[embedding]).sum())):
+            raise ConversionError(
+                f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
+                f"{differing:,} of {own.numel():,} values; set it to false, or remove the tensor."
+            )
         notes.append(f"{decoder} is a copy of the embedding; training does not keep them equal")
         tensors[decoder] = tensors[embedding].clone()
     if zero:

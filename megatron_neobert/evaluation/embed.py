@@ -92,7 +92,7 @@ def finetune(options: FinetuneOptions) -> None:
         results = ledger.find(settings)
         if results is not None and final.exists() and fingerprint(final) == results["fingerprint"]:
             print(f"{final} is there already")
-        elif final.exists() and not checkpoints.exists():
+        elif final.exists() and (not checkpoints.exists() or is_recorded(final, ledger)):
             raise OutputError(f"{final} was made with other settings or data; use those, or name another --output.")
         else:
             arguments = build_arguments(training, options, checkpoints, autocast=settings["autocast_bfloat16"])
@@ -164,6 +164,11 @@ def build_loss(model: SentenceTransformer, temperature: float, gradient_cache: i
     if gradient_cache is None:
         return MultipleNegativesRankingLoss(model, scale=1 / temperature)
     return CachedMultipleNegativesRankingLoss(model, scale=1 / temperature, mini_batch_size=gradient_cache)
+
+
+def is_recorded(final: Path, ledger: Ledger) -> bool:
+    """Return whether a finished unit made this model; if not, a start that was killed has left it."""
+    return fingerprint(final) in {line["result"].get("fingerprint") for line in ledger.lines.values()}
 
 
 def train(

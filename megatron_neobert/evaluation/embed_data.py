@@ -26,6 +26,7 @@ from megatron_neobert.errors import (
     yaml_reason,
 )
 from megatron_neobert.evaluation.data import reading
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 _Count = Annotated[int, Meta(ge=1)]
 _Positive = Annotated[float, Meta(gt=0)]
@@ -152,7 +153,9 @@ def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
         datasets.disable_progress_bars()
     with reading(path):
         read = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
-        rows: Any = read(str(path))
+        # Keyed by content: the library's own key is the name, size and time of a file, which a copy may keep.
+        cache = Path(datasets.config.HF_DATASETS_CACHE) / "pairs" / sha256_of(path)
+        rows: Any = read(str(path), cache_dir=str(cache))
         if missing := {"query", "positive"} - set(rows.column_names):
             raise DataError(
                 f"{path} has the columns {', '.join(rows.column_names)}, but no {', '.join(sorted(missing))}."

@@ -66,6 +66,7 @@ class Ledger:
         for number, line in enumerate(content[: self.whole_bytes].splitlines(), 1):
             try:
                 entry = parse_json(line)
+                entry = {"origin": {"machine": "unknown", "versions": {}}, **dict(entry)}  # earlier commits have none
                 self._put({"key": entry["key"]} | {name: dict(entry[name]) for name in ("unit", "result", "origin")})
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(

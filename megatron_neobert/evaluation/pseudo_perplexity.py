@@ -214,10 +214,6 @@ class DocumentResult:
         return math.sqrt(self.nll_variance / self.positions * (1 - self.positions / self.tokens))
 
 
-# Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
-COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high")
-
-
 def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[int]) -> list[dict[str, Any]]:
     """Return the curve: one point per bin that has documents, by increasing length."""
     groups: dict[int, list[DocumentResult]] = {}

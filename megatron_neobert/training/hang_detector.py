@@ -106,7 +106,8 @@ class HangDetector:
         named = listed(f"{beat.name} {why}" for beat, why in suspects) or error or "all heartbeats are alike"
         text, remedy = f"error: {self._name} lost another rank in {self._place}", ""
         if not error and not any(beat.ended for beat, _ in suspects):
-            where = f"{self._place}, collective {name}" if (name := pending_collective()) else self._place
+            name = signals.ask_within(_ANSWER_SECONDS, pending_collective)
+            where = f"{self._place}, collective {name}" if name else self._place
             text = f"error: no progress for {self._limit_seconds / 60:g} min on {self._name} in {where}"
             remedy = ", or raise --distributed-timeout-minutes"
         text += f": {named}. The last checkpoint is untouched: start again with the same command{remedy}.\n"

@@ -44,7 +44,7 @@ class Trackers:
         self.wandb = None if settings.logging.wandb_project is None else start_wandb(settings)
         has_record = self.save is not None and (self.save / _RECORD).exists()
         # Not recorded yet: a run that has nothing left to do, or is stopped before it does anything, has not resumed.
-        self.resumes_from = iteration if iteration > 0 and has_record else None
+        self.resumes_from = iteration if has_record else None
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
         """Keeps those of the values that are finite; JSON knows no others.

@@ -74,7 +74,8 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
     for file in (source.bin, source.idx):
         if not file.is_file():
             raise MissingInputError(f"no {file}; give the prefix of Megatron-LM's files without .bin")
-    if existing := files.existing_volumes():
+    # With a partial folder, an earlier call was killed while it moved its own files.
+    if (existing := files.existing_volumes()) and not files.partial.exists():
         raise OutputError(f"{existing[0]} has no manifest beside it; move it away, for the corpus takes its name")
     megatron = _MegatronIndex(source)
     with JobFolder(files.partial) as folder:

@@ -270,8 +270,13 @@ def read_manifest(path: Path) -> Manifest:
         raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
     for key in _SOURCE_KEYS:
         content.pop(key, None)
+    for key in ("min_tokens", "max_tokens"):  # filters of earlier commits, 0 and None if they were not used
+        if isinstance(filters := content.get("filters"), dict) and not filters.get(key):
+            filters.pop(key, None)
     if content.pop("eod_id", None) is not None:
-        raise DataError(f"{path}: its .bin has end-of-document tokens, which are not read any more; adopt it again")
+        raise DataError(
+            f"{path}: its .bin has end-of-document tokens, not read any more; remove {path.stem}.*, adopt again"
+        )
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:

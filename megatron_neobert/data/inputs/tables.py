@@ -105,18 +105,11 @@ def _raw_values(column: "pa.Array") -> Iterator[bytes | None]:
     """Yield the values of a column of texts as bytes, since what is no UTF-8 is repaired later."""
     import pyarrow as pa
 
-    is_shared = len(column) > _DECODED_ROWS and _shares_values(column.type)
     starts = range(0, len(column), _DECODED_ROWS)
-    for piece in (column[first : first + _DECODED_ROWS] for first in starts) if is_shared else [column]:
+    for piece in (column[first : first + _DECODED_ROWS] for first in starts):
         if pa.types.is_dictionary(piece.type):
             piece = piece.dictionary_decode()
         yield from piece.cast(pa.large_binary()).to_pylist()
-
-
-def _shares_values(arrow_type: "pa.DataType") -> bool:
-    from pyarrow import types
-
-    return any(test(arrow_type) for test in (types.is_dictionary, types.is_string_view, types.is_binary_view))
 
 
 def _python_values(column: "pa.Array") -> list[Any]:

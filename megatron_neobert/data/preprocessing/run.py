@@ -115,8 +115,10 @@ def _tokenize_missing(
         ray_address=settings.ray_address,
     )
     total, before = sum(input_bytes.values()), sum(input_bytes[name] for name in finished)
+    done = before
     with closing(results), progress_bar(total=total, initial=before, unit="B", unit_scale=True) as bar:
         for job, outcome in results:
+            done += input_bytes[job.name]
             bar.update(input_bytes[job.name])
             if isinstance(outcome, str):
                 damaged[job.name] = outcome
@@ -126,7 +128,7 @@ def _tokenize_missing(
             first_error = first_error or outcome.result.first_error
             bar.set_postfix_str(f"{counts.documents:,} documents, {counts.errors:,} rejected", refresh=False)
             if counts.records >= _HOPELESS_AFTER_RECORDS or not settings.max_error_rate:
-                most_records = _HOPELESS * counts.records * max(1.0, total / bar.n) if bar.n else 0.0
+                most_records = _HOPELESS * counts.records * max(1.0, total / max(done, 1))
                 check_error_rate(counts, settings.max_error_rate, first_error, records=most_records)
     return {job.input_name: damaged[job.name] for job in reversed(jobs) if job.name in damaged}
 

@@ -91,7 +91,8 @@ def test_base_is_found_wherever_transformers_wrote_it():
 
 def test_longest_row_has_two_names_in_the_neobert_layout():
     assert read("neobert", max_position_embeddings=..., max_length=512).model.max_position_embeddings == 512
-    assert read("neobert", max_length=512).model.max_position_embeddings == 512
+    assert read("neobert", max_length=64).model.max_position_embeddings == 64
+    assert "max_length is 512; max_position_embeddings is 64" in refusal("neobert", max_length=512)
     assert read("eurobert", max_length=20).model.max_position_embeddings == 64  # there it belongs to generation
 
 
