@@ -43,7 +43,7 @@ class ImportedModel:
     model: ModelConfig
     tokenizer: Tokenizer
     weights: dict[str, Tensor]  # fp32 or bf16, complete under the layout's published names
-    notes: tuple[str, ...]  # what was left out, filled in or widened
+    notes: tuple[str, ...]  # what was left out or filled in
 
 
 def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tuple[ImportedModel, Checks]":
@@ -127,7 +127,7 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
     """Read the weights that the folder's config.json describes.
 
     Returns:
-        The tensors under the layout's published names, and notes on what was left out, filled in or widened.
+        The tensors under the layout's published names, and notes on what was left out or filled in.
 
     Raises:
         MissingInputError: There are no weights.

@@ -174,6 +174,7 @@ def lose_a_bias(weights: dict[str, Tensor]) -> None:
         ("eurobert", put_a_classifier, {}, "there is no lm_head.weight, but 'classifier.weight'. Pre-training"),
         ("neobert", put_a_classifier, {}, "there is no decoder.weight, but 'classifier.weight'. Pre-training"),
         ("eurobert", lose_a_bias, {}, "the files lack 'lm_head.bias'; a eurobert folder of 2 layers holds 28 tensors"),
+        ("eurobert", unchanged, {"tie_word_embeddings": True}, "lm_head.weight differs from the embedding in"),
         ("eurobert", unchanged, {"mlp_bias": False}, "config.json has mlp_bias false, but the files hold 'model"),
         ("neobert", unchanged, {"num_hidden_layers": 1}, "no place for 'model.transformer_encoder.1"),
         ("neobert", unchanged, {"num_hidden_layers": 3}, "the files lack 'model.transformer_encoder.2"),

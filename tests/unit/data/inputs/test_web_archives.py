@@ -201,7 +201,8 @@ def test_archive_with_a_wrong_length_is_damaged_from_there_on(tmp_path, block, d
 
 def test_page_nested_less_deep_is_read(tmp_path):
     """Beside thousands of elements that have no end tag, which are not nested."""
-    body = b"<div>" * 1000 + b"<br>word " * 3000 + b"</div>" * 1000
+    drawing = b"<svg>" + b"<path d='M0 0'/>" * 3000 + b"</svg>"
+    body = b"<div>" * 1000 + b"<br>word " * 3000 + drawing + b"</div>" * 1000
     assert text_of(tmp_path, record("response", http(body))).count("word") == 3000
 
 
