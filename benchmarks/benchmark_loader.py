@@ -1,4 +1,4 @@
-"""How many rows and tokens a second does one core prepare for training, beside what others use?
+"""Measure the rows and tokens per second that one core prepares for training, beside other loaders.
 
     python benchmarks/benchmark_loader.py
 
@@ -44,7 +44,7 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class Job:
-    """What every loader is asked for."""
+    """Task of every loader."""
 
     corpus: Any  # megatron_neobert.data.corpus.reader.Corpus
     tokenizer: Any  # megatron_neobert.data.tokenizer.tokenizer.Tokenizer
@@ -54,7 +54,7 @@ class Job:
 
 
 class Size(NamedTuple):
-    """What is counted of a batch."""
+    """Counts of one batch."""
 
     rows: int
     capacity: int  # tokens, padding included
@@ -63,7 +63,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """What one loader prepared in one round."""
+    """Batches that one loader prepared in one round."""
 
     loader: str
     rows: int

@@ -1,4 +1,4 @@
-"""How fast, and in how much memory, are shards turned into tokens, beside what others use?
+"""Measure the speed and the memory of turning input files into tokens, beside other tools.
 
     python benchmarks/benchmark_preprocessing.py --input 'shards/*.parquet' --tokenizer-model vocab.txt
 
@@ -46,7 +46,7 @@ PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatro
 
 @dataclass(frozen=True)
 class Job:
-    """What every tool is asked to do."""
+    """Task of every tool."""
 
     shards: str  # folder of the parquet files, in their order
     text_key: str

@@ -1,4 +1,4 @@
-"""How fast is a training step, and how much faster is it than the reference's?
+"""Measure the speed of a training step against the padded reference.
 
     python benchmarks/benchmark_step.py --seq-length 512 1024
 

@@ -1,4 +1,4 @@
-"""How fast can a step of the 28 x 768 model be on one H100 or H200, by arithmetic alone?
+"""Derive by arithmetic how fast a step of the 28 x 768 model can be on one H100 or H200.
 
     python benchmarks/roofline.py --document-tokens 1024
 

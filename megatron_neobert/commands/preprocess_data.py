@@ -146,6 +146,7 @@ def print_sample(plan: Plan) -> None:
 
 
 def print_document(text: str, ids: list[int]) -> None:
+    """Print the beginning of a text on one line, and its first 16 ids on another."""
     line = " ".join(text[:400].split())
     print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
     print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} in all)")

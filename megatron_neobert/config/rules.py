@@ -239,7 +239,7 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
 
 
 def compute_problems(settings: Settings) -> Iterator[str]:
-    """Every reason why the compute section cannot stand beside the others; each value alone must be legal."""
+    """Yield a problem for each compute setting that is incompatible with others; each value alone must be legal."""
     if settings.compute.attention_backend == "fused":
         yield from cudnn_problems(settings)
     if settings.compute.fp8_format is not None:
@@ -273,9 +273,9 @@ def fp8_problems(settings: Settings) -> Iterator[str]:
 
 
 def alignment_problems(settings: Settings) -> Iterator[str]:
-    """Each tensor-parallel rank has an equal part of the attention's output and of the feed-forward.
+    """Yield a problem for the hidden size and for the feed-forward width if a rank's share does not fill FP8 blocks.
 
-    The other sides of the matrices are multiples of these; the tokens are judged with the batch (rules.py).
+    The other sides of the matrices are multiples of these two; `batch_problems` checks the tokens.
     """
     model, recipe, tp = settings.model, settings.compute.fp8_recipe, settings.parallel.tensor_model_parallel_size
     block = FP8_BLOCK[recipe]

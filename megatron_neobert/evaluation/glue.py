@@ -1,7 +1,7 @@
 """GLUE on one model: the points of every grid, the start of some tasks from the best MNLI model, and the results.
 
 OUTPUT/NAME/glue/TASK holds a task's ledger and best weights, OUTPUT/NAME/glue.json and .md the results. The same
-command resumes after a kill; the runs that were in progress start again. Commands for other tasks may run meanwhile.
+command resumes after a kill and repeats interrupted runs. Commands for other tasks may run at the same time.
 
 The head is the one that transformers gives a model's kind: for our exports a linear layer on the first token, then tanh
 with dropout (neobert) or GELU without (eurobert), then the classes. A folder that was fine-tuned on MNLI keeps all but

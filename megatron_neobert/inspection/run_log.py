@@ -1,9 +1,9 @@
 """The history of a run out of its metrics.jsonl, which may be growing, and which kills may have torn.
 
 A run that resumes trains again on what came after its last checkpoint, and logs it again behind a line that announces
-the restart: what was logged after that iteration before counts no more. A line that a kill has cut is left out, also
-where the next start has written on behind it. So is a value that no run writes: its name, which will stand in files and
-on terminals, is no word, or its number cannot be drawn.
+the restart: earlier lines of later iterations are replaced. A line that a kill has cut is left out, even if the next
+start appended to it. A value is left out if its name is not a word, since names are printed, or if its number cannot be
+drawn.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The plan of a run, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch.
 
 Documents, packing efficiency and epochs come from whole windows of rows, packed as training packs them; everything else
-from the settings. Times are stated for a share of a GPU's peak rate, which nobody knows before a run has been measured.
+from the settings. Times are given for several shares of a GPU's peak rate, because only a run shows its own share.
 """
 
 import shutil

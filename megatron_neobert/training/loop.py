@@ -41,10 +41,11 @@ def run_training(settings: Settings) -> int:
 
     Collective: all ranks.
     """
-    found = importlib.util.find_spec("wandb")
-    # W&B leaves a folder `wandb` beside a run, which Python takes for a package without an origin.
-    if settings.logging.wandb_project is not None and (found is None or found.origin is None):
-        raise ModuleNotFoundError("--wandb-project needs the package wandb", name="wandb")
+    if settings.logging.wandb_project is not None:
+        found = importlib.util.find_spec("wandb")
+        # W&B leaves a folder `wandb` beside a run, which Python takes for a package without an origin.
+        if found is None or found.origin is None:
+            raise ModuleNotFoundError("--wandb-project needs the package wandb", name="wandb")
     check_folders(settings.checkpoint)
     with claim(settings.checkpoint.save if is_rank_zero() else None):
         inputs, device = join(settings)

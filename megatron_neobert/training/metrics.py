@@ -27,7 +27,7 @@ from megatron_neobert.training.trackers import Trackers
 def interval_lines(place: str, values: Mapping[str, float]) -> str:
     """Format two lines of at most 80 columns, what changes most on the first, always of the same parts.
 
-    A dash stands for what an interval without an update does not have.
+    Loss, accuracy and gradient norm are dashes if the interval had no update.
     """
     accuracy, mfu, memory = values.get("masked_accuracy"), values.get("mfu"), values["memory_gib"]
     training = [

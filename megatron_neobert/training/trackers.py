@@ -144,7 +144,7 @@ def start_wandb(settings: Settings) -> Any:
 
 
 def _id_of(save: Path) -> str:
-    """Drawn once per save folder: a run that branches off to another folder is another run."""
+    """Return the W&B id of a save folder, drawn at its first use. A run in another folder is another run."""
     path = save / "wandb_id.txt"
     if not path.exists():
         replace_file(path, secrets.token_hex(4) + "\n")

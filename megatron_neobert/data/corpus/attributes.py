@@ -125,7 +125,7 @@ def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = corpus.attributes_file()
+    path = corpus.attributes_file
     try:  # an open file, since pyarrow takes no path that is not UTF-8
         with path.open("rb") as stream, pq.ParquetFile(stream, page_checksum_verification=True, **options) as file:
             yield file

@@ -8,6 +8,7 @@ process no more memory of its own than one of ten, in one volume or in many.
 import mmap
 import resource
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -170,8 +171,9 @@ class Corpus:
             [self.volumes[number].lengths[max(first - begin, 0) : stop - begin] for number, begin in begins]
         )
 
+    @cached_property
     def attributes_file(self) -> Path:
-        """Return the path of the attributes, fetched if the corpus is remote. DataError if it is not the manifest's."""
+        """Path of the attributes, fetched and compared with the manifest once. DataError if they differ."""
         path, recorded = self.files.attributes, self.manifest.attributes
         assert recorded is not None, f"{self.prefix} has no attributes"
         if self.storage is not None:
@@ -224,7 +226,7 @@ def check_content(corpus: Corpus) -> None:
     check_indexes(corpus)
 
     if corpus.manifest.attributes is not None:
-        corpus.attributes_file()
+        _ = corpus.attributes_file  # compared with the manifest
     volumes = list(zip(corpus.volumes, corpus.manifest.volumes, strict=True))
     for volume, recorded in tqdm(volumes, "volumes", unit="volume", leave=False, disable=None):  # on a terminal
         bin_sha256 = corpus.allowed.scan(volume)

@@ -242,7 +242,7 @@ def check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64],
 class MappedFiles:
     """Files that are mapped into memory, read as one: what many of them hold is gathered without a loop over them.
 
-    Between them are holes and whatever else the process has, so every offset must be known to be inside a file.
+    The memory between two files may be unmapped or belong to something else, so every offset must be inside a file.
     `bytes` reaches from the first file in memory to the last, and `begins` has the place of each file in it.
     """
 

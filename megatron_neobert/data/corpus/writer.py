@@ -229,7 +229,6 @@ def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSe
 
 def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> list[ShardJob]:
     """Return one job per corpus shard, the one that may take longest first."""
-
     firsts = [*accumulate((chunk.documents for chunk in chunks), initial=0)]
 
     def job(name: str, some: range, choice: int | None) -> ShardJob:
