@@ -62,7 +62,11 @@ def initialize(settings: Settings) -> torch.device:
     else:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    _refuse_different_settings(settings)
+    try:
+        _refuse_different_settings(settings)
+    except ConfigError:
+        torch.distributed.destroy_process_group()  # a process that ends with gloo's threads may end by SIGABRT
+        raise
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,

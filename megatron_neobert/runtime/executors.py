@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +23,7 @@ import megatron_neobert
 from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_EXIT_CODE_SECONDS = 1.0  # between the end of a worker and the note of its code by another thread, at most
 _RETRIES = 3  # of a job whose Ray worker has died
 _CONNECT_SECONDS = 10  # for any answer from the address of a cluster
 _MOST_SUBMITTED_TO_RAY = 1 << 14
@@ -137,7 +139,12 @@ class _TrackingContext(SpawnContext):
         for process in self.processes:
             if not process.is_ended_here and process.pid is not None and wait([process.sentinel], timeout=0):
                 process.join()
-                code = process.exitcode or 0
+                # The pool's own thread waits for the process as well; the one that comes second has no code at first.
+                until = time.monotonic() + _EXIT_CODE_SECONDS
+                while (code := process.exitcode) is None and time.monotonic() < until:
+                    time.sleep(0.01)
+                if code is None:
+                    break
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 return f"worker process {process.pid} {how}"
         return "a worker process died"
