@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
-from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step
+from benchmarks import benchmark_loader, benchmark_step
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, DataError
 
@@ -70,12 +70,6 @@ def preprocess(inputs: Inputs, *arguments: str, definition: str | None = None) -
     return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
 
 
-def measured(tool: str, **changes) -> benchmark_preprocessing.Measured:
-    values = {"wall_seconds": 1.0, "cpu_seconds": 1.0, "peak_bytes": 10**6, "documents": 1}
-    values |= {"tool": tool, "workers": 1, "tokens": 10, "ids_sha256": None}
-    return benchmark_preprocessing.Measured(**{**values, **changes})
-
-
 def test_figures_are_those_of_tools_that_wrote_the_same_ids(inputs, tmp_path):
     file = tmp_path / "figures.json"
     flags = ("--rounds", "1", "--output", str(file))
@@ -106,24 +100,6 @@ def test_tool_with_another_number_of_tokens_is_refused_before_the_measurement(in
     assert "the tools wrote different numbers of tokens: ours-plain (1 worker) " in ended.stderr
     assert "warm-up 1" in ended.stdout and "round 1" not in ended.stdout
     assert not file.exists()
-
-
-def test_equal_counts_of_different_ids_are_refused():
-    same = [measured(name, ids_sha256="a" * 64) for name in ("ours-fast", "tokenizers")]
-    benchmark_preprocessing.verify([*same, measured("datatrove")])
-    with pytest.raises(DataError, match=r"different ids, by sha256: ours-fast \(1 worker\) aaaaaaaaaaaa, .* bbbbbbbbb"):
-        benchmark_preprocessing.verify([same[0], measured("tokenizers", ids_sha256="b" * 64)])
-
-
-def test_preprocessing_compares_median_wall_times_of_as_many_workers():
-    walls = {("ours-fast", 1): (1.0, 3.0, 2.0), ("datatrove", 1): (30.0, 50.0, 40.0), ("ours-fast", 2): (1.0, 1.0, 1.0)}
-    runs = [
-        measured(name, workers=workers, wall_seconds=wall) for (name, workers), three in walls.items() for wall in three
-    ]
-    table = benchmark_preprocessing.summarise(runs, text_bytes=8 * 10**6)
-    one, _, two = table
-    assert (one["wall s"], one["MB/s"], one["x datatrove"], one["x datasets"]) == (2.0, 4.0, 40.0 / 2.0, None)
-    assert two["x datatrove"] is None  # not measured with two workers
 
 
 @pytest.mark.parametrize(
@@ -218,18 +194,3 @@ def test_every_loader_prepares_the_batches_that_were_asked_for(tmp_path):
         assert turn["rows"] % 8 == 0 and turn["rows"] > 0
         assert turn["real_tokens"] <= turn["capacity"] <= turn["rows"] * 256
     assert table[full]["% unused"] == 0 < table[ours]["% unused"] < table[padded]["% unused"]
-
-
-def test_loading_ratios_are_taken_within_a_round_and_the_median_counts():
-    """Rounds 1 to 3 at speeds 10, 20, 40 against 1, 4, 2 rows a second: 10, 5 and 20 times as fast."""
-    seconds = {benchmark_loader.OURS: (1 / 10, 1 / 20, 1 / 40), "other": (1, 1 / 4, 1 / 2)}
-    turns = [
-        benchmark_loader.Turn(name, 1, capacity=100, real_tokens=33 if name == "other" else 99, cpu_seconds=each)
-        for name, three in seconds.items()
-        for each in three
-    ]
-    ours, other = benchmark_loader.summarise(turns)
-    assert (ours["x rows"], ours["x tokens"]) == (1, 1)
-    assert (other["x rows"], other["x tokens"]) == (pytest.approx(10), pytest.approx(10 * 99 / 33))
-    assert (other["rows/cpu-s"], other["real tokens/cpu-s"]) == (2, 66)
-    assert (ours["% unused"], other["% unused"]) == (pytest.approx(1), pytest.approx(67))
