@@ -12,13 +12,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_neobert.checkpoint.folder import TRAIN_STATE
-from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import TrainState
@@ -170,23 +170,14 @@ def read_train_state(folder: Path) -> SavedState:
     path = folder / TRAIN_STATE
     try:
         content = parse_json(read_text(path))
-        optimizer, found = content.get("optimizer"), dict(content["progress"])
-        found["iteration"]  # which has a default, and is never left out
-        found["cursor"] = Cursor(**found["cursor"])
-        found["recent_updates"] = tuple((loss, norm) for loss, norm in found.get("recent_updates", ()))
-        state = TrainState(**found)
-        special = {"corpus_sha256", "cursor", "recent_updates"}
-        counts = {name: count for name, count in vars(state).items() if name not in special}
-        for name, count in (counts | vars(state.cursor)).items():
-            if type(count) is not int or not 0 <= count < _LARGEST_COUNT:
-                raise ValueError(f"{name} is {count!r:.40}, no count")
-        if not isinstance(state.corpus_sha256, str) or not isinstance(optimizer, dict | None):
-            raise ValueError(f"corpus_sha256 is {state.corpus_sha256!r:.80}, optimizer a {type(optimizer).__name__}")
-        if not all(type(number) is float for pair in state.recent_updates for number in pair):
-            raise ValueError("recent_updates holds more than numbers")
+        state = msgspec.convert(content["progress"], TrainState)
+        optimizer = msgspec.convert(content.get("optimizer"), dict[str, Any] | None)
+        for name, count in (vars(state) | vars(state.cursor)).items():
+            if isinstance(count, int) and not 0 <= count < _LARGEST_COUNT:
+                raise ValueError(f"{name} is {count}, no count")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: not of a run of this program ({short_reason(error)}); use another checkpoint."
         ) from error

@@ -276,11 +276,6 @@ class TrainingConfig:
         None, "save and stop at each iteration that is a multiple of this, with exit code 75", minimum=1
     )
     exit_duration_in_mins: float | None = setting(None, "save and stop after so many minutes", minimum=0.0)
-    loss_spike_sigma: float | None = setting(
-        None,
-        "skip an update whose loss or gradient norm is so many standard deviations above the last ones; 6 is usual",
-        minimum=1.0,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
