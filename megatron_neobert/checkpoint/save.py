@@ -23,13 +23,12 @@ from torch import Tensor
 
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import (
-    Fingerprint,
-    fingerprint_of,
     iteration_folder,
     list_checkpoints,
     prepare_folder,
     prune,
     publish,
+    record_of,
     write_manifest,
 )
 from megatron_neobert.checkpoint.load import sharded_state
@@ -38,6 +37,7 @@ from megatron_neobert.errors import DivergenceError, SaveError
 from megatron_neobert.model.initialization import name_in_whole_model
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.state import Run, TrainState
 
 
@@ -47,7 +47,7 @@ class _Pending:
 
     state: TrainState
     optimizer: dict[str, Any]  # its plain values, the same on all ranks
-    file: Future[dict[str, Fingerprint]] | None  # of this rank, which a thread writes; None: it has no part to write
+    file: Future[dict[str, FileRecord]] | None  # of this rank, which a thread writes; None: it has no part to write
 
 
 class Saver:
@@ -135,7 +135,7 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        files: dict[str, Fingerprint] = {}
+        files: dict[str, FileRecord] = {}
         problem = None
         try:
             files = {} if pending.file is None else pending.file.result()
@@ -163,7 +163,7 @@ class Saver:
                 f"iteration {self._iteration} is not saved: {found} hold values that are not finite. {self._remaining}"
             )
 
-    def _complete(self, pending: _Pending, parts: list[tuple[dict[str, Fingerprint], str | None]]) -> str | None:
+    def _complete(self, pending: _Pending, parts: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
         """What rank 0 does when all ranks have written their tensors. Returns what went wrong on any of them."""
         run, config = self.run, self.run.settings.checkpoint
         if (problem := next((problem for _, problem in parts if problem is not None), None)) is not None:
@@ -175,7 +175,7 @@ class Saver:
                 self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings
             )
             write_manifest(self._temporary, {name: file for files, _ in parts for name, file in files.items()})
-            publish(self._temporary, self._final, iteration=self._iteration)
+            publish(self._temporary, self._final)
         except Exception as error:  # the other ranks wait to hear of it
             return _describe(error)
         try:
@@ -242,10 +242,10 @@ def describe_drift(run: Run) -> str | None:
     return f"{name} on rank {others} is not what its replica on rank {replica} holds ({count})"
 
 
-def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, Fingerprint]:
+def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, FileRecord]:
     write_tensors(path, parts, offsets)
     sync_to_disk(path)
-    return {path.name: fingerprint_of(path)}
+    return {path.name: record_of(path)}
 
 
 def _describe(error: BaseException) -> str:
