@@ -12,8 +12,6 @@ from typing import Any, cast, get_type_hints
 import yaml
 
 from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, typed_fields
-from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import PHASE_SETTINGS, ModelConfig, PhaseChange, Settings
@@ -59,7 +57,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
 
     Raises:
         ConfigError: With every problem found, in the file, the flags and their combination.
-        MissingInputError: The file does not exist, or several inputs of a dry run do not.
+        MissingInputError: The file does not exist.
     """
     given, problems = build_parser().parse_all(arguments)
     config, is_dry_run = given.pop("config", None), given.pop("dry_run", False)
@@ -71,10 +69,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     settings = _build(values)
     problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
     if problems:
-        raise ConfigError(problems + _missing_inputs(settings))
-    # A single missing one is named when it is opened; of several only the first would be.
-    if is_dry_run and len(missing := _missing_inputs(settings)) > 1:
-        raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
+        raise ConfigError(problems)
     return Command(settings=settings, dry_run=is_dry_run)
 
 
@@ -105,28 +100,6 @@ class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         build_parser(shown=tuple(_SECTION_OF)).print_help()
         parser.exit()
-
-
-def _missing_inputs(settings: Settings) -> list[str]:
-    """Inputs that are not there, so that they need not be found out about one after the other."""
-    data = settings.data
-    paths = dict.fromkeys(phase.settings.data.data_path for phase in resolve_phases(settings))
-    given = [(path, "--data-path") for path in paths]
-    given += [((entry,), "--valid-data-path") for entry in data.valid_data_path or ()]
-    problems = []
-    for entries, flag in given:
-        try:
-            components = parse_data_path(entries)
-        except ConfigError:
-            continue  # which is reported already
-        local = [component.prefix for component in components if not component.is_remote]
-        absent = [prefix for prefix in local if not Path(f"{prefix}.json").exists()]
-        problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
-        lists = dict.fromkeys(component.drop for component in components if component.drop)
-        problems += [f"{flag} :drop={file}: no such file; check the path." for file in lists if not Path(file).exists()]
-    if (path := data.tokenizer_model) and not Path(path).exists():
-        problems.append(f"--tokenizer-model {path}: no such file or folder; check the path.")
-    return list(dict.fromkeys(problems))  # phases may name one corpus several times
 
 
 def read_settings(path: Path, *, is_record: bool = False) -> Settings:
