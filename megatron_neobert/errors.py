@@ -204,17 +204,18 @@ def _missing_package(module: str) -> str | None:
     is_checkout = (_REPOSITORY / "setup.py").exists()  # and no installed wheel
     for extra, modules in MODULES_OF_EXTRAS.items():
         if any(f"{module}.".startswith(f"{name}.") for name in modules):
-            install = f"-m pip install -c {_REPOSITORY}/constraints.txt -e '{_REPOSITORY}[{extra}]'"
-            if not is_checkout:
-                install = f"-m pip install 'megatron-neobert[{extra}]'"
-            return f"{module} is not installed; it comes with the extra [{extra}]: {sys.executable} {install}"
-    programs = _REPOSITORY / ".venv" / "bin"
-    if (programs / "python").exists() and Path(sys.executable).parent != programs:
-        remedy = f"start the command with {programs}/python"
-    elif not is_checkout:
-        remedy = f"install all of them: {sys.executable} -m pip install --force-reinstall megatron-neobert"
-    else:
+            package = f"'megatron-neobert[{extra}]'"
+            if is_checkout:
+                package = f"-c {_REPOSITORY}/constraints.txt -e '{_REPOSITORY}[{extra}]'"
+            install = f"{sys.executable} -m pip install {package}"
+            return f"{module} is not installed; it comes with the extra [{extra}]: {install}"
+    python = _REPOSITORY / ".venv" / "bin" / "python"
+    if python.exists() and Path(sys.executable).parent != python.parent:
+        remedy = f"start the command with {python}"
+    elif is_checkout:
         remedy = f"make an environment that has it with: bash {_REPOSITORY}/tools/prepare_environment.sh"
+    else:
+        remedy = f"install it with: {sys.executable} -m pip install --force-reinstall megatron-neobert"
     return f"{sys.executable} has no module {module}; {remedy}"
 
 

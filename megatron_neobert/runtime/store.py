@@ -4,6 +4,7 @@ import datetime
 import errno
 import os
 import socket
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,25 @@ def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
     return PrefixStore(f"{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore":
+    """Connect to the store of node 0 as soon as it listens; torch's own waiting prints the frames of its C++.
+
+    Raises:
+        OSError: It does not listen in time.
+    """
+    from torch.distributed import TCPStore
+
+    until = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(0.5, until - time.monotonic())).close()
+            return TCPStore(address, port, is_master=False, wait_for_workers=False)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
 
 
 def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":

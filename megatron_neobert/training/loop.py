@@ -48,7 +48,7 @@ def run_training(settings: Settings) -> int:
         if found is None or found.origin is None:
             raise ModuleNotFoundError("--wandb-project needs the package wandb", name="wandb")
     check_folders(settings.checkpoint)
-    with claim(settings.checkpoint.save if is_rank_zero() else None):
+    with claim(settings.checkpoint.save if is_rank_zero() else None), distributed.leaving_gloo():
         inputs, device = join(settings)
         refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:

@@ -15,6 +15,8 @@ from tests_tiny import tiny_settings
 from tolerances import LAYOUT_LOSS
 from training_command import BASH, SCRIPT, environment, flags_of, free_port
 
+from megatron_neobert.runtime.store import serve_store
+
 TRAIN_ITERS = 20  # what LAYOUT_LOSS was measured with
 
 
@@ -119,6 +121,21 @@ def test_node_that_refuses_its_start_ends_at_once_and_the_others_when_the_wait_i
     assert second.output.startswith("error: --tokenizer-model nowhere: no such file or folder")
     assert "Traceback" not in first.output + second.output
     assert not (tmp_path / "run").exists(), "no rank was started"
+
+
+def test_second_node_of_a_rank_is_named_and_node_0_that_never_comes_is_one_sentence(tiny_corpus):
+    words = flags_of(tiny_settings(tiny_corpus, training={"global_batch_size": 6}))
+    store = serve_store("127.0.0.1", 0, nodes=3)
+    node = {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "RENDEZVOUS_TIMEOUT_SECONDS": "2"}
+    for port, code, message in (
+        (store.port, 74, "the 3 nodes did not all meet"),
+        (store.port, 2, "NODE_RANK 1 was given to two nodes"),
+        (free_port(), 74, "the 3 nodes did not all meet"),
+    ):
+        environment = {**node, "MASTER_PORT": str(port)}
+        ended = processes.run_command("megatron_neobert.launch", SCRIPT, *words, environment=environment)
+        assert ended.refused(code) and message in ended.output, ended.output
+        assert port == store.port or "frame #" not in ended.output
 
 
 @pytest.mark.parametrize(
