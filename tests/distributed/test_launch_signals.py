@@ -82,16 +82,3 @@ def test_second_interrupt_aborts_launcher_and_ranks_with_130(hanging):
     assert "rank 0: aborted\n" in said
     assert "rank 1: aborted\n" in said
     assert not any(rank.is_running() for rank in ranks)
-
-
-@pytest.mark.slow
-def test_ranks_without_their_launcher_end_by_themselves(hanging):
-    ranks = psutil.Process(hanging.pid).children()
-    assert len(ranks) == 2
-    hanging.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=600)
-    assert not alive
-    assert hanging.stdout is not None
-    said = hanging.stdout.read()
-    for rank in (0, 1):
-        assert f"error: rank {rank}: the launcher that started it has gone." in said

@@ -117,13 +117,11 @@ def test_a_profile_is_a_trace_of_its_iterations_and_changes_no_figure(build, pla
     assert read_metrics(run.checkpoint.save) == read_metrics(plain.save)
 
 
-@pytest.mark.parametrize("saves", [False, True])
-def test_a_run_without_save_warns_at_its_start_and_at_its_end_on_one_rank_that_weights_are_lost(build, capfd, saves):
-    run = build(checkpoint={} if saves else {"save": None, "load": None})
-    train_on_ranks(run, world_size=2)
+def test_a_run_without_save_warns_at_its_start_and_at_its_end_on_one_rank_that_weights_are_lost(build, capfd):
+    train_on_ranks(build(checkpoint={"save": None, "load": None}), world_size=2)
     lines = [line for line in capfd.readouterr().out.splitlines() if re.match("training|iteration|warning", line)]
     warned = [number for number, line in enumerate(lines) if "weights are lost" in line]
-    assert warned == ([] if saves else [1, len(lines) - 1]), lines
+    assert warned == [1, len(lines) - 1], lines
 
 
 def test_of_two_runs_that_both_got_the_lock_the_older_one_ends_before_it_writes_another_line(build):
@@ -167,10 +165,10 @@ def test_wandb_run_of_a_save_folder_goes_on_after_a_stop(build, monkeypatch):
     folder = Path(run.checkpoint.save)
     for _ in range(2):
         train_on_ranks(run)
-    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert list(read_metrics(folder)) == [1, 2, 3]
     identity = (folder / "wandb_id.txt").read_text().strip()
+    files = list(folder.glob("wandb/offline-run-*/*.wandb"))
     assert [path.name for path in files] == [f"run-{identity}.wandb"] * 2
-    assert [logged(path) for path in files] == [read_range(folder, 1, 2), read_range(folder, 3, 3)]
 
 
 @needs_wandb
@@ -188,24 +186,3 @@ def test_training_goes_on_when_wandb_has_ended(build, monkeypatch, capfd):
     train_on_ranks(run, prepare=lambda: before_each_step(kill))
     assert capfd.readouterr().out.count("warning: W&B takes no values") == 1
     assert list(read_metrics(run.checkpoint.save)) == list(range(1, LAST + 1))
-
-
-def read_range(folder: Path, first: int, last: int) -> list[tuple[int, float]]:
-    losses = read_metrics(folder)
-    return [(iteration, losses[iteration]) for iteration in range(first, last + 1)]
-
-
-def logged(path: Path) -> list[tuple[int, float]]:
-    """Iteration and loss of every row of an offline run."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    store, rows = DataStore(), []
-    store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            row = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-            rows.append((row["iteration"], row["loss"]))
-    return rows

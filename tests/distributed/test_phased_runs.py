@@ -100,39 +100,24 @@ def test_a_phase_that_is_added_to_a_run_is_taken_and_one_that_would_change_its_p
         train_on_ranks(edited)
 
 
-@pytest.fixture
-def decaying(settings: Callable[..., Settings]) -> Callable[..., Settings]:
-    """A run with WSD that decays to its end."""
+def test_a_decay_branches_off_a_stable_run_as_if_it_had_been_planned(settings, capfd):
+    """It continues in the data, resumes within its decay, and equals the run of its length bit for bit."""
 
-    def build(save: str, *, train_iters: int, decay: int, **training: Any) -> Settings:
-        rates = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": decay}
+    def decaying(save: str, *, train_iters: int, **training: Any) -> Settings:
+        rates = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": 3}
         return settings(save, optimizer=rates, training={"train_iters": train_iters, **training})
 
-    return build
-
-
-def test_decays_of_two_lengths_branch_off_one_stable_run_as_if_each_had_been_planned(decaying, capfd):
-    """Each continues in the data, resumes within its decay, and equals the run of its length bit for bit."""
-    stable = decaying("stable", train_iters=100, decay=10, exit_interval=3)
+    stable, planned = decaying("stable", train_iters=100, exit_interval=3), decaying("planned", train_iters=6)
     train_on_ranks(stable)
-    before = {key: read_metrics(str(stable.checkpoint.save), key) for key in RECORDED}
-    rates = {}
-    for train_iters, decay in ((6, 3), (7, 3)):
-        planned = decaying(f"planned {train_iters}", train_iters=train_iters, decay=decay)
-        train_on_ranks(planned)
-        branch = decaying(f"branch {train_iters}", train_iters=train_iters, decay=decay, exit_interval=5)
-        branch = resumable(branch).with_section("checkpoint", continue_from=stable.checkpoint.save)
-        for _ in range(2):
-            train_on_ranks(branch)
-        said = capfd.readouterr().out
-        assert "the learning rate is 2.00e-03 from here, the data continue at Cursor(epoch=0, window=0, row=24)" in said
-        for key in set(RECORDED) - {"validation_loss"}:
-            own = before[key] | read_metrics(str(branch.checkpoint.save), key)
-            assert own == read_metrics(str(planned.checkpoint.save), key), key
-        rates[train_iters] = read_metrics(str(planned.checkpoint.save), "lr")
-    short, long = (read_metrics(str(decaying(f"planned {n}", train_iters=n, decay=3).checkpoint.save)) for n in (6, 7))
-    assert [rates[6][k] for k in (4, 5)] == pytest.approx([2e-3, 2e-3 - (2e-3 - 2e-4) / 3])
-    assert rates[6][4] == rates[7][4] == rates[7][5] != rates[6][5]
-    shared = range(1, 6)  # the update of iteration 5 is the first that differs, and its loss is known before
-    assert [short[k] for k in shared] == [long[k] for k in shared]
-    assert short[6] != long[6]
+    train_on_ranks(planned)
+    branch = decaying("branch", train_iters=6, exit_interval=5)
+    branch = resumable(branch).with_section("checkpoint", continue_from=stable.checkpoint.save)
+    for _ in range(2):
+        train_on_ranks(branch)
+    said = capfd.readouterr().out
+    assert "the learning rate is 2.00e-03 from here, the data continue at Cursor(epoch=0, window=0, row=24)" in said
+    for key in set(RECORDED) - {"validation_loss"}:
+        whole = read_metrics(str(stable.checkpoint.save), key) | read_metrics(str(branch.checkpoint.save), key)
+        assert whole == read_metrics(str(planned.checkpoint.save), key), key
+    rates = read_metrics(str(planned.checkpoint.save), "lr")
+    assert [rates[k] for k in (4, 5)] == pytest.approx([2e-3, 2e-3 - (2e-3 - 2e-4) / 3])

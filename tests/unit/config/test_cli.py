@@ -169,11 +169,6 @@ def test_record_with_a_setting_of_an_earlier_version_is_read_unless_the_run_woul
         parse("--config", str(path))
 
 
-def test_a_damaged_record_is_a_checkpoint_error(tmp_path):
-    with pytest.raises(CheckpointError, match=r"unknown setting model\.layers"):
-        read_record(Path(write(tmp_path, "model:\n  layers: 3\n")))
-
-
 def test_help_shows_what_people_set_first_and_help_all_every_setting(capsys):
     shown = {}
     for flag in ("--help", "--help-all"):

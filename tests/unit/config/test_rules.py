@@ -60,12 +60,6 @@ def test_a_combination_is_refused_with_its_values_and_the_fixed_one_is_not(flags
     assert problems_of(fixed) == []
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
-def test_the_base_model_suits_every_recipe_on_one_rank_and_on_two(recipe):
-    for more in ("", " --tensor-model-parallel-size 2"):
-        assert problems_of(f"--bf16 --fp8-format hybrid --fp8-recipe {recipe}{more}") == []
-
-
 # Ranks, flags, and what the one problem holds.
 IMPOSSIBLE = [
     (1, "--num-attention-heads 14", ["--hidden-size 768", "--num-attention-heads 14", "12 or 16 heads"]),

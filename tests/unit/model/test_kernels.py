@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_neobert.config.schema import ComputeConfig, Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.kernels import (
     Hardware,
@@ -132,15 +132,6 @@ def test_the_registry_s_package_apex_is_refused_by_name_without_being_imported(s
 def test_nvidia_s_apex_is_not_refused(site):
     install_apex(site, version="0.1", parts=("optimizers",))
     assert detect_hardware().foreign_apex is None
-
-
-def test_fp8_reaches_megatron_s_configuration_and_nothing_of_it_without_a_format():
-    compute = ComputeConfig(fp8_format="hybrid", fp8_recipe="delayed")
-    config = to_transformer_config(Settings(compute=compute).with_section("training", bf16=True))
-    assert (config.fp8, config.fp8_recipe) == ("hybrid", "delayed")
-    assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo) == (1024, "max")
-    assert not (config.fp8_dot_product_attention or config.fp8_multi_head_attention)  # attention stays in bf16
-    assert to_transformer_config(Settings()).fp8 is None
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash", "fused"])

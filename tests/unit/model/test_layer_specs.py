@@ -1,22 +1,12 @@
-"""The local layers: their norms, and how many of them a pipeline stage gets."""
+"""The norms of local layers."""
 
 import pytest
-import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.model.transformer_config import LocalLayerNorm, LocalRMSNorm, to_transformer_config
+from megatron_neobert.model.transformer_config import LocalLayerNorm, to_transformer_config
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-@pytest.mark.parametrize("kind", [LocalRMSNorm, LocalLayerNorm])
-def test_a_local_norm_computes_what_megatron_s_wrapper_does(kind):
-    config = to_transformer_config(Settings())
-    config.normalization = {"LocalRMSNorm": "RMSNorm", "LocalLayerNorm": "LayerNorm"}[kind.__name__]
-    hidden = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0))
-    wrapped = WrappedTorchNorm(config, 64, eps=1e-5)
-    assert torch.equal(kind(config, 64, eps=1e-5)(hidden), wrapped(hidden))
 
 
 @pytest.mark.parametrize("shared", [False, True])

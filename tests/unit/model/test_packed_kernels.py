@@ -1,4 +1,4 @@
-"""Attention over packed rows, and the loss that ignores fillers."""
+"""Attention over packed rows."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.model import loss
 from megatron_neobert.model.attention import CoreAttention, pack_row
 from megatron_neobert.model.packed_kernels import TorchAttention, attend_by_document
 from megatron_neobert.model.transformer_config import to_transformer_config
@@ -41,14 +40,6 @@ def test_a_token_attends_to_its_document_alone_and_in_both_directions():
     assert not torch.allclose(context, attend_with_a_mask(*layers, (9,)))
 
 
-def test_documents_without_a_token_change_nothing_wherever_they_stand():
-    layers = make_layers(9)
-    expected = attend_by_document(*layers, bounds(4, 1, 4))
-    assert torch.equal(attend_by_document(*layers, bounds(4, 0, 1, 4, 0, 0)), expected)
-    attend_by_document(*layers, bounds(4, 0, 1, 4, 0, 0)).sum().backward()
-    assert all(layer.grad.isfinite().all() for layer in layers)
-
-
 def test_the_run_ends_with_one_sentence_where_transformer_engine_has_no_fused_kernel():
     class NoKernel(TorchAttention):
         def attend(self, *arguments):
@@ -58,20 +49,3 @@ def test_the_run_ends_with_one_sentence_where_transformer_engine_has_no_fused_ke
     attention = CoreAttention(config, 1, AttnMaskType.padding, "self", kernel=NoKernel)
     with pytest.raises(ConfigError, match="no fused attention kernel for this model on this GPU"):
         attention(*make_layers(3), None, packed_seq_params=pack_row(bounds(3), 3, rotation=None))
-
-
-def losses_and_gradient(labels: list[int], *, fused: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    config = to_transformer_config(Settings())
-    config.cross_entropy_loss_fusion = fused
-    logits_mv = torch.randn(len(labels), 7, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    losses_m, correct_m = loss.masked_token_losses(logits_mv.clone(), torch.tensor(labels), config)
-    losses_m.sum().backward()
-    return losses_m.detach(), correct_m, logits_mv.grad
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_filler_has_no_loss_no_gradient_and_is_never_right(fused):
-    losses_m, correct_m, gradient_mv = losses_and_gradient([3, -100, 5, -1], fused=fused)
-    assert losses_m[[1, 3]].tolist() == correct_m[[1, 3]].tolist() == [0.0, 0.0]
-    assert not gradient_mv[[1, 3]].any()
-    assert (losses_m[[0, 2]] > 0).all() and gradient_mv[[0, 2]].any(1).all()
