@@ -86,11 +86,7 @@ PLACES = {name: place for group in COMMANDS.values() for name, (place, _) in gro
 
 
 def main() -> int | None:
-    """Finds the command in the first words and runs it with the others.
-
-    Raises:
-        ConfigError: There is no such command.
-    """
+    """Find the command in the first words and run it with the others."""
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     words = sys.argv[1:]
@@ -107,7 +103,7 @@ def main() -> int | None:
 
 
 def find_command(words: Sequence[str]) -> str | None:
-    """The name that the words begin with."""
+    """Return the command that the words begin with."""
     return next((name for name in PLACES if name.split() == list(words[: len(name.split())])), None)
 
 

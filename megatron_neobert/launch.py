@@ -81,11 +81,7 @@ def _default_processes() -> int:
 
 
 def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds: int) -> int:
-    """Run a script with its arguments on the ranks of this node, and return the exit code of the node.
-
-    Raises:
-        ConnectionError, LauncherError: See `_meet_at_store`; or the nodes do not find each other in time.
-    """
+    """Run a script with its arguments on the ranks of this node, and return the exit code of the node."""
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -120,12 +116,7 @@ def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds:
 
 
 def _meet_at_store(node: Node, *, timeout_seconds: int) -> "TCPStore":
-    """Return the store of a run of several nodes: node 0 serves it, and the others wait for that.
-
-    Raises:
-        ConnectionError: Node 0 does not serve it in time, or its port is taken.
-        LauncherError: Another node has the same NODE_RANK.
-    """
+    """Return the store of a run of several nodes: node 0 serves it, and the others wait for that."""
     if node.rank == 0:
         store = serve_store(node.address, node.port, nodes=node.nodes)
     else:
@@ -153,9 +144,7 @@ def _no_meeting(node: Node, seconds: float, error: Exception) -> str:
 def exit_code_of_node(codes: Mapping[int, int]) -> int:
     """Return the code of the rank that failed for a reason of its own; 128 + the signal if a signal ended it.
 
-    Args:
-        codes: By rank, those that torchrun found failed first. A rank that lost another one waits for its end, but
-            both may have ended by then.
+    Of `codes`, which torchrun found first, some may be those of ranks that only lost another one.
     """
     if len(signals.interrupts) > 1:
         return EXIT_INTERRUPTED

@@ -7,7 +7,7 @@ HuggingFaceStorageReader reads the same files. Everything is checked before it i
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,14 +32,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 
 
 def write_tensors(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]) -> None:
-    """One file of contiguous CPU tensors that share no memory.
-
-    Args:
-        offsets: Where each part begins in its whole tensor, a number per dimension.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write one file of contiguous CPU tensors; each is a part that begins at `offsets` of its whole tensor."""
     places = {name: {_OFFSETS: list(offsets[name])} for name in parts}
     try:
         save_file(dict(parts), path, metadata={_SHARDING: json.dumps(places)})  # of several keys the order is random
@@ -47,19 +40,14 @@ def write_tensors(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str,
         raise OSError(f"{path}: {error}") from error
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     path: Path
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class StoredTensors:
-    """What the files of a checkpoint hold.
-
-    Attributes:
-        shapes: Of each whole tensor.
-        dtypes: Likewise.
+    """The tensors in the files of a checkpoint, by name; `shapes` are those of whole tensors.
 
     Raises:
         CheckpointError: A file is damaged, or the parts of a tensor are not all there.
@@ -101,12 +89,10 @@ class StoredTensors:
             self._parts.setdefault(name, []).append(_Part(path, offsets, shape))
 
     def read(self, name: str, into: Tensor, *, offsets: Sequence[int], is_padded: bool = False) -> None:
-        """Fills a tensor with a part of a stored one, in the dtype of the former.
+        """Fill a tensor with the part of a stored one that begins at `offsets`, in the dtype of the former.
 
         Args:
-            offsets: Where the part begins.
-            is_padded: Whether it may reach beyond the stored tensor, and is zero there; by how much the vocabulary is
-                padded depends on the layout.
+            is_padded: The part may reach beyond the stored tensor, and is zero there: layouts pad the vocabulary.
 
         Raises:
             CheckpointError: There is no such tensor or part, or its file cannot be read.
@@ -145,11 +131,7 @@ class StoredTensors:
 
 
 def write_train_state(folder: Path, state: TrainState, optimizer: dict[str, Any] | None = None) -> None:
-    """Write train_state.json.
-
-    Args:
-        optimizer: Plain values of megatron.core's optimizer state; none for weights alone.
-    """
+    """Write train_state.json, with the plain values of megatron.core's optimizer state unless it has weights alone."""
     content = {"progress": asdict(state)} | ({} if optimizer is None else {"optimizer": optimizer})
     (folder / TRAIN_STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -162,11 +144,7 @@ class SavedState(NamedTuple):
 
 
 def read_train_state(folder: Path) -> SavedState:
-    """Read train_state.json and check each value, before anything is computed with it.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or no run of this program has written it.
-    """
+    """Read train_state.json and check each value, or raise CheckpointError."""
     path = folder / TRAIN_STATE
     try:
         content = parse_json(read_text(path))

@@ -71,11 +71,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
-    """Return the newest checkpoint of a save folder, or that of one iteration; its files are not verified.
-
-    Raises:
-        MissingInputError: There is none.
-    """
+    """Return the newest checkpoint of a save folder, or that of one iteration; its files are not verified."""
     by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
     if not by_iteration:
         raise MissingInputError(f"{save} holds no checkpoint; name the folder given to --save.")
@@ -87,15 +83,7 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
 
 
 def check_folders(config: CheckpointConfig) -> None:
-    """Refuse folders that a run must not start with. A refused start leaves no folder: only `claim` creates --save.
-
-    Raises:
-        ConfigError: SAVE/STOP exists: a queue must not start a run again that was stopped by that file.
-        MissingInputError: --load holds no checkpoint, and is neither --save nor replaced by --continue-from; or the
-            latter holds none.
-        CheckpointError: --load holds remains of checkpoints, but none that counts.
-        OutputError: --save holds checkpoints and is not continued, or cannot be created.
-    """
+    """Refuse folders that a run must not start with. A refused start leaves no folder: only `claim` creates --save."""
     if config.save is not None and (Path(config.save) / "STOP").exists():
         raise ConfigError(
             f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
@@ -140,11 +128,7 @@ def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save:
 
 @contextmanager
 def claim(save: str | None) -> Iterator[None]:
-    """Create a save folder and lock it against other runs while the context is entered. Only rank 0 enters it.
-
-    Raises:
-        OutputError: Another run is writing to it, and does not end within some seconds.
-    """
+    """Create a save folder and lock it against other runs while the context is entered. Only rank 0 enters it."""
     if save is None:
         yield
         return
@@ -165,41 +149,16 @@ def claim(save: str | None) -> Iterator[None]:
                     ) from error
                 time.sleep(0.2)
         lock.truncate(0)
-        lock.write(_own_claim().encode())
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         lock.flush()
         yield
 
 
-def refuse_lost_claim(save: Path) -> None:
-    """End the older of two runs that write to one folder: some file systems grant the same lock on several machines.
-
-    Raises:
-        OutputError: Another run has claimed the folder since this process did.
-    """
-    try:
-        owner = (save / _LOCK).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it is only there to be asked
-        return
-    if owner not in ("", _own_claim()):  # empty: being written
-        raise OutputError(
-            f"--save {save} is being written by another run ({owner}), which started after this one; only one of them "
-            "may. This one stops and saves nothing more: let the other one run, or name another folder."
-        )
-
-
-def _own_claim() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 def verify_files(checkpoint: Path, *, with_tensors: bool = True) -> None:
-    """Compare every file with the manifest.
+    """Raise CheckpointError if a file is missing or differs from the manifest in size or sha256.
 
     Args:
-        with_tensors: Also the safetensors files, whose checksums take seconds per GB.
-
-    Raises:
-        CheckpointError: Naming the first file that is missing or differs in size or sha256.
-        OSError: A file cannot be read.
+        with_tensors: Check the safetensors files too, whose checksums take seconds per GB.
     """
     for name, expected in _read_manifest(checkpoint / MANIFEST).items():
         if name.endswith(".safetensors") and not with_tensors:
@@ -236,11 +195,7 @@ def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
 
 
 def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointError | OSError]]]:
-    """Return the newest checkpoint whose files are whole, and what is wrong with newer ones.
-
-    Raises:
-        CheckpointError: None is whole.
-    """
+    """Return the newest checkpoint whose files are whole, and what is wrong with newer ones."""
     problems: list[tuple[Path, CheckpointError | OSError]] = []
     for candidate in _list_folders(load):
         try:
@@ -259,16 +214,11 @@ def quarantine(checkpoint: Path) -> Path:
     return checkpoint.rename(aside)
 
 
-def leftovers(save: Path) -> list[Path]:
-    """Return the folders that crashes have left and that the next save deletes."""
-    return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
-
-
 def prepare_folder(temporary: Path) -> None:
     """Create the folder that a checkpoint is written to; remove what crashes have left beside it."""
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
-    for leftover in leftovers(save):
+    for leftover in (*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in save.glob(f"{POINTER}.*"):  # of replace_file
         leftover.unlink(missing_ok=True)
@@ -276,13 +226,10 @@ def prepare_folder(temporary: Path) -> None:
 
 
 def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
-    """Seals a checkpoint folder: every file and folder on disk, then the manifest.
+    """Seal a checkpoint folder: every file and folder on disk, then the manifest.
 
     Args:
         written: Files that are on disk already, by name.
-
-    Raises:
-        OSError: One of those is not there.
     """
     for name, expected in written.items():
         path = folder / name
@@ -311,11 +258,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Delete all but the newest checkpoints, and those of every so many iterations.
-
-    Raises:
-        OSError: One cannot be deleted.
-    """
+    """Delete all but the newest checkpoints, and those of every so many iterations."""
     for checkpoint in list_checkpoints(save)[keep_last:]:
         if keep_every is None or iteration_of(checkpoint) % keep_every:
             going = checkpoint.with_name(f".old-{checkpoint.name}")  # no checkpoint while it is being deleted

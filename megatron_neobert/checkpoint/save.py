@@ -67,10 +67,10 @@ class Saver:
         return file is not None and not file.done()
 
     def save(self) -> None:
-        """Saves the run as it stands; returns when it is saved, or with --async-save when training may continue.
+        """Save the run as it is; return when it is saved, or with --async-save when training may continue.
 
         Raises:
-            SaveError: It cannot be written, or an earlier one could not.
+            SaveError: A checkpoint cannot be written, this one or the one before it.
             DivergenceError: There are values that are not finite, or replicas that differ.
 
         Collective: all ranks.
@@ -108,13 +108,7 @@ class Saver:
             self.finish()
 
     def refuse_drift(self) -> None:
-        """Ends the run where the replicas of the model no longer hold the same weights.
-
-        Raises:
-            DivergenceError: Naming rank and tensor.
-
-        Collective: all ranks.
-        """
+        """Raise DivergenceError if replicas of the model no longer hold the same weights. Collective: all ranks."""
         drift = _first_problem(describe_drift(self.run))
         if drift is not None:
             iteration = self.run.state.iteration
@@ -125,10 +119,7 @@ class Saver:
             )
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one, and makes it the newest.
-
-        Raises:
-            SaveError: It could not be written.
+        """Wait for the checkpoint that is being written, if there is one, and make it the newest.
 
         Collective: all ranks.
         """
@@ -164,7 +155,7 @@ class Saver:
             )
 
     def _complete(self, pending: _Pending, parts: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
-        """What rank 0 does when all ranks have written their tensors. Returns what went wrong on any of them."""
+        """Complete the checkpoint on rank 0 when all ranks have written; return what went wrong on any of them."""
         run, config = self.run, self.run.settings.checkpoint
         if (problem := next((problem for _, problem in parts if problem is not None), None)) is not None:
             return problem
@@ -207,11 +198,10 @@ class Saver:
 
 
 def describe_drift(run: Run) -> str | None:
-    """Return which rank holds other weights than its replicas, and where; None if all agree, or there are none.
+    """Return which rank holds other weights than its replicas, and where; None if all agree.
 
-    Replicas begin alike and apply the same updates, so a difference is a fault of memory, a link or a kernel, which
-    nothing else shows. megatron.core's check_param_hashes_across_dp_replicas copies all weights to the CPU, and its
-    answer is one bit. This costs 0.3 s for 28 x 768 in float32 on one CPU core.
+    Replicas apply the same updates, so a difference is a fault of memory, a link or a kernel. megatron.core's
+    check_param_hashes_across_dp_replicas copies all weights to the CPU. This costs 0.3 s for 28 x 768 on a CPU core.
 
     Collective: all ranks; each hears of its own replicas alone.
     """

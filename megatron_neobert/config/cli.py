@@ -53,7 +53,7 @@ class Command:
 
 
 def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
-    """Settings out of flags and an optional `--config` file, checked for `world_size` ranks.
+    """Return the settings of flags and an optional `--config` file, checked for `world_size` ranks.
 
     Raises:
         ConfigError: With every problem found, in the file, the flags and their combination.
@@ -107,10 +107,6 @@ def read_settings(path: Path, *, is_record: bool = False) -> Settings:
 
     Args:
         is_record: The file was written by a run, perhaps of a version with more settings.
-
-    Raises:
-        ConfigError: With every unknown key and every value of the wrong type.
-        MissingInputError: No such file.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if problems := _merge_file(path, values, is_record=is_record):
@@ -133,11 +129,7 @@ def model_flags(model: ModelConfig) -> str:
 
 
 def read_record(path: Path) -> Settings:
-    """The settings that `write_record` saved.
-
-    Raises:
-        CheckpointError: The record is missing, unreadable, or of another version of this project.
-    """
+    """Return the settings that `write_record` saved, or raise CheckpointError."""
     try:
         settings = read_settings(path, is_record=True)
         if problems := find_record_problems(settings):
@@ -172,11 +164,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: bool = False) -> list[str]:
-    """Add the content of a YAML file to `values`, and return its problems, each with the name of the file.
-
-    Args:
-        is_record: As in `read_settings`.
-    """
+    """Add the content of a YAML file to `values`, and return its problems, each with the name of the file."""
     if not path.is_file():
         if path.is_dir():
             raise MissingInputError(f"--config {path}: is a folder, not a file.")

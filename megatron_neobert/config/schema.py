@@ -231,7 +231,6 @@ class PhaseChange:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The changed settings by name."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         del given["after_iters"]
         return given

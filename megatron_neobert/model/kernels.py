@@ -56,7 +56,7 @@ class Kernels:
 
 @functools.cache
 def detect_hardware() -> Hardware:
-    """What is here; packages for CUDA are tried only where there is CUDA."""
+    """Return what is here; packages for CUDA are tried only where there is CUDA."""
     if not torch.cuda.is_available():
         return Hardware(foreign_apex=_foreign_apex())
     engine = _try_import("transformer_engine.pytorch", distribution="transformer-engine")
@@ -113,7 +113,7 @@ def _foreign_apex() -> str | None:
 
 
 def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kernels:
-    """The kernels that serve these settings here; whether what was asked for is possible, `check_hardware` judges."""
+    """Return the kernels that serve these settings here; `check_hardware` refuses impossible ones."""
     hardware = detect_hardware() if hardware is None else hardware
     compute = settings.compute
     bf16 = settings.training.bf16
@@ -159,7 +159,7 @@ def uses_engine(settings: Settings, hardware: Hardware) -> bool:
 
 
 def engine_attention() -> str | None:
-    """Which kernel Transformer Engine took for attention, in words; None before its first call and without it."""
+    """Return the name of Transformer Engine's kernel for attention; None before its first call and without it."""
     module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     chosen: dict[str, Any] = getattr(module, "_attention_backends", {})  # of 2.9 to 2.20
     if chosen.get("use_fused_attention"):
@@ -170,11 +170,7 @@ def engine_attention() -> str | None:
 
 
 def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None:
-    """Refuses what was asked for by name and cannot be had here. No collective; all ranks find the same.
-
-    Raises:
-        ConfigError: With every reason.
-    """
+    """Refuse with every reason what was asked for by name and this machine lacks. All ranks find the same."""
     hardware = detect_hardware() if hardware is None else hardware
     problems = [
         *apex_problems(hardware),
@@ -250,12 +246,11 @@ def precision_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
 
 
 def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled by Inductor at its first call on CUDA. It takes tensors alone and has no graph break.
+    """Compile a function of tensors without graph breaks at its first call on CUDA.
 
     Eager, each operation of such a function reads and writes all of its tensors; on a GPU that is most of the time that
-    a step spends outside matrix products and attention (docs/performance.md). On a CPU it stays as it is written:
-    compiling takes longer than a test runs, and gains little there. A second number of tokens compiles it once more,
-    for any number (torch's automatic dynamic shapes).
+    a step spends outside matrix products and attention (docs/performance.md). On a CPU compiling gains little. A second
+    number of tokens compiles the function once more, for any number (torch's automatic dynamic shapes).
     """
 
     @functools.cache

@@ -80,11 +80,7 @@ def forecast_phase(phase: Phase, inputs: Inputs, *, first: int, world_size: int)
 
 
 def print_plan(settings: Settings, *, world_size: int) -> int:
-    """Print the plan of a legal run and return 0.
-
-    Raises:
-        MissingInputError, DataError, ConfigError: As `open_phases`.
-    """
+    """Print the plan of a legal run and return 0."""
     inputs = open_phases(settings)
     vocab_size, first = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
     last, phases = settings.training.train_iters, resolve_phases(settings)
@@ -252,11 +248,10 @@ def checkpoint_lines(settings: Settings, *, vocab_size: int) -> list[str]:
 
 
 def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
-    """Packs windows as training packs them; lengths alone are read, no token, so this takes milliseconds.
+    """Pack windows as training packs them; lengths alone are read, no token, so this takes milliseconds.
 
-    The packed sequences of one iteration are too few to stand for a corpus: how many a corpus fills is known of
-    whole windows. An epoch of a few windows is packed entirely; of a longer one, and of a blend, the first windows
-    stand for all, since documents are shuffled.
+    An epoch of a few windows is packed entirely; of a longer one, and of a blend, the first windows are a sample of
+    all, since documents are shuffled.
     """
     decisive, sources = batch_settings(settings, inputs.tokenizer), inputs.training
     rows, squares, given, read = 0, 0, 0, 0

@@ -38,10 +38,7 @@ MARGIN_SECONDS = 60
 def initialize(settings: Settings) -> torch.device:
     """Join the process group, compare the settings of all ranks, form Megatron's groups, and return the device.
 
-    Raises:
-        ConfigError: A rank was started with other settings than rank 0; the same error on all ranks.
-
-    Collective: all ranks.
+    Collective: all ranks; other settings than rank 0's are a ConfigError on all.
     """
     parallel = settings.parallel
     cpu_backend.install()

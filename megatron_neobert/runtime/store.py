@@ -54,16 +54,9 @@ def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore
 def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
     """Serve the store at one address; torch's own listens on all addresses of the machine.
 
-    torchrun's store for the same port shares its server (multi_tenant), so it must live as long as the ranks.
-
-    Args:
-        address: Of this machine as the others know it. An address that is not this machine's own (NAT), or that only
-            this machine takes for loopback (a line of /etc/hosts), is served on all interfaces: no other node could
-            connect otherwise.
-        port: 0 for one that the system chooses.
-
-    Raises:
-        OSError: The address cannot be resolved, or the port is taken.
+    torchrun's store for the same port shares its server (multi_tenant), so it must live as long as the ranks. An
+    address that is not this machine's own (NAT), or that only this machine takes for loopback (a line of /etc/hosts),
+    is served on all interfaces: no other node could connect otherwise. Port 0: the system chooses one.
     """
     from torch.distributed import TCPStore
 

@@ -35,10 +35,7 @@ MOST_SKIPPED = 10  # updates in a row, before a run ends as diverged
 
 
 def run_training(settings: Settings) -> int:
-    """Build a run, resume it from --load if that holds a checkpoint, and train.
-
-    Returns:
-        The exit code, see `train`.
+    """Build a run, resume it from --load if that holds a checkpoint, train, and return the exit code.
 
     Collective: all ranks.
     """
@@ -75,8 +72,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         The exit code: 0 at the end of training, 75 if the run can resume later, 130 if it was stopped unsaved.
 
     Raises:
-        DivergenceError: Too many updates in a row were skipped; what there is has been saved. Or the replicas of the
-            model no longer hold the same weights.
+        DivergenceError: Too many updates in a row were skipped, or replicas differ.
 
     Collective: all ranks.
     """

@@ -134,11 +134,7 @@ class Monitor:
         return state
 
     def report_validation(self, state: TrainState, sums: Mapping[str, MetricSums]) -> None:
-        """Log a validation: over all corpora, and over each of them if there are several.
-
-        Args:
-            sums: By the name of the curve.
-        """
+        """Log a validation, whose sums are given by curve: over all corpora, and over each if there are several."""
         curves = {"": sum(sums.values(), start=MetricSums()), **(sums if len(sums) > 1 else {})}
         values: dict[str, float] = {}
         for name, own in curves.items():
@@ -161,9 +157,8 @@ class Monitor:
     def _values(self, state: TrainState) -> dict[str, float]:
         """Return means over all ranks and the iterations of the interval; what is not known is left out.
 
-        `tokens_per_second` counts tokens of documents, `tflops_per_rank` the operations that the model needs for them.
-        `memory_gib` is that of the rank that has most of it: the peak of what it allocated, on CPU what is resident
-        now. `fill` is the packing efficiency, `data_wait` the share of its time that rank 0 waited for a batch.
+        Tokens are those of documents. `memory_gib` is that of the fullest rank: the peak of what it allocated, on CPU
+        what is resident now. `fill` is the packing efficiency, `data_wait` the share of time that rank 0 waited.
         """
         settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
         seconds = time.perf_counter() - self.started_seconds

@@ -99,12 +99,9 @@ def update_weights(run: Run, grad_norm: float) -> None:
 
 
 def build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Module) -> Any:
-    """Return Megatron's optimizers, one after the other: Muon over the matrices of the layers, then AdamW.
+    """Return Muon over the matrices of the layers and AdamW over the rest, both inside Megatron's optimizers.
 
-    Args:
-        build: Builds Megatron's AdamW over the parameters that require gradients.
-
-    Collective: all ranks.
+    `build` builds Megatron's AdamW over the parameters that require gradients. Collective: all ranks.
     """
     named = list(model.named_parameters())
     with _frozen(parameter for name, parameter in named if not is_matrix_of_layer(name, parameter)):

@@ -46,11 +46,10 @@ def skip_reason(loss: float, grad_norm: float) -> str | None:
 
 
 def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:
-    """Forward and backward over this rank's micro-batches. Collective: all ranks.
+    """Run forward and backward over this rank's micro-batches; return their reports and the gradient norm.
 
-    Returns:
-        What `_report_loss` reports of each micro-batch, nothing on a stage without the head; and the gradient norm over
-        all ranks, before clipping, a scalar on the device.
+    The reports are those of `_report_loss`, none on a stage without the head. The norm is that over all ranks, before
+    clipping, a scalar on the device. Collective: all ranks.
     """
     run.model.zero_grad_buffer()
     run.optimizer.zero_grad()
@@ -102,7 +101,7 @@ def run_schedule(
     *,
     forward_only: bool = False,
 ) -> list[Tensor]:
-    """What is reported of this rank's micro-batches, and unless it is forward only the gradients.
+    """Run Megatron's schedule over this rank's micro-batches and return what is reported of them.
 
     Args:
         forward_step: Megatron's, with the run in front.

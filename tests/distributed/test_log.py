@@ -3,7 +3,6 @@
 import gzip
 import importlib.util
 import json
-import os
 import re
 import signal
 import sys
@@ -14,9 +13,7 @@ import psutil
 import pytest
 from ranks import quick_only, read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
-from torch.multiprocessing import ProcessRaisedException
 
-from megatron_neobert.checkpoint import folder as checkpoint_files
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.training import loop
@@ -122,31 +119,6 @@ def test_a_run_without_save_warns_at_its_start_and_at_its_end_on_one_rank_that_w
     lines = [line for line in capfd.readouterr().out.splitlines() if re.match("training|iteration|warning", line)]
     warned = [number for number, line in enumerate(lines) if "weights are lost" in line]
     assert warned == [1, len(lines) - 1], lines
-
-
-def test_of_two_runs_that_both_got_the_lock_the_older_one_ends_before_it_writes_another_line(build):
-    """As on a file system where each machine has locks of its own."""
-
-    def start_another(run, batches):
-        if run.state.iteration == 1:
-            child = os.fork()
-            if child == 0:
-                with checkpoint_files.claim(run.settings.checkpoint.save):
-                    os._exit(0)
-            os.waitpid(child, 0)
-
-    def prepare():
-        checkpoint_files.lock_if_possible = lambda *_: True
-        before_each_step(start_another)
-
-    run = build()
-    save = Path(run.checkpoint.save)
-    with pytest.raises(
-        ProcessRaisedException, match=rf"OutputError: --save {save} is being written by another run .proc"
-    ):
-        train_on_ranks(run, prepare=prepare)
-    assert list(read_metrics(save)) == [1]
-    assert checkpoint_files.list_checkpoints(save) == []
 
 
 def test_wandb_that_is_not_installed_is_refused_before_ranks_meet(build, monkeypatch):
