@@ -72,7 +72,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         The exit code: 0 at the end of training, 75 if the run can resume later, 130 if it was stopped unsaved.
 
     Raises:
-        DivergenceError: Too many updates in a row were skipped, or replicas differ.
+        DivergenceError: Too many updates in a row were skipped.
 
     Collective: all ranks.
     """
