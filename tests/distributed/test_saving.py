@@ -15,6 +15,7 @@ from test_layouts import DP2_OVERLAP, TP2
 from tests_tiny import ITERATIONS
 
 from megatron_neobert.checkpoint import save as saver
+from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import list_checkpoints, verify_files
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
@@ -82,6 +83,10 @@ def test_a_checkpoint_written_while_training_goes_on_is_that_of_the_iteration_it
     for folder, other in zip(saved, expected, strict=True):
         verify_files(folder)
         assert tensors_of(folder) == tensors_of(other)
+        stored = StoredTensors(folder)
+        for name in stored.shapes:  # also where other ranks' weights are gathered only when a step needs them
+            copy = f"optimizer.state.param.{name}"
+            assert copy not in stored.shapes or torch.equal(stored.read_whole(copy), stored.read_whole(name)), name
 
 
 def fail_on_rank(rank: int, iteration: int) -> Any:
