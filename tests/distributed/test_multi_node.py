@@ -152,14 +152,3 @@ def test_nodes_that_were_started_differently_end_before_training_with_both_value
         assert ended.code == 2, ended.output
     assert "rank 1 on " in ended.output and f" differs from rank 0 ({difference}" in ended.output
     assert not list((tmp_path / "run").glob("iter_*"))
-
-
-def test_stop_signal_while_a_node_waits_for_the_others_ends_it_with_75(tiny_corpus, nodes):
-    words = flags_of(tiny_settings(tiny_corpus))
-    for rank in (0, 1):
-        nodes.start(rank, words, MASTER_PORT=free_port())
-    for rank, number in ((0, signal.SIGUSR1), (1, signal.SIGTERM)):
-        nodes.wait_until_said(rank, "can start; rendezvous at")
-        nodes.processes[rank].send_signal(number)
-    assert nodes.exit_codes() == [75, 75]
-    assert "stopped by SIGUSR1 while no rank was running" in nodes.said(0)

@@ -17,7 +17,7 @@ from megatron_neobert.config.cli import (
     write_record,
 )
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
+from megatron_neobert.errors import CheckpointError, ConfigError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 
@@ -84,11 +84,6 @@ def test_problems_of_file_and_flags_arrive_together(tmp_path):
     assert len(caught.value.problems) == 4
 
 
-def test_a_missing_config_file_is_a_missing_input():
-    with pytest.raises(MissingInputError, match=r"--config nowhere\.yaml: no such file"):
-        parse("--config", "nowhere.yaml")
-
-
 @pytest.mark.parametrize(
     ("arguments", "place"),
     [
@@ -111,12 +106,6 @@ def test_yaml_that_cannot_be_read_is_named_by_line_and_column_without_an_excerpt
         parse(*arguments)
     assert place in str(refused.value)
     assert "<unicode string>" not in str(refused.value)
-
-
-def test_the_record_of_a_run_reads_back_as_the_same_settings(tmp_path):
-    settings = parse("--lr", "3e-4", "--bf16", "--save", "runs/a b", "--lr-decay-iters", "900000")
-    write_record(settings, tmp_path / "settings.yaml")
-    assert read_record(tmp_path / "settings.yaml") == settings
 
 
 @pytest.mark.parametrize(
