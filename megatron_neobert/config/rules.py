@@ -71,8 +71,7 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *([] if layout_problems else fp8_problems(settings)),  # which divides by the layout's sizes
         *data_problems(settings.data),
         *schedule_problems(settings),
-        *checkpoint_problems(settings),
-        *logging_problems(settings),
+        *folder_problems(settings),
     ]
 
 
@@ -215,8 +214,7 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
     if world_size % group:
         yield (
             f"{world_size} ranks cannot be divided into groups of --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {group}; start a multiple of "
-            f"{group} ranks, or lower one of them."
+            f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {group}; start a multiple."
         )
         return
     dp = settings.data_parallel_size(world_size)
@@ -272,8 +270,8 @@ def data_problems(data: DataConfig) -> Iterator[str]:
             yield (f"--valid-data-path {entry} is a weight, and each corpus has a curve of its own; leave weights out.")
     if data.document_block_size > LARGEST_DOCUMENT_BLOCK:
         yield (
-            f"--document-block-size {data.document_block_size} exceeds {LARGEST_DOCUMENT_BLOCK}, the documents "
-            "that are packed together; they would all be neighbours. Use 256."
+            f"--document-block-size {data.document_block_size} exceeds {LARGEST_DOCUMENT_BLOCK}, documents that are "
+            "packed together. Use 256."
         )
     if data.tokenizer_model is None:
         yield ("--tokenizer-model is missing: name the tokenizer that the corpus was written with.")
@@ -286,15 +284,13 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
     end = settings.lr_decay_end
     if optimizer.lr_warmup_iters >= end:
         yield (
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not below {end}, where the decay ends "
-            f"(--lr-decay-iters, or by default a share of --train-iters {training.train_iters}). "
-            f"Use about {max(end // 50, 0)}."
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not below {end}, the decay's end (--lr-decay-iters, by "
+            f"default a share of --train-iters {training.train_iters}). Use about {end // 50}."
         )
     elif (optimizer.lr_wsd_decay_iters or 0) > (longest := end - optimizer.lr_warmup_iters):
         yield (
             f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} exceeds {longest}, the iterations from the warm-up's "
-            f"end, {optimizer.lr_warmup_iters}, to the decay's, {end} (--lr-decay-iters or --train-iters). Use about "
-            f"{-(-longest // 10)}."
+            f"end, {optimizer.lr_warmup_iters}, to the decay's, {end}. Use about {-(-longest // 10)}."
         )
     if optimizer.min_lr > optimizer.lr:
         yield (f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; use {optimizer.lr / 10:g}.")
@@ -309,17 +305,13 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def checkpoint_problems(settings: Settings) -> Iterator[str]:
-    checkpoint = settings.checkpoint
+def folder_problems(settings: Settings) -> Iterator[str]:
+    checkpoint, logging, last = settings.checkpoint, settings.logging, settings.training.train_iters
     if checkpoint.continue_from is not None and checkpoint.save is not None and not checkpoint.loads_save:
         yield (
             f"--continue-from {checkpoint.continue_from} with --save {checkpoint.save} needs --load {checkpoint.save} "
             "as well, so that the same command resumes after a stop; add that."
         )
-
-
-def logging_problems(settings: Settings) -> Iterator[str]:
-    logging, last = settings.logging, settings.training.train_iters
     first, end = logging.profiled_iterations or (0, 0)
     if logging.profile is not None and not 1 <= first <= min(end, last):
         yield (

@@ -2,10 +2,8 @@
 
 A context-parallel rank holds a contiguous slice of a packed row and all heads; attention needs whole documents but
 not all heads. So tokens are exchanged for heads before the kernel and heads for tokens after it (DeepSpeed's Ulysses
-scheme). A row is cut wherever its middle falls: documents need no padding, and what a row contains does not depend on
-the number of ranks. Queries and keys are rotated after the exchange, with one angle per token of the whole row, so no
-kernel has to know where documents begin for that. Cosines and sines are computed once per micro-batch, in fp32, and
-shared by all layers, with Transformer Engine's layers and without.
+scheme); documents need no padding. Queries and keys are rotated after the exchange, by angles that are computed once
+per micro-batch, in fp32, and shared by all layers, with Transformer Engine's layers and without.
 
 Letters: `t` tokens of the row (`t/c` of this rank), `n` heads of this tensor-parallel rank, `d` head width, `e` half of
 it.

@@ -172,23 +172,19 @@ def engine_attention() -> str | None:
 def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None:
     """Refuse with every reason what was asked for by name and this machine lacks. All ranks find the same."""
     hardware = detect_hardware() if hardware is None else hardware
+    foreign_apex = (
+        f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers nor "
+        "amp_C. The registry's package of that name is another project, and Megatron would import it. Run `pip "
+        "uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
+    )
     problems = [
-        *apex_problems(hardware),
+        *([foreign_apex] if hardware.foreign_apex is not None else []),
         *engine_problems(settings, hardware),
         *attention_problems(settings, hardware),
         *precision_problems(settings, hardware),
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def apex_problems(hardware: Hardware) -> Iterator[str]:
-    if hardware.foreign_apex is not None:
-        yield (
-            f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
-            "nor amp_C. The registry's package of that name is another project, and Megatron would import it. "
-            "Run `pip uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
-        )
 
 
 def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:

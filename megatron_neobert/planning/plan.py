@@ -89,7 +89,10 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         forecast_phase(phase, inputs[phase.number], first=first, world_size=world_size) for phase in left or phases[-1:]
     ]
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
-    sections = [("model", model_lines(settings, inputs[0])), ("ranks", [describe_ranks(settings, world_size)])]
+    sections = [
+        ("model", [model_line(settings, vocab_size)]),
+        ("ranks", [describe_ranks(settings, world_size)]),
+    ]
     for forecast in forecasts:
         if len(forecasts) > 1:
             sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
@@ -112,14 +115,13 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
 # ---- lines
 
 
-def model_lines(settings: Settings, inputs: Inputs) -> list[str]:
-    model, vocab_size = settings.model, inputs.tokenizer.vocab_size
-    count = count_parameters(model, vocab_size=vocab_size)
+def model_line(settings: Settings, vocab_size: int) -> str:
+    model, count = settings.model, count_parameters(settings.model, vocab_size=vocab_size)
     padded = model.padded_vocab_size(vocab_size, tensor_parallel=settings.parallel.tensor_model_parallel_size)
-    return [
+    return (
         f"parameters {count.total:,} ({count.blocks:,} in {model.num_layers} layers of width {model.hidden_size:,}), "
-        f"vocabulary {vocab_size:,} (padded to {padded:,})",
-    ]
+        f"vocabulary {vocab_size:,} (padded to {padded:,})"
+    )
 
 
 def describe_ranks(settings: Settings, world_size: int) -> str:

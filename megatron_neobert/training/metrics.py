@@ -64,13 +64,7 @@ class Monitor:
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_tflops = None if gpu is None else gpu.bf16_tflops
         self.logs = is_rank_zero()
-        self.sums = MetricSums()
-        self.iterations = 0
-        self.capacity_tokens = 0  # of these iterations
-        self.updates = 0  # of these iterations, those that were not skipped
-        self.waited_seconds = 0.0
-        self.started_seconds = time.perf_counter()
-        self.largest_memory_mib = 0  # of all ranks
+        self.restart_clock()
         self.trackers = Trackers(settings, iteration=iteration, log=self.log) if self.logs else None
 
     @contextmanager
@@ -90,7 +84,7 @@ class Monitor:
             print(text, flush=True)
 
     def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-        """The same steps; how long this rank waits for them counts as waiting for data."""
+        """Yield the same steps, and count the time until each is there as waiting for data."""
         started = time.perf_counter()
         for step in steps:
             self.waited_seconds += time.perf_counter() - started
@@ -98,7 +92,7 @@ class Monitor:
             started = time.perf_counter()
 
     def own_memory_mib(self) -> int:
-        """Of this rank: the most it had allocated since this was last asked, or on CPU what is resident."""
+        """Return the most that this rank had allocated since the last call, or on CPU what is resident."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) >> 20
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -148,9 +142,11 @@ class Monitor:
         self._record(state, values)
 
     def restart_clock(self) -> None:
-        """Starts a new interval now, so that saving and validating do not count as training."""
-        self.sums, self.iterations, self.updates, self.largest_memory_mib = MetricSums(), 0, 0, 0
-        self.capacity_tokens = 0
+        """Start a new interval now, so that saving and validating do not count as training."""
+        self.sums = MetricSums()
+        self.iterations = self.updates = 0  # updates are the iterations that were not skipped
+        self.capacity_tokens = 0  # of these iterations
+        self.largest_memory_mib: int = 0  # of all ranks
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
 

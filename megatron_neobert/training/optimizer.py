@@ -2,10 +2,8 @@
 
 Muon is torch's inside Megatron's optimizer: Megatron builds its AdamW for two parts of the model, and the inner
 optimizer of the layers' matrices is replaced. Main weights, gradients, schedule and checkpoints stay Megatron's, whose
-own way to Muon needs a package that no index has for all supported Pythons. A matrix is orthogonalized as it is stored,
-so queries, keys and values together, and SwiGLU's two halves together; that is why tensor parallelism and the
-distributed optimizer, which cut matrices, are refused. The momentum is torch's 0.95, with Nesterov's step. Every
-replica computes all updates.
+own Muon needs a package that no index has for all supported Pythons. A matrix is orthogonalized as it is stored, q, k
+and v together; so tensor parallelism and the distributed optimizer, which cut matrices, are refused.
 
 Source: arXiv 2502.16982 (update scaled to the root mean square of AdamW's, so that its rate and weight decay fit);
 megatron-core 0.16.1 core/optimizer/muon.py for which parameters are whose.

@@ -1,13 +1,9 @@
 """Where the values of a run are kept beside its log: a JSON line each, TensorBoard, and Weights & Biases if asked for.
 
-Rank 0 alone keeps them. `SAVE/metrics.jsonl` is the record that everything else can be rebuilt from; a run that was
-killed and resumes repeats the iterations since its checkpoint there, and the later lines count. A line with "restarted"
-marks where a run resumed.
-
-A run at Weights & Biases is known by an id in the save folder, so that the same command resumes the same run;
-WANDB_MODE, WANDB_ENTITY and the like are W&B's own. Training outlives it: W&B hands values to a process of its own, and
-should that end, the run logs so once and continues. Imported where it is used, but megatron.core imports the package
-wherever it is installed; that starts nothing and sends nothing.
+Rank 0 alone keeps them. In `SAVE/metrics.jsonl` a run that was killed and resumes repeats the iterations since its
+checkpoint, and the later lines count; a line with "restarted" marks where it resumed. A run at Weights & Biases is
+known by an id in the save folder, so that the same command resumes the same run. A tracker that fails is named once,
+and training continues.
 """
 
 import datetime
@@ -87,7 +83,7 @@ class Trackers:
 
 
 def _tag(name: str) -> str:
-    """TensorBoard shows what shares the first part of its tag together."""
+    """Return TensorBoard's tag, whose first part is the group that a curve is shown in."""
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
     return f"{'train' if name in _LEARNING else 'machine'}/{name}"

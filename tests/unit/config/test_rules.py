@@ -76,7 +76,7 @@ IMPOSSIBLE = [
     (
         6,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        ["6 ranks", "size 2 x --context-parallel-size 1 = 4", "multiple of 4"],
+        ["6 ranks", "size 2 x --context-parallel-size 1 = 4"],
     ),
     (1, "--lr inf", ["--lr inf", "finite"]),
     (1, "--continue-from one --save two", ["--continue-from one", "--save two", "--load two"]),
