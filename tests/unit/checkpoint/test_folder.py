@@ -241,16 +241,13 @@ def config(folder: Path, **changes: object) -> CheckpointConfig:
     return CheckpointConfig(**{"save": str(folder), "load": str(folder), **changes})
 
 
-def test_no_run_starts_in_a_folder_with_a_stop_file(tmp_path):
-    (tmp_path / "STOP").touch()
-    with pytest.raises(ConfigError, match=f"{tmp_path}/STOP exists, so no run starts in --save {tmp_path}; remove"):
-        check_folders(config(tmp_path))
-
-
-def test_a_folder_with_checkpoints_is_never_started_anew(tmp_path):
+def test_no_run_starts_over_checkpoints_or_in_a_folder_with_a_stop_file(tmp_path):
     save_files(tmp_path, 1)
     with pytest.raises(OutputError, match=r"already holds checkpoints of a run; give --load .* to continue it"):
         check_folders(config(tmp_path, load=None))
+    (tmp_path / "STOP").touch()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/STOP exists, so no run starts in --save {tmp_path}; remove"):
+        check_folders(config(tmp_path))
 
 
 def test_save_folder_is_created_by_the_run_that_claims_it_and_by_no_check(tmp_path):
