@@ -67,6 +67,15 @@ class Monitor:
         self.restart_clock()
         self.trackers = Trackers(settings, iteration=iteration, log=self.log) if self.logs else None
 
+    def restart_clock(self) -> None:
+        """Start a new interval now, so that saving and validating do not count as training."""
+        self.sums = MetricSums()
+        self.iterations = self.updates = 0  # updates are the iterations that were not skipped
+        self.capacity_tokens = 0  # of these iterations
+        self.largest_memory_mib = 0  # of all ranks
+        self.waited_seconds = 0.0
+        self.started_seconds = time.perf_counter()
+
     @contextmanager
     def running(self) -> Iterator["Monitor"]:
         """Close every file at the end, also after an error."""
@@ -140,15 +149,6 @@ class Monitor:
             suffix = f"_{name}" if name else ""
             values |= {f"validation_loss{suffix}": own.mean_loss, f"validation_accuracy{suffix}": own.accuracy}
         self._record(state, values)
-
-    def restart_clock(self) -> None:
-        """Start a new interval now, so that saving and validating do not count as training."""
-        self.sums = MetricSums()
-        self.iterations = self.updates = 0  # updates are the iterations that were not skipped
-        self.capacity_tokens = 0  # of these iterations
-        self.largest_memory_mib: int = 0  # of all ranks
-        self.waited_seconds = 0.0
-        self.started_seconds = time.perf_counter()
 
     def _values(self, state: TrainState) -> dict[str, float]:
         """Return means over all ranks and the iterations of the interval; what is not known is left out.
