@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, PP2, TP2
+from test_saving import error_of_all_ranks
 from tests_tiny import ITERATIONS
 
 from megatron_neobert.checkpoint.save import Saver
-from megatron_neobert.errors import DivergenceError
 from megatron_neobert.training import loop, step
 
 POISONED = 4  # the iteration whose loss or gradient is broken
@@ -184,7 +183,6 @@ def test_too_many_skipped_updates_in_a_row_end_all_ranks_with_a_checkpoint(
     def prepare() -> None:
         poison()
         loop.MOST_SKIPPED = 2
-        ranks.run_training = functools.partial(note_divergence, ranks.run_training, tmp_path)
 
     run = settings(
         training={"train_iters": 9},
@@ -192,18 +190,8 @@ def test_too_many_skipped_updates_in_a_row_end_all_ranks_with_a_checkpoint(
         parallel={"use_distributed_optimizer": is_distributed},
     )
     run = run.with_section("checkpoint", load=run.checkpoint.save)
-    train_on_ranks(run, world_size=2, prepare=prepare)
-    errors = [(tmp_path / f"error.{rank}").read_text() for rank in (0, 1)]
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"70: the updates of the last 2 iterations, {first} to {last}, were skipped")
+    error = error_of_all_ranks(run, prepare=prepare)
+    assert error.startswith(f"70: the updates of the last 2 iterations, {first} to {last}, were skipped")
     assert (Path(run.checkpoint.save) / f"iter_{last:07}" / "MANIFEST.json").is_file()
     train_on_ranks(run, world_size=2, prepare=poison)  # the start after that may skip another one
     assert max(read_metrics(run.checkpoint.save)) == 9
-
-
-def note_divergence(run_training, folder: Path, settings) -> int:
-    try:
-        return run_training(settings)
-    except DivergenceError as error:
-        (folder / f"error.{rank()}").write_text(f"{error.exit_code}: {error}")
-        return error.exit_code
