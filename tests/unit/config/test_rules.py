@@ -6,6 +6,9 @@ from itertools import pairwise
 import pytest
 
 from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.config.rules import LARGEST_DOCUMENT_BLOCK, find_problems
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.rows import WINDOW_DOCUMENTS
 from megatron_neobert.errors import ConfigError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
@@ -58,6 +61,23 @@ def test_a_combination_is_refused_with_its_values_and_the_fixed_one_is_not(flags
     found = problems_of(flags)
     assert sum(words in problem for problem in found) == 1, found
     assert problems_of(fixed) == []
+
+
+def test_the_defaults_need_only_data_and_a_tokenizer():
+    assert problems_of("") == []
+    without = find_problems(Settings(), world_size=1)
+    assert [problem.split()[0] for problem in without] == ["--data-path", "--tokenizer-model"]
+
+
+def test_the_largest_block_of_documents_is_a_window():
+    assert LARGEST_DOCUMENT_BLOCK == WINDOW_DOCUMENTS
+
+
+def test_heads_of_odd_width_are_fine_without_rotation():
+    """Rotary embeddings turn pairs of channels; learned positions do not."""
+    odd = "--hidden-size 60 --num-attention-heads 4"
+    assert problems_of(odd)
+    assert problems_of(f"{odd} --position-embedding-type learned_absolute") == []
 
 
 # Ranks, flags, and what the one problem holds.

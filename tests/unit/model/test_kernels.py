@@ -21,7 +21,6 @@ from megatron_neobert.model.kernels import (
     detect_hardware,
 )
 from megatron_neobert.model.neobert import NeoBERTModel
-from megatron_neobert.model.transformer_config import to_transformer_config
 
 CPU = Hardware()
 H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), transformer_engine=Library(version="2.11.0"))
@@ -132,13 +131,6 @@ def test_the_registry_s_package_apex_is_refused_by_name_without_being_imported(s
 def test_nvidia_s_apex_is_not_refused(site):
     install_apex(site, version="0.1", parts=("optimizers",))
     assert detect_hardware().foreign_apex is None
-
-
-@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
-def test_the_attention_backend_reaches_megatron_as_its_own_kind(backend):
-    """A plain text would be ignored without a word: Megatron compares with the members of its enumeration."""
-    asked = settings(transformer_impl="transformer_engine", attention_backend=backend)
-    assert to_transformer_config(asked).attention_backend is AttnBackend[backend]
 
 
 def test_the_environment_lets_transformer_engine_choose_fused_attention_alone(monkeypatch):
