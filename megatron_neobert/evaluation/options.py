@@ -12,7 +12,6 @@ from megatron_neobert.evaluation.paper import MTEB_PAPER
 Dtype = Literal["float32", "bfloat16", "float16"]
 GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-LENGTH_BINS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = tuple(2**power for power in range(10))
 
 _MODEL = "Hugging Face folder of an encoder"
@@ -92,8 +91,6 @@ class PerplexityOptions(ComputeOptions):
         None, "truncate documents after N tokens; without it after the model's longest input", minimum=1
     )
     min_length: int = option(16, "leave out documents with fewer tokens", minimum=1)
-    length_bins: tuple[int, ...] = option(LENGTH_BINS, "upper ends of the lengths that are averaged", minimum=1)
-    documents_per_bin: int | None = option(None, "only the first N documents of each length", minimum=1)
     limit: int | None = option(None, "only the first N documents", minimum=1)
     seed: int = option(0, "of --positions-per-doc")
     batch_tokens: int = option(8192, "of one batch, at most", minimum=1)
@@ -107,22 +104,8 @@ class ThroughputOptions(ComputeOptions):
     output: Path = option(help=_OUTPUT, metavar="DIR")
     lengths: tuple[int, ...] = option(LENGTHS, "tokens of a document", minimum=1)
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, "documents of a batch", minimum=1)
-    layout: Literal["padded", "packed", "both"] = option(
-        "padded", "padded: a document per row; packed: documents end to end, where the model takes them"
-    )
-    backward: bool = option(False, "measure forward and backward of the masked-language-model loss too")
     steps: int = option(20, "timed, of each", minimum=1)
     warmup: int = option(3, "steps before, not timed", minimum=1)
-    lengths_distribution: Literal["full", "web"] = option(
-        "full", "full: every document has the length; web: log-normal as web pages, truncated at the length"
-    )
-    max_tokens: int | None = option(
-        None,
-        "leave out larger batches (documents x length); without it no limit on a GPU, on a CPU 16,384 or the longest "
-        "length",
-        minimum=1,
-    )
-    seed: int = option(0, "of tokens and lengths")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.pages import code, figure, heading, paragraph, table
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
 from megatron_neobert.evaluation.plots import Curve, plot_curves
-from megatron_neobert.evaluation.throughput_tables import FORWARD, TRAINING, to_cells, to_curves
 from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.text import in_bytes
 
 # Kind -> its heading and the command that writes its record, in the order of the report.
 KINDS = {
@@ -176,34 +176,55 @@ def pseudo_perplexity(runs: Sequence[Measured], output: Path) -> list[str]:
 
 
 def throughput(runs: Sequence[Measured], output: Path) -> list[str]:
-    """Return the tokens per second of the best batch size."""
-    rows = [{**row, "model": run.model} for run in runs for row in run.results["rows"]]
+    """Return the tokens per second of the batch size that was fastest, by length."""
     machines = sorted({run.record["machine"] for run in runs})
-    blocks = _differences([run.record["settings"] for run in runs])
     different = "; of different machines, so that lines cannot be compared" if len(machines) > 1 else ""
     first = runs[0].record["settings"]
-    what = f"{first['dtype']}, {first['attention']}, medians of {first['steps']} steps"
-    blocks.append(
-        paragraph(f"Measured on {'; '.join(machines)}{different}; {what}, lengths {first['lengths_distribution']}.")
-    )
-    for passes in dict.fromkeys(row["passes"] for row in rows):
-        if passes not in (FORWARD, TRAINING):  # the name goes into that of a file
-            raise ValueError(f"passes {passes!r:.80}")
-        blocks.append(f"{passes}, tokens/s by length: median (quartiles), batch size, peak memory")
-        own = [row for row in rows if row["passes"] == passes]
-        header, *lines = to_cells(own)
-        blocks.append(table(header, lines))
-        if curves := to_curves(own):
-            path = output / f"throughput_{passes.replace('+', '_')}.png"
-            title = f"Throughput, {passes}, {' / '.join(machines)}"
-            plot_curves(path, curves, x_label="tokens of a document", y_label="tokens/s", title=title, log_x=True)
-            blocks.append(figure(path, f"Throughput against length, {passes}"))
+    what = f"{first['dtype']}, {first['attention']}, medians of {first['steps']} steps (quartiles)"
+    best = [fastest(run.results["rows"]) for run in runs]
+    lengths = sorted({length for rows in best for length in rows})
+    cells, curves = [], []
+    for run, rows in zip(runs, best, strict=True):
+        found = {length: speed_cell(row["batch_size"], row["measured"]) for length, row in rows.items()}
+        cells.append([run.model, *(found.get(length, "-") for length in lengths)])
+        speeds = {length: row["measured"]["tokens_per_second"] for length, row in rows.items() if row["measured"]}
+        if speeds:
+            low, middle, high = zip(*speeds.values(), strict=True)
+            curves.append(Curve(run.model, list(speeds), middle, low, high))
+    reported, path = paper.THROUGHPUT, output / "throughput.png"
+    blocks = [
+        *_differences([run.record["settings"] for run in runs]),
+        paragraph(f"Tokens per second by length, measured on {'; '.join(machines)}{different}; {what}."),
+        table(("model", *(f"{length:,}" for length in lengths)), cells),
+    ]
+    if curves:
+        title = f"Throughput, {' / '.join(machines)}"
+        plot_curves(path, curves, x_label="tokens of a document", y_label="tokens/s", title=title, log_x=True)
+        blocks.append(figure(path, "Throughput against length"))
     for run in runs:
-        for gap, reason in run.results["not_run"].items():
-            blocks.append(paragraph(f"Not measured: {run.model}, {gap}: {reason}."))
-    reported = paper.THROUGHPUT
+        for length, reason in run.results["not_run"].items():
+            blocks.append(paragraph(f"Not measured: {run.model}, {length}: {reason}."))
     caption = paragraph(f"{reported.title}: {reported.note}.")
     return [*blocks, caption, table(("model", *reported.columns), (), _reported_rows(reported))]
+
+
+def fastest(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the row of the fastest batch size by length; `measured` is None where no batch size fitted into memory."""
+    best: dict[int, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: (row["length"], row["batch_size"])):
+        before, found = best.get(row["length"]), row["measured"]
+        if before is None or (found and found["tokens_per_second"][1] > before["measured"]["tokens_per_second"][1]):
+            best[row["length"]] = row
+    return best
+
+
+def speed_cell(batch_size: int, measured: dict[str, Any] | None) -> str:
+    """Format the speed of one batch size."""
+    if measured is None:
+        return f"out of memory (batch {batch_size})"
+    lower, middle, upper = measured["tokens_per_second"]
+    memory = "" if measured["peak_bytes"] is None else f", {in_bytes(measured['peak_bytes'])}"
+    return f"{middle:,.0f} ({lower:,.0f} to {upper:,.0f}), batch {batch_size}{memory}"
 
 
 _POINT = ("batch size", "learning rate", "weight decay", "seeds", "points", "hours", "weights kept")
