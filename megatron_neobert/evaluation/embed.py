@@ -33,7 +33,6 @@ from megatron_neobert.evaluation.data import digest_of
 from megatron_neobert.evaluation.embed_data import (
     DatasetSource,
     TrainingSettings,
-    choose_datasets,
     find_local,
     load_pairs,
     read_config,
@@ -42,16 +41,13 @@ from megatron_neobert.evaluation.embed_sampling import PairCollator, SamplingPla
 from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import FinetuneOptions
-from megatron_neobert.evaluation.pages import to_csv
-from megatron_neobert.evaluation.plots import Curve, plot_curves
-from megatron_neobert.runtime.atomic_files import own_name, replace_file
+from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.runtime.atomic_files import own_name
 from megatron_neobert.text import parse_json
-
-_OVERRIDES = ("steps", "batch_size", "learning_rate", "instructions", "max_length", "save_interval")
 
 
 def finetune(options: FinetuneOptions) -> None:
-    """Train, and write the final folder, the losses and the record, unless the ledger has them.
+    """Train, and write the final folder, the record and its page, unless the ledger has them.
 
     Collective: all processes of a torchrun.
 
@@ -61,16 +57,11 @@ def finetune(options: FinetuneOptions) -> None:
         OutputError: The output has a model of other settings or data.
     """
     config, model = read_config(find_config(options.config)), options.model
-    changes = {name: value for name in _OVERRIDES if (value := getattr(options, name)) is not None}
-    training, keys = (
-        msgspec.structs.replace(config.training, **changes),
-        choose_datasets(options.limit_datasets, config),
-    )
+    changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
+    training = msgspec.structs.replace(config.training, **changes)
     device, first = choose_device(options.device).type, os.environ.get("RANK", "0") == "0"
     fingerprint(model)  # refuses what is no model, before minutes of reading
-    paths = find_local(options.data_dir, keys, skip_missing=options.skip_missing)
-    if first and len(paths) < len(keys):
-        print(f"without {', '.join(sorted(set(keys) - set(paths)))}: no data")
+    paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
     settings = {
         "model": fingerprint(model),
@@ -101,6 +92,7 @@ def finetune(options: FinetuneOptions) -> None:
         if first and results is not None:
             lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
             write_record(record, "contrastive", folder=model, settings=settings, results=results, lines=lines)
+            write_page("contrastive", [record], folder)
             shutil.rmtree(checkpoints, ignore_errors=True)
 
 
@@ -180,7 +172,7 @@ def train(
     arguments: SentenceTransformerTrainingArguments,
     final: Path,
 ) -> dict[str, Any] | None:
-    """Train, write the final folder and the losses, and return results for the record; None on ranks that write none.
+    """Train, write the final folder, and return results for the record; None on ranks that write none.
 
     Collective: all processes of a torchrun.
     """
@@ -218,20 +210,16 @@ def train(
         return None
     # The history travels with the checkpoints, so that no step is there twice. A loss is the mean since the entry
     # before it; where a run resumed in the middle of an interval, since the checkpoint.
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    table = to_csv(("step", "loss", "learning_rate", "grad_norm"), entries)
-    replace_file(final.with_name("contrastive_loss.csv"), table)
-    curve = Curve(final.name, [entry["step"] for entry in entries], [entry["loss"] for entry in entries])
-    figure, title = final.with_name("contrastive_loss.png"), "contrastive fine-tuning"
-    plot_curves(figure, [curve], x_label="step", y_label="InfoNCE (nats)", title=title)
+    losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     save_final(trainer.model, model_folder, final)
-    first, last = entries[0]["loss"], entries[-1]["loss"]
+    first, last = losses[0][1], losses[-1][1]
     print(f"loss {first:.3f} -> {last:.3f} nats in {seconds:.0f} s; wrote {final}")
     return {
         "folder": str(final),
         "fingerprint": fingerprint(final),
         "first_loss_nats": first,
         "last_loss_nats": last,
+        "losses_nats": losses,  # by step
         "seconds_of_this_start": round(seconds, 1),
         "datasets": plan.describe(),
     }

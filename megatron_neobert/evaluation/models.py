@@ -111,7 +111,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, *, max_length: int) -> Any:
-    """Return the SentenceTransformer of a folder; without modules.json, mean pooling follows the encoder.
+    """Return the SentenceTransformer of a folder, its prompts included; without modules.json, with mean pooling.
 
     Its modules are built from checked JSON and safetensors (`sentence_modules`), not by the library's own loading.
 
@@ -124,14 +124,14 @@ def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, 
     """
     from sentence_transformers import SentenceTransformer
 
-    from megatron_neobert.evaluation.sentence_modules import build_modules
+    from megatron_neobert.evaluation.sentence_modules import build_modules, read_prompts
 
     options = options or LoadOptions()
     load_tokenizer(folder)  # refuses a folder without one, for which the library would make an empty one
     backbone = load_model(folder, "AutoModel", options)
     with loading(folder, "a SentenceTransformer"):
         modules, longest = build_modules(folder, backbone)
-        model = SentenceTransformer(modules=modules, device="cpu")
+        model = SentenceTransformer(modules=modules, prompts=read_prompts(folder), device="cpu")
     at_most = min(max_length, longest or max_length)
     model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=at_most)
     return model.to(options.device)

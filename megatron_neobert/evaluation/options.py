@@ -129,7 +129,6 @@ class MtebOptions(ComputeOptions):
         "prefix: instruction, space, text; not before documents. paper: instruction [SEP] [CLS] text, before documents "
         "too",
     )
-    pooling: Literal["mean", "cls"] = option("mean", "of the token states")
     max_length: int = option(1024, "truncate texts after N tokens", minimum=1)
     batch_size: int = option(32, "texts at once", minimum=1)
 
@@ -142,15 +141,9 @@ class FinetuneOptions:
     config: str = option(help="settings and datasets, or a recipe: evaluation/contrastive", metavar="FILE")
     data_dir: Path = option(help="KEY.parquet or KEY.jsonl for each dataset", metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
-    steps: int | None = option(None, "instead of the file's, as the next five", minimum=1)
-    batch_size: int | None = option(None, "pairs per process, before a dataset's divisor", minimum=1)
-    learning_rate: float | None = option(None, "at its peak")
-    instructions: Literal["query", "both", "none"] | None = option(None, "texts they are put before")
-    max_length: int | None = option(None, "truncate texts after N tokens", minimum=1)
-    save_interval: int | None = option(None, "steps between checkpoints", minimum=1)
-    limit_datasets: tuple[str, ...] = option((), "only these; without it all but those with default: false")
+    steps: int | None = option(None, "instead of the file's", minimum=1)
+    batch_size: int | None = option(None, "instead of the file's: pairs per process, before divisors", minimum=1)
     limit: int | None = option(None, "first N pairs of each dataset: a quick look", minimum=1)
-    skip_missing: bool = option(False, "train without the datasets that are not there")
     gradient_cache: int | None = option(
         None,
         "compute N texts at a time and cache gradients: large batches in little memory, about half as fast",

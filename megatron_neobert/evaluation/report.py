@@ -323,11 +323,17 @@ def mteb(runs: Sequence[Measured], output: Path) -> list[str]:
 
 def contrastive(runs: Sequence[Measured], output: Path) -> list[str]:
     """Return what models were fine-tuned on, and how the loss fell."""
-    rows = []
+    rows, curves, path = [], [], output / "contrastive.png"
     for run in runs:
         losses = [f"{run.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
         rows.append([run.model, *losses, ", ".join(run.results["datasets"])])
-    return [table(("model", "first loss, nats", "last loss, nats", "datasets"), rows)]
+        steps, values = zip(*run.results["losses_nats"], strict=True)
+        curves.append(Curve(run.model, steps, values))
+    plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")
+    return [
+        table(("model", "first loss, nats", "last loss, nats", "datasets"), rows),
+        figure(path, "Loss of contrastive fine-tuning"),
+    ]
 
 
 SECTIONS: dict[str, Callable[[Sequence[Measured], Path], list[str]]] = {

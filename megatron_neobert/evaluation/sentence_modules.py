@@ -59,6 +59,12 @@ class _PoolingSettings(Struct, forbid_unknown_fields=True):
     include_prompt: bool = True
 
 
+class _Prompts(Struct):
+    """config_sentence_transformers.json; its other keys are not used."""
+
+    prompts: dict[str, str] = {}
+
+
 class _Entry(Struct, forbid_unknown_fields=True):
     """One module of modules.json."""
 
@@ -100,6 +106,16 @@ def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], i
             "loaded; evaluate this model with mteb itself."
         )
     return [*modules, _build_pooling(paths[1]), *([Normalize()] if len(kinds) > 2 else [])], settings.max_seq_length
+
+
+def read_prompts(folder: Path) -> dict[str, str]:
+    """Return the prompts of a folder by name.
+
+    Raises:
+        ConversionError: The prompts are not texts.
+    """
+    path = folder / "config_sentence_transformers.json"
+    return _convert(read_object(path), _Prompts, path).prompts if path.exists() else {}
 
 
 def _wrap(folder: Path, backbone: Any, settings: TransformerSettings) -> Transformer:

@@ -5,6 +5,8 @@ a stop after which the run resumed as a tick on the lower edge. Drawn without a 
 files, each of which is replaced as a whole.
 """
 
+import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from megatron_neobert.evaluation import pages
 from megatron_neobert.evaluation.plots import COLOURS, DASHES, add_legend, save_figure
 from megatron_neobert.inspection.run_log import RunLog
 from megatron_neobert.runtime.atomic_files import replace_file
@@ -88,7 +89,11 @@ def to_csv(runs: Sequence[RunLog]) -> str:
         for iteration, values in run.values.items():
             restarts = sum(at < iteration for at in run.restarts)
             rows.append({**values, "run": name, "iteration": iteration, "restarts": restarts})
-    return pages.to_csv(["run", "iteration", "restarts", *metrics], rows)
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, ["run", "iteration", "restarts", *metrics], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
 
 
 def _style(number: int) -> dict[str, Any]:

@@ -54,7 +54,12 @@ RESULTS = {
         },
         "missing": ["STS17"],
     },
-    "contrastive": {"first_loss_nats": 2.345, "last_loss_nats": 0.456, "datasets": {"ALLNLI": {}}},
+    "contrastive": {
+        "first_loss_nats": 2.345,
+        "last_loss_nats": 0.456,
+        "losses_nats": [[10, 2.345], [20, 0.456]],
+        "datasets": {"ALLNLI": {}},
+    },
 }
 
 
