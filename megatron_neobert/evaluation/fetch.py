@@ -60,7 +60,7 @@ def fetch_glue(options: FetchGlueOptions) -> None:
 
     def fetch(name: str) -> str:
         folder = options.output / name
-        if all((folder / f"{split}.parquet").is_file() for split in TASKS[name].rows):
+        if all((folder / f"{split}.parquet").is_file() for split in TASKS[name].splits):
             return "there already"
         rows = write_splits(datasets.load_dataset(GLUE, name), folder)
         return ", ".join(f"{split} {count:,}" for split, count in rows.items())

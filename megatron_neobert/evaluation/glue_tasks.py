@@ -1,4 +1,4 @@
-"""The nine GLUE tasks: their rows out of local files, and the scores of a model's outputs.
+"""GLUE's tasks, without WNLI as in the paper: their rows out of local files, and the scores of a model's outputs.
 
 Names of tasks and columns are those of the data set on the Hub. Metrics: the first one chooses models, all of them are
 averaged for the table. They are scikit-learn's and SciPy's as fractions of 1, and never NaN, which would win or lose
@@ -7,19 +7,25 @@ Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
+from datasets import Dataset
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics
+from transformers.modeling_layers import GenericForSequenceClassification
 
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
+from megatron_neobert.evaluation.fine_tune import Rows, Task, shortest_first
+from megatron_neobert.evaluation.models import LoadOptions, load_model
+from megatron_neobert.evaluation.options import FineTuneOptions
 
 PAIR, HYPOTHESIS = ("sentence1", "sentence2"), ("premise", "hypothesis")
 BINARY, ENTAILED = ("0", "1"), ("entailment", "not_entailment")
@@ -27,61 +33,72 @@ FETCH = "on a machine with network: neobert fetch glue --output DIR"
 
 
 @dataclass(frozen=True)
-class GlueTask:
+class GlueTask(Task):
     """One task."""
 
-    name: str
     title: str  # of folders and submissions, as the benchmark writes it
     texts: tuple[str, ...]  # names of their columns
     labels: tuple[str, ...]  # words by class; none: a number from 0 to 5
-    metrics: tuple[str, ...]
-    rows: dict[str, int]  # by split; the training set first, then the validation set that chooses
+    rows: tuple[int, ...]  # by split
     starts_from_mnli: bool = False
 
-    @property
-    def validation(self) -> tuple[str, ...]:
-        """Names of the validation sets, the one that chooses weights first."""
-        return tuple(self.rows)[1:]
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.labels) or 1
+    collator = transformers.DataCollatorWithPadding
+    eval_strategy = "steps"
+    name_in_last_split = "{}_mismatched"
 
     @property
     def is_regression(self) -> bool:
         return not self.labels
 
+    def load(self, folder: Path, options: LoadOptions) -> Any:
+        """Return the model of a folder; layers that the folder lacks are drawn from torch's generator.
 
-_MNLI = GlueTask(
-    "mnli",
-    "MNLI",
-    HYPOTHESIS,
-    ("entailment", "neutral", "contradiction"),
-    ("accuracy", "accuracy_mismatched"),
-    {"train": 392_702, "validation_matched": 9_815, "validation_mismatched": 9_832},
-)
+        Raises:
+            ConversionError: transformers has no head for the model, or one that reads the last token.
+            MissingInputError: There is no such folder.
+        """
+        model = load_model(
+            folder,
+            "AutoModelForSequenceClassification",
+            options,
+            num_labels=len(self.labels) or 1,
+            # Given, because the config of a fine-tuned folder may name another.
+            problem_type="regression" if self.is_regression else "single_label_classification",
+        )
+        if isinstance(model, GenericForSequenceClassification):
+            raise ConversionError(
+                f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which says "
+                "little of an encoder; evaluate the eurobert or neobert export of the same checkpoint."
+            )
+        return model
+
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Rows:
+        """Return a split, truncated after `length` tokens."""
+        rows = _read(options.data_dir, self, split).spread(options.limit)
+        texts = map(list, zip(*rows.texts, strict=True))
+        data = Dataset.from_dict({**tokenizer(*texts, truncation=True, max_length=length), "labels": rows.labels})
+        return Rows(
+            data if split == "train" else shortest_first(data),
+            lambda evaluated: compute_scores(self, evaluated.predictions, evaluated.label_ids),
+        )
+
+
 _ACCURACY, _WITH_F1, _CORRELATED = ("accuracy",), ("accuracy", "f1"), ("pearson", "spearman")
-_FOLLOWS: dict[str, Any] = {"starts_from_mnli": True}
+_SPLITS, _OF_MNLI = ("train", "validation"), ("train", "validation_matched", "validation_mismatched")
+_CLASSES_OF_MNLI = ("entailment", "neutral", "contradiction")
+_BOTH_ACCURACIES, _FOLLOWS = ("accuracy", "accuracy_mismatched"), True
 _QNLI_TEXTS, _QQP_TEXTS = ("question", "sentence"), ("question1", "question2")
-
-
-def _rows(train: int, validation: int) -> dict[str, int]:
-    return {"train": train, "validation": validation}
-
-
-_TASKS = (
-    _MNLI,
-    GlueTask("qnli", "QNLI", _QNLI_TEXTS, ENTAILED, _ACCURACY, _rows(104_743, 5_463), **_FOLLOWS),
-    GlueTask("qqp", "QQP", _QQP_TEXTS, BINARY, _WITH_F1, _rows(363_846, 40_430)),
-    GlueTask("rte", "RTE", PAIR, ENTAILED, _ACCURACY, _rows(2_490, 277), **_FOLLOWS),
-    GlueTask("sst2", "SST-2", ("sentence",), BINARY, _ACCURACY, _rows(67_349, 872)),
-    GlueTask("mrpc", "MRPC", PAIR, BINARY, _WITH_F1, _rows(3_668, 408), **_FOLLOWS),
-    GlueTask("cola", "CoLA", ("sentence",), BINARY, ("matthews",), _rows(8_551, 1_043)),
-    GlueTask("stsb", "STS-B", PAIR, (), _CORRELATED, _rows(5_749, 1_500), **_FOLLOWS),
-    GlueTask("wnli", "WNLI", PAIR, BINARY, _ACCURACY, _rows(635, 71)),
+_TASKS = (  # in the order of the paper's table
+    GlueTask("mnli", _OF_MNLI, _BOTH_ACCURACIES, "MNLI", HYPOTHESIS, _CLASSES_OF_MNLI, (392_702, 9_815, 9_832)),
+    GlueTask("qnli", _SPLITS, _ACCURACY, "QNLI", _QNLI_TEXTS, ENTAILED, (104_743, 5_463), _FOLLOWS),
+    GlueTask("qqp", _SPLITS, _WITH_F1, "QQP", _QQP_TEXTS, BINARY, (363_846, 40_430)),
+    GlueTask("rte", _SPLITS, _ACCURACY, "RTE", PAIR, ENTAILED, (2_490, 277), _FOLLOWS),
+    GlueTask("sst2", _SPLITS, _ACCURACY, "SST-2", ("sentence",), BINARY, (67_349, 872)),
+    GlueTask("mrpc", _SPLITS, _WITH_F1, "MRPC", PAIR, BINARY, (3_668, 408), _FOLLOWS),
+    GlueTask("cola", _SPLITS, ("matthews",), "CoLA", ("sentence",), BINARY, (8_551, 1_043)),
+    GlueTask("stsb", _SPLITS, _CORRELATED, "STS-B", PAIR, (), (5_749, 1_500), _FOLLOWS),
 )
 TASKS = {task.name: task for task in _TASKS}
-PAPER_TASKS = tuple(task.name for task in _TASKS if task.name != "wnli")  # in the order of the paper's table
 
 
 # --- rows
@@ -118,14 +135,17 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
         )
     names = [*task.texts, "label"]
     *texts, labels = columns_of(rows, names, f"{folder}: {split}")
-    if len(labels) != task.rows[split]:
+    if len(labels) != (expected := task.rows[task.splits.index(split)]):
         warnings.warn(
-            f"{task.title} {split} has {len(labels):,} rows, the benchmark {task.rows[split]:,}; the scores cannot be "
+            f"{task.title} {split} has {len(labels):,} rows, the benchmark {expected:,}; the scores cannot be "
             "compared with published ones.",
             stacklevel=2,
         )
     numbers: Any = [_to_label(value, task, folder) for value in labels]
     return GlueSplit(list(zip(*texts, strict=True)), numbers, digest_of(rows, names))
+
+
+_read = lru_cache(maxsize=4)(read_task)  # the runs of one process use the same few
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
@@ -173,8 +193,3 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
         return dict.fromkeys(names, 0.0)
     scores = {name: float(_METRICS[name](labels, predictions)) for name in names}
     return {name: score if np.isfinite(score) else 0.0 for name, score in scores.items()}
-
-
-def average(task: GlueTask, scores: Mapping[str, float]) -> float:
-    """Return the task's number in the table: the mean of its metrics."""
-    return sum(scores[name] for name in task.metrics) / len(task.metrics)

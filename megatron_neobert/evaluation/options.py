@@ -10,7 +10,7 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.evaluation.paper import MTEB_PAPER
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")
+GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = tuple(2**power for power in range(10))
 

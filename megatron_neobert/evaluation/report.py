@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import paper
-from megatron_neobert.evaluation.glue_tasks import PAPER_TASKS, TASKS
+from megatron_neobert.evaluation.glue_tasks import TASKS
 from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.pages import code, figure, heading, paragraph, table
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
@@ -253,7 +253,7 @@ def glue(runs: Sequence[Measured], output: Path) -> list[str]:
         tasks, average = run.results["tasks"], run.results["average"]
         limits = {settings["protocol"]["limit"] for settings in run.record["settings"].values()} - {None}
         name = f"{run.model}, at most {max(limits):,} rows a split" if limits else run.model
-        cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in PAPER_TASKS]
+        cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in TASKS]
         last = f"– ({run.results['no_average']})" if average is None else f"{100 * average:.1f}"
         measured.append([name, *cells, last])
         for task, result in tasks.items():

@@ -6,7 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation.glue_tasks import PAPER_TASKS
+from megatron_neobert.evaluation.glue_tasks import TASKS
 from megatron_neobert.evaluation.ledger import write_record
 from megatron_neobert.evaluation.paper import MTEB
 from megatron_neobert.evaluation.report import missing, write_report
@@ -23,7 +23,7 @@ def glue_of(tasks):
     point = {"batch_size": 16, "learning_rate": 1e-5, "weight_decay": 0.01}
     one = {"score": score(0.612), "metrics": {"accuracy": score(0.612)}, "best_point": point, "seeds": [0, 1]}
     one |= {"points": 6, "seconds": 1800.0, "kept": "runs/1/model"}
-    reason = None if len(tasks) == len(PAPER_TASKS) else f"{len(tasks)} of 8 tasks"
+    reason = None if len(tasks) == len(TASKS) else f"{len(tasks)} of 8 tasks"
     return {"tasks": dict.fromkeys(tasks, one), "average": None if reason else 0.612, "no_average": reason}
 
 
@@ -41,7 +41,7 @@ RESULTS = {
         "curve": CURVE,
         "band": "95 %",
     },
-    "glue": glue_of(PAPER_TASKS),
+    "glue": glue_of(TASKS),
     "mteb": {
         "average": {"value": None, "there": 1, "expected": 2},
         "categories": {
@@ -112,7 +112,7 @@ def test_measured_and_reported_numbers_are_told_apart_and_every_measurement_is_d
 
 
 def test_a_mean_over_some_tasks_only_is_not_given_and_they_are_named(results, tmp_path):
-    put(results, "glue", glue_of([task for task in PAPER_TASKS if task != "qqp"]))
+    put(results, "glue", glue_of([task for task in TASKS if task != "qqp"]))
     text, _ = report_of(results, tmp_path)
     cells = line_of(text, "| mine | 61.2").split(" | ")
     assert cells[3] == "missing" and cells[9] == "– (7 of 8 tasks)"
@@ -123,7 +123,7 @@ def test_a_mean_over_some_tasks_only_is_not_given_and_they_are_named(results, tm
 def test_settings_that_differ_between_models_are_named_task_by_task(results, tmp_path):
     put(results, "glue", glue_of(["cola"]), name="fewer tasks, other device")
     assert "compare with care" not in report_of(results, tmp_path)[0]
-    put(results, "glue", glue_of(PAPER_TASKS), name="other", seed=19, moved=["rte"])
+    put(results, "glue", glue_of(TASKS), name="other", seed=19, moved=["rte"])
     put(results, "mteb", RESULTS["mteb"], name="other", seed=18)
     text, _ = report_of(results, tmp_path)
     assert text.count("Not the same in all of these runs, so compare with care: seed.") == 1
