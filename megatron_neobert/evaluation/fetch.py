@@ -114,8 +114,7 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
         ConfigError: A task is a local one, or mteb has no such task, benchmark or language.
         MissingInputError: Something could not be fetched.
     """
-    from megatron_neobert.evaluation.mteb_store import store_task, stored_revision
-    from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
+    from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten, store_task, stored_revision
 
     if local := [name for name in options.tasks if name.startswith(PREFIX)]:
         raise ConfigError(f"--tasks {' '.join(local)}: local tasks are files of yours; put them into --data-dir.")

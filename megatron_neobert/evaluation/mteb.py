@@ -42,8 +42,14 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_store import digest_of_files, load_task, stored_revision
-from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
+from megatron_neobert.evaluation.mteb_tasks import (
+    PREFIX,
+    choose_tasks,
+    digest_of_files,
+    flatten,
+    load_task,
+    stored_revision,
+)
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
 from megatron_neobert.evaluation.report import write_page

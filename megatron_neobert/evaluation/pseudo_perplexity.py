@@ -43,8 +43,6 @@ from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import name_models
 
 BAND = "95 % of the average over documents"
-# Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
-COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high")
 _ID_DIGITS = 16  # 64 bits: two of a million documents share one with a probability of 3e-8
 _CONFIDENCE = 0.95  # of the band above
 _SHORTEST_BIN = 128  # tokens; bins end at this and at its doublings
@@ -224,9 +222,17 @@ def average_by_length(results: Iterable[DocumentResult]) -> list[dict[str, Any]]
         if len(losses) >= _DOCUMENTS_OF_BAND:
             half = float(student.ppf((1 + _CONFIDENCE) / 2, len(losses) - 1)) * stdev(losses) / math.sqrt(len(losses))
             band = [math.exp(mean - half), math.exp(mean + half)]
-        above = 0 if end == _SHORTEST_BIN else end // 2
-        lengths = fmean(result.length for result in group)
-        curve.append(dict(zip(COLUMNS, (above, end, len(losses), lengths, math.exp(mean), *band), strict=True)))
+        curve.append(
+            {
+                "above": 0 if end == _SHORTEST_BIN else end // 2,
+                "up_to": end,
+                "documents": len(losses),
+                "mean_length": fmean(result.length for result in group),
+                "pseudo_perplexity": math.exp(mean),
+                "low": band[0],  # None where there are too few documents to know their spread
+                "high": band[1],
+            }
+        )
     return curve
 
 

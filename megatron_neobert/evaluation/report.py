@@ -76,10 +76,6 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Measured]:
     runs = find_runs(folders)
     output.mkdir(parents=True, exist_ok=True)
     parts = [heading("Evaluation", 1)]
-    for name, absent in missing(runs).items():
-        own = [run.record["model"]["fingerprint"] for run in runs if run.record["model"]["name"] == name]
-        weights = ", ".join(dict.fromkeys(own))
-        parts.append(paragraph(f"{name} (weights {weights}): missing: {', '.join(absent) or 'nothing'}."))
     for kind, (title, command) in KINDS.items():
         blocks = [paragraph(f"Missing: no record; {command} writes it.")]
         if of_kind := [run for run in runs if run.kind == kind]:
@@ -126,13 +122,6 @@ def find_runs(folders: Sequence[Path]) -> list[Measured]:
         model = name if names.count((kind, name)) == 1 else f"{name} ({path.parent})"
         runs.append(Measured(kind=kind, model=model, path=path, record=record))
     return runs
-
-
-def missing(runs: Sequence[Measured]) -> dict[str, list[str]]:
-    """Return the kinds without a record, by model."""
-    names = dict.fromkeys(run.record["model"]["name"] for run in runs)
-    there = {(run.record["model"]["name"], run.kind) for run in runs}
-    return {name: [kind for kind in KINDS if (name, kind) not in there] for name in names}
 
 
 def _read(path: Path, kind: str) -> dict[str, Any]:

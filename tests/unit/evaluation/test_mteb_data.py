@@ -17,8 +17,13 @@ from megatron_neobert.errors import DataError, MissingInputError  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb import build_encoder, run_tasks, units_of  # noqa: E402
-from megatron_neobert.evaluation.mteb_store import load_task, store_task, stored_revision  # noqa: E402
-from megatron_neobert.evaluation.mteb_tasks import flatten, local_task  # noqa: E402
+from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
+    flatten,
+    load_task,
+    local_task,
+    store_task,
+    stored_revision,
+)
 from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
 
 KINDS = ("Classification", "Clustering", "PairClassification", "Reranking", "Retrieval", "STS", "Summarization")
@@ -160,12 +165,12 @@ def test_document_that_repeats_its_query_is_found_first(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("files", "error", "said"),
     [
-        ({}, MissingInputError, "holds nothing; expected"),
+        ({}, MissingInputError, "is no folder with corpus.jsonl"),
         ({"test.tsv": "a\tb\n1\t2\n"}, DataError, "has the columns a, b, but no sentence1, sentence2, score"),
         ({"test.tsv": "sentence1\tsentence2\tscore\n"}, DataError, "has no rows"),
-        ({"test.tsv": "sentence1\tsentence2\tscore\na\tb\thigh\n"}, DataError, "'high' is no number"),
+        ({"test.tsv": "sentence1\tsentence2\tscore\na\tb\thigh\n"}, DataError, "float: 'high'"),
         ({"train.csv": "text,label\na,b\n", "test.csv": "text,label\na,c\n"}, DataError, "train.csv lacks: c"),
-        ({"train.csv": "text,topic\na,b\n", "test.csv": "text,topic\na,b\n"}, DataError, "no label or category"),
+        ({"train.csv": "text,topic\na,b\n", "test.csv": "text,topic\na,b\n"}, DataError, "but no label"),
         ({"corpus.jsonl": "{}\n", "queries.jsonl": "", "qrels.tsv": ""}, DataError, "but no _id, text"),
         ({"corpus.jsonl": "x\n", "queries.jsonl": "", "qrels.tsv": ""}, DataError, "JSON parse error"),
     ],

@@ -27,8 +27,7 @@ def test_models_are_measured_at_every_length_they_take_and_the_report_shows_them
     measured = {(row["model"], row["length"]) for row in rows}
     assert measured == {("bert", 16), ("neobert", 16), ("neobert", LONGEST + 8)}
     assert (output / "throughput.png").read_bytes()[:4] == b"\x89PNG"
-    _, said, _ = call("report", "--results", output, "--output", tmp_path / "report")
-    assert "neobert: no record of pseudo_perplexity, glue, ner, mteb, contrastive" in said
+    call("report", "--results", output, "--output", tmp_path / "report")
     page = (tmp_path / "report" / "report.md").read_text()
     fastest = max(row["measured"]["tokens_per_second"][1] for row in rows if row["model"] == "bert")
     assert f"| {fastest:,.0f} (" in page
