@@ -14,8 +14,7 @@ import transformers
 from seqeval.metrics import f1_score
 from unit.evaluation.pseudo_perplexity_models import write_model
 
-from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation import fine_tune
+from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.fine_tune import PaperTrainer, Point, Run
 from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
@@ -221,6 +220,13 @@ def test_words_beyond_the_longest_input_count_as_outside_and_are_named(place):
     assert tagged.to_tags(np.full((1, 4), TAGS.index("B-THING"))) == [["B-THING", "B-THING", "O", "O"]]
 
 
+def test_validation_set_is_looked_at_after_every_epoch(place, tmp_path):
+    task = NerTask("animals", ("train", "validation"), ("f1",), ("O", *sorted(TAGS[1:])))
+    point = Point(batch_size=8, learning_rate=1e-3, weight_decay=1e-5, seed=0)
+    run = Run(task=task, point=point, start=place / "model", folder=tmp_path, options=build(place, "animals"))
+    assert PaperTrainer(run).args.eval_strategy == "epoch"
+
+
 def test_scores_are_seqevals_of_the_weights_that_are_kept(place):
     evaluation = build(place, "animals", "untested", epochs=16)
     evaluate(evaluation, lambda *_: None)
@@ -237,20 +243,3 @@ def test_scores_are_seqevals_of_the_weights_that_are_kept(place):
         assert results["animals"]["metrics"][f"{prefix}f1"]["mean"] == expected > 0.5
     assert "test_f1" not in results["untested"]["metrics"]
     assert "| animals |" in (folder_of(evaluation) / "ner.md").read_text()
-
-
-def test_validation_set_is_looked_at_after_every_epoch(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(fine_tune, "evaluation_interval", lambda *_: 5)  # as in an epoch of more than 500 batches
-    point = Point(batch_size=8, learning_rate=1e-3, weight_decay=1e-5, seed=0)
-    options = build(place, "animals", epochs=2)
-    task = NerTask("animals", ("train", "validation", "test"), ("f1",), ("O", *sorted(TAGS[1:])))
-    training = PaperTrainer(
-        Run(task=task, point=point, start=place / "model", folder=tmp_path / "run", options=options)
-    )
-    training.train()
-    assert [entry["step"] for entry in training.state.log_history if "eval_f1" in entry] == [12, 24]
-
-
-def test_data_set_that_is_not_there_is_named_before_anything_is_run(place):
-    with pytest.raises(MissingInputError, match="cats has no train: expected"):
-        evaluate(build(place, "cats"), lambda *_: None)

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 from unit.evaluation.pseudo_perplexity_models import make_texts, write_tokenizer
 
-from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.pseudo_perplexity import draw_positions, select_documents
@@ -83,13 +82,6 @@ def test_short_documents_are_left_out_and_counted_and_reading_ends_at_the_limit(
     assert lengths(selection) == [5, 4, 11]
     assert selection[1] == {"shorter than --min-length": 1}
     assert lengths(select(path, tokenizer, limit=2)) == [5, 4]
-
-
-def test_files_without_a_document_to_measure_are_refused_with_the_reasons(tokenizer, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"content": "cat"}\n{"text": "the cat sat"}\n')
-    with pytest.raises(DataError, match=r"no document to measure .*1 x missing key, 1 x shorter than --min-length"):
-        select(path, tokenizer, min_length=10)
 
 
 def test_drawn_positions_depend_on_document_and_seed_alone():

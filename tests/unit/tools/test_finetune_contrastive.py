@@ -106,8 +106,3 @@ def test_a_source_that_fails_does_not_keep_the_others_from_coming(hub, tmp_path)
     assert code == 66 and "1 of 2 could not be fetched (LOST)" in error
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["THERE.parquet"]
     assert "LOST: failed (" in said
-
-
-def test_dataset_without_a_source_is_not_fetched(tmp_path):
-    code, _, error = fetch(tmp_path, LARGE={}, SMALL={})
-    assert code == 2 and "names no hub for LARGE, SMALL" in error
