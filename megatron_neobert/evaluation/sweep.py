@@ -123,8 +123,7 @@ def run_sweep(sweep: Sweep, on_progress: Progress, describe: Describe | None = N
 def _run_points(ledger: Ledger, sweep: Sweep, on_progress: Progress) -> None:
     """Run what is not finished, and add the sweep to the ledger as the last one.
 
-    The weights of the best run of this sweep so far are kept beside the best ones of finished sweeps, so that no other
-    task starts from the best run of an unfinished sweep.
+    Of its runs, the weights of the best one so far are kept, and those that finished sweeps keep.
     """
     folder = ledger.path.parent
     units = {point: {**sweep.unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
@@ -138,17 +137,25 @@ def _run_points(ledger: Ledger, sweep: Sweep, on_progress: Progress) -> None:
     if finished is not None and not left:
         ledger.add(sweep.of_itself, finished["result"], finished["origin"])
         return
-    before, kept = len(units) - len(left), _kept_runs(ledger, sweep.unit)
+    before = len(units) - len(left)
+    kept = {line["result"]["kept"] for line in ledger.lines.values() if "sweep" in line["unit"]}
     on_progress(sweep.task.name, before, len(units), None, None)
     for done, (run, outcome) in enumerate(run_all(left, jobs=sweep.options.jobs), start=before + 1):
         ledger.add(units[run.point], asdict(outcome))
-        _remove_weights(ledger, keys.values(), but=[*kept, _best(ledger, keys.values())])
+        best = _best(ledger, keys.values())
+        for key in set(keys.values()) - {*kept, best}:
+            shutil.rmtree(folder / RUNS / key, ignore_errors=True)
         on_progress(sweep.task.name, done, len(units), run, outcome)
     lines = [ledger.lines[key] for key in keys.values()]
     result = summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()})
-    best = _best(ledger, [*kept, *keys.values()])
+    best = _best(ledger, keys.values())
     ledger.add(sweep.of_itself, {"kept": best, "result": result, "settings": sweep.settings}, origin_of(lines))
-    _remove_weights(ledger, [*kept, *keys.values()], but=[best])
+
+
+def _best(ledger: Ledger, keys: Iterable[str]) -> str | None:
+    """Return the key of the best run whose weights are there."""
+    there = [key for key in keys if key in ledger.lines and (ledger.path.parent / RUNS / key / WEIGHTS).is_dir()]
+    return max(there, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
 
 
 def last_sweep(ledger: Ledger, model: str) -> Line | None:
@@ -158,34 +165,9 @@ def last_sweep(ledger: Ledger, model: str) -> Line | None:
 
 
 def best_weights(ledger: Ledger, sweep: Line) -> Path | None:
-    """Return the folder of the best weights of the finished sweeps that differ from this one in grid or seeds only.
-
-    Returns:
-        None if the user has removed the weights.
-    """
-    best = _best(ledger, _kept_runs(ledger, _without(sweep["unit"], "sweep")))
-    return None if best is None else ledger.path.parent / RUNS / best / WEIGHTS
-
-
-def _kept_runs(ledger: Ledger, unit: Unit) -> list[str]:
-    """Return the keys of the runs whose weights the finished sweeps of a unit keep."""
-    sweeps = [line for line in ledger.lines.values() if "sweep" in line["unit"]]
-    return [line["result"]["kept"] for line in sweeps if key_of(_without(line["unit"], "sweep")) == key_of(unit)]
-
-
-def _without(unit: Unit, name: str) -> Unit:
-    return {key: value for key, value in unit.items() if key != name}
-
-
-def _best(ledger: Ledger, keys: Iterable[str | None]) -> str | None:
-    """Return the key of the best run whose weights are there."""
-    there = [key for key in keys if key in ledger.lines and (ledger.path.parent / RUNS / key / WEIGHTS).is_dir()]
-    return max(there, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
-
-
-def _remove_weights(ledger: Ledger, keys: Iterable[str | None], but: Sequence[str | None]) -> None:
-    for key in set(keys) - {None, *but}:
-        shutil.rmtree(ledger.path.parent / RUNS / str(key), ignore_errors=True)
+    """Return the folder of the best weights of a finished sweep, None if the user has removed it."""
+    weights: Path = ledger.path.parent / RUNS / str(sweep["result"]["kept"]) / WEIGHTS
+    return weights if weights.is_dir() else None
 
 
 def write_results(

@@ -1,6 +1,7 @@
 """The report: the paper's numbers are marked, what is missing or differs is named, and text stays text."""
 
 import json
+from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
@@ -106,7 +107,7 @@ def test_measured_and_reported_numbers_are_told_apart_and_every_measurement_is_d
     assert len(runs) == 4
     for run in runs:
         section = text.split(f"### mine: {run.kind}\n")[1].split("### ")[0]
-        record = json.loads(run.path.read_text())
+        record = json.loads(Path(run.path).read_text())
         assert record["command"] in section and "a machine; torch 2.13.0" in section
         assert ('"seeds": [17]' if run.kind == "glue" else "seed: 17") in section
 
@@ -163,7 +164,7 @@ def test_what_records_say_is_text_and_never_markup(results, tmp_path, name):
 def test_two_models_of_one_name_are_told_apart_by_their_folders(results, tmp_path):
     again = put(tmp_path / "results" / "second", "contrastive", RESULTS["contrastive"])
     _, runs = report_of(results, tmp_path)
-    names = [run.model for run in runs if run.kind == "contrastive"]
+    names = [run.model.name for run in runs if run.kind == "contrastive"]
     assert names == [f"mine ({path})" for path in sorted([again.parent, results / "mine"])]
 
 
