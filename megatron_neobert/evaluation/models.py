@@ -25,8 +25,7 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "vocab.json",
 )
-# Patterns of every file that influences the output of a model. Of subfolders only those of modules do: an export to ONNX,
-# for one, changes no output.
+# Patterns of every file that influences outputs. Of subfolders only those of modules do: an export to ONNX does not.
 _FILES_OF_OUTPUT = (
     "config.json",
     "*.safetensors",
