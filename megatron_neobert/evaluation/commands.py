@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron_neobert.evaluation.options import (
+    FETCH_GLUE,
     FinetuneOptions,
     GlueOptions,
     MtebOptions,
@@ -22,7 +23,7 @@ _FETCH = "on a machine with network: neobert fetch"
 def evaluate_glue(options: GlueOptions) -> None:
     """Fine-tune and measure on GLUE by the paper's protocol, from local files."""
     choose_glue_tasks(options.tasks)
-    _prepare(options.model, options.data_dir, f"{_FETCH} glue --output DIR")
+    _prepare(options.model, options.data_dir, FETCH_GLUE)
     from megatron_neobert.evaluation.glue import evaluate
 
     folder = evaluate(options)

@@ -11,6 +11,7 @@ from megatron_neobert.evaluation.paper import MTEB_PAPER
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
+FETCH_GLUE = "on a machine with network: hf download nyu-mll/glue --repo-type dataset --local-dir DIR"
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = tuple(2**power for power in range(10))
 
@@ -155,14 +156,6 @@ class FinetuneOptions:
     )
     device: Literal["cpu", "cuda"] | None = option(None, "without it a GPU if there is one")
     attention: str | None = option(None, _ATTENTION, metavar="NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchGlueOptions:
-    """The command line of `neobert fetch glue`."""
-
-    output: Path = option(help="folder for a folder per task", metavar="DIR")
-    tasks: tuple[str, ...] = option((), "such as cola sst2; without it all", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import msgspec
 
 from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import paper
-from megatron_neobert.evaluation.glue_tasks import TASKS
 from megatron_neobert.evaluation.ledger import read_record
+from megatron_neobert.evaluation.options import GLUE_TASKS
 from megatron_neobert.evaluation.pages import code, figure, heading, paragraph, table
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
 from megatron_neobert.evaluation.plots import Curve, plot_curves
@@ -231,14 +231,14 @@ def glue(runs: Sequence[Record], output: Path) -> list[str]:
         tasks, average = run.results["tasks"], run.results["average"]
         limits = {settings["protocol"]["limit"] for settings in run.settings.values()} - {None}
         name = f"{run.model.name}, at most {max(limits):,} rows a split" if limits else run.model.name
-        cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in TASKS]
+        cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in GLUE_TASKS]
         last = f"– ({run.results['no_average']})" if average is None else f"{100 * average:.1f}"
         measured.append([name, *cells, last])
         for task, result in tasks.items():
             metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
             start = "MNLI" if run.settings[task]["from_mnli"] else "the model"
             score = _percent(result["score"])
-            points.append([run.model.name, TASKS[task].title, score, metrics, start, *_point(result)])
+            points.append([run.model.name, task, score, metrics, start, *_point(result)])
     return [
         table(("model", *reported.columns), measured, _reported_rows(reported)),
         *_sweep_differences(runs),

@@ -10,7 +10,7 @@ from typing import Any
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.evaluation.fine_tune import Point, Run
-from megatron_neobert.evaluation.glue_tasks import TASKS
+from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.options import GlueOptions
 
 HEADERS = {

@@ -8,7 +8,7 @@ import pytest
 from unit.evaluation.glue_place import build_options, make_place
 
 from megatron_neobert.errors import ConfigError, MissingInputError
-from megatron_neobert.evaluation import glue_tasks
+from megatron_neobert.evaluation import glue
 from megatron_neobert.evaluation.glue import evaluate
 from megatron_neobert.evaluation.ledger import LEDGER, Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
@@ -123,7 +123,7 @@ def test_changed_data_of_the_same_number_of_rows_is_measured_again(place, tmp_pa
     path = tmp_path / "glue" / "SST-2" / "train.csv"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], *reversed(lines[1:])]) + "\n")
-    glue_tasks._read.cache_clear()  # as in another process
+    glue._read.cache_clear()  # as in another process
     assert len(run(options)) == 1
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_neobert.evaluation.glue_tasks import TASKS, compute_scores
+from megatron_neobert.evaluation.glue import TASKS, compute_scores
 
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 1])
 PREDICTED = np.array([1, 1, 0, 0, 0, 1, 0, 1])

@@ -5,8 +5,7 @@ import statistics
 import pytest
 
 from megatron_neobert.evaluation.fine_tune import Outcome, Point
-from megatron_neobert.evaluation.glue import average_tasks, choose_grid
-from megatron_neobert.evaluation.glue_tasks import TASKS
+from megatron_neobert.evaluation.glue import TASKS, average_tasks, choose_grid
 from megatron_neobert.evaluation.ledger import open_ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import GlueOptions

@@ -20,7 +20,7 @@ from megatron_neobert.evaluation.fine_tune import (
     rate_factor,
     run_all,
 )
-from megatron_neobert.evaluation.glue_tasks import TASKS
+from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")

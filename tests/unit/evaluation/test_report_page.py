@@ -7,7 +7,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation.glue_tasks import TASKS
+from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.ledger import write_record
 from megatron_neobert.evaluation.paper import MTEB
 from megatron_neobert.evaluation.report import write_report
