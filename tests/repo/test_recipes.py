@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from bad_inputs.small_sentencepiece import write_model
 from distributed.ranks import read_metrics
+from security.small_sentencepiece import write_model
 from unit.data.small_corpus import random_documents, write_corpus
 
 from megatron_neobert.config.cli import parse_command_line, read_settings

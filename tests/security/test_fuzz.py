@@ -8,11 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from bad_inputs.fuzzing import NUMBERS, TEXTS, examples, mutated_file
-from bad_inputs.refusals import bounded
-from bad_inputs.targets import REQUIRED, TARGETS, Target, check_settings
+from fuzzing import NUMBERS, TEXTS, examples, mutated_file
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import bounded
+from targets import REQUIRED, TARGETS, Target, check_settings
 
 from megatron_neobert.cli import flag_of
 from megatron_neobert.config.data_path import parse_data_path, whole_weights

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from bad_inputs.small_sentencepiece import write_model
 from safetensors.torch import save_file
+from small_sentencepiece import write_model
 from unit.conversion.saved_model import SHAPE, WORDS, SavedModel, build_reference
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus, write_vocabulary
 
@@ -176,16 +176,7 @@ def check_settings(arguments: list[str], world_size: int, place: Path) -> None:
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "corpus": lambda folder: corpus(folder, None),
     "corpus of several shards": lambda folder: corpus(folder, 8),
-    **{
-        name: lambda folder, name=name: tokenizer(folder, name)
-        for name in (
-            "vocab.txt",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "special_tokens_map.json",
-            "tokenizer.model",
-        )
-    },
+    **{name: lambda folder, name=name: tokenizer(folder, name) for name in TOKENIZER_FILES},
     "checkpoint": lambda folder: checkpoint(folder, sealed=False),
     "sealed checkpoint": lambda folder: checkpoint(folder, sealed=True),
     "eurobert folder": lambda folder: exported_model(folder, "eurobert"),
