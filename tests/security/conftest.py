@@ -1,6 +1,5 @@
 """Small valid inputs, a checkpoint that training wrote, and a mark that shows whether something ran."""
 
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,12 +7,12 @@ import pytest
 from good_inputs import TRAINING
 from hostile import Canary
 from processes import run_command
+from readers import write_small_corpus
 from tests_tiny import TinyCorpus
-from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
 
 class SmallCorpus(NamedTuple):
-    """Four documents of 3, 1, 4 and 2 tokens below 100, as uint16."""
+    """A corpus of four documents, with its tokenizer beside it."""
 
     folder: Path
 
@@ -26,19 +25,10 @@ class SmallCorpus(NamedTuple):
         return ["--data-path", str(self.prefix), "--tokenizer-model", f"{self.folder}/tokenizer", "--split", "100"]
 
 
-@pytest.fixture(scope="session")
-def sound_corpus(tmp_path_factory: pytest.TempPathFactory) -> SmallCorpus:
-    """A corpus and its tokenizer, not to be changed."""
-    corpus, tokenizer = SmallCorpus(tmp_path_factory.mktemp("sound")), numbered_tokenizer(100)
-    write_corpus(corpus.prefix, random_documents([3, 1, 4, 2], 100), tokenizer)
-    tokenizer.save_tokenizer_files(corpus.folder / "tokenizer", model_max_length=16)
-    return corpus
-
-
 @pytest.fixture
-def corpus(sound_corpus: SmallCorpus, tmp_path: Path) -> SmallCorpus:
-    """A copy to change."""
-    return SmallCorpus(Path(shutil.copytree(sound_corpus.folder, tmp_path / "corpus")))
+def corpus(tmp_path: Path) -> SmallCorpus:
+    write_small_corpus(tmp_path / "corpus")
+    return SmallCorpus(tmp_path / "corpus")
 
 
 @pytest.fixture(scope="session")

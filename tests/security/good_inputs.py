@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 WORDS = [
     "[PAD]",
@@ -79,6 +80,17 @@ def write_eurobert(folder: Path, tokenizer: Path, **sizes: int) -> Path:
     EuroBertForMaskedLM(config).save_pretrained(folder)
     known.save_tokenizer_files(folder, model_max_length=sizes["max_position_embeddings"])
     return folder
+
+
+def write_neobert(folder: Path) -> Path:
+    """Write a model in the neobert layout, without its code, and its tokenizer."""
+    torch.manual_seed(0)
+    config = NeoBERTConfig(
+        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=12,
+        dim_head=8, max_position_embeddings=_POSITIONS, pad_token_id=0,
+    )  # fmt: skip
+    NeoBERTForMaskedLM(config).save_pretrained(folder)
+    return write_tokenizer(folder)
 
 
 def write_modules(folder: Path, types: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import good_inputs as good
 import torch
@@ -20,9 +20,6 @@ from safetensors.torch import load_file, save_file
 from small_sentencepiece import write_model
 from unit.data.small_corpus import SPECIAL, numbered_tokenizer, random_documents, write_corpus
 
-from checkpoint_conversion.imports import import_folder
-from megatron_neobert.config.cli import parse_command_line
-from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 Change = Callable[[Path], object]
@@ -61,13 +58,6 @@ def edit(name: str, **values: Any) -> Change:
 # --- corpora
 
 
-def check_corpus(folder: Path) -> None:
-    """Run the checks of `neobert validate --full` and of the start of a run."""
-    opened = Corpus(folder / "small")
-    opened.check_tokenizer(numbered_tokenizer(100))
-    check_content(opened)
-
-
 def manifest(**values: Any) -> Change:
     return edit("small.json", **values)
 
@@ -87,7 +77,6 @@ def take_the_index_of_another_corpus(folder: Path) -> None:
 
 
 CORPORA = [
-    (write("small.json", ""), "not a manifest"),
     (write("small.json", "[" * 100_000), "not a manifest"),
     (make_huge("small.json"), f"{HUGE} a manifest has"),
     (manifest(format_version="2" * 9999), "format_version 2, found"),
@@ -111,12 +100,6 @@ CORPORA = [
 # --- tokenizers
 
 
-def load_and_use(path: Path) -> str:
-    tokenizer = load_tokenizer(path)
-    tokenizer.encode_batch(["w5 \u2603 zz", ""])
-    return tokenizer.fingerprint
-
-
 def leave_the_vocabulary_and(config: str | bytes) -> Change:
     """Return a change that leaves vocab.txt, and a tokenizer_config.json of this content."""
 
@@ -138,7 +121,7 @@ TOKENIZER_CONFIGS = [
         ('{"mask_token": {"content": null, "lstrip": true}}', "mask_token to be the name of a token"),
         ('{"mask_token": "[PAD]"}', "'[PAD]' is the mask token and the pad token as well"),
         ('{"unk_token": "[CLS]", "cls_token": "[UNK]"}', "writes '[UNK]' for unknown text, but '[CLS]' is the unknown"),
-        ('{"sep_token": "[NOWHERE]"}', "[NOWHERE] missing among 100 ids"),
+        ('{"sep_token": "[NOWHERE]"}', "[NOWHERE] missing among 27 ids"),
         ("[]", "expected a JSON object, found list"),
         ("[" * 100_000, "not readable as JSON"),
         ('{"a": ' + "1" * 5000 + "}", "4300 digits"),
@@ -170,14 +153,11 @@ def precompiled(rules: bytes) -> dict[str, str]:
 CUT_OFF = "precompiled_charsmap is cut off or damaged"
 HALF_AN_EXPRESSION = {"type": "Split", "pattern": {"Regex": "(["}, "behavior": "Isolated", "invert": False}
 TOKENIZER_JSON = [
-    (state(normalizer=precompiled(b"")), CUT_OFF),
     (state(normalizer=precompiled(b"\xff" * 4)), CUT_OFF),  # of 4 GiB
-    (state(normalizer=precompiled(struct.pack("<I", 6) + bytes(9))), CUT_OFF),
     (state(normalizer=precompiled(struct.pack("<I", 4) + bytes(4) + b"\xff")), "not a tokenizer.json"),  # not UTF-8
     (state(normalizer={"type": "Sequence", "normalizers": [precompiled(b"\xff" * 9)]}), CUT_OFF),
     (state(normalizer={"type": "Precompiled", "precompiled_charsmap": "****"}), CUT_OFF),
     (state(pre_tokenizer=HALF_AN_EXPRESSION), "not a tokenizer.json (Oniguruma"),
-    (state(model=None), "not a tokenizer.json"),
     (unigram(unk_id=None), "cannot encode a text"),
     (unigram(vocab=[]), "not a tokenizer.json"),
     (word_piece(unk_token="[NOWHERE]"), "writes '[NOWHERE]' for unknown text"),
@@ -242,13 +222,6 @@ SENTENCEPIECE = [
 # --- settings
 
 
-def read_yaml(folder: Path) -> None:
-    path = folder / "run.yaml"
-    flags = ["--tokenizer-model", "tokenizer"]  # and --data-path only where the file has none
-    flags += [] if b"data_path" in path.read_bytes() else ["--data-path", "corpus"]
-    parse_command_line([*flags, "--config", str(path)], world_size=1)
-
-
 def aliases(last: str) -> str:
     """Return a page of YAML in which a list of ten aliases of a list of ten aliases ... has 10^9 entries."""
     names = "abcdefghi"
@@ -262,7 +235,6 @@ YAML = [
     for text, words in (
         ("model: " + "[" * 5000, "recursion"),
         ("model: &a {num_layers: *a}\n", "is not a whole number"),
-        ("model:\n  num_layers: 2024-99-99\n", "month must be in 1..12"),
         ("model: !!python/name:os.system\n", "could not determine a constructor"),
         ("training:\n  _target_: os.mkdir\n", "unknown setting training._target_"),
         ("model:\n  num_layers: " + "9" * 5000, "4300 digits"),
@@ -272,7 +244,6 @@ YAML = [
         ('checkpoint:\n  save: ""\n', "'' is not a text in UTF-8"),
         ('checkpoint:\n  save: "a\\0b"\n', "'a\\x00b' is not a text"),
         ('checkpoint:\n  save: "a\\uD800b"\n', "is not a text"),
-        ("? [a]\n: 1\n", "not readable as YAML"),
         ("x" * 999 + ": 1\n", "unknown section 'xx"),
         ('"a\\nb": 1\n', "unknown section 'a\\nb'"),
         ("model: {}\n---\nmodel: {}\n", "expected a single document"),
@@ -288,14 +259,6 @@ YAML = [
 
 
 WEIGHTS, WEIGHT = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"  # any of them
-
-
-def import_model(folder: Path) -> None:
-    output = folder.parent / "imported"
-    try:
-        import_folder(folder, output)
-    finally:
-        assert [path for path in folder.parent.iterdir() if path.name.startswith(output.name)] == []
 
 
 def read_weights_from(outside: str) -> Change:
@@ -344,9 +307,9 @@ MODELS = [
     *((edit("config.json", **{key: "somebody/kernel"}), f"{key} is 'somebody/kernel', which transformers may fetch")
       for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")),
     *((change, f"{WEIGHTS}: not a safetensors file") for change in (
-        claim(shape=[2**63, 2]), claim(shape=[-8, -8]), claim(data_offsets=[0, 10**15]),
+        claim(shape=[-8, -8]), claim(data_offsets=[0, 10**15]),
         claim(data_offsets=[0, 256]),  # another tensor's
-        write(WEIGHTS, struct.pack("<Q", 2**63) + b"{}"), write(WEIGHTS, struct.pack("<Q", 100_000) + b"[" * 100_000))),
+        write(WEIGHTS, struct.pack("<Q", 100_000) + b"[" * 100_000))),
     (spoil(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].int()})), "is stored as torch.int32"),
     (spoil(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:4].clone()})), "has shape (4, 8)"),
     (spoil(lambda tensors: tensors[WEIGHT].fill_(float("nan"))), "finite"),
@@ -364,21 +327,13 @@ MODELS = [
 ]  # fmt: skip
 
 
-class Kind(NamedTuple):
-    """A reader of a folder, the exit code of its refusals, and changes of a valid folder with words of the refusal."""
-
-    valid: str  # a key of the fixture `valid`
-    read: Callable[[Path], object]
-    exit_code: int
-    changes: list[tuple[Change, str]]
-
-
-KINDS = {
-    "corpus": Kind("corpus", check_corpus, 65, CORPORA),
-    "tokenizer": Kind("corpus", lambda folder: load_and_use(folder / "tokenizer"), 65, TOKENIZER_CONFIGS),
-    "tokenizer.json": Kind("nothing", lambda folder: load_and_use(folder / "tokenizer.json"), 65, TOKENIZER_JSON),
-    "vocab.txt": Kind("nothing", lambda folder: load_and_use(folder / "vocab.txt"), 65, VOCABULARIES),
-    "tokenizer.model": Kind("nothing", lambda folder: load_and_use(folder / "tokenizer.model"), 65, SENTENCEPIECE),
-    "YAML": Kind("nothing", read_yaml, 2, YAML),
-    "model": Kind("model", import_model, 78, MODELS),
+# Kind of readers.py -> changes of a valid folder, and words of the refusal.
+CONTENTS = {
+    "corpus": CORPORA,
+    "tokenizer": TOKENIZER_CONFIGS,
+    "tokenizer.json": TOKENIZER_JSON,
+    "vocab.txt": VOCABULARIES,
+    "tokenizer.model": SENTENCEPIECE,
+    "YAML": YAML,
+    "model": MODELS,
 }

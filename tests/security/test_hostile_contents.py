@@ -3,46 +3,57 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import good_inputs as good
 import pytest
 from commands import ENVIRONMENT, run
 from hostile import Canary
-from hostile_contents import KINDS, Change, Kind, check_corpus, edit, leave_the_vocabulary_and, load_and_use
+from hostile_contents import CONTENTS, Change, edit, leave_the_vocabulary_and
 from processes import run_command
+from readers import KINDS, check_corpus, load_and_use
 from refusals import assert_refused, start_checks
 from transformers import AutoModelForMaskedLM
 
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 
 @pytest.fixture(scope="session")
-def valid(sound_corpus, tmp_path_factory) -> dict[str, Path]:
-    return {
-        "corpus": sound_corpus.folder,
-        "model": good.write_model(tmp_path_factory.mktemp("published") / "model"),
-        "nothing": tmp_path_factory.mktemp("empty"),
-    }
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder with a valid input of a kind, made once; only to be read."""
+
+    @cache
+    def write(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("valid")
+        KINDS[kind].write(folder)
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_valid_input_is_read(valid: Callable[[str], Path], tmp_path: Path, kind: str):
+    KINDS[kind].read(Path(shutil.copytree(valid(kind), tmp_path / "copy")))
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        pytest.param(kind, change, words, id=f"{name}: {words[:40]}")
-        for name, kind in KINDS.items()
-        for change, words in kind.changes
+        pytest.param(kind, change, words, id=f"{kind}: {words[:40]}")
+        for kind, changes in CONTENTS.items()
+        for change, words in changes
     ],
 )
 def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kind(
-    valid: dict[str, Path], tmp_path: Path, kind: Kind, change: Change, words: str
+    valid: Callable[[str], Path], tmp_path: Path, kind: str, change: Change, words: str
 ):
-    folder = Path(shutil.copytree(valid[kind.valid], tmp_path / "copy"))
+    folder = Path(shutil.copytree(valid(kind), tmp_path / "copy"))
     change(folder)
-    assert_refused(lambda: kind.read(folder), kind.exit_code, words)
+    assert_refused(lambda: KINDS[kind].read(folder), KINDS[kind].exit_code, words)
 
 
 COMMAND_LINES = [
@@ -77,9 +88,9 @@ COMMAND_LINES = [
 @pytest.mark.parametrize(
     ("words", "exit_code", "sentence"), COMMAND_LINES, ids=[" ".join(words)[:40] for words, _, _ in COMMAND_LINES]
 )
-def test_command_line_that_nobody_meant_is_refused_before_the_run_starts(sound_corpus, words, exit_code, sentence):
-    named = [word.replace("{corpus}", str(sound_corpus.folder)) for word in words]
-    assert_refused(lambda: start_checks(*sound_corpus.flags, *named), exit_code, sentence)
+def test_command_line_that_nobody_meant_is_refused_before_the_run_starts(corpus, words, exit_code, sentence):
+    named = [word.replace("{corpus}", str(corpus.folder)) for word in words]
+    assert_refused(lambda: start_checks(*corpus.flags, *named), exit_code, sentence)
 
 
 # --- odd files and names that mean something
@@ -133,14 +144,8 @@ def test_corpus_in_a_folder_with_spaces_and_other_scripts_is_read_and_one_whose_
 
 
 @pytest.mark.usefixtures("only_remote_code")
-def test_code_that_a_neobert_folder_brings_is_left_alone(valid: dict[str, Path], tmp_path: Path, canary: Canary):
-    folder = Path(shutil.copytree(valid["model"], tmp_path / "model"))
-    changed = ("model_type", "architectures", "hidden_act", "intermediate_size", "head_dim", "mlp_bias")
-    sizes = {
-        key: value for key, value in json.loads((folder / "config.json").read_text()).items() if key not in changed
-    }
-    (folder / "model.safetensors").unlink()
-    NeoBERTForMaskedLM(NeoBERTConfig(**sizes, intermediate_size=12, dim_head=8)).save_pretrained(folder)
+def test_code_that_a_neobert_folder_brings_is_left_alone(tmp_path: Path, canary: Canary):
+    folder = good.write_neobert(tmp_path / "model")
     (folder / "own_code.py").write_text(
         f"{canary.source}from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM\n"
     )
