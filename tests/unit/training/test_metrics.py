@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
