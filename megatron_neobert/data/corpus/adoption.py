@@ -75,7 +75,7 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
         if not file.is_file():
             raise MissingInputError(f"no {file}; give the prefix of Megatron-LM's files without .bin")
     # With a partial folder, an earlier call was killed while it moved its own files.
-    if (existing := files.existing_volumes()) and not files.partial.exists():
+    if (existing := files.existing()) and not files.partial.exists():
         raise OutputError(f"{existing[0]} has no manifest beside it; move it away, for the corpus takes its name")
     megatron = _MegatronIndex(source)
     with JobFolder(files.partial) as folder:
@@ -90,7 +90,7 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
             rejected={},
             dropped={NO_TOKENS: megatron.empty} if megatron.empty else {},
         )
-        output = OutputSettings(files, False, None, validation_fraction=0.0, deduplicate=False)
+        output = OutputSettings(files, None, validation_fraction=0.0, deduplicate=False)
         write_corpus([chunk], output, replace(draft, dtype=megatron.dtype.name), folder=folder.path)
     return Corpus(f"{prefix}_documents"), megatron.describe(eod_id)
 
