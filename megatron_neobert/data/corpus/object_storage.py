@@ -51,7 +51,7 @@ class Fetching:
         default_factory=lambda: ThreadPoolExecutor(_THREADS, thread_name_prefix="object-storage")
     )
     ordered: dict[Path, Future[bytes]] = field(default_factory=dict)
-    written_bytes: int | None = None  # since this process last looked at all blocks; None: it never has
+    written_bytes: int = LIMIT_BYTES  # since this process last looked at all blocks
 
 
 class ObjectStorage:
@@ -137,27 +137,26 @@ class ObjectStorage:
                     )
 
     def count_written(self, size: int) -> None:
-        """Keep the blocks of the folder at about LIMIT_BYTES.
+        """Keep the blocks of the folder at about LIMIT_BYTES: remove those used longest ago, down to 80 %.
 
-        The first block that a process writes, and then every 32nd part of the limit, is followed by a look at all
-        blocks (5 us each). If they take more than the limit, the blocks used longest ago are removed down to 80 %.
+        A process looks at all blocks (5 us each) after its first block and then after every 32nd part of the limit.
         """
         fetching = self.fetching
-        if fetching.written_bytes is not None and fetching.written_bytes + size < LIMIT_BYTES // _LOOKS:
-            fetching.written_bytes += size
+        fetching.written_bytes += size
+        if fetching.written_bytes < LIMIT_BYTES // _LOOKS:
             return
         fetching.written_bytes, found = 0, []
         for path in (self.folder / "blocks").glob("*/*"):
             with suppress(FileNotFoundError):
                 if path.name.isdigit():  # a block, not a file that is being written
                     found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-        used = sum(size for _, size, _ in found)
-        left = 0.8 * LIMIT_BYTES if used > LIMIT_BYTES else used
+        excess = sum(size for _, size, _ in found) - LIMIT_BYTES
+        excess += LIMIT_BYTES // 5 if excess > 0 else 0
         for _, size, path in sorted(found):
-            if used <= left:
+            if excess <= 0:
                 break
             path.unlink(missing_ok=True)
-            used -= size
+            excess -= size
 
 
 class RemoteFile:
