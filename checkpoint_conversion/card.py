@@ -149,7 +149,7 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
 
     kinds = {"glue": "text-classification", "ner": "token-classification"}
     own = fingerprint(model)
-    runs = [run for run in find_runs(records) if run.kind in kinds and run.record["model"]["fingerprint"] == own]
+    runs = [run for run in find_runs(records) if run.kind in kinds and run.model.fingerprint == own]
     if not runs:
         raise MissingInputError(
             f"--results {' '.join(map(str, records))}: no record of GLUE or named-entity recognition is of {model} "
