@@ -51,7 +51,6 @@ COMMANDS = {
         "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "pseudo-perplexity against length"),
         "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "tokens per second against length and batch size"),
         "finetune": (f"{EVALUATION}:finetune", "contrastive fine-tuning, for MTEB"),
-        "fetch glue": (f"{FETCHING}:fetch_glue", "GLUE's data"),
         "fetch mteb": (f"{FETCHING}:fetch_mteb", "MTEB's data"),
         "fetch contrastive": (f"{FETCHING}:fetch_contrastive", "the data of contrastive fine-tuning"),
         "report": (f"{EVALUATION}:report", "all results on one page, beside the paper's numbers"),

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from bad_inputs.refusals import assert_refused
+from security.refusals import assert_refused
 
 from megatron_neobert.errors import LauncherError
 from megatron_neobert.runtime.environment import Node, find_node, is_rank_zero, local_rank, world_size

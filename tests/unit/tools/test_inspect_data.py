@@ -29,10 +29,6 @@ def place(tmp_path_factory):
     return folder
 
 
-def documents_shown(output):
-    return [int(line.split(":")[0].split()[1]) for line in output.splitlines() if line.startswith("document")]
-
-
 def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(place):
     code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 3, 0)
     assert (code, errors) == (0, "")
@@ -58,11 +54,6 @@ def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
     assert (code, errors) == (0, "")
     a, b = (["0", "2", "3", "75.00%", f"{tmp_path}/a.jsonl"], ["2", "1", "1", "25.00%", f"{tmp_path}/b.jsonl"])
     assert [line.split() for line in output.splitlines()[1:]] == [a, b]
-
-
-def test_random_documents_are_different_ones(place):
-    output = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", "--random", 5)[1]
-    assert sorted(documents_shown(output)) == [0, 1, 2, 3, 4]
 
 
 def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(place):

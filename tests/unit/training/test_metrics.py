@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
@@ -57,18 +58,19 @@ def test_an_interval_of_skipped_steps_alone_has_no_loss(tmp_path, capsys):
     assert not {"loss", "masked_accuracy", "grad_norm"} & recorded(monitor)[-1].keys()
 
 
-def test_run_that_goes_on_says_so_in_its_record_and_one_that_begins_does_not(tmp_path):
+@pytest.mark.parametrize("saved", [1, 0], ids=["behind a checkpoint", "killed before the first"])
+def test_run_that_goes_on_says_so_in_its_record_and_one_that_begins_does_not(tmp_path, saved):
     start(tmp_path, iteration=5)  # of another folder's weights: nothing has been recorded here
     first = start(tmp_path)
     first.add(report(), state_of(1))
     first.close_interval(state_of(1), lr=1e-4, grad_norm=1.0)
     assert ["restarted" in line for line in recorded(first)] == [False]
-    again = start(tmp_path, iteration=1)
+    again = start(tmp_path, iteration=saved)
     for iteration in (2, 3):
         again.add(report(), state_of(iteration))
         again.close_interval(state_of(iteration), lr=1e-4, grad_norm=1.0)
     lines = [(line["iteration"], line.get("restarted")) for line in recorded(again)]
-    assert lines == [(1, None), (1, 1), (2, None), (3, None)]
+    assert lines == [(1, None), (saved, 1), (2, None), (3, None)]
     start(tmp_path, iteration=3)  # which finds nothing to do
     assert len(recorded(again)) == len(lines)
 
