@@ -231,13 +231,18 @@ def check_kernels(phase: Phase) -> None:
 
 
 def check_parity(phase: Phase) -> None:
-    """Logits against the plain model in fp32 on the CPU."""
+    """Logits, loss and gradients against the plain model in fp32 on the CPU."""
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
-    phase.run("parity", "-m", "megatron_neobert", "check", "parity", *flags)
+    phase.run("parity", "-m", "megatron_neobert", "check", "parity", "--step", *flags)
     found = parse_json(figures.read_text(encoding="utf-8"))
     logits = found["Megatron model, packed"]
     phase.tables["logits in fp32"] = [{name: logits[name] for name in ("tokens", "relative", "argmax_agreement")}]
+    phase.tables["a step"] = [
+        {"kernels": name, "loss, relative": gap["loss"], "1 - cosine": gap["gradient"], "furthest": gap["tensor"]}
+        for name, gap in found["step"].items()
+    ]
+    phase.notes += [f"{name}: {why}" for name, why in found["not run"].items()]
 
 
 def measure_speed(phase: Phase) -> None:

@@ -211,5 +211,5 @@ def test_all_phases_that_a_cpu_can_run_pass_and_fill_the_report(tmp_path):
     results = results_of(tmp_path)
     assert list(results) == list(WITHOUT_GPU)
     assert [row["row"] for row in results["speed"]["tables"]["steps"]] == [64, 128]
-    assert results["parity"]["tables"]["logits in fp32"][0]["relative"] < 1e-4
+    assert {row["kernels"] for row in results["parity"]["tables"]["a step"]} >= {"local layers, float32"}
     assert (tmp_path / "report.md").read_text().count("\n## ") == len(WITHOUT_GPU)
