@@ -88,7 +88,7 @@ READERS = (
 OTHERS = {
     "sample-corpus": "reads the installed packages",
     "adopt": "writes a manifest beside the user's own files; the files of a corpus are tested with the other commands",
-    "fetch glue": "reads the Hub", "fetch mteb": "reads the Hub", "fetch contrastive": "reads the Hub",
+    "fetch mteb": "reads the Hub", "fetch contrastive": "reads the Hub",
     "check environment": "reads this machine", "check parity": "draws its own weights",
 }  # fmt: skip
 RANK = "megatron_neobert.pretrain"  # the launcher would start torchrun
