@@ -65,16 +65,6 @@ def test_every_byte_of_the_documents_is_asked_for(volumes, monkeypatch):
         assert any(start <= begin and end <= stop for start, stop in ranges[volume])
 
 
-def test_neighbours_that_are_needed_later_are_read_with_a_document(volumes, monkeypatch):
-    monkeypatch.setattr("megatron_neobert.data.corpus.volumes._NEIGHBOURS_BYTES", 8 * PAGE)
-    _, begin, end = bytes_of(volumes, 50)
-    assert begin // (8 * PAGE) == (end - 1) // (8 * PAGE), "the document is inside of one such stretch"
-    start = begin - begin % (8 * PAGE)
-    ranges = asked(volumes, np.array([50, len(volumes.volumes[0].lengths) - 1]), monkeypatch, with_neighbours=True)
-    last = volumes.volumes[0].end
-    assert ranges == [[(start, start + 8 * PAGE), (last - last % (8 * PAGE), last)], [], [], [], []]
-
-
 @pytest.mark.usefixtures("windows_of_40_documents")
 def test_each_step_announces_what_this_rank_reads_in_the_next_and_changes_no_batch(corpus):
     own = replace(stream_of(corpus, document_block_size=10), data_parallel_rank=1, data_parallel_size=2)
