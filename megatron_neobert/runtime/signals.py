@@ -37,7 +37,7 @@ interrupts: list[int] = []  # Ctrl-C that this launcher got while it had ranks
 
 
 def pass_on_stop_signals() -> None:
-    """From now on the ranks of this launcher hear of stop signals; without ranks one ends the launcher.
+    """Pass stop signals on to the ranks of this launcher from now on; without ranks one ends the launcher.
 
     In a thread, because the main thread may wait in C++ for another node's launcher.
     """
@@ -47,7 +47,7 @@ def pass_on_stop_signals() -> None:
 
 
 def _pass_on(number: int) -> None:
-    """The ranks save and end by themselves, and torchrun then ends with their exit code.
+    """Send a signal to the ranks, which save and end by themselves.
 
     A Ctrl-C is passed on as SIGTERM, and the second one as an abort: a signal to all processes of a job reaches the
     ranks twice, which must not count as two.
@@ -156,9 +156,8 @@ def count_signals() -> int:
 def requested_stop(settings: Settings, *, has_trained: bool = True) -> int:
     """Return the stop code of this rank. The largest over all ranks decides. Rank 0 alone looks for the file STOP.
 
-    Args:
-        has_trained: False before the first iteration of a start, where the time limit does not count: a limit below
-            the time that starting takes would end one start after the other.
+    Until a start `has_trained`, the time limit does not count: one below the time that starting takes would end every
+    start.
     """
     limit, save = settings.training.exit_duration_in_mins, settings.checkpoint.save
     if _signals_received:

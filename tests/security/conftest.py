@@ -1,12 +1,34 @@
-"""A checkpoint that training wrote, and a mark that shows whether something ran."""
+"""Small valid inputs, a checkpoint that training wrote, and a mark that shows whether something ran."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from good_inputs import TRAINING
 from hostile import Canary
 from processes import run_command
+from readers import write_small_corpus
 from tests_tiny import TinyCorpus
+
+
+class SmallCorpus(NamedTuple):
+    """A corpus of four documents, with its tokenizer beside it."""
+
+    folder: Path
+
+    @property
+    def prefix(self) -> Path:
+        return self.folder / "small"
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--data-path", str(self.prefix), "--tokenizer-model", f"{self.folder}/tokenizer", "--split", "100"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> SmallCorpus:
+    write_small_corpus(tmp_path / "corpus")
+    return SmallCorpus(tmp_path / "corpus")
 
 
 @pytest.fixture(scope="session")

@@ -366,7 +366,7 @@ HOSTILE = (
     Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl", "PAIRS.parquet")),
     Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("finetune",)),
     Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested), ("evaluate ppl",)),
-    Hostile("records", "embedded files", embed_files),
+    Hostile("records", "embedded files", embed_files, NOBODY),  # texts stay texts
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),
     Hostile("records", "pickles", in_place_of("*/*.json", content=pickle.dumps)),
     Hostile("records", "pipes for figures", pipe_for_figure, NOBODY),

@@ -13,7 +13,7 @@ from megatron_neobert.data.corpus.writer import write_corpus
 SPLIT = {"shard_bytes": 30, "deduplicate": True, "validation_fraction": 0.4}
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_shards": True}, SPLIT], ids=str)
+@pytest.mark.parametrize("options", [{}, SPLIT], ids=str)
 def test_bytes_are_those_of_one_process_for_any_number_of_workers(tmp_path, options):
     one, many = Place(tmp_path / "one"), Place(tmp_path / "many")
     one.write(**options)
@@ -76,7 +76,7 @@ def test_finished_corpus_shard_that_is_damaged_is_written_again(stopped, name, s
 
 @pytest.mark.parametrize(
     "change",
-    [{"shard_bytes": 60}, {"keep_shards": True, "shard_bytes": None}, {"deduplicate": False}, {"texts": "other"}],
+    [{"shard_bytes": 60}, {"shard_bytes": None}, {"deduplicate": False}, {"texts": "other"}],
     ids=str,
 )
 def test_finished_corpus_shards_of_other_settings_or_chunks_are_not_kept(tmp_path, stopped, change):
