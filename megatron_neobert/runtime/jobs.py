@@ -114,12 +114,6 @@ def _decode_counter(kind: Any, value: Any) -> Any:
     return Counter(msgspec.convert(value, dict[key, int], str_keys=True))  # type: ignore[valid-type]
 
 
-def read_all_finished(jobs: Sequence[Job[Result]]) -> list[Finished[Result] | None]:
-    """Call `read_finished` on every job, in threads, since it hashes all files."""
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(read_finished, jobs))
-
-
 AnyJob = TypeVar("AnyJob", bound=Job[Any])
 
 
@@ -177,7 +171,8 @@ def finish_jobs(
         function: Does a job, as in `run_jobs`.
         where: Workers and executor, as in `run_jobs`.
     """
-    records = list(zip(jobs, read_all_finished(jobs), strict=True))
+    with ThreadPoolExecutor() as threads:  # all files are hashed
+        records = list(zip(jobs, threads.map(read_finished, jobs), strict=True))
     missing = [job for job, record in records if record is None]
     yield from ((job, record) for job, record in records if record is not None)
     with (
