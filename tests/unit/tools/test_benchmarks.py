@@ -15,7 +15,7 @@ from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
 from benchmarks import benchmark_loader, benchmark_step
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import DataError
 
 # --- preprocessing
 
@@ -100,19 +100,6 @@ def test_tool_with_another_number_of_tokens_is_refused_before_the_measurement(in
     assert "the tools wrote different numbers of tokens: ours-plain (1 worker) " in ended.stderr
     assert "warm-up 1" in ended.stdout and "round 1" not in ended.stdout
     assert not file.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--text-key", "txt"], ["no column of text is named 'txt'; it has content. Use --text-key."]),
-        (["--input", __file__], ["is not a parquet file"]),
-    ],
-)
-def test_preprocessing_that_cannot_be_measured_is_refused(inputs, arguments, words):
-    ended = run_forked("benchmarks/benchmark_preprocessing.py", *inputs.flags, *arguments)
-    assert ended.code == ConfigError.exit_code and "Traceback" not in ended.output
-    assert [word for word in words if word not in ended.output] == []
 
 
 # --- training steps
