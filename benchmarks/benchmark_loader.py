@@ -141,13 +141,13 @@ def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Siz
     """Yield batches of the loader of training."""
     import torch
 
-    from megatron_neobert.data.batches.loader import DaliLoader, build_loader
+    from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
 
     if with_dali:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        steps = iter(DaliLoader(our_stream(job), num_workers=num_workers, device=device))
+        steps = build_dali_loader(our_stream(job), num_workers=num_workers, device=device)
     else:
-        steps = iter(build_loader(our_stream(job), num_workers=num_workers)) if num_workers else our_stream(job).steps()
+        steps = build_loader(our_stream(job), num_workers=num_workers) if num_workers else our_stream(job).steps()
     for step in steps:
         yield Size(job.batch_size, step.micro_batches[0].tokens_t.numel(), step.real_tokens)
 

@@ -26,7 +26,7 @@ from megatron_neobert.text import counted, duration, percent, visible, with_pref
 
 # English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
 _UNKNOWN_WARNING = 0.02
-_SAMPLE_BYTES = 1 << 20  # of text, from each of three chunks, for --dry-run
+_SAMPLE_BYTES = 1 << 20  # of text of the first chunk, for --dry-run
 _SHARDS_SHOWN = 20  # by --dry-run; more are counted
 
 
@@ -112,30 +112,27 @@ def print_plan(plan: Plan) -> None:
 def print_sample(plan: Plan) -> None:
     """Print two documents with their ids, and estimates for the run.
 
-    Up to 3 MB of text of the first, the middle and the last chunk are tokenized, and the rest is taken to be alike.
+    About 1 MB of text of the first chunk is tokenized, and the rest is taken to be alike.
 
     Raises:
         DataError: No document is found there.
         ConfigError: A fast back end differs from the reference tokenizer.
     """
-    started, encoder = time.perf_counter(), plan.encoder
-    documents, tokens, input_bytes = 0, 0, 0.0
-    for number in sorted({0, len(plan.chunks) // 2, len(plan.chunks) - 1}):
-        chunk, text_bytes, progress = plan.chunks[number], 0, 0.0
-        encoder.start_part()
-        for unfiltered in read_chunk(chunk, plan.settings.read):
-            batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
-            encoded = encoder.encode_batch(batch.texts)
-            for at in range(documents, min(2, documents + len(batch.texts))):
-                first, length = encoded.lengths[: at - documents].sum(), encoded.lengths[at - documents]
-                print_document(batch.texts[at - documents], encoded.ids[first : first + length].tolist())
-            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
-            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
-            if text_bytes >= _SAMPLE_BYTES:
-                break
-        input_bytes += progress * plan.input_bytes(chunk)
+    started, chunk = time.perf_counter(), plan.chunks[0]
+    documents, tokens, text_bytes, progress = 0, 0, 0, 0.0
+    for unfiltered in read_chunk(chunk, plan.settings.read):
+        batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
+        encoded = plan.encoder.encode_batch(batch.texts)
+        for at in range(documents, min(2, documents + len(batch.texts))):
+            first, length = encoded.lengths[: at - documents].sum(), encoded.lengths[at - documents]
+            print_document(batch.texts[at - documents], encoded.ids[first : first + length].tolist())
+        documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
+        text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
+        if text_bytes >= _SAMPLE_BYTES:
+            break
+    input_bytes = progress * plan.versions[chunk.path].bytes / sum(one.path == chunk.path for one in plan.chunks)
     if not documents or not input_bytes:
-        raise DataError("no document in the first, the middle and the last chunk; check --input and --text-key")
+        raise DataError(f"no document in the first chunk of {input_label(chunk.path)}; check --input and --text-key")
     factor, workers = sum(version.bytes for version in plan.versions.values()) / input_bytes, plan.settings.workers or 1
     bin_bytes = tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize
     print(
@@ -146,7 +143,6 @@ def print_sample(plan: Plan) -> None:
 
 
 def print_document(text: str, ids: list[int]) -> None:
-    """Print the beginning of a text on one line, and its first 16 ids on another."""
     line = " ".join(text[:400].split())
     print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
     print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} in all)")
@@ -163,11 +159,9 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
         print(
             f"warning: {percent(share)} of the tokens are unknown; is the vocabulary of this language?", file=sys.stderr
         )
-    megabytes = report.new_text_bytes / 1e6
-    speed = f"{megabytes:,.1f} MB of text in {report.seconds:.1f} s, {megabytes / report.seconds:.2f} MB/s | "
     print(
-        f"{counts.documents:,} documents | {counts.tokens:,} tokens | {speed if report.new_text_bytes else ''}"
-        f"{', '.join(report.written.manifest.tokenizer_backends)}"
+        f"{counts.documents:,} documents | {counts.tokens:,} tokens | {counts.utf8_bytes / 1e6:,.1f} MB of text in "
+        f"{report.seconds:.1f} s | {', '.join(report.written.manifest.tokenizer_backends)}"
     )
     for manifest in filter(None, (report.written.manifest, report.written.validation)):
         for name, value in manifest.describe().items():

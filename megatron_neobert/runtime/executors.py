@@ -3,17 +3,14 @@
 import logging
 import multiprocessing
 import os
-import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
@@ -34,9 +31,9 @@ class WorkerPool:
 
     def __init__(self, workers: int) -> None:
         self.most_submitted = 2 * workers
-        _start_resource_tracker()
         self._context = _TrackingContext()
-        self._pool = ProcessPoolExecutor(workers, self._context, _exit_with_parent)
+        with _deferred_stop_signals():  # the pool starts the process that removes semaphores
+            self._pool = ProcessPoolExecutor(workers, self._context, _exit_with_parent)
 
     def submit(self, function: Callable[[Any], Any], job: Any) -> Future[Any]:
         """Hand a job to a worker. Raise ChildProcessError if a worker died."""
@@ -71,50 +68,33 @@ class WorkerPool:
             self._pool.shutdown(cancel_futures=True)
 
 
-def _start_resource_tracker() -> None:
-    """Start the process that removes semaphores, which ignores SIGINT and SIGTERM by itself, and here SIGUSR1 too.
-
-    It is started before any worker: starting it unblocks signals that a worker should inherit as blocked.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 @contextmanager
 def _deferred_stop_signals() -> Iterator[None]:
-    """Handle stop signals at the end of the block: an exception of a handler would leave a pool half changed."""
+    """Handle stop signals at the end of the block: an exception of a handler would leave a pool half changed.
+
+    Processes that start in the block inherit the signals as blocked, which lasts for their lives: Ctrl-C and a
+    scheduler's SIGTERM go to all processes of a group, and this process decides what a signal means.
+    """
     received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()  # no other may set a handler
-    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS} if is_main else {}
-    for number in before:
+    handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS} if is_main else {}
+    for number in handlers:
         signal.signal(number, lambda signal_number, _: received.append(signal_number))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         for again in received:
             signal.raise_signal(again)
 
 
 class _Worker(SpawnProcess):
-    """A worker process, which receives no stop signal: this process decides what a signal means.
-
-    Ctrl-C and a scheduler's SIGTERM go to all processes of a group. Workers inherit blocked signals, which ignoring
-    them could not replace: it would come too late for the worker's imports.
-    """
+    """A worker process that remembers whether this process ended it."""
 
     is_ended_here = False
-
-    def start(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        try:
-            super().start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def terminate(self) -> None:
         if self.pid is not None and not wait([self.sentinel], timeout=0):
@@ -192,8 +172,6 @@ class RayCluster:
         import ray
 
         environment: dict[str, Any] = {"py_modules": [str(Path(megatron_neobert.__file__).parent)]}
-        if " " in sys.executable:  # Ray starts workers by a shell, and without quotes waits for them for ever
-            environment["py_executable"] = shlex.quote(sys.executable)
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             # Where nothing listens at host:port, Ray would try for minutes, and then end the process.
@@ -213,12 +191,9 @@ class RayCluster:
         print(f"Ray: {how} at {node}")
         self._ray = ray
         self._remote = ray.remote(num_cpus=1, max_retries=_RETRIES)(_answer)
-        self._references: dict[Future[Any], Any] = {}
 
     def submit(self, function: Callable[[Any], Any], job: Any) -> Future[Any]:
-        reference = self._remote.remote(function, job)
-        future: Future[Any] = reference.future()
-        self._references[future] = reference
+        future: Future[Any] = self._remote.remote(function, job).future()  # which keeps the reference
         return future
 
     def result(self, future: Future[Any], job: Any) -> Any:
@@ -228,7 +203,6 @@ class RayCluster:
             ChildProcessError: The job's worker died again and again.
             Exception: The job raised it.
         """
-        del self._references[future]
         try:
             result = future.result()
         except self._ray.exceptions.RayError as error:
@@ -241,10 +215,7 @@ class RayCluster:
         return result
 
     def close(self) -> None:
-        """Cancel the jobs that are left, and leave the cluster."""
-        for reference in self._references.values():
-            with suppress(Exception):
-                self._ray.cancel(reference, force=True)
+        """Leave the cluster, which ends the jobs that are left."""
         self._ray.shutdown()
 
 

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -114,12 +114,6 @@ def _decode_counter(kind: Any, value: Any) -> Any:
     return Counter(msgspec.convert(value, dict[key, int], str_keys=True))  # type: ignore[valid-type]
 
 
-def read_all_finished(jobs: Sequence[Job[Result]]) -> list[Finished[Result] | None]:
-    """Call `read_finished` on every job, in threads, since it hashes all files."""
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(read_finished, jobs))
-
-
 AnyJob = TypeVar("AnyJob", bound=Job[Any])
 
 
@@ -167,12 +161,47 @@ def run_jobs(
         runner.close()
 
 
-def progress_bar(**options: Any) -> Any:
-    """Return a bar of tqdm on standard error: drawn twice a second on a terminal, and once a minute in a log."""
+def finish_jobs(
+    jobs: Sequence[Job[Any]], *, label: str, function: Callable[[Any], Any] = run_job, **where: Any
+) -> Generator[tuple[Any, Any], None, None]:
+    """Yield each job and its record: first of the jobs that are finished, then of the others as they are done.
+
+    Args:
+        label: Name of the jobs on the progress bar, which is drawn on standard error.
+        function: Does a job, as in `run_jobs`.
+        where: Workers and executor, as in `run_jobs`.
+    """
+    with ThreadPoolExecutor() as threads:  # all files are hashed
+        records = list(zip(jobs, threads.map(read_finished, jobs), strict=True))
+    missing = [job for job, record in records if record is None]
+    yield from ((job, record) for job, record in records if record is not None)
+    with (
+        closing(run_jobs(function, missing, **where)) as results,
+        _progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar,
+    ):
+        for job, outcome in results:
+            yield job, outcome
+            bar.update()
+
+
+def _progress_bar(**options: Any) -> Any:
+    """Return a bar of tqdm: drawn twice a second on a terminal, and once a minute in a log."""
     from tqdm import tqdm
 
-    seconds = 0.5 if sys.stderr.isatty() else 60.0
-    return tqdm(leave=False, miniters=0, mininterval=seconds, delay=seconds, **options)
+    seconds = 0.5 if sys.stderr and sys.stderr.isatty() else 60.0
+    return tqdm(file=_Screen(), leave=False, miniters=0, mininterval=seconds, delay=seconds, **options)
+
+
+class _Screen:
+    """Standard error, which may be closed while a bar is drawn: that is no reason to end a run."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError, AttributeError):  # None where the process has started without one
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    def flush(self) -> None:
+        """Do nothing: `write` has flushed."""
 
 
 class JobFolder:

@@ -16,7 +16,7 @@ from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.loader import DaliLoader, build_loader, named_worker_deaths
+from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
 from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.flops import count_parameters
@@ -221,7 +221,7 @@ def _training_batches(run: Run) -> Iterable[StepBatches]:
     state, data = run.state, run.settings.data
     stream = replace(run.training_stream, iteration=state.iteration, cursor=state.cursor)
     if data.dataloader_type == "dali":
-        return DaliLoader(stream, num_workers=data.num_workers, device=run.device)
+        return build_dali_loader(stream, num_workers=data.num_workers, device=run.device)
     return build_loader(stream, num_workers=data.num_workers)
 
 

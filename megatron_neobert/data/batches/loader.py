@@ -5,7 +5,7 @@ none is right for tests and small runs. For any number, steps arrive in the same
 i, i + n, ... and DataLoader asks its workers in turn. Workers run ahead; what a checkpoint stores is therefore the
 `cursor_after` of the last step that was trained on.
 
-`DaliLoader` passes the same steps through an NVIDIA DALI pipeline, which copies them to the GPU ahead of training. What
+`build_dali_loader` passes the same steps through an NVIDIA DALI pipeline, which copies them to the GPU ahead. What
 a batch holds is decided in `data/batches/stream.py`; DALI adds no randomness. One iteration of the pipeline carries the
 tensors of one micro-batch, so that a step's first micro-batches are on the GPU while the later ones are on their way;
 what is no tensor waits here for its turn. Without a GPU the pipeline runs on the CPU, where it saves nothing: numbers
@@ -58,11 +58,6 @@ class _Steps(IterableDataset[StepBatches]):
             yield error
 
 
-class _Loader(DataLoader[StepBatches]):
-    def __iter__(self) -> Any:
-        return _checked(super().__iter__())
-
-
 def _checked(steps: Iterator[Any]) -> Iterator[StepBatches]:
     for step in steps:
         if isinstance(step, NeoBERTError):
@@ -87,19 +82,20 @@ def named_worker_deaths() -> Iterator[None]:
         ) from error
 
 
-def build_loader(stream: Stream, *, num_workers: int) -> DataLoader[StepBatches]:
-    """The steps of `stream`, pinned for asynchronous copies where CUDA is present.
+def build_loader(stream: Stream, *, num_workers: int) -> Iterator[StepBatches]:
+    """Start the workers, and return the steps of `stream`, pinned for asynchronous copies where CUDA is present.
 
-    Without an end: leave the loop after the last step. Each iteration over the result starts at the stream's cursor.
-    A NeoBERTError of a worker is raised when its step is due. For killed workers see `named_worker_deaths`.
+    Without an end: leave the loop after the last step. A NeoBERTError of a worker is raised when its step is due. For
+    killed workers see `named_worker_deaths`.
     """
-    return _Loader(
+    loader = DataLoader(
         _Steps(stream),
         batch_size=None,
         num_workers=num_workers,
         worker_init_fn=_leave_the_run_alone if num_workers else None,
         pin_memory=torch.cuda.is_available(),
     )
+    return _checked(iter(loader))
 
 
 def _leave_the_run_alone(worker: int) -> None:
@@ -155,33 +151,23 @@ ForkingPickler.register(PackedBatch, _reduce_packed_batch)
 # --- DALI
 
 
-class DaliLoader:
-    """The steps of `build_loader`, bit for bit, from the stream's cursor on, their tensors on `device`.
+def build_dali_loader(stream: Stream, *, num_workers: int, device: torch.device) -> Iterator[StepBatches]:
+    """Return the steps of `build_loader`, bit for bit, their tensors on `device`: the CPU, or a GPU by its number.
 
     Without an end: leave the loop after the last step. A step may be kept for as long as one likes.
-
-    Args:
-        device: The CPU, or a GPU by its number.
 
     Raises:
         ConfigError: DALI is not installed.
     """
-
-    def __init__(self, stream: Stream, *, num_workers: int, device: torch.device) -> None:
-        try:  # here, so that it is missed before the first step
-            import nvidia.dali  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "--dataloader-type dali needs the package nvidia-dali-cuda130; install it with "
-                "pip install 'megatron-neobert[dali]', or use --dataloader-type torch"
-            ) from error
-        self.stream = stream
-        self.num_workers = num_workers
-        self.device = device
-
-    def __iter__(self) -> Iterator[StepBatches]:
-        # The worker processes are forked by iter(), before DALI has threads of its own.
-        return _copy_ahead(iter(build_loader(self.stream, num_workers=self.num_workers)), self.device)
+    try:  # here, so that it is missed before the first step
+        import nvidia.dali  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "--dataloader-type dali needs the package nvidia-dali-cuda130; install it with "
+            "pip install 'megatron-neobert[dali]', or use --dataloader-type torch"
+        ) from error
+    # The worker processes are forked before DALI has threads of its own.
+    return _copy_ahead(build_loader(stream, num_workers=num_workers), device)
 
 
 def _copy_ahead(steps: Iterator[StepBatches], device: torch.device) -> Iterator[StepBatches]:

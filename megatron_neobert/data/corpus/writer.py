@@ -50,7 +50,7 @@ from megatron_neobert.data.corpus.shard_job import (
 from megatron_neobert.data.corpus.volumes import read_chunks
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import replacing, sha256_of, sync_to_disk
-from megatron_neobert.runtime.jobs import Finished, read_all_finished, run_job, run_jobs
+from megatron_neobert.runtime.jobs import Finished, finish_jobs
 from megatron_neobert.text import listed, parse_json
 
 _VALIDATION = "held_out"  # name of the job that writes the corpus for validation
@@ -279,11 +279,7 @@ def choose(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> 
 
 def _write_shards(jobs: Sequence[ShardJob], workers: int | None) -> dict[str, Finished[ShardCounts]]:
     """Do all jobs that an earlier call has not finished; return the records by name, in the order of the jobs."""
-    earlier = zip(jobs, read_all_finished(jobs), strict=True)
-    records = {job.name: record for job, record in earlier if record is not None}
-    missing = [job for job in jobs if job.name not in records]
-    for job, new in run_jobs(run_job, missing, workers=workers):
-        records[job.name] = new
+    records = {job.name: record for job, record in finish_jobs(jobs, label="corpus shards", workers=workers)}
     return {job.name: records[job.name] for job in jobs}
 
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
 
-_BLOCK_TOKENS = 1 << 16  # at a time, as 32-bit numbers in the second-level cache: measured the fastest
 _BASE = np.uint32(0x9E3779B1)  # 2^32 / golden ratio, a prime: of the polynomial over an n-gram
 _MIX_32 = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # MurmurHash3's last step, by Austin Appleby, public domain
 _MIX_64 = np.uint64(0xD6E8FEB86659FD93)
@@ -45,20 +44,14 @@ def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHa
     """
     random = np.frombuffer(hashlib.shake_128(b"MinHash").digest(8 * settings.permutations), "<u4").astype(np.uint32)
     factors, masks = random[: settings.permutations] | np.uint32(1), random[settings.permutations :]
-    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    hashes = _hash_ngrams(ids, starts, lengths, settings.ngram)
     found = np.empty((settings.permutations, len(lengths)), dtype=np.uint32)
-    first = 0
-    while first < len(lengths):
-        begin = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")))
-        starts = np.append(0, ends[first : stop - 1] - begin)
-        hashes = _hash_ngrams(ids[begin : int(ends[stop - 1])], starts, lengths[first:stop], settings.ngram)
-        ordered = np.empty_like(hashes)
-        for number in range(settings.permutations):  # a bijection of 32 bits: multiplied by an odd number, xor
-            np.multiply(hashes, factors[number], out=ordered)
-            np.bitwise_xor(ordered, masks[number], out=ordered)
-            found[number, first:stop] = np.minimum.reduceat(ordered, starts)
-        first = stop
+    ordered = np.empty_like(hashes)
+    for number in range(settings.permutations):  # a bijection of 32 bits: multiplied by an odd number, xor
+        np.multiply(hashes, factors[number], out=ordered)
+        np.bitwise_xor(ordered, masks[number], out=ordered)
+        np.minimum.reduceat(ordered, starts, out=found[number])
     return found
 
 

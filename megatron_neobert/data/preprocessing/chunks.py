@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,6 @@ from megatron_neobert.data.inputs.find import InputVersion, input_sha256, input_
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
 from megatron_neobert.data.inputs.stream import Chunk, InputDigest
-from megatron_neobert.data.preprocessing.counts import Counts
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -42,6 +41,36 @@ class ChunkSettings:
     backend: Literal["auto", "fast", "reference"]
     filters: tuple[FilterSource, ...]
     with_hashes: bool
+
+
+@dataclass
+class Counts:
+    """What became of the records read so far: records = documents + rejected + dropped."""
+
+    documents: int = 0
+    tokens: int = 0
+    unknown_tokens: int = 0
+    repaired_documents: int = 0
+    utf8_bytes: int = 0  # of the texts that were tokenized
+    rejected: Counter[str] = field(default_factory=Counter)  # records by reason: errors
+    dropped: Counter[str] = field(default_factory=Counter)  # records by the name of the filter
+
+    def add(self, other: "Counts") -> None:
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.unknown_tokens += other.unknown_tokens
+        self.repaired_documents += other.repaired_documents
+        self.utf8_bytes += other.utf8_bytes
+        self.rejected.update(other.rejected)
+        self.dropped.update(other.dropped)
+
+    @property
+    def errors(self) -> int:
+        return self.rejected.total()
+
+    @property
+    def records(self) -> int:
+        return self.documents + self.errors + self.dropped.total()
 
 
 @dataclass(frozen=True)

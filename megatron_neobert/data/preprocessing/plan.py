@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from megatron_neobert.data.corpus.format import (
     validation_files,
 )
 from megatron_neobert.data.corpus.writer import refuse_existing
-from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_sha256, input_version
+from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_version
 from megatron_neobert.data.inputs.recognise import split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings, read_size
 from megatron_neobert.data.inputs.stream import Chunk, is_url
@@ -176,14 +175,6 @@ class Plan:
             )
         return jobs
 
-    @cached_property
-    def _chunks_of(self) -> Counter[str]:
-        return Counter(chunk.path for chunk in self.chunks)
-
-    def input_bytes(self, chunk: Chunk) -> float:
-        """Return the chunk's share of its input file, taken as equal among all its chunks: for estimates."""
-        return self.versions[chunk.path].bytes / self._chunks_of[chunk.path]
-
     @property
     def filters(self) -> dict[str, int | float | str | None]:
         """Settings that decide which documents are in the corpus."""
@@ -285,16 +276,6 @@ def is_complete(plan: Plan) -> bool:
         return False
     sizes = {input_label(path): version.bytes for path, version in plan.versions.items()}
     written = files.manifest.stat().st_mtime_ns
-
-    def is_unchanged(path: str, version: InputVersion) -> bool:
-        # A file server's clock may be ahead of this machine's, so a later time alone is no change.
-        if is_url(path) or int(version.version) < written:
-            return True
-        record = manifest.inputs.get(input_label(path))
-        return record is not None and input_sha256(path) == record.sha256
-
-    largest = max(volume.bin.bytes for volume in manifest.volumes)
-    cannot_be_cut = len(manifest.volumes) > 1 or len(plan.chunks) == 1  # one chunk alone may exceed --shard-size
     return (
         (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
         and manifest.filters == plan.filters
@@ -302,8 +283,7 @@ def is_complete(plan: Plan) -> bool:
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
         and (len(manifest.volumes) == 1 or settings.shard_size is not None)
-        and (largest <= (settings.shard_size or largest) or cannot_be_cut)
-        and all(is_unchanged(*shard) for shard in plan.versions.items())
+        and all(is_url(path) or int(version.version) < written for path, version in plan.versions.items())
     )
 
 

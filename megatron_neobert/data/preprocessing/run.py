@@ -6,6 +6,7 @@ are kept in PREFIX.partial, so what a killed run has done is not done again.
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,12 +21,11 @@ from megatron_neobert.data.corpus.format import (
 from megatron_neobert.data.corpus.shard_job import ChunkFiles
 from megatron_neobert.data.corpus.writer import OutputSettings, WrittenCorpus, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import input_label
-from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkResult, remember, tokenize_chunk
-from megatron_neobert.data.preprocessing.counts import Counts, check_error_rate
+from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkResult, Counts, remember, tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import Plan, refuse_damaged
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.jobs import Finished, JobFolder, progress_bar, read_all_finished, run_jobs
-from megatron_neobert.text import counted
+from megatron_neobert.runtime.jobs import Finished, JobFolder, finish_jobs
+from megatron_neobert.text import counted, percent
 
 _HOPELESS_AFTER_RECORDS = 10_000  # before that a share of errors says little
 # Times as many errors as all of the input may have if the rest is faultless: it is an estimate, and must not be wrong.
@@ -38,7 +38,6 @@ class PreprocessReport:
 
     written: WrittenCorpus
     counts: Counts  # of all chunks, those of an earlier run included
-    new_text_bytes: int  # UTF-8, without those
     seconds: float
     damaged: list[str]  # why input files were left out
 
@@ -61,18 +60,18 @@ def preprocess(plan: Plan) -> PreprocessReport:
         committing = settings.resume and folder.has_begun
         refuse_existing(plan.files, overwrite=settings.overwrite or committing)
         folder.begin(plan.decisive, resume=settings.resume, overwrite=settings.overwrite)
-        jobs = plan.jobs()
-        finished = {job.name: record for job, record in zip(jobs, read_all_finished(jobs), strict=True) if record}
-        taken_over = set(finished)
-        reasons = plan.damaged | _tokenize_missing(plan, jobs, finished)
+        finished, reasons = _tokenize(plan)
+        reasons |= plan.damaged
         damaged = {name: reasons[name] for name in map(input_label, plan.versions) if name in reasons}
         refuse_damaged(plan, damaged)
-        jobs = [job for job in jobs if job.input_name not in damaged]
-        results = [finished[job.name].result for job in jobs]
-        counts, first_error = _count(results)
+        jobs = [job for job in plan.jobs() if job.input_name not in damaged]
+        counts, first_error = Counts(), None
+        for job in jobs:
+            counts.add(finished[job.name].result.counts)
+            first_error = first_error or finished[job.name].result.first_error
         if not counts.documents:
             folder.remove()  # there is nothing in it that could be of use
-        check_error_rate(counts, settings.max_error_rate, first_error)
+        check_error_rate(counts, settings.max_error_rate, first_error, records=counts.records)
         if not counts.documents:
             raise DataError(
                 f"no document in {counted(len(plan.versions), 'shard')} ({counts.records:,} records: "
@@ -81,64 +80,62 @@ def preprocess(plan: Plan) -> PreprocessReport:
             )
         written = _join_chunks(plan, jobs, [finished[job.name] for job in jobs], counts, damaged)
         folder.remove()
-    new = (result.counts for job, result in zip(jobs, results, strict=True) if job.name not in taken_over)
-    return PreprocessReport(
-        written=written,
-        counts=counts,
-        new_text_bytes=sum(each.utf8_bytes for each in new),
-        seconds=time.monotonic() - started,
-        damaged=list(damaged.values()),
-    )
+    return PreprocessReport(written, counts, time.monotonic() - started, list(damaged.values()))
 
 
-def _tokenize_missing(
-    plan: Plan, jobs: Sequence[ChunkJob], finished: dict[str, Finished[ChunkResult]]
-) -> dict[str, str]:
-    """Do the chunks that are not finished, and add their records.
+def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, str]]:
+    """Do the chunks that are not finished.
 
     Returns:
-        Why input files are damaged, by label; of an input file with several damaged chunks the first.
+        The records of all finished chunks by name, and why input files are damaged, by label; of an input file with
+        several damaged chunks the first.
 
     Raises:
         DataError: The run would have too many errors even if everything that is left were faultless.
     """
-    settings = plan.settings
+    settings, jobs, counts, done_bytes = plan.settings, plan.jobs(), Counts(), 1.0
+    chunks_of, total_bytes = Counter(job.input_name for job in jobs), sum(one.bytes for one in plan.versions.values())
     remember(plan.tokenizer, plan.encoder)
-    input_bytes = {job.name: plan.input_bytes(chunk) for job, chunk in zip(jobs, plan.chunks, strict=True)}
-    counts, first_error = _count([record.result for record in finished.values()])
+    finished: dict[str, Finished[ChunkResult]] = {}
     damaged: dict[str, str] = {}
-    results = run_jobs(
-        tokenize_chunk,
-        [job for job in jobs if job.name not in finished],
+    first_error = None
+    results = finish_jobs(
+        jobs,
+        label="chunks",
+        function=tokenize_chunk,
         workers=settings.workers,
         executor=settings.executor,
         ray_address=settings.ray_address,
     )
-    total, before = sum(input_bytes.values()), sum(input_bytes[name] for name in finished)
-    done = before
-    with closing(results), progress_bar(total=total, initial=before, unit="B", unit_scale=True) as bar:
+    with closing(results):
         for job, outcome in results:
-            done += input_bytes[job.name]
-            bar.update(input_bytes[job.name])
+            done_bytes += job.version.bytes / chunks_of[job.input_name]
             if isinstance(outcome, str):
                 damaged[job.name] = outcome
                 continue
             finished[job.name] = outcome
             counts.add(outcome.result.counts)
             first_error = first_error or outcome.result.first_error
-            bar.set_postfix_str(f"{counts.documents:,} documents, {counts.errors:,} rejected", refresh=False)
             if counts.records >= _HOPELESS_AFTER_RECORDS or not settings.max_error_rate:
-                most_records = _HOPELESS * counts.records * max(1.0, total / max(done, 1))
+                most_records = _HOPELESS * counts.records * max(1.0, total_bytes / done_bytes)
                 check_error_rate(counts, settings.max_error_rate, first_error, records=most_records)
-    return {job.input_name: damaged[job.name] for job in reversed(jobs) if job.name in damaged}
+    return finished, {job.input_name: damaged[job.name] for job in reversed(jobs) if job.name in damaged}
 
 
-def _count(results: Sequence[ChunkResult]) -> tuple[Counts, str | None]:
-    """Return the sum of the counts, and the first error among the results."""
-    counts = Counts()
-    for result in results:
-        counts.add(result.counts)
-    return counts, next((result.first_error for result in results if result.first_error), None)
+def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None, *, records: float) -> None:
+    """Raise DataError if more of the records are in error than may be.
+
+    Args:
+        first_error: An example: the record's place and what is wrong with it.
+        records: Number of records that the rate is of.
+    """
+    if counts.errors > max_error_rate * records:
+        raise DataError(
+            f"{counts.errors:,} of {counts.records:,} records have no usable text "
+            f"({percent(counts.errors / counts.records, digits=2)}), more than --max-error-rate {max_error_rate} "
+            f"allows ({describe_reasons(counts.rejected)}); for example: {first_error}. "
+            "Fix the shards or the filter, check --text-key and --record-key, or allow more"
+        )
 
 
 def _join_chunks(

@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
+from megatron_neobert.data.tokenizer.files import raise_unless_library
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.text import parse_json
@@ -37,8 +38,7 @@ _DENSE_END = 0x3000  # below: alphabets, marks, symbols; every code point is tri
 _BLOCK = 128  # code points; blocks of Unicode start at multiples of 16, few are smaller than this
 _SAMPLE = 16  # code points of each block above _DENSE_END
 _PLANES = ((_DENSE_END, 0xD800), (0xE000, 0x33480), (0xE0000, 0xE0200), (0x10FF80, 0x110000))  # no surrogates
-_MIXTURES = 700  # adversarial strings of mixed characters
-_VOCABULARY_STRINGS = 200  # and of pieces of the vocabulary
+_MIXTURES = 900  # adversarial strings of mixed characters and pieces of the vocabulary
 
 _WORDS = (
     "hello", "Führer", "naïve", "İstanbul", "ſtraße", "ΑΣ", "ὈΔΥΣΣΕΎΣ", "e\u0301", "A\u030a\u0327", "ﬁnance", "Ａｂｃ",
@@ -211,9 +211,7 @@ def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Res
     try:
         return function(*arguments)
     except BaseException as error:
-        # A Rust panic is not an Exception; Ctrl-C and a handler's SystemExit are not either, and must pass.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        raise_unless_library(error)
         first_line = str(error).partition("\n")[0]
         raise BackendMismatch(f"{name} failed ({type(error).__name__}: {first_line})") from error
 
@@ -287,12 +285,8 @@ def probe_strings(tokenizer: Tokenizer) -> list[str]:
     fixed += [*literals, *(f"a{literal}b {literal}, {literal.lower()}" for literal in literals)]
 
     known = (tokenizer.backend.id_to_token(id_) for id_ in generator.integers(0, tokenizer.vocab_size, 1000).tolist())
-    pieces = [piece.removeprefix("##").replace("▁", " ").replace("Ġ", " ") for piece in known if piece is not None]
-    drawn = generator.integers(0, len(pieces), (_VOCABULARY_STRINGS, 12))
-    vocabulary = [(" " if number % 2 else "").join(pieces[i] for i in row) for number, row in enumerate(drawn)]
-
-    parts = [*_WORDS, *_INVISIBLE, *literals, *(" " for _ in range(60)), *_SPACES, *"aeinrst.,!?()[]\"'-/0123456789"]
+    parts = [piece.removeprefix("##").replace("▁", " ").replace("Ġ", " ") for piece in known if piece is not None]
+    parts += [*_WORDS, *_INVISIBLE, *literals, *(" " for _ in range(99)), *_SPACES, *"aeinrst.,!?()[]\"'-/0123456789"]
     parts += [chr(code) for code in generator.integers(0x21, 0x30000, 200) if not 0xD800 <= code < 0xE000]
-    counts = generator.integers(1, 40, _MIXTURES)
-    mixtures = ["".join(parts[number] for number in generator.integers(0, len(parts), count)) for count in counts]
-    return [*fixed, *blocks, *vocabulary, *mixtures]
+    drawn = (generator.integers(0, len(parts), count) for count in generator.integers(1, 40, _MIXTURES))
+    return [*fixed, *blocks, *("".join(parts[number] for number in numbers) for numbers in drawn)]

@@ -7,6 +7,7 @@ import base64
 import json
 import re
 import struct
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.To
     """
     config = read_tokenizer_config(path.parent)
     backend = _read_tokenizer_json(path) if path.suffix == ".json" else _read_vocab_txt(path, config, tokenizer_type)
-    return backend, _find_special_names(backend, path, config)
+    return backend, _find_special_names(backend, path)
 
 
 def build_bert_backend(
@@ -279,34 +280,37 @@ def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
         )
 
 
-def declared_names(config: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Names of special tokens by role, as far as the tokenizer_config.json of a folder gives them."""
-    names = {}
-    for role in STANDARD_NAMES:
-        declared = config.get(f"{role}_token")
+def choose_special_names(
+    known: Collection[str], folder: Path, usual: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the names of the special tokens by role, and the names that are needed but not among the pieces.
+
+    The tokenizer_config.json of the folder decides where it names a role's token; else the first usual name that is
+    known does, or the last one if none is.
+    """
+    config = read_tokenizer_config(folder)
+    names: dict[str, str] = {}
+    missing = []
+    for role, candidates in usual.items():
+        declared: Any = config.get(f"{role}_token")
         if isinstance(declared, dict):  # an AddedToken as Hugging Face writes it
             declared = declared.get("content") or declared
         # JSON can name half a character, which no file holds.
-        if isinstance(declared, str) and declared and declared == declared.encode("utf-8", "ignore").decode():
-            names[role] = declared
-        elif declared is not None:
+        is_name = isinstance(declared, str) and declared and declared == declared.encode("utf-8", "ignore").decode()
+        if declared is not None and not is_name:
             raise DataError(
                 f"{folder / 'tokenizer_config.json'}: expected {role}_token to be the name of a token, found "
                 f"{json.dumps(declared)[:80]}; correct it"
             )
-    return names
+        found = [name for name in ([declared] if declared else candidates) if name in known]
+        names[role] = declared or (found or candidates)[0 if found else -1]
+        if not found:
+            missing.append(visible(declared or candidates[0])[:80])
+    return names, missing
 
 
-def _find_special_names(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> dict[str, str]:
-    names, missing = {}, []
-    declared = declared_names(config, path.parent)
-    for role, standard in STANDARD_NAMES.items():
-        candidates = (declared[role],) if role in declared else standard
-        known = [name for name in candidates if backend.token_to_id(name) is not None]
-        if known:
-            names[role] = known[0]
-        else:
-            missing.append(visible(candidates[0])[:80])
+def _find_special_names(backend: tokenizers.Tokenizer, path: Path) -> dict[str, str]:
+    names, missing = choose_special_names(backend.get_vocab(), path.parent, STANDARD_NAMES)
     if missing:
         raise DataError(
             f"{path}: {', '.join(missing)} missing among {backend.get_vocab_size()} ids; training needs "

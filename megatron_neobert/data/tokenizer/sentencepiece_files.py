@@ -18,10 +18,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from megatron_neobert.data.tokenizer.files import (
     STANDARD_NAMES,
-    declared_names,
+    choose_special_names,
     is_character_map,
     raise_unless_library,
-    read_tokenizer_config,
     read_whole,
 )
 from megatron_neobert.errors import DataError
@@ -53,7 +52,7 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     except BaseException as error:
         raise_unless_library(error)
         raise DataError(f"{path}: the tokenizers library refuses it ({error}); fetch it again") from error
-    names = _choose_names(model, declared_names(read_tokenizer_config(path.parent), path.parent))
+    names = _choose_names(model, path.parent)
     # In the order of the vocabulary, then of these roles: what is new gets the next id.
     declared_special = [
         entry.piece for entry in model.pieces if entry.type == _CONTROL or entry.piece in names.values()
@@ -65,17 +64,13 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     return backend, names
 
 
-def _choose_names(model: Any, declared: dict[str, str]) -> dict[str, str]:
-    """Each role's declared name if there is one, else the first of the usual names that the model knows."""
-    known = {entry.piece for entry in model.pieces}
+def _choose_names(model: Any, folder: Path) -> dict[str, str]:
+    """Return the name of each role's token: declared, BERT's, the model's own, or RoBERTa's."""
     spec = model.trainer_spec
     own = {"cls": spec.bos_piece, "sep": spec.eos_piece, "pad": spec.pad_piece}
     own["unk"] = next(entry.piece for entry in model.pieces if entry.type == _UNKNOWN)
-    names = {}
-    for role, (bert, roberta) in STANDARD_NAMES.items():
-        usual = [bert, own.get(role, roberta), roberta]
-        names[role] = declared.get(role) or next((name for name in usual if name in known), roberta)
-    return names
+    usual = {role: (bert, own.get(role, roberta), roberta) for role, (bert, roberta) in STANDARD_NAMES.items()}
+    return choose_special_names({entry.piece for entry in model.pieces}, folder, usual)[0]
 
 
 def _build_backend(model: Any, symbols: list[str]) -> tokenizers.Tokenizer:

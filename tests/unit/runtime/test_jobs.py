@@ -12,7 +12,7 @@ import pytest
 from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.jobs import Job, JobFolder, read_finished, run_job, run_jobs
+from megatron_neobert.runtime.jobs import Job, JobFolder, finish_jobs, read_finished, run_job, run_jobs
 
 SETTINGS = {"tokenizer": "abc", "min_tokens": 0}
 
@@ -189,6 +189,36 @@ def test_every_job_is_done_once(tmp_path, workers):
     results = dict(run_jobs(run_job, jobs, workers=workers))
     assert {job.number: finished.result for job, finished in results.items()} == {n: n * n for n in range(5)}
     assert all(read_finished(job) == finished for job, finished in results.items())
+
+
+class ClosedScreen:
+    """A terminal that is gone: the error of its writes, and their number."""
+
+    def __init__(self, error):
+        self.error, self.writes = error, 0
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.writes += 1
+        raise self.error
+
+    flush = isatty
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ValueError("I/O operation on closed file")])
+def test_screen_that_is_closed_while_the_bar_is_drawn_does_not_end_a_run(tmp_path, monkeypatch, error):
+    screen = ClosedScreen(error)
+    monkeypatch.setattr(sys, "stderr", screen)
+
+    def work_for_a_while(job):
+        time.sleep(0.6)  # a bar is drawn every half second
+        return run_job(job)
+
+    jobs = squares(tmp_path, range(2))
+    assert [job for job, _ in finish_jobs(jobs, label="jobs", function=work_for_a_while, workers=1)] == jobs
+    assert screen.writes > 0
 
 
 def test_worker_that_ends_by_itself_ends_the_run(tmp_path):

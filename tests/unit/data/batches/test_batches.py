@@ -97,21 +97,6 @@ def test_every_document_occurs_exactly_once_per_epoch(corpus, long_documents):
     assert found == expected
 
 
-def test_epochs_have_other_orders_and_other_masks(corpus):
-    rows = len(list(first_epoch(corpus)))
-    batches = list(micro_batches(stream_of(corpus, micro_batch_size=1, global_batch_size=1), 2 * rows - 5))
-
-    def masks(part: list[PackedBatch]) -> dict[tuple[int, ...], tuple[bool, ...]]:
-        """Of documents that fill a row."""
-        return {one.ids: one.masked for batch in part for one in documents_of(batch) if len(one.ids) == 62}
-
-    first, second = masks(batches[:rows]), masks(batches[rows:])
-    in_both = [ids for ids in second if ids in first]
-    assert len(in_both) > 50
-    assert list(first)[:50] != list(second)[:50]
-    assert not any(first[ids] == second[ids] for ids in in_both)
-
-
 @pytest.mark.parametrize("masking", [MaskingScheme(), BERT])
 def test_a_packed_batch_keeps_its_promises(corpus, masking):
     specials = torch.tensor(IDS.special)

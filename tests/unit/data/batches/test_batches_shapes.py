@@ -1,14 +1,13 @@
 """What a rank holds of a micro-batch: its share under context parallelism, and lengths that do not change."""
 
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from unit.data.corpus.memory_corpus import MemoryCorpus, micro_batches, stream_of, web_like_lengths
+from unit.data.corpus.memory_corpus import micro_batches, stream_of
 
-from megatron_neobert.data.batches.rows import IGNORED_LABEL, fill_up, usual_documents, usual_masked
+from megatron_neobert.data.batches.rows import IGNORED_LABEL, fill_up
 from megatron_neobert.data.batches.stream import PackedBatch
 
 
@@ -58,25 +57,3 @@ def test_more_documents_or_masks_than_usual_step_up_by_a_whole_multiple():
     values = np.arange(1, 131)
     assert [len(fill_up(values[:count], 64, 0)) for count in (0, 1, 64, 65, 128, 129)] == [64, 64, 64, 128, 128, 192]
     assert fill_up(values[:2], 4, -100).tolist() == [1, 2, -100, -100]
-
-
-def test_room_for_masks_is_six_deviations_above_the_mean():
-    """65,536 slots at 0.2: mean 13,107.2, deviation 102.4, sum 13,721.6, of which the next multiple of 128."""
-    assert usual_masked(65_536, probability=0.2) == 13_824
-    assert usual_masked(256, probability=1.0) == 256
-
-
-@pytest.mark.parametrize("lengths", ["web", "sentences", "both"])
-def test_room_for_documents_is_hardly_ever_exceeded_and_not_wasteful(lengths):
-    """Of 300 micro-batches of 16 rows of 1,024 none exceeds it (gate 1 %), and it is below four times the mean."""
-    generator = np.random.default_rng(0)
-    sentences = np.maximum(1, generator.lognormal(np.log(13), 0.6, 40_000)).astype(np.int64)
-    web = web_like_lengths(40_000)
-    corpus = MemoryCorpus(
-        {"web": web, "sentences": sentences, "both": np.where(generator.random(40_000) < 0.9, sentences, web)}[lengths]
-    )
-    own = stream_of(corpus, seq_length=1024, micro_batch_size=16, global_batch_size=16)
-    usual = usual_documents(own.sources, own.settings)
-    documents = np.array([len(rows.segments) for rows, _ in islice(own.global_batches(), 300)])
-    assert (documents > usual).mean() <= 0.01
-    assert usual <= 4 * documents.mean() + 64

@@ -2,17 +2,15 @@
 
 import hashlib
 from collections import defaultdict
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, bits_of, web_like_lengths
+from unit.data.corpus.memory_corpus import batch_settings
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT, documents_between
-from megatron_neobert.data.batches.rows import documents_in_window, pack_window
+from megatron_neobert.data.batches.rows import documents_in_window
 from megatron_neobert.data.batches.stream import BatchStream, Source
-from megatron_neobert.data.corpus.attributes import ChosenDocuments
 
 WEIGHTS = (1, 2, 2)
 NUMBER = (1 << COMPONENT_SHIFT) - 1  # the bits of a document's number inside its corpus
@@ -55,25 +53,6 @@ def test_any_run_of_windows_is_within_one_document_of_the_shares(corpora, weight
         assert np.abs(up_to[first + 1 :] - up_to[first] - windows * size * np.array(weights) / period).max() < 1
 
 
-def test_stage_2_of_web_like_documents_fills_its_rows(monkeypatch):
-    """At least 95 % (measured 95.9 to 96.4 % for four seeds), with most tokens from min=2048.
-
-    More is not to be had of whole documents: all but one in a thousand rows hold a document of more than half a row.
-    Each component packed by itself filled 87 %, since every row of min=2048 held one document.
-    """
-    monkeypatch.setattr("megatron_neobert.data.batches.rows.WINDOW_DOCUMENTS", 4096)
-    corpus = MemoryCorpus(web_like_lengths(200_000))
-    longer = [ChosenDocuments(bits_of(corpus.lengths >= minimum), range(200_000)) for minimum in (1024, 2048)]
-    sources = tuple(map(Source, [corpus] * 3, [range(200_000), *longer], WEIGHTS))
-    settings = batch_settings(seq_length=4096)
-    windows = [pack_window(sources, settings, epoch=0, window=window) for window in range(8)]
-    tokens_c = sum(
-        np.bincount(rows.segments.documents_n >> COMPONENT_SHIFT, weights=rows.segments.slots_n) for rows in windows
-    )
-    assert tokens_c.sum() / (4096 * sum(map(len, windows))) >= 0.95
-    assert (tokens_c / tokens_c.sum()).round(2).tolist() == [0.06, 0.36, 0.58]
-
-
 # --- one order per source, independent of the others ---
 
 
@@ -89,17 +68,6 @@ def test_every_source_passes_through_its_own_epochs_and_each_holds_every_documen
         for epoch in range(max(epochs) - 1):  # rows of the last window may still be unread
             assert sorted(epochs[epoch]) == list(range(len(corpus.lengths)))
         assert epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize("block_size", [1, 16])
-def test_the_order_of_a_source_does_not_depend_on_the_others(corpora, block_size):
-    sources = blend(corpora).sources
-    changed = (sources[0], *(replace(source, corpus=corpora[0], documents=range(7)) for source in sources[1:]))
-    order, other_order = (
-        [number[component == 0] for component, number in [documents_of(one, range(30), document_block_size=block_size)]]
-        for one in (sources, changed)
-    )
-    assert np.array_equal(order, other_order)
 
 
 def test_the_order_without_an_end_is_the_same_however_it_is_asked_for():

@@ -13,7 +13,7 @@ import torch
 from unit.data.child_processes import has_ended, wait_for
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, bits_of, contents, stream_of, web_like_lengths
 
-from megatron_neobert.data.batches.loader import DaliLoader, build_loader, named_worker_deaths
+from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
 from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments
 from megatron_neobert.errors import CheckpointError, ConfigError, WorkerError
@@ -40,7 +40,7 @@ def load(request):
     if request.param == "torch":
         return build_loader
     pytest.importorskip("nvidia.dali", reason="nvidia-dali-cuda130 is not installed")
-    return lambda stream, *, num_workers: DaliLoader(stream, num_workers=num_workers, device=CPU)
+    return lambda stream, *, num_workers: build_dali_loader(stream, num_workers=num_workers, device=CPU)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -62,7 +62,7 @@ def test_the_cursor_of_the_last_step_taken_continues_a_loader_whose_workers_ran_
 def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(load, stream):
     other = replace(stream, cursor=Cursor(0, 0, 9999))
     with pytest.raises(CheckpointError, match=r"^the checkpoint continues at row 9,999 of window 0, .* new run\.$"):
-        next(iter(load(other, num_workers=1)))
+        next(load(other, num_workers=1))
 
 
 # --- worker processes
@@ -72,7 +72,7 @@ def test_batches_from_workers_hold_no_file_descriptors(stream):
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    steps = iter(build_loader(stream, num_workers=1))
+    steps = build_loader(stream, num_workers=1)
     kept = [next(steps)]
     before = open_files()
     kept += list(islice(steps, 20))  # torch's way would hold 4 for each of 20 steps of 4 micro-batches
@@ -84,7 +84,7 @@ def test_batches_from_workers_hold_no_file_descriptors(stream):
 def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(stream, stop_signal):
     """The trainer still has to finish its step and save; only it may end the worker."""
     before = multiprocessing.active_children()
-    steps = iter(build_loader(stream, num_workers=1))
+    steps = build_loader(stream, num_workers=1)
     loaded = [next(steps)]
     (worker,) = set(multiprocessing.active_children()) - set(before)
     subprocess.run(["kill", f"-{stop_signal}", str(worker.pid)], check=True)
@@ -119,7 +119,7 @@ def test_workers_end_when_their_trainer_is_killed(stream):
     pids, to_test = multiprocessing.Pipe(duplex=False)
 
     def train() -> None:
-        steps = iter(build_loader(stream, num_workers=2))
+        steps = build_loader(stream, num_workers=2)
         next(steps)
         to_test.send([worker.pid for worker in multiprocessing.active_children()])
         time.sleep(60)
@@ -140,7 +140,7 @@ def test_workers_end_when_their_trainer_is_killed(stream):
 def test_steps_of_dali_on_the_gpu_equal_those_of_the_default_loader(stream):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali-cuda130 is not installed")
     device = torch.device("cuda", 0)
-    loaded = list(islice(DaliLoader(stream, num_workers=1, device=device), 25))
+    loaded = list(islice(build_dali_loader(stream, num_workers=1, device=device), 25))
     expected = list(islice(build_loader(stream, num_workers=0), 25))
     moved = [replace(step, micro_batches=[batch.to(device) for batch in step.micro_batches]) for step in expected]
     assert contents(loaded) == contents(moved)
@@ -149,4 +149,4 @@ def test_steps_of_dali_on_the_gpu_equal_those_of_the_default_loader(stream):
 def test_without_dali_the_package_and_its_pip_line_are_named(stream, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # as import finds it where it is not installed
     with pytest.raises(ConfigError, match=r"nvidia-dali-cuda130; .*pip install 'megatron-neobert\[dali\]'"):
-        DaliLoader(stream, num_workers=0, device=CPU)
+        build_dali_loader(stream, num_workers=0, device=CPU)

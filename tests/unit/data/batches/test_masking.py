@@ -33,15 +33,6 @@ def test_the_share_of_selected_tokens_is_the_probability(scheme):
     assert abs(selected - n * p) < 4 * np.sqrt(n * p * (1 - p))
 
 
-def test_neighbouring_tokens_are_selected_independently():
-    """Pairs of selected neighbours are n p^2 on average; their deviation is below 2 sqrt(n p^2)."""
-    n, p = 400_000, 0.2
-    positions = mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0]).positions_m
-    for distance in (1, 2, 7, 8, 16):
-        pairs = len(np.intersect1d(positions, positions + distance))
-        assert abs(pairs - n * p**2) < 4 * 2 * np.sqrt(n * p**2), distance
-
-
 def test_special_tokens_are_never_selected():
     tokens = np.random.default_rng(0).integers(0, 10, 50_000)  # half of them special: 0 to 4
     masked = mask(tokens, segments((3, 0, 0, len(tokens))), [0], scheme=MaskingScheme(probability=1.0))
@@ -93,28 +84,7 @@ def test_a_token_is_masked_alike_wherever_its_document_is_cut_and_packed(start):
     assert 0 < piece.sum() < len(piece)
 
 
-@pytest.mark.parametrize(
-    "other", [{"document": 1}, {"document": 2**32}, {"epoch": 1}, {"seed": 2}, {"seed": 1 + 2**32}]
-)
-def test_masks_of_other_documents_epochs_and_seeds_are_unrelated(other):
-    """At 20 % each, two independent masks of n tokens share n * 0.04, standard deviation sqrt(n * 0.04 * 0.96)."""
-    n = 10_000
-
-    def masked_positions(*, document=0, epoch=0, seed=1) -> np.ndarray:
-        return mask(ordinary_tokens(n), segments((document, epoch, 0, n)), [0], seed=seed).positions_m
-
-    shared = len(np.intersect1d(masked_positions(), masked_positions(**other)))
-    assert abs(shared - n * 0.04) < 4 * np.sqrt(n * 0.04 * 0.96)
-
-
 @pytest.mark.parametrize("probability", [0.0, -0.1, 1.2, 1e-6, float("nan")])
 def test_a_probability_that_selects_nothing_or_too_much_is_refused(probability):
     with pytest.raises(ConfigError, match=f"masking probability {probability} is outside"):
         MaskingScheme(probability=probability)
-
-
-@pytest.mark.parametrize(("shares", "total"), [((0.8, 0.1, 0.2), "1.1"), ((1.2, -0.2, 0.0), "1")])
-def test_shares_that_are_not_shares_are_refused(shares, total):
-    mask_share, random_share, keep_share = shares
-    with pytest.raises(ConfigError, match=f"sum to {total};"):
-        MaskingScheme(mask_share=mask_share, random_share=random_share, keep_share=keep_share)

@@ -28,16 +28,6 @@ def test_documents_of_a_huge_corpus_do_not_collide_and_stay_inside(size):
     assert documents.max() < size
 
 
-@pytest.mark.parametrize("size", [10_000, 10**9])
-def test_neighbours_in_the_order_are_far_apart_in_the_corpus(size):
-    """Two independent uniform places are size / 3 apart on average, with standard deviation size / sqrt(18).
-
-    The gate of 0.02 is 5 standard deviations of a mean of 4,000 such distances (neighbouring distances share a place).
-    """
-    documents = permute(np.arange(4000), size=size, seed=9, epoch=0)
-    assert abs(np.abs(np.diff(documents)).mean() / size - 1 / 3) < 0.02
-
-
 def test_all_orders_of_four_documents_are_equally_likely():
     """Chi-squared of 2,400 seeds over 4! = 24 orders: mean 23, standard deviation sqrt(2 * 23)."""
     orders = [tuple(whole(4, seed=seed)) for seed in range(2400)]

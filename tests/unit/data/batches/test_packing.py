@@ -73,11 +73,3 @@ def test_every_segment_is_packed_once_no_row_overflows_and_at_most_0_3_percent_a
     assert np.diff(rows.row_offsets).min() >= 1
     assert rows.row_offsets[-1] == len(segments)
     assert 1 - tokens_per_row(rows).sum() / (len(rows) * 1024) <= 0.003
-
-
-def test_rows_are_not_sorted_by_the_length_of_their_documents():
-    """Best-fit decreasing alone gives a rank correlation near 1; the standard deviation of chance is 1 / sqrt(rows)."""
-    rows = pack(cut(web_like_lengths(4096)))
-    documents_per_row = np.diff(rows.row_offsets)
-    correlation = np.corrcoef(np.arange(len(rows)), documents_per_row)[0, 1]
-    assert abs(correlation) < 4 / np.sqrt(len(rows))

@@ -115,15 +115,3 @@ def test_other_data_begin_at_their_start_in_another_order_and_with_other_masks(t
     from_edge = contents(islice(stream.from_iteration(4).steps(), 3))
     assert from_edge == contents(islice(own.steps(), 3))
     assert from_edge != contents(islice(stream_of(same_seed).steps(), 3)), "the comparison sees no seed"
-
-
-def test_lower_rates_mask_subsets_of_what_higher_rates_mask(tiny_corpus):
-    """30, 15 and 5 % of the same tokens; another seed masks others, which the comparison notices."""
-    masked = []
-    for rate, seed in ((0.3, 0), (0.15, 0), (0.05, 0), (0.05, 1)):
-        settings = settings_of(tiny_corpus, mask_prob=rate).with_section("training", seed=seed)
-        batches = next(stream_of(settings).steps()).micro_batches
-        masked.append({(n, place) for n, one in enumerate(batches) for place in one.masked_positions_m.tolist()})
-    most, half, few, others = masked
-    assert few < half < most
-    assert not others < half

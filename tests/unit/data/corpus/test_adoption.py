@@ -1,6 +1,8 @@
 """What Megatron-LM has written becomes a corpus where it lies: its documents without separators, and no copy."""
 
+import multiprocessing
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -106,6 +108,34 @@ def test_files_of_others_are_not_replaced(tmp_path):
     with pytest.raises(OutputError, match=r"N_documents\.idx has no manifest beside it; move it away"):
         adopt(prefix, TOKENIZER)
     assert theirs.read_text() == "precious"
+
+
+def adopt_until_a_kill(prefix, at):
+    """Adopt, and be killed when files and folders are brought to disk for the `at`-th time."""
+    calls, sync = [], os.fsync
+
+    def count(descriptor):
+        calls.append(descriptor)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(descriptor)
+
+    os.fsync = count
+    adopt(prefix, TOKENIZER)
+
+
+def test_start_after_a_kill_at_any_point_finishes_the_corpus(tmp_path):
+    for at in range(1, 100):
+        prefix = write_as_megatron(tmp_path / f"M{at}", DOCUMENTS, eod_id=SEP)
+        process = multiprocessing.get_context("fork").Process(target=adopt_until_a_kill, args=(prefix, at))
+        process.start()
+        process.join()
+        corpus, _ = adopt(prefix, TOKENIZER)
+        check_content(corpus)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert 3 < at < 99
 
 
 def test_every_reader_names_the_command_that_makes_a_corpus_of_such_files(tmp_path, tiny_corpus):

@@ -77,13 +77,6 @@ def test_signature_is_of_the_set_of_ngrams_within_the_document_alone(ngram):
         assert not np.array_equal(short, longer), "documents shorter than an n-gram are told apart"
 
 
-def test_documents_of_many_blocks_have_the_signature_of_each_alone(monkeypatch):
-    documents = random_documents([10, 300, 7, 45, 1], 1000)
-    expected = minima_of(*documents)
-    monkeypatch.setattr("megatron_neobert.data.deduplication.minhash._BLOCK_TOKENS", 50)
-    assert np.array_equal(minima_of(*documents), expected)
-
-
 def test_key_of_a_band_is_shared_with_just_the_probability_of_its_rows():
     """J^rows of 2,000 pairs with J = 0.8 in each of 14 bands: 0.168, and 1 - (1 - 0.8^8)^14 = 0.924 in one at least."""
     generator = np.random.default_rng(0)

@@ -83,40 +83,6 @@ def test_records_are_kept_dropped_rewritten_and_rejected_in_the_order_of_the_fil
     assert [name for name in manifest.filters if "filter" in name] == ["own_filters:no_masks", "own_filters:rewrite"]
 
 
-def test_a_text_file_has_no_fields_and_the_filter_knows_its_name(place, filters):
-    (place.shards / "one.txt").write_text("hello\nzy world\n")
-    place.run(filter=filters("rewrite"), record_keys=("language",), text_separator="\n")
-    assert decoded(place) == ["hello", "world"]
-    place.add_texts("two.jsonl", "hello")
-    with pytest.raises(
-        DataError, match=r"1 own_filters:name_the_shard: one\.txt, 1 own_filters:name_the_shard: two\.jsonl"
-    ):
-        place.run("named", filter=filters("name_the_shard"), record_keys=())
-
-
-def test_a_field_that_is_no_utf8_is_repaired(place, filters):
-    broken = pa.array([b"wor\xffld", None, b"xy"]).view(pa.binary())
-    languages = pa.Array.from_buffers(pa.string(), 3, broken.buffers(), null_count=1)
-    pq.write_table(pa.table({"content": ["zy", "hello zy", "zy"], "language": languages}), place.shards / "a.parquet")
-    file = place.folder / "own_filters.py"
-    file.write_text(file.read_text() + "def show(record):\n    return repr(record.fields['language'])\n")
-    with pytest.raises(DataError, match=r"1 own_filters:show: 'wor\ufffdld', 1 own_filters:show: 'xy', 1 .*: None"):
-        place.run(filter=filters("show"), record_keys=("language",))
-
-
-def test_filter_whose_field_is_not_read_is_answered_with_the_flag_that_reads_it(place, filters):
-    write_lines(place)
-    file = place.folder / "own_filters.py"
-    file.write_text(FILTERS + "def needs(record):\n    return record.fields['language']\n")
-    with pytest.raises(
-        DataError, match=r"KeyError: 'language'.*\. Correct the filter, name every field .* --record-key"
-    ):
-        place.run(filter=filters("needs"), record_keys=(), max_error_rate=0.5)
-    place.add_lines("a.jsonl", '{"text": "hello"}')
-    with pytest.raises(DataError, match=r"\. Fix the shards, check --text-key, or allow more$"):
-        place.run("other", max_error_rate=0.5)
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -128,18 +94,6 @@ def test_answer_of_another_type_is_a_failure_of_the_filter(place, filters, funct
     place.add_texts("a.jsonl", "hello")
     with pytest.raises(DataError, match=rf"own_filters:{function}: TypeError: {message}"):
         place.run(filter=filters(function, "rewrite"), record_keys=(), max_error_rate=0.5)
-
-
-def test_file_with_postponed_annotations_and_a_dataclass_is_a_filter(place):
-    file = place.folder / "own_filters.py"
-    file.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass Rule:\n    word: str\n"
-        "def no_masks(record):\n    return Rule('a mask').word if 'mask' in record.text else None\n"
-    )
-    place.add_texts("a.jsonl", "hello", "mask")
-    place.run(filter=(f"{file}:no_masks",), record_keys=(), workers=2)
-    assert place.corpus().manifest.dropped == {"own_filters:no_masks: a mask": 1}
 
 
 @pytest.mark.parametrize("where", ["own_filters.py", "other/own_filters.py"])

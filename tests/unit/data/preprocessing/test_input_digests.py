@@ -66,11 +66,3 @@ def test_input_file_of_several_chunks_is_read_again_for_its_sha256(place, monkey
     (place.shards / "lines.jsonl").write_bytes(LINES)
     cut_small(monkeypatch, 1000)
     check(place, "lines.jsonl", read_again=1)
-
-
-def test_text_that_is_too_long_to_be_read_to_its_end_is_read_again_for_its_sha256(place):
-    (place.shards / "text.txt").write_text("hello " * 2_000_000)
-    place.run(max_document_bytes=1000)
-    record = place.corpus().manifest.inputs[str(place.shards / "text.txt")]
-    assert record.sha256 == hashlib.sha256(b"hello " * 2_000_000).hexdigest()
-    assert len(place.read_again) == 1

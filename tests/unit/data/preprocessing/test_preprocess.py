@@ -17,7 +17,6 @@ from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError
-from megatron_neobert.runtime.jobs import read_finished, run_jobs
 
 
 def test_corpus_is_byte_identical_for_any_number_of_workers_and_any_chunks(place, monkeypatch):
@@ -183,13 +182,3 @@ def test_shard_that_changes_while_it_is_read_is_refused(place):
         preprocess(plan)
     place.run()
     assert decoded(place) == ["world"]
-
-
-def test_chunk_that_two_processes_do_at_once_is_whole(place):
-    place.add_texts("a.jsonl", *("hello world " * 200 for _ in range(2000)))
-    plan = plan_preprocessing(place.settings(tokenizer_backend="reference"))
-    (job,) = plan.jobs()
-    plan.files.partial.mkdir(parents=True)
-    (_, first), (_, second) = run_jobs(tokenize_chunk, [job, job], workers=2)
-    assert first == second == read_finished(job)
-    assert sorted(file.suffix for file in plan.files.partial.iterdir()) == [".done", ".ids", ".lengths", ".rejects"]

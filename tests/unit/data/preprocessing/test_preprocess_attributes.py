@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from commands import call
 from unit.data.preprocess_place import Place, cut_small, random_text
 
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, attribute_types, choose_documents
@@ -142,25 +141,18 @@ def test_key_that_no_expression_could_name_is_refused(place):
         place.settings(record_keys=("2nd",))
 
 
-def test_corpus_of_an_earlier_version_with_sources_is_read_without_them(place):
+def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(place):
     place.run()
-    manifest = place.corpus().files.manifest
+    manifest, filters = place.corpus().files.manifest, place.corpus().manifest.filters
     counted = {
         "source_key": "from",
         "sources": {"a": {"documents": 1, "tokens": 1}},
         "sources_sha256": "0" * 64,
         "eod_id": None,
+        "filters": {**filters, "min_tokens": 0, "max_tokens": None},
     }
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | counted))
     check_content(Corpus(place.corpus().prefix))
-
-
-def test_command_keeps_attributes_and_inspection_lists_them(place):
-    prefix = place.folder / "P"
-    shards = ("--input", place.shards, "--output-prefix", prefix, "--tokenizer-model", place.vocab)
-    assert call("preprocess", *shards, "--record-key", "meta.from")[0] == 0
-    code, output, errors = call("inspect data", f"{prefix}_content_document")
-    assert (code, errors) == (0, "") and "meta_from (a text), length (a number), input (a text)" in output
 
 
 def test_names_that_are_not_utf8_keep_their_attributes(place):
@@ -171,14 +163,3 @@ def test_names_that_are_not_utf8_keep_their_attributes(place):
     assert attribute_types(corpus) == {"meta_from": "a text", "length": "a number", "input": "a text"}
     chosen = [choose_documents(corpus, [where], None) for where in ("meta_from=='new'", "input=='d*'", "length>=1")]
     assert [len(ChosenDocuments(bits, range(len(corpus)))) for bits in chosen] == [3, 3, len(corpus)]
-
-
-@pytest.mark.parametrize("arrow_type", [pa.timestamp("s"), pa.duration("s")], ids=str)
-def test_times_that_python_does_not_have_are_texts_or_numbers(place, arrow_type):
-    for shard in place.shards.iterdir():
-        shard.unlink()
-    dates = pa.array([2**40, 1], arrow_type)
-    pq.write_table(pa.table({"content": ["hello"] * 2, "date": dates}), place.shards / "a.parquet")
-    place.run(record_keys=("date",))
-    found = pq.read_table(place.corpus().files.attributes)["date"].to_pylist()
-    assert found[1] == ("1970-01-01 00:00:01.000" if arrow_type == pa.timestamp("s") else 1)

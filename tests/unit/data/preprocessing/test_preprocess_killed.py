@@ -127,19 +127,6 @@ def test_run_killed_while_it_joins_is_resumed_to_the_same_bytes(place, moment):
     assert len(all_bytes(place, "run")) == 40 * 2 + 1 + 3
 
 
-@needs_proc
-def test_worker_killed_while_it_joins_ends_the_run_with_74_and_chunks_are_kept(place):
-    large_shards(place, shards=40, megabytes=0.05)
-    process = start(place, *JOIN)
-    wait_for(lambda: list(place.glob("run_content_document.partial/output-*")))
-    workers = wait_for(lambda: children_of(process.pid))
-    os.kill(workers[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 74, errors
-    assert f"worker process {workers[0]} was killed by SIGKILL at corpus shard " in errors
-    assert "40 finished chunks are kept" in errors
-
-
 @pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", "3"))))

@@ -1,14 +1,11 @@
 """A run that resumes where another one stopped: the same bytes, and nothing done twice without need."""
 
-import os
-
 import pytest
-from unit.data.preprocess_place import add_mixed_shards, decoded
+from unit.data.preprocess_place import add_mixed_shards
 
 from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import is_complete, plan_preprocessing
-from megatron_neobert.errors import DataError
 
 
 class StoppedByTest(Exception):
@@ -53,19 +50,6 @@ def test_resumed_run_does_the_rest_and_ends_with_the_same_bytes(place, done, fin
     place.run(resume=True)
     assert len(done) == 7 - finished
     assert place.contents() == place.contents("whole")
-
-
-def test_fixed_shard_alone_is_done_again(place, done):
-    for name in ("a", "b", "c"):
-        place.add_texts(f"{name}.jsonl", f"hello {name}")
-    place.add_lines("c.jsonl", "broken")
-    with pytest.raises(DataError, match=r"c\.jsonl, line 1: malformed JSON"):
-        place.run(max_error_rate=0.0)
-    place.add_texts("c.jsonl", "world")
-    done.clear()
-    place.run(max_error_rate=0.0, resume=True)
-    assert done == ["c.jsonl"]
-    assert decoded(place)[2] == "world"
 
 
 def test_shards_may_be_added_and_left_out_between_two_runs(place, done):
@@ -125,25 +109,6 @@ def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
     else:
         place.add_texts("a.jsonl", "hallo")
     assert not is_complete(plan_preprocessing(place.settings(**same)))
-
-
-@pytest.mark.parametrize("names", ["a", "ab"])
-def test_corpus_whose_chunks_exceed_the_size_of_a_shard_is_complete(place, names):
-    """A corpus shard holds whole chunks, so one chunk may be larger than --shard-size."""
-    for name in names:
-        place.add_texts(f"{name}.jsonl", *["hello world"] * 9)
-    place.run(shard_size=4)
-    assert is_complete(plan_preprocessing(place.settings(shard_size=4, resume=True)))
-
-
-def test_unchanged_input_whose_file_server_has_a_clock_ahead_of_ours_is_complete(place):
-    place.add_texts("a.jsonl", "hello")
-    os.utime(place.shards / "a.jsonl", times=(2**31, 2**31))
-    place.run()
-    assert is_complete(plan_preprocessing(place.settings(resume=True)))
-    place.add_texts("a.jsonl", "hallo")
-    os.utime(place.shards / "a.jsonl", times=(2**31, 2**31))
-    assert not is_complete(plan_preprocessing(place.settings(resume=True)))
 
 
 @pytest.mark.parametrize("end", ["bin", "idx", "json"])

@@ -1,22 +1,16 @@
 """Preprocessing on Ray: a real cluster on this machine, whose workers may die."""
 
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT, command_line
-from unit.data.command_place import arguments_of
 from unit.data.preprocess_place import add_mixed_shards
 from unit.data.small_corpus import write_vocabulary
 
-from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import ConfigError
@@ -32,20 +26,6 @@ def test_ray_gives_the_bytes_of_a_local_run(place):
     place.run("local")
     place.run("ray", **ON_RAY)
     assert place.contents("ray") == place.contents("local")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment to look at from another path")
-def test_ray_starts_workers_of_an_interpreter_whose_path_has_a_space(place):
-    place.add_texts("a.jsonl", "hello world")
-    environment = place.folder / "an environment"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "python").symlink_to(sys.executable)
-    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
-    shutil.copyfile(Path(sys.prefix) / "pyvenv.cfg", environment / "pyvenv.cfg")
-    _, *words = command_line("preprocess", *arguments_of(place.folder, "--executor", "ray", "--ray-address", "local"))
-    subprocess.run([environment / "bin" / "python", *words], env=ENVIRONMENT, timeout=600, check=True)
-    assert Corpus(place.folder / "run_content_document").document(0).size == 2
 
 
 def ray_workers():

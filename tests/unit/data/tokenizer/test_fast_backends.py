@@ -15,7 +15,6 @@ from megatron_neobert.data.tokenizer.fast_backends import (
     BackendMismatch,
     Encoder,
     EncodeTexts,
-    check_on_probe,
     open_encoder,
 )
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
@@ -132,26 +131,6 @@ def test_ordinary_added_tokens_keep_their_ids_with_gigatoken():
 # --- wrong ids are found
 
 
-def test_probe_finds_a_back_end_with_another_vocabulary(two_tokenizers):
-    right, wrong = two_tokenizers
-    check_on_probe("fast", right, fast_encode(right))
-    swapped = "|".join(str(right.backend.token_to_id(piece)) for piece in ("world", "odd"))
-    with pytest.raises(BackendMismatch, match=rf"it gives .*\b({swapped})\b.* the reference .*\b({swapped})\b"):
-        check_on_probe("fast", right, fast_encode(wrong))
-
-
-def test_probe_finds_a_memory_that_is_wrong_only_the_second_time(two_tokenizers):
-    right, wrong = two_tokenizers
-    encodes = iter([fast_encode(right), fast_encode(wrong)])
-
-    def encode(texts):
-        return next(encodes)(texts)
-
-    with pytest.raises(BackendMismatch):
-        check_on_probe("fast", right, encode)
-    assert next(encodes, None) is None  # control: both were asked
-
-
 @pytest.mark.parametrize(
     ("number", "found"),
     [(0, True), (63, True), (64, False), (1999, False), (2000, True), (2001, False), (4000, True)],
@@ -243,14 +222,6 @@ def test_missing_package_falls_back_with_its_remedy_or_is_refused(tmp_path, monk
         open_encoder(tokenizer, "fast")
     encoder = open_encoder(tokenizer, "auto")
     assert encoder.is_reference and encoder.note is not None and encoder.note.endswith("'megatron-neobert[fast]'")
-
-
-def test_model_that_the_fast_back_end_refuses_falls_back_with_its_reason(tmp_path):
-    """BPE without bytes: gigatoken says that it cannot."""
-    backend = tokenizers.Tokenizer(models.BPE({name: id_ for id_, name in enumerate([*ROBERTA, "a"])}, []))
-    backend.save(str(tmp_path / "tokenizer.json"))
-    encoder = open_encoder(load_tokenizer(tmp_path), "auto")
-    assert encoder.is_reference and encoder.note is not None and "gigatoken" in encoder.note
 
 
 def test_backend_that_fails_the_probe_is_not_used(two_tokenizers, monkeypatch):

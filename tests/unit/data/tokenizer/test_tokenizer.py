@@ -11,7 +11,6 @@ import tokenizers
 from tokenizers import models
 from unit.data.small_corpus import ROBERTA, SPECIAL, byte_level_backend, write_vocabulary
 
-from megatron_neobert.data.tokenizer import tokenizer as tokenizer_module
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError
 
@@ -96,23 +95,6 @@ def test_literal_that_a_unigram_model_knows_as_a_piece_becomes_unknown(tmp_path)
     assert encode(tokenizer, "a<mask>a") == [5, 4, 5]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_splitting_a_long_text_changes_no_id(vocab_txt, monkeypatch, seed):
-    tokenizer = load_tokenizer(vocab_txt)
-    assert tokenizer.is_bert_wordpiece
-    texts = ["".join(random_texts(30, seed=seed)), "a" * 500, "a b " * 200, "a\n" * 300 + " ", "", " \n"]
-    whole = tokenizer.encode_batch(texts)
-    monkeypatch.setattr(tokenizer_module, "_ENCODE_CHARACTERS", 37)
-    calls = list(tokenizer._bounded_calls(texts))
-    assert len(calls) > 50
-    split = tokenizer.encode_batch(texts)
-    assert np.array_equal(split.ids, whole.ids)
-    assert np.array_equal(split.lengths, whole.lengths)
-    for owner, text in enumerate(texts):
-        mine = [piece for owners, call in calls for number, piece in zip(owners, call, strict=True) if number == owner]
-        assert "".join(mine) == text
-
-
 def test_empty_batch_and_texts_without_tokens_give_lengths_of_zero(vocab_txt):
     tokenizer = load_tokenizer(vocab_txt)
     assert tokenizer.encode_batch([]).lengths.tolist() == []
@@ -177,13 +159,6 @@ def test_fingerprint_survives_saving_and_loading_each_file_alone(vocab_txt, tmp_
     tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=16)
     for name in (".", "tokenizer.json", "vocab.txt"):
         assert load_tokenizer(tmp_path / "saved" / name).fingerprint == tokenizer.fingerprint
-
-
-def test_fingerprint_of_a_byte_level_tokenizer_survives_saving(tmp_path):
-    tokenizer = byte_level(tmp_path, ROBERTA, {})
-    tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=16)
-    assert load_tokenizer(tmp_path / "saved").fingerprint == tokenizer.fingerprint
-    assert not (tmp_path / "saved" / "vocab.txt").exists()  # it could not say what the tokenizer does
 
 
 def test_fingerprint_is_a_fixed_function_of_the_content(vocab_txt):
