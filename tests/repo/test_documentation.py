@@ -47,7 +47,7 @@ def test_links_to_files_and_headings_lead_there_on_github(page):
 
 
 def test_broken_links_are_found():
-    page = REPOSITORY / "docs" / "launching.md"
+    page = REPOSITORY / "docs" / "cluster.md"
     text = "[a](reliability.md) [b](nothing.md) [c](reliability.md#nowhere) [d](#slurm) [e](../README.md) [f](#Slurm)"
     assert broken_links(page, text) == ["nothing.md", "reliability.md#nowhere", "#Slurm"]
 
