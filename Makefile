@@ -45,7 +45,7 @@ golden:
 	@$(environment) && WRITE_GOLDEN=1 "$$python" -m pytest tests/distributed/test_golden_curves.py -k has_its_golden_curve
 
 fuzz:
-	@$(environment) && FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) "$$python" -m pytest tests/bad_inputs -k fuzz
+	@$(environment) && FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) "$$python" -m pytest tests/security/test_fuzz.py
 
 lint:
 	@$(environment) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy

@@ -32,7 +32,7 @@ REQUIREMENTS = [
     "tokenizers>=0.22",
     "transformers>=5.3",  # the first release line whose EuroBERT classes load an export without remote code
     "huggingface_hub>=1",
-    "jinja2>=3.1",  # the templates of a model card and of the page that shows a batch
+    "jinja2>=3.1",  # the template of a model card
     "safetensors>=0.4.3",
     "PyYAML>=6",
     "argcomplete>=3",  # the flags of `neobert` in a shell
@@ -99,7 +99,6 @@ setup(
     package_data={
         "megatron_neobert": ["configs/*.yaml", "configs/*/*.yaml"],  # those of examples, by a link
         "checkpoint_conversion": ["model_card_template.md"],
-        "megatron_neobert.inspection": ["batch_page.html"],
     },
     entry_points={"console_scripts": ["neobert = megatron_neobert.__main__:start"]},
     install_requires=REQUIREMENTS,

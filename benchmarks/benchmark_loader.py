@@ -7,9 +7,8 @@ masking, tensors. All loaders run in this one process (but for their workers), o
 machine's mood hits all of them. What counts are CPU seconds, workers included, and tokens of documents, with their
 [CLS] and [SEP] and without padding.
 
-This project packs documents into rows; Hugging Face's collator pads them, or takes rows that somebody has filled
-beforehand with documents end to end; Megatron's BERT dataset pads them. The latter leaves out every document that has
-a sentence above 512 tokens, so it is given documents cut into sentences of 32 tokens, as --split-sentences would.
+This project packs documents into rows; Hugging Face's collator pads them, or takes rows that were filled beforehand
+with documents end to end.
 """
 
 import argparse
@@ -25,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
@@ -34,9 +32,8 @@ from megatron_neobert.cli import Parser
 from megatron_neobert.errors import run_command
 
 OURS = "this project, in process"
-PACKAGES = ("torch", "numpy", "megatron-core", "transformers", "nvidia-dali-cuda130")
-PEER_DOCUMENTS = 8192  # held in memory as Python objects; the peers' speed does not depend on how many there are
-SENTENCE_TOKENS = 32  # Megatron's BERT dataset wants documents in sentences
+PACKAGES = ("torch", "numpy", "transformers", "nvidia-dali-cuda130")
+PEER_DOCUMENTS = 8192  # held in memory as Python objects; the peer's speed does not depend on how many there are
 SETTLE_SECONDS = 0.3  # long enough for a worker to fill its queue
 MASKED_SHARE = 0.2  # the paper's
 SEED = 1234
@@ -192,74 +189,6 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
             yield Size(job.batch_size, batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
 
 
-def megatron_tokenizer(job: Job) -> SimpleNamespace:
-    """Return what Megatron's dataset asks of a tokenizer."""
-    tokenizer = job.tokenizer
-    ids = {"cls": tokenizer.cls_id, "sep": tokenizer.sep_id, "mask": tokenizer.mask_id}
-    return SimpleNamespace(
-        **ids,
-        pad=tokenizer.pad_id,
-        inv_vocab={id_: piece for piece, id_ in tokenizer.backend.get_vocab(with_added_tokens=True).items()},
-        special_tokens_dict={f"{name}_token": id_ for name, id_ in ids.items()},
-        unique_identifiers={"fingerprint": tokenizer.fingerprint},
-    )
-
-
-def megatron_bert(job: Job) -> Iterator[Size]:
-    """Yield batches of BERTMaskedWordPieceDataset and torch's default collation; 80/10/10 is built in."""
-    import numpy as np
-    import torch
-    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
-    from torch.utils.data import default_collate
-
-    prefix = str(job.folder / "sentences")
-    documents = write_sentences(job, prefix)
-    config = BERTMaskedWordPieceDatasetConfig(
-        random_seed=SEED,
-        sequence_length=job.seq_length,
-        path_to_cache=str(job.folder / "megatron-cache"),
-        split="1",
-        tokenizer=megatron_tokenizer(job),
-        masking_probability=MASKED_SHARE,
-        short_sequence_probability=0.0,
-        masking_max_ngram=1,
-        masking_do_full_word=False,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
-        masking_use_geometric_distribution=False,
-        classification_head=False,
-    )
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)  # it asks for its rank
-    dataset = BERTMaskedWordPieceDataset(
-        IndexedDataset(prefix), prefix, np.arange(documents, dtype=np.int32), documents, Split.train, config
-    )
-    torch.distributed.destroy_process_group()
-    while True:
-        for first in range(0, len(dataset) - job.batch_size + 1, job.batch_size):
-            batch = default_collate([dataset[number] for number in range(first, first + job.batch_size)])
-            yield Size(job.batch_size, batch["text"].numel(), int(batch["padding_mask"].sum()))
-
-
-def write_sentences(job: Job, prefix: str) -> int:
-    """Write the same documents in Megatron's format, cut into sentences; return their number."""
-    import numpy as np
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
-
-    builder = IndexedDatasetBuilder(
-        get_bin_path(prefix), dtype=np.uint16 if job.corpus.dtype == np.uint16 else np.int32
-    )
-    documents = min(len(job.corpus), PEER_DOCUMENTS)
-    for number in range(documents):
-        document = job.corpus.document(number)
-        full, rest = divmod(len(document), SENTENCE_TOKENS)
-        builder.add_document(document, [SENTENCE_TOKENS] * full + [rest] * (rest > 0))
-    builder.finalize(get_idx_path(prefix))
-    return documents
-
-
 # ---- measuring
 
 
@@ -277,7 +206,6 @@ def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
     return loaders | {
         "transformers, padded": partial(collator, examples=padded_examples),
         "transformers, full rows": partial(collator, examples=full_examples),
-        "megatron.core BERT": megatron_bert,
     }
 
 

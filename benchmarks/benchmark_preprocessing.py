@@ -4,18 +4,17 @@
 
 Each run of a tool is a process of its own, start-up included, on as many cores as it has workers. The tools take turns
 on the same parquet shards with the same vocabulary. Ratios are shown only if all have written the same number of tokens
-and, where their files hold nothing but the ids of the text, the same bytes. MB are 10^6 bytes.
+and, where their files hold nothing but the ids of the text, the same bytes. MB are 10^6 bytes; peak memory is that of
+the tool's largest process.
 
 Megatron-LM's own tool is in none of its packages: --megatron-lm names the file of a checkout. It needs the rest of
 Megatron-LM, which megatron-core 0.19 brings, and reads JSON lines, which are written for it beforehand.
 """
 
 import argparse
-import ctypes
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -23,11 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
@@ -38,8 +35,6 @@ from megatron_neobert.errors import ConfigError, DataError, run_command
 from megatron_neobert.text import parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SAMPLE_SECONDS = 0.05  # between looks at a tool's memory
-PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 COMPARED = ("datatrove", "datasets", "megatron")
 PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
 
@@ -61,9 +56,8 @@ class Tool:
     """One way from parquet to token ids."""
 
     command: Callable[[Job, str, int], list[str]]  # with the folder to write and the number of workers
-    layout: str  # of its output: the step that counts it
-    adds_special_tokens: bool
     packages: tuple[str, ...] = ()
+    adds_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,9 +67,8 @@ class Measured:
     tool: str
     workers: int
     wall_seconds: float
-    cpu_seconds: float  # user and system, of all processes
-    peak_bytes: int  # PSS summed over the processes
-    output_bytes: int
+    cpu_seconds: float  # user and system, of the process and all that it waited for
+    peak_bytes: int  # of the largest of these processes
     documents: int
     tokens: int  # special tokens around documents aside
     ids_sha256: str | None  # of the ids, where the tool writes nothing else
@@ -89,19 +82,17 @@ def main() -> int:
     """Prepare the inputs, measure every tool in turns, and print the table."""
     arguments = parse_arguments()
     tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
-    # Makes processes whose parents end the children of this one: a fork server outlives the tool that started it.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         given = {"patterns": arguments.input, "text_key": arguments.text_key, "model": arguments.tokenizer_model}
         facts = run_step("prepare", **given, folder=folder)
-        corpus = {name: count * arguments.repeat for name, count in facts["corpus"].items()}
+        corpus = facts["corpus"]
         print("{documents:,} documents, {text_bytes:,} bytes of text".format(**corpus), flush=True)
         job = Job(shards="", megatron_lm=arguments.megatron_lm, **facts["job"])
         turns = [(tool, workers) for workers in arguments.workers for tool in tools]
         measure_all = partial(run_in_turns, turns, job, folder=folder)
         # Compiles and caches what the first start would pay for; and a tool that does not work is found in seconds.
         measure_all([facts["sample"]], rounds=1, title="warm-up")
-        runs = measure_all(facts["shards"] * arguments.repeat, rounds=arguments.rounds)
+        runs = measure_all(facts["shards"], rounds=arguments.rounds)
     rows = summarise(runs, text_bytes=corpus["text_bytes"])
     print_table(rows)
     same = sorted({run.tool for run in runs if run.ids_sha256})
@@ -121,7 +112,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--megatron-lm", default="", metavar="FILE", help="tools/preprocess_data.py of a checkout of Megatron-LM")
     add("--workers", type=positive, nargs="+", default=[1], metavar="N", help="processes, one core each (1)")
     add("--rounds", type=positive, default=2, metavar="N", help="runs of each, of which the median counts (2)")
-    add("--repeat", type=positive, default=1, metavar="N", help="read every shard so many times: does memory grow? (1)")
     add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
     return parser.parse_args()
 
@@ -179,12 +169,11 @@ def megatron_command(job: Job, output: str, workers: int) -> list[str]:
 
 
 TOOLS = {
-    "ours-fast": Tool(partial(our_command, "fast"), "count-indexed", adds_special_tokens=False),
-    "ours-plain": Tool(partial(our_command, "reference"), "count-indexed", adds_special_tokens=False),
-    "datatrove": Tool(partial(peer_command, "datatrove"), "count-indexed", True, packages=("datatrove",)),
-    "datasets": Tool(partial(peer_command, "datasets"), "count-dataset", True, packages=("datasets", "transformers")),
-    "tokenizers": Tool(partial(peer_command, "tokenizers"), "count-bare-ids", adds_special_tokens=False),
-    "megatron": Tool(megatron_command, "count-indexed", adds_special_tokens=False, packages=("transformers",)),
+    "ours-fast": Tool(partial(our_command, "fast")),
+    "ours-plain": Tool(partial(our_command, "reference")),
+    "datatrove": Tool(partial(peer_command, "datatrove"), ("datatrove",), adds_special_tokens=True),
+    "datasets": Tool(partial(peer_command, "datasets"), ("datasets", "transformers"), adds_special_tokens=True),
+    "megatron": Tool(megatron_command, packages=("transformers",)),
 }
 
 
@@ -194,8 +183,8 @@ def run_in_turns(
     """Run every tool once a round, and compare what they have written."""
     runs: list[Measured] = []
     with tempfile.TemporaryDirectory(dir=folder) as copies:
-        for number, shard in enumerate(shards):  # the same file may occur many times, each time as another shard
-            shutil.copyfile(shard, Path(copies, f"{number:06d}.parquet"))  # links would be resolved, and read once
+        for number, shard in enumerate(shards):  # in one folder, in their order, as all tools can read them
+            shutil.copyfile(shard, Path(copies, f"{number:06d}.parquet"))
         if any(tool == "megatron" for tool, _ in turns):
             run_step("json-lines", shards=copies, text_key=job.text_key)
         for number, (tool, workers) in in_turns(turns, rounds=rounds):
@@ -226,16 +215,13 @@ def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
             raise DataError(f"{name} ended with exit code {code}, so nothing is compared. Its output ends in:\n{end}")
         special_tokens = job.special_tokens if tool.adds_special_tokens else 0
-        counted = run_step(tool.layout, output=str(output), special_tokens=special_tokens)
-        if tool.adds_special_tokens:
-            counted["ids_sha256"] = None
-        output_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    return Measured(name, workers, **measured, output_bytes=output_bytes, **counted)
+        counted = run_step("count", output=str(output), special_tokens=special_tokens)
+    return Measured(name, workers, **measured, **counted)
 
 
 def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> tuple[int, dict[str, Any]]:
     """Return exit code, wall seconds, CPU seconds and peak memory of a command on the first cores that may be used."""
-    allowed, before = os.sched_getaffinity(0), children_cpu_seconds()
+    allowed = os.sched_getaffinity(0)
     with log.open("wb") as stream:
         os.sched_setaffinity(0, sorted(allowed)[:cores])  # which the command inherits
         started = time.perf_counter()
@@ -243,36 +229,15 @@ def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> 
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=tool_environment(scratch)
         )
         os.sched_setaffinity(0, allowed)
-        samples = [tree_memory(process.pid)]
-
-        def watch() -> None:
-            while process.returncode is None:
-                samples.append(tree_memory(process.pid))
-                time.sleep(SAMPLE_SECONDS)
-
-        watcher = Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            process.wait()
-            wall_seconds = time.perf_counter() - started
-        finally:
-            process.kill()  # where this process is interrupted
-    watcher.join()
-    with suppress(ChildProcessError):  # none is left
-        while True:
-            os.wait()  # for what the tool has left behind, whose seconds count too
-    cpu_seconds = children_cpu_seconds() - before
-    return process.returncode, {
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_seconds = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    figures = {
         "wall_seconds": wall_seconds,
-        "cpu_seconds": cpu_seconds,
-        "peak_bytes": max(samples),
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": usage.ru_maxrss * 1024,
     }
-
-
-def children_cpu_seconds() -> float:
-    """Return user and system seconds of all processes that this one has waited for, and of what those waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    return process.returncode, figures
 
 
 def tool_environment(scratch: str | None = None) -> dict[str, str]:
@@ -286,19 +251,6 @@ def tool_environment(scratch: str | None = None) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     return environment | ({"HF_HOME": f"{scratch}/cache", "TMPDIR": scratch} if scratch else {})
-
-
-def tree_memory(pid: int) -> int:
-    """Return the PSS in bytes of a process and all below it: pages that several processes share count once."""
-    import psutil
-
-    total = 0
-    with suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                total += process.memory_full_info().pss
-    return total
 
 
 def verify(runs: Sequence[Measured]) -> None:
@@ -335,7 +287,6 @@ def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, An
             "CPU s": cpu_seconds,
             "MB/cpu-s": text_bytes / 1e6 / cpu_seconds,
             "peak MB": max(run.peak_bytes for run in group) / 1e6,
-            "output MB": group[0].output_bytes / 1e6,
         }
         peers = {peer: wall.get((peer, workers)) for peer in COMPARED}
         rows.append(row | {f"x {peer}": theirs and theirs / seconds for peer, theirs in peers.items()})

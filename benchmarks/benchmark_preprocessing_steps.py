@@ -2,13 +2,12 @@
 
     python benchmarks/benchmark_preprocessing_steps.py STEP '{"argument": value, ...}'
 
-prints the step's result as JSON. The benchmark itself loads none of these libraries: a library's pages that it held
-would count half in the memory of the tools it measures.
+prints the step's result as JSON. The benchmark itself loads none of these libraries: the peak memory of a process that
+it starts is at least its own.
 """
 
 import hashlib
 import json
-import os
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.cli import Parser
-from megatron_neobert.errors import ConfigError, DataError, run_command
+from megatron_neobert.errors import DataError, run_command
 from megatron_neobert.text import parse_json
 
 BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
@@ -38,11 +37,7 @@ def main() -> None:
 
 
 def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> dict[str, Any]:
-    """Read all shards once, so that every tool finds them in memory, and write a sample and the peers' tokenizer.
-
-    Raises:
-        ConfigError: A shard is not parquet, or has no such column of text.
-    """
+    """Read all shards once, so that every tool finds them in memory, and write a sample and the peers' tokenizer."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -52,14 +47,7 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
     shards = find_inputs(patterns)
     documents = text_bytes = 0
     for shard in shards:
-        try:
-            parquet = pq.ParquetFile(shard)
-        except pa.ArrowInvalid as error:
-            raise ConfigError(f"{shard} is not a parquet file; the tools are compared on parquet shards.") from error
-        columns = {field.name: str(field.type) for field in parquet.schema_arrow}
-        if columns.get(text_key) not in ("string", "large_string"):
-            found = ", ".join(columns)
-            raise ConfigError(f"{shard}: no column of text is named '{text_key}'; it has {found}. Use --text-key.")
+        parquet = pq.ParquetFile(shard)
         for batch in parquet.iter_batches(columns=[text_key]):
             documents += batch.num_rows
             text_bytes += pc.sum(pc.binary_length(batch[text_key])).as_py() or 0
@@ -138,67 +126,37 @@ def run_datasets(shards: str, text_key: str, tokenizer_json: str, output: str, w
     encoded.save_to_disk(output, num_proc=processes)
 
 
-def run_tokenizers(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Do the least that a tool with this library must do; the workers are the library's threads."""
-    os.environ |= {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": str(workers > 1).lower()}
-    import numpy as np
-    import pyarrow.parquet as pq
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_file(tokenizer_json)
-    dtype = np.uint16 if tokenizer.get_vocab_size() < 65_500 else np.int32  # Megatron's rule
-    with Path(output, "ids.bin").open("wb") as ids, Path(output, "lengths.bin").open("wb") as lengths:
-        for shard in sorted(Path(shards).iterdir()):
-            for batch in pq.ParquetFile(shard).iter_batches(batch_size=BATCH_DOCUMENTS, columns=[text_key]):
-                encoded = tokenizer.encode_batch_fast(batch[text_key].to_pylist(), add_special_tokens=False)
-                for document in encoded:
-                    ids.write(np.array(document.ids, dtype=dtype).data)
-                lengths.write(np.array([len(document) for document in encoded], dtype=np.int32).data)
-
-
 # ---- what a tool has written
 
 
-def count_indexed(output: str, special_tokens: int) -> dict[str, Any]:
-    """Count what is in Megatron's .bin and .idx files, read here without this project's or Megatron's reader."""
+def count(output: str, special_tokens: int) -> dict[str, Any]:
+    """Count what a tool has written, as Megatron's .bin and .idx or as a folder of `datasets`, without its reader.
+
+    Returns:
+        Documents, tokens without the special tokens around documents, and the sha256 of bare ids.
+    """
     import numpy as np
-
-    documents = tokens = 0
-    digest = hashlib.sha256()
-    for index in sorted(Path(output).glob("*.idx")):
-        _, _, code, count = struct.unpack("<9sQBQ", index.read_bytes()[:26])
-        lengths = np.fromfile(index, dtype=np.int32, count=count, offset=34)  # after the number of document ends
-        ids = index.with_suffix(".bin").read_bytes()
-        if len(ids) != DTYPE_BYTES[code] * int(lengths.sum()):
-            raise DataError(f"{index}: {int(lengths.sum()):,} tokens, but {len(ids):,} bytes in its .bin.")
-        digest.update(ids)
-        documents += count
-        tokens += int(lengths.sum())
-    return {"documents": documents, "tokens": tokens - special_tokens * documents, "ids_sha256": digest.hexdigest()}
-
-
-def count_dataset(output: str, special_tokens: int) -> dict[str, Any]:
-    """Count what is in a folder that `datasets` has saved."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     documents = tokens = 0
+    digest = hashlib.sha256()
+    for index in sorted(Path(output).glob("*.idx")):
+        _, _, code, number = struct.unpack("<9sQBQ", index.read_bytes()[:26])
+        lengths = np.fromfile(index, dtype=np.int32, count=number, offset=34)  # after the number of document ends
+        ids = index.with_suffix(".bin").read_bytes()
+        if len(ids) != DTYPE_BYTES[code] * int(lengths.sum()):
+            raise DataError(f"{index}: {int(lengths.sum()):,} tokens, but {len(ids):,} bytes in its .bin.")
+        digest.update(ids)
+        documents += number
+        tokens += int(lengths.sum())
     for path in sorted(Path(output).glob("*.arrow")):
         with pa.memory_map(str(path)) as source:
             for batch in pa.ipc.open_stream(source):
                 documents += batch.num_rows
                 tokens += pc.sum(pc.list_value_length(batch["input_ids"])).as_py() or 0
-    return {"documents": documents, "tokens": tokens - special_tokens * documents, "ids_sha256": None}
-
-
-def count_bare_ids(output: str, special_tokens: int) -> dict[str, Any]:
-    """Count what is in the two files of `run_tokenizers`."""
-    import numpy as np
-
-    lengths = np.fromfile(Path(output, "lengths.bin"), dtype=np.int32)
-    sha256 = hashlib.sha256(Path(output, "ids.bin").read_bytes()).hexdigest()
-    tokens = int(lengths.sum()) - special_tokens * len(lengths)
-    return {"documents": len(lengths), "tokens": tokens, "ids_sha256": sha256}
+    sha256 = None if special_tokens else digest.hexdigest()
+    return {"documents": documents, "tokens": tokens - special_tokens * documents, "ids_sha256": sha256}
 
 
 STEPS: dict[str, Callable[..., Any]] = {
@@ -206,10 +164,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "json-lines": write_json_lines,
     "datatrove": run_datatrove,
     "datasets": run_datasets,
-    "tokenizers": run_tokenizers,
-    "count-indexed": count_indexed,
-    "count-dataset": count_dataset,
-    "count-bare-ids": count_bare_ids,
+    "count": count,
 }
 
 if __name__ == "__main__":

@@ -45,6 +45,17 @@ def read_names(given: Any) -> Any:
     return given if isinstance(given, str) else tuple(given)
 
 
+def read_codes(given: Any) -> Any:
+    """Return a licence's identifier, or a tuple of languages; ValueError if the Hub can know none of this form."""
+    if isinstance(given, str):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", given):
+            raise ValueError("cannot be a licence's identifier on the Hub; expected one like apache-2.0.")
+        return given
+    if not all(re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code", code) for code in given):
+        raise ValueError("cannot be codes of languages; expected ISO 639, such as en.")
+    return tuple(given)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CardOptions:
     """The command line of `neobert model-card`: facts that only the owner of a model has."""
@@ -53,12 +64,14 @@ class CardOptions:
     name: str | None = option(
         None, "of the model on the Hub, for the card's examples", metavar="OWNER/NAME", read=read_names
     )
-    license: str | None = option(None, "the Hub's identifier, such as apache-2.0 (at first: unknown)", metavar="ID")
+    license: str | None = option(
+        None, "the Hub's identifier, such as apache-2.0 (at first: unknown)", metavar="ID", read=read_codes
+    )
     base_model: str | None = option(
         None, "model on the Hub whose weights training started from", metavar="OWNER/NAME", read=read_names
     )
     dataset: tuple[str, ...] = option((), "training data on the Hub", metavar="OWNER/NAME", read=read_names)
-    language: tuple[str, ...] = option((), "ISO 639 codes, such as en", metavar="CODE")
+    language: tuple[str, ...] = option((), "ISO 639 codes, such as en", metavar="CODE", read=read_codes)
     results: tuple[Path, ...] = option(
         (), "--output of evaluations of this model: scores of GLUE and named-entity recognition", metavar="DIR"
     )
@@ -136,7 +149,7 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
 
     kinds = {"glue": "text-classification", "ner": "token-classification"}
     own = fingerprint(model)
-    runs = [run for run in find_runs(records) if run.kind in kinds and run.record["model"]["fingerprint"] == own]
+    runs = [run for run in find_runs(records) if run.kind in kinds and run.model.fingerprint == own]
     if not runs:
         raise MissingInputError(
             f"--results {' '.join(map(str, records))}: no record of GLUE or named-entity recognition is of {model} "

@@ -169,7 +169,7 @@ def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig,
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)
     write_manifest(temporary, {})
-    publish(temporary, final, iteration=0)
+    publish(temporary, final)
     return final
 
 

@@ -36,7 +36,7 @@ _SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what 
 # Requirements that sentence-transformers enforces. Its old versions ignore them; transformers before 5.3 then refuses
 # EuroBERT but computes a LlamaModel with causal attention.
 _NATIVE = {"specifier": ">=5.3", "reason": "Older versions do not know this architecture as an encoder."}
-_REMOTE_CODE = {"specifier": ">=4.48", "reason": "modeling_neobert.py needs its attention interface."}
+_REMOTE_CODE = {"specifier": ">=4.57", "reason": "modeling_neobert.py is not tested with older ones."}
 
 
 def export(

@@ -8,6 +8,7 @@ Weights are mapped from their files: headers are compared with the settings befo
 allocated for a size that a header only claims. Pickled weights are refused unread.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,8 @@ def read_folder(folder: Path) -> ImportedModel:
         ConversionError: It holds something that NeoBERT's layers cannot compute, or its files do not fit together.
         DataError: The tokenizer cannot be used.
     """
-    config = read_model_config(check_folder(folder), folder / "config.json")
+    content = check_folder(folder)
+    config = read_model_config(content, folder / "config.json")
     try:
         tokenizer = load_tokenizer(folder)
     except MissingInputError as error:
@@ -105,6 +107,12 @@ def read_folder(folder: Path) -> ImportedModel:
         raise ConversionError(
             f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json); every "
             "id needs a row. The tokenizer belongs to another model."
+        )
+    if (stated := content.get("mask_token_id")) not in (None, tokenizer.mask_id):
+        print(
+            f"warning: {folder}: the tokenizer's [MASK] is id {tokenizer.mask_id}, and mask_token_id of config.json is "
+            f"{quote(stated)}; training uses the tokenizer's.",
+            file=sys.stderr,
         )
     weights, notes = read_weights(folder, config)
     if ids < rows:

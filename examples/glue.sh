@@ -2,7 +2,7 @@
 # GLUE by the paper's protocol for one or more models: its grid of 60 points on each of its eight tasks.
 #
 # On a machine with a network, once:
-#     neobert fetch glue --output glue
+#     hf download nyu-mll/glue --repo-type dataset --local-dir glue
 # Then, where the GPUs are:
 #     bash examples/glue.sh glue results MODEL_DIR [MODEL_DIR...]
 #

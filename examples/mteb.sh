@@ -18,5 +18,5 @@ shift 2
 for model in "$@"; do
     neobert evaluate mteb --model "$model" --output "$output" --data-dir "$data_dir" \
         --benchmark "MTEB(eng, v1)" --instructions evaluation/mteb_instructions \
-        --pooling mean --dtype "${DTYPE:-float16}" --batch-size "${BATCH_SIZE:-64}"
+        --dtype "${DTYPE:-float16}" --batch-size "${BATCH_SIZE:-64}"
 done

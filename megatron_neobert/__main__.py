@@ -22,25 +22,13 @@ EVALUATION, INSPECTION = "megatron_neobert.evaluation.commands", "megatron_neobe
 FETCHING, CONVERSION = "megatron_neobert.evaluation.fetch", "checkpoint_conversion"
 COMMANDS = {
     "Data": {
-        "sample-corpus": (
-            f"{OWN}.sample_corpus:write_sample_corpus",
-            "a small real corpus: installed documentation",
-        ),
+        "sample-corpus": (f"{OWN}.sample_corpus:write_sample_corpus", "a small real corpus: installed documentation"),
         "train-tokenizer": (f"{DATA}.tokenizer.train:train_tokenizer", "learn a WordPiece vocabulary"),
         "preprocess": (f"{OWN}.preprocess_data:preprocess_data", "raw text to Megatron's .bin and .idx"),
         "validate": (f"{DATA}.corpus.inspection:validate", "check a corpus, to the byte"),
-        "inspect data": (
-            f"{DATA}.corpus.inspection:inspect_data",
-            "what is in a corpus; documents as text and ids",
-        ),
-        "adopt": (
-            f"{DATA}.corpus.adoption:adopt_corpora",
-            "use a corpus that Megatron-LM wrote, in place",
-        ),
-        "find-duplicates": (
-            f"{DATA}.deduplication.run:print_duplicates",
-            "near-duplicates of corpora, as a list",
-        ),
+        "inspect data": (f"{DATA}.corpus.inspection:inspect_data", "what is in a corpus; documents as text and ids"),
+        "adopt": (f"{DATA}.corpus.adoption:adopt_corpora", "use a corpus that Megatron-LM wrote, in place"),
+        "find-duplicates": (f"{DATA}.deduplication.run:print_duplicates", "near-duplicates of corpora, as a list"),
     },
     "Training": {
         "train": ("megatron_neobert.launch:train", "train on this node's GPUs, or NPROC_PER_NODE processes"),
@@ -50,14 +38,8 @@ COMMANDS = {
         "average": (f"{CONVERSION}.average:average", "the mean of a run's last checkpoints"),
     },
     "Models": {
-        "convert megatron-to-hf": (
-            f"{CONVERSION}.convert:megatron_to_hf",
-            "a checkpoint as a Hugging Face folder",
-        ),
-        "convert hf-to-megatron": (
-            f"{CONVERSION}.convert:hf_to_megatron",
-            "a Hugging Face folder as a checkpoint",
-        ),
+        "convert megatron-to-hf": (f"{CONVERSION}.convert:megatron_to_hf", "a checkpoint as a Hugging Face folder"),
+        "convert hf-to-megatron": (f"{CONVERSION}.convert:hf_to_megatron", "a Hugging Face folder as a checkpoint"),
         "verify": (f"{CONVERSION}.convert:verify", "whether two models are the same"),
         "model-card": (f"{CONVERSION}.card:rewrite_model_card", "the model card, with results"),
         "export-onnx": (f"{CONVERSION}.export_onnx:export_onnx", "a Hugging Face folder as ONNX"),
@@ -69,16 +51,12 @@ COMMANDS = {
         "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "pseudo-perplexity against length"),
         "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "tokens per second against length and batch size"),
         "finetune": (f"{EVALUATION}:finetune", "contrastive fine-tuning, for MTEB"),
-        "fetch glue": (f"{FETCHING}:fetch_glue", "GLUE's data"),
         "fetch mteb": (f"{FETCHING}:fetch_mteb", "MTEB's data"),
         "fetch contrastive": (f"{FETCHING}:fetch_contrastive", "the data of contrastive fine-tuning"),
         "report": (f"{EVALUATION}:report", "all results on one page, beside the paper's numbers"),
     },
     "This machine": {
-        "check environment": (
-            f"{OWN}.environment:check_environment",
-            "whether this machine can train, or why not",
-        ),
+        "check environment": (f"{OWN}.environment:check_environment", "whether this machine can train, or why not"),
         "check parity": (f"{OWN}.check_parity:check_parity", "reference and Megatron model with the same weights"),
     },
 }
@@ -86,11 +64,7 @@ PLACES = {name: place for group in COMMANDS.values() for name, (place, _) in gro
 
 
 def main() -> int | None:
-    """Finds the command in the first words and runs it with the others.
-
-    Raises:
-        ConfigError: There is no such command.
-    """
+    """Find the command in the first words and run it with the others."""
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     words = sys.argv[1:]
@@ -107,7 +81,7 @@ def main() -> int | None:
 
 
 def find_command(words: Sequence[str]) -> str | None:
-    """The name that the words begin with."""
+    """Return the command that the words begin with."""
     return next((name for name in PLACES if name.split() == list(words[: len(name.split())])), None)
 
 

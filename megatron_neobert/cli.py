@@ -56,13 +56,7 @@ def run_function(
     """Call a command's function with the options that the words of its command line ask for; return its exit code.
 
     The annotation of the parameter `options` is the dataclass. The first paragraph of the docstring is the description
-    in --help. A function that also has a parameter `flags` gets there what the command line holds for `neobert train`.
-
-    Args:
-        run_flags: Returns the flags of `neobert train`.
-
-    Raises:
-        ConfigError: With every unknown flag, illegal value and missing flag.
+    in --help. A function that also has a parameter `flags` gets the words of the flags of `neobert train`, `run_flags`.
     """
     options = typing.get_type_hints(function)["options"]
     description = (function.__doc__ or "").partition("\n\n")[0]
@@ -128,13 +122,7 @@ excerpt = _Excerpt().repr
 def assign(
     values: dict[str, Any], item: Field, wanted: Any, value: Any, *, source: str, is_file_name: bool = False
 ) -> list[str]:
-    """Put one value, converted to its field's type, into `values`, and return what is wrong with it.
-
-    Args:
-        value: The text of a flag, or what a YAML file holds.
-        source: What the user gave the value by, as it begins the message.
-        is_file_name: As in `convert`.
-    """
+    """Put one value, converted to its field's type, into `values`; return what is wrong with it, after its `source`."""
     try:
         converted = (
             item.metadata["read"](value)

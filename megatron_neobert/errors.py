@@ -135,14 +135,14 @@ class ConversionError(NeoBERTError):
 
 
 def suggestion(word: str, known: Iterable[str], *, otherwise: str = "; see --help for the list.") -> str:
-    """The end of a sentence about an unknown name: which of the known ones it resembles."""
+    """Return the end of a sentence about an unknown name: the known name that it resembles."""
     names = {name.lstrip("-"): name for name in known}  # the hyphens that all flags share would make them alike
     close = difflib.get_close_matches(word.lstrip("-"), list(names), n=1, cutoff=0.6)
     return f"; did you mean {names[close[0]]!r}?" if close else otherwise
 
 
 def short_reason(error: BaseException) -> str:
-    """What a library raised, for a message of ours: its kind and its message on one line, truncated."""
+    """Return kind and message of a library's error on one line, truncated."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
 
 
@@ -156,10 +156,10 @@ def yaml_reason(error: Exception) -> str:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Runs a command's `main` and ends the process with the exit code that its outcome deserves.
+    """Run a command's `main` and end the process with the exit code of its outcome.
 
     Under torchrun one rank of each node reports what all of them find, and a rank itself what it finds alone. Imports
-    that take long or may fail belong into `main`: Ctrl-C and a missing package are answered for from here on.
+    that take long or may fail belong into `main`: Ctrl-C and a missing package are handled here.
     """
     print_warnings_as_sentences()
     try:
@@ -191,30 +191,31 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
 
 def print_warnings_as_sentences() -> None:
-    """Without the place in the source, unless Python was asked for warnings (-W, PYTHONWARNINGS). Of this process."""
+    """Print warnings without their place in the source, unless Python was asked for them (-W, PYTHONWARNINGS)."""
     if not sys.warnoptions:
         warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message), keep=_KEPT)}\n"
 
 
 def _missing_package(module: str) -> str | None:
-    """What to do about a module that cannot be found; None: it is none that somebody could install."""
+    """Return what to do about a module that cannot be found; None if it is none that a user could install."""
     package = module.split(".")[0]
     if package in ("", "megatron_neobert", "checkpoint_conversion", *sys.stdlib_module_names):
         return None
     is_checkout = (_REPOSITORY / "setup.py").exists()  # and no installed wheel
     for extra, modules in MODULES_OF_EXTRAS.items():
         if any(f"{module}.".startswith(f"{name}.") for name in modules):
-            install = f"-m pip install -c {_REPOSITORY}/constraints.txt -e '{_REPOSITORY}[{extra}]'"
-            if not is_checkout:
-                install = f"-m pip install 'megatron-neobert[{extra}]'"
-            return f"{module} is not installed; it comes with the extra [{extra}]: {sys.executable} {install}"
-    programs = _REPOSITORY / ".venv" / "bin"
-    if (programs / "python").exists() and Path(sys.executable).parent != programs:
-        remedy = f"start the command with {programs}/python"
-    elif not is_checkout:
-        remedy = f"install all of them: {sys.executable} -m pip install --force-reinstall megatron-neobert"
-    else:
+            package = f"'megatron-neobert[{extra}]'"
+            if is_checkout:
+                package = f"-c {_REPOSITORY}/constraints.txt -e '{_REPOSITORY}[{extra}]'"
+            install = f"{sys.executable} -m pip install {package}"
+            return f"{module} is not installed; it comes with the extra [{extra}]: {install}"
+    python = _REPOSITORY / ".venv" / "bin" / "python"
+    if python.exists() and Path(sys.executable).parent != python.parent:
+        remedy = f"start the command with {python}"
+    elif is_checkout:
         remedy = f"make an environment that has it with: bash {_REPOSITORY}/tools/prepare_environment.sh"
+    else:
+        remedy = f"install it with: {sys.executable} -m pip install --force-reinstall megatron-neobert"
     return f"{sys.executable} has no module {module}; {remedy}"
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_neobert.checkpoint.folder import check_folders
 from megatron_neobert.checkpoint.start import refuse_full_disk, refuse_unfit_start
@@ -26,11 +27,15 @@ from megatron_neobert.errors import (
     EXIT_STOPPED_EARLY,
     EXIT_UNAVAILABLE,
     ConfigError,
+    LauncherError,
     run_command,
 )
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import Node, find_node, whole_number
-from megatron_neobert.runtime.store import serve_store
+from megatron_neobert.runtime.store import reach_store, serve_store
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # slow to import
 
 
 def train() -> int:
@@ -45,8 +50,6 @@ def main() -> int:
         raise ConfigError("usage: python -m megatron_neobert.launch SCRIPT [flags]")
     script, *arguments = sys.argv[1:]
     signals.pass_on_stop_signals()
-    if "MAX_RESTARTS" in os.environ:
-        print("warning: MAX_RESTARTS is not read any more; torchrun --max-restarts replaces it", file=sys.stderr)
     node = find_node()
     nproc = whole_number("NPROC_PER_NODE", str(_default_processes()))
     timeout_seconds = whole_number("RENDEZVOUS_TIMEOUT_SECONDS", "600")
@@ -78,11 +81,7 @@ def _default_processes() -> int:
 
 
 def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds: int) -> int:
-    """Run a script with its arguments on the ranks of this node, and return the exit code of the node.
-
-    Raises:
-        ConnectionError: The nodes do not find each other in time, or the port of node 0 is taken.
-    """
+    """Run a script with its arguments on the ranks of this node, and return the exit code of the node."""
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -96,8 +95,7 @@ def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds:
     else:
         place = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
         print(f"node {node.rank} of {node.nodes} can start; {place}", file=sys.stderr, flush=True)
-        if node.rank == 0:
-            store = serve_store(node.address, node.port, nodes=node.nodes)
+        store = _meet_at_store(node, timeout_seconds=timeout_seconds)
     options = [f"--nproc-per-node={nproc}", f"--nnodes={node.nodes}", f"--node-rank={node.rank}"]
     options += [f"--master-addr={node.address}", f"--master-port={node.port}", f"--rdzv-conf=timeout={timeout_seconds}"]
     options.append(f"--log-dir={os.devnull}")  # not torchrun's logs in a folder below TMPDIR
@@ -113,22 +111,40 @@ def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds:
         signals.passed_on.add(error.sigval)
         return 128 + error.sigval
     except DistError as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ConnectionError(
-            f"the {node.nodes} nodes did not all meet at {node.address} port {node.port} within "
-            f"{time.monotonic() - started:.0f} s ({reason}). Look at the output of the other nodes: one may have "
-            "refused its start. Check NODE_RANK, MASTER_ADDR, MASTER_PORT and the firewall; if a node is only slow, "
-            "raise RENDEZVOUS_TIMEOUT_SECONDS."
-        ) from error
+        raise ConnectionError(_no_meeting(node, time.monotonic() - started, error)) from error
     return 0
+
+
+def _meet_at_store(node: Node, *, timeout_seconds: int) -> "TCPStore":
+    """Return the store of a run of several nodes: node 0 serves it, and the others wait for that."""
+    if node.rank == 0:
+        store = serve_store(node.address, node.port, nodes=node.nodes)
+    else:
+        try:
+            store = reach_store(node.address, node.port, timeout_seconds=timeout_seconds)
+        except OSError as error:
+            raise ConnectionError(_no_meeting(node, timeout_seconds, error)) from error
+    if store.add(f"launchers of node {node.rank}", 1) > 1:
+        raise LauncherError(
+            f"NODE_RANK {node.rank} was given to two nodes, or node {node.rank} was started twice; number the nodes "
+            f"from 0 to {node.nodes - 1}, and start all of them again."
+        )
+    return store
+
+
+def _no_meeting(node: Node, seconds: float, error: Exception) -> str:
+    return (
+        f"the {node.nodes} nodes did not all meet at {node.address} port {node.port} within {seconds:.0f} s "
+        f"({str(error).splitlines()[0][:200]}). Look at the output of the other nodes: one may have refused its start. "
+        "Check NODE_RANK, MASTER_ADDR, MASTER_PORT and the firewall; if a node is only slow, raise "
+        "RENDEZVOUS_TIMEOUT_SECONDS."
+    )
 
 
 def exit_code_of_node(codes: Mapping[int, int]) -> int:
     """Return the code of the rank that failed for a reason of its own; 128 + the signal if a signal ended it.
 
-    Args:
-        codes: By rank, those that torchrun found failed first. A rank that lost another one waits for its end, but
-            both may have ended by then.
+    Of `codes`, which torchrun found first, some may be those of ranks that only lost another one.
     """
     if len(signals.interrupts) > 1:
         return EXIT_INTERRUPTED

@@ -25,9 +25,8 @@ class TrainState:
     cursor: Cursor = field(default_factory=Cursor)  # the next unread row
     consumed_samples: int = 0  # rows
     consumed_tokens: int = 0  # tokens of documents; unused capacity is not counted
-    skipped_iterations: int = 0  # without an update, for a loss or a gradient that would have broken the weights
+    skipped_iterations: int = 0  # without an update, because its loss or gradient was not finite
     skipped_in_a_row: int = 0  # skipped iterations since the last update
-    recent_updates: tuple[tuple[float, float], ...] = ()  # loss and gradient norm, if --loss-spike-sigma needs them
     validated_iteration: int = 0  # of the last complete validation
 
 

@@ -25,11 +25,7 @@ _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format, half a surrogate p
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """The text with escapes for what would do something else than show a character.
-
-    Args:
-        keep: Control characters that stay, as line feeds where lines are printed.
-    """
+    """Escape what would do something else than show a character, except the control characters in `keep`."""
     return "".join(
         ascii(character)[1:-1]
         if unicodedata.category(character) in _ESCAPED and character not in (*_JOINERS, *keep)
@@ -44,13 +40,10 @@ def without_credentials(text: str) -> str:
 
 
 def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text, or raise ValueError, also for deep nesting or numbers of thousands of digits.
 
     Args:
         pairs: Makes an object of its keys and values; without it, an object is a dict with the last value of each key.
-
-    Raises:
-        ValueError: The text is not JSON, not UTF-8, nested too deeply, or has a number of thousands of digits.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs)  # noqa: TID251

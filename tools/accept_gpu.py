@@ -163,15 +163,14 @@ def write_report(output: Path, machine: dict[str, str]) -> None:
 
 def to_table(rows: list[dict[str, Any]]) -> str:
     """Return Markdown; columns are the keys of the first row."""
-    from megatron_neobert.evaluation.pages import paragraph
+    from megatron_neobert.evaluation.pages import table
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
             return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        return "-" if value is None else f"{value:,}" if isinstance(value, int) else paragraph(str(value))
+        return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(row[name]) for name in rows[0]] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(list(rows[0]), [[cell(row[name]) for name in rows[0]] for row in rows])
 
 
 if __name__ == "__main__":

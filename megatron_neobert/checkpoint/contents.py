@@ -7,18 +7,18 @@ HuggingFaceStorageReader reads the same files. Everything is checked before it i
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_neobert.checkpoint.folder import TRAIN_STATE
-from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import TrainState
@@ -32,14 +32,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 
 
 def write_tensors(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]) -> None:
-    """One file of contiguous CPU tensors that share no memory.
-
-    Args:
-        offsets: Where each part begins in its whole tensor, a number per dimension.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write one file of contiguous CPU tensors; each is a part that begins at `offsets` of its whole tensor."""
     places = {name: {_OFFSETS: list(offsets[name])} for name in parts}
     try:
         save_file(dict(parts), path, metadata={_SHARDING: json.dumps(places)})  # of several keys the order is random
@@ -47,19 +40,14 @@ def write_tensors(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str,
         raise OSError(f"{path}: {error}") from error
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     path: Path
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class StoredTensors:
-    """What the files of a checkpoint hold.
-
-    Attributes:
-        shapes: Of each whole tensor.
-        dtypes: Likewise.
+    """The tensors in the files of a checkpoint, by name; `shapes` are those of whole tensors.
 
     Raises:
         CheckpointError: A file is damaged, or the parts of a tensor are not all there.
@@ -101,12 +89,10 @@ class StoredTensors:
             self._parts.setdefault(name, []).append(_Part(path, offsets, shape))
 
     def read(self, name: str, into: Tensor, *, offsets: Sequence[int], is_padded: bool = False) -> None:
-        """Fills a tensor with a part of a stored one, in the dtype of the former.
+        """Fill a tensor with the part of a stored one that begins at `offsets`, in the dtype of the former.
 
         Args:
-            offsets: Where the part begins.
-            is_padded: Whether it may reach beyond the stored tensor, and is zero there; by how much the vocabulary is
-                padded depends on the layout.
+            is_padded: The part may reach beyond the stored tensor, and is zero there: layouts pad the vocabulary.
 
         Raises:
             CheckpointError: There is no such tensor or part, or its file cannot be read.
@@ -145,11 +131,7 @@ class StoredTensors:
 
 
 def write_train_state(folder: Path, state: TrainState, optimizer: dict[str, Any] | None = None) -> None:
-    """Write train_state.json.
-
-    Args:
-        optimizer: Plain values of megatron.core's optimizer state; none for weights alone.
-    """
+    """Write train_state.json, with the plain values of megatron.core's optimizer state unless it has weights alone."""
     content = {"progress": asdict(state)} | ({} if optimizer is None else {"optimizer": optimizer})
     (folder / TRAIN_STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -162,31 +144,18 @@ class SavedState(NamedTuple):
 
 
 def read_train_state(folder: Path) -> SavedState:
-    """Read train_state.json and check each value, before anything is computed with it.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or no run of this program has written it.
-    """
+    """Read train_state.json and check each value, or raise CheckpointError."""
     path = folder / TRAIN_STATE
     try:
         content = parse_json(read_text(path))
-        optimizer, found = content.get("optimizer"), dict(content["progress"])
-        found["iteration"]  # which has a default, and is never left out
-        found["cursor"] = Cursor(**found["cursor"])
-        found["recent_updates"] = tuple((loss, norm) for loss, norm in found.get("recent_updates", ()))
-        state = TrainState(**found)
-        special = {"corpus_sha256", "cursor", "recent_updates"}
-        counts = {name: count for name, count in vars(state).items() if name not in special}
-        for name, count in (counts | vars(state.cursor)).items():
-            if type(count) is not int or not 0 <= count < _LARGEST_COUNT:
-                raise ValueError(f"{name} is {count!r:.40}, no count")
-        if not isinstance(state.corpus_sha256, str) or not isinstance(optimizer, dict | None):
-            raise ValueError(f"corpus_sha256 is {state.corpus_sha256!r:.80}, optimizer a {type(optimizer).__name__}")
-        if not all(type(number) is float for pair in state.recent_updates for number in pair):
-            raise ValueError("recent_updates holds more than numbers")
+        state = msgspec.convert(content["progress"], TrainState)
+        optimizer = msgspec.convert(content.get("optimizer"), dict[str, Any] | None)
+        for name, count in (vars(state) | vars(state.cursor)).items():
+            if isinstance(count, int) and not 0 <= count < _LARGEST_COUNT:
+                raise ValueError(f"{name} is {count}, no count")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another one.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: not of a run of this program ({short_reason(error)}); use another checkpoint."
         ) from error

@@ -4,10 +4,9 @@
     SAVE/iter_0001000/                          settings.yaml  tokenizer/  train_state.json  rank_*.safetensors
     SAVE/iter_0001000/MANIFEST.json             size and sha256 of every file; written last
 
-A checkpoint counts when its folder has its final name and a manifest. Names that begin otherwise are on their way:
+A checkpoint counts when its folder has its final name and a manifest. Others do not:
 
-    SAVE/.tmp-iter_0001000/                     being written; after a crash, published by the next start if it has its
-                                                manifest, else deleted by the next save
+    SAVE/.tmp-iter_0001000/                     being written; after a crash, deleted by the next save
     SAVE/.old-iter_0001000/                     being deleted; after a crash, by the next save
     SAVE/iter_0001000.damaged/                  quarantined: found damaged when a run resumed from an older one
 """
@@ -23,7 +22,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TypedDict
+
+import msgspec
 
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
@@ -34,6 +34,7 @@ from megatron_neobert.runtime.atomic_files import (
     sha256_of,
     sync_to_disk,
 )
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.text import parse_json
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -42,19 +43,12 @@ TRAIN_STATE = "train_state.json"
 _LOCK = "lock"
 _LEAVE_SECONDS = 10  # a run that was killed may have children that hold its lock a little longer
 # Without these there is nothing to load.
-_NEEDED = ("train_state.json", "settings.yaml")
+_NEEDED = (TRAIN_STATE, "settings.yaml")
 
 
-class Fingerprint(TypedDict):
-    """What a file has to be."""
-
-    bytes: int
-    sha256: str
-
-
-def fingerprint_of(path: Path) -> Fingerprint:
-    """Reads the whole file."""
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+def record_of(path: Path) -> FileRecord:
+    """Return size and sha256 of a file."""
+    return FileRecord(path.stat().st_size, sha256_of(path))
 
 
 def iteration_folder(save: Path, iteration: int) -> Path:
@@ -64,12 +58,6 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 def list_checkpoints(save: Path) -> list[Path]:
     """Return the folders of the checkpoints in `save`, newest first; or `save` if it is itself a checkpoint."""
     return [folder for folder in _list_folders(save) if (folder / MANIFEST).exists()]
-
-
-def _sealed_folders(save: Path) -> list[Path]:
-    """Whole checkpoints that a crash has kept from being published; one at most, since a save deletes what it finds."""
-    found = [path.parent for path in save.glob(f".tmp-iter_*/{MANIFEST}")]
-    return [folder for folder in found if re.fullmatch(r"\.tmp-iter_\d{7,}", folder.name)]
 
 
 def _list_folders(save: Path) -> list[Path]:
@@ -83,11 +71,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
-    """Return the newest checkpoint of a save folder, or that of one iteration; its files are not verified.
-
-    Raises:
-        MissingInputError: There is none.
-    """
+    """Return the newest checkpoint of a save folder, or that of one iteration; its files are not verified."""
     by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
     if not by_iteration:
         raise MissingInputError(f"{save} holds no checkpoint; name the folder given to --save.")
@@ -99,25 +83,16 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
 
 
 def check_folders(config: CheckpointConfig) -> None:
-    """Refuse folders that a run must not start with. A refused start leaves no folder: only `claim` creates --save.
-
-    Raises:
-        ConfigError: SAVE/STOP exists: a queue must not start a run again that was stopped by that file.
-        MissingInputError: --load holds no checkpoint, and is neither --save nor replaced by --continue-from; or the
-            latter holds none.
-        CheckpointError: --load holds remains of checkpoints, but none that counts.
-        OutputError: --save holds checkpoints and is not continued, or cannot be created.
-    """
+    """Refuse folders that a run must not start with. A refused start leaves no folder: only `claim` creates --save."""
     if config.save is not None and (Path(config.save) / "STOP").exists():
         raise ConfigError(
             f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
         )
     load = Path(config.load).resolve() if config.load is not None else None
     save = Path(config.save).resolve() if config.save is not None else None
-    is_unfinished = save is not None and bool(_sealed_folders(save))  # first: rank 0 may be publishing it meanwhile
-    if load is None or not (list_checkpoints(load) or (is_unfinished and load == save)):
+    if load is None or not list_checkpoints(load):
         _refuse_fresh_start(config, load, is_save=load == save)
-    if save and save != load and (list_checkpoints(save) or is_unfinished):
+    if save and save != load and list_checkpoints(save):
         raise OutputError(
             f"--save {config.save} already holds checkpoints of a run; give --load {config.save} to continue it, or "
             "name another folder."
@@ -153,13 +128,7 @@ def _refuse_fresh_start(config: CheckpointConfig, load: Path | None, *, is_save:
 
 @contextmanager
 def claim(save: str | None) -> Iterator[None]:
-    """Create a save folder and lock it against other runs while the context is entered. Only rank 0 enters it.
-
-    Completes what a crash has left unfinished there: a checkpoint that was written but not yet published.
-
-    Raises:
-        OutputError: Another run is writing to it, and does not end within some seconds.
-    """
+    """Create a save folder and lock it against other runs while the context is entered. Only rank 0 enters it."""
     if save is None:
         yield
         return
@@ -180,44 +149,16 @@ def claim(save: str | None) -> Iterator[None]:
                     ) from error
                 time.sleep(0.2)
         lock.truncate(0)
-        lock.write(_own_claim().encode())
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         lock.flush()
-        for sealed in _sealed_folders(Path(save)):
-            final = sealed.with_name(sealed.name.removeprefix(".tmp-"))
-            publish(sealed, final, iteration=iteration_of(final))
         yield
 
 
-def refuse_lost_claim(save: Path) -> None:
-    """End the older of two runs that write to one folder: some file systems grant the same lock on several machines.
-
-    Raises:
-        OutputError: Another run has claimed the folder since this process did.
-    """
-    try:
-        owner = (save / _LOCK).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it is only there to be asked
-        return
-    if owner not in ("", _own_claim()):  # empty: being written
-        raise OutputError(
-            f"--save {save} is being written by another run ({owner}), which started after this one; only one of them "
-            "may. This one stops and saves nothing more: let the other one run, or name another folder."
-        )
-
-
-def _own_claim() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 def verify_files(checkpoint: Path, *, with_tensors: bool = True) -> None:
-    """Compare every file with the manifest.
+    """Raise CheckpointError if a file is missing or differs from the manifest in size or sha256.
 
     Args:
-        with_tensors: Also the safetensors files, whose checksums take seconds per GB.
-
-    Raises:
-        CheckpointError: Naming the first file that is missing or differs in size or sha256.
-        OSError: A file cannot be read.
+        with_tensors: Check the safetensors files too, whose checksums take seconds per GB.
     """
     for name, expected in _read_manifest(checkpoint / MANIFEST).items():
         if name.endswith(".safetensors") and not with_tensors:
@@ -226,19 +167,16 @@ def verify_files(checkpoint: Path, *, with_tensors: bool = True) -> None:
         if not path.is_file() or path.resolve() != checkpoint.resolve() / name:  # no links
             raise CheckpointError(f"{path}: missing, although the manifest lists it; use another checkpoint.")
         size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {size} bytes, expected {expected['bytes']}; use another checkpoint.")
-        if sha256_of(path) != expected["sha256"]:
+        if size != expected.bytes:
+            raise CheckpointError(f"{path}: {size} bytes, expected {expected.bytes}; use another checkpoint.")
+        if sha256_of(path) != expected.sha256:
             raise CheckpointError(f"{path}: its sha256 is not the manifest's; it is damaged, use another checkpoint.")
 
 
-def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
+def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
     try:
-        listed = parse_json(read_text(manifest))["files"]
-        files = {
-            name: Fingerprint(bytes=int(file["bytes"]), sha256=str(file["sha256"])) for name, file in listed.items()
-        }
-    except (FileNotFoundError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
+        files = msgspec.convert(parse_json(read_text(manifest))["files"], dict[str, FileRecord])
+    except (FileNotFoundError, msgspec.ValidationError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{manifest}: not readable ({error}); the checkpoint is incomplete.") from error
     for name in files:
         if name.startswith("/") or ".." in PurePosixPath(name).parts or not name.isprintable():
@@ -257,11 +195,7 @@ def _read_manifest(manifest: Path) -> dict[str, Fingerprint]:
 
 
 def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointError | OSError]]]:
-    """The newest checkpoint whose files are whole, and which newer ones are not: damaged, or not readable now.
-
-    Raises:
-        CheckpointError: None is whole.
-    """
+    """Return the newest checkpoint whose files are whole, and what is wrong with newer ones."""
     problems: list[tuple[Path, CheckpointError | OSError]] = []
     for candidate in _list_folders(load):
         try:
@@ -274,40 +208,32 @@ def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointE
 
 
 def quarantine(checkpoint: Path) -> Path:
-    """Renames a damaged checkpoint, so that it neither counts nor is in the way of its successor."""
+    """Rename a damaged checkpoint, so that it neither counts nor is in the way of its successor."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)
-
-
-def leftovers(save: Path) -> list[Path]:
-    """Return the folders that crashes have left and that the next save deletes."""
-    return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
 
 
 def prepare_folder(temporary: Path) -> None:
     """Create the folder that a checkpoint is written to; remove what crashes have left beside it."""
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
-    for leftover in leftovers(save):
+    for leftover in (*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in save.glob(f"{POINTER}.*"):  # of replace_file
         leftover.unlink(missing_ok=True)
     temporary.mkdir()
 
 
-def write_manifest(folder: Path, written: Mapping[str, Fingerprint]) -> None:
-    """Seals a checkpoint folder: every file and folder on disk, then the manifest.
+def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
+    """Seal a checkpoint folder: every file and folder on disk, then the manifest.
 
     Args:
         written: Files that are on disk already, by name.
-
-    Raises:
-        OSError: One of those is not there.
     """
     for name, expected in written.items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != expected["bytes"]:
+        if not path.is_file() or path.stat().st_size != expected.bytes:
             raise OSError(
                 f"{path} was written by another rank but is not seen here; --save must be on a file system that all "
                 "nodes share"
@@ -317,39 +243,24 @@ def write_manifest(folder: Path, written: Mapping[str, Fingerprint]) -> None:
         name = str(path.relative_to(folder))
         if name not in files:
             sync_to_disk(path)
-            files[name] = fingerprint_of(path)
+            files[name] = record_of(path)
     for path in sorted(path for path in folder.rglob("*") if path.is_dir()):
         sync_to_disk(path)
-    replace_file(folder / MANIFEST, json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1))
+    content = msgspec.to_builtins({"format": 1, "files": dict(sorted(files.items()))})
+    replace_file(folder / MANIFEST, json.dumps(content, indent=1))
 
 
-def publish(temporary: Path, final: Path, *, iteration: int) -> None:
-    """Makes a sealed folder a checkpoint by one rename, and the newest one by one replacement.
-
-    One of the same iteration that is there already (found unreadable when the run resumed) is moved away first. A crash
-    between these two renames leaves the sealed folder, which the next start publishes.
-    """
-    older = _out_of_the_way(final) if final.exists() else None
+def publish(temporary: Path, final: Path) -> None:
+    """Make a sealed folder a checkpoint by one rename, and the newest one by one replacement."""
     temporary.rename(final)
     sync_to_disk(final.parent)
-    replace_file(final.parent / POINTER, str(iteration))
-    if older is not None:
-        shutil.rmtree(older, ignore_errors=True)  # what is left of it, the next save deletes
+    replace_file(final.parent / POINTER, str(iteration_of(final)))
 
 
 def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Deletes all but the newest checkpoints, and those of every so many iterations.
-
-    Raises:
-        OSError: One cannot be deleted.
-    """
+    """Delete all but the newest checkpoints, and those of every so many iterations."""
     for checkpoint in list_checkpoints(save)[keep_last:]:
         if keep_every is None or iteration_of(checkpoint) % keep_every:
-            shutil.rmtree(_out_of_the_way(checkpoint))
-
-
-def _out_of_the_way(checkpoint: Path) -> Path:
-    """Under a name that nobody takes for a checkpoint: it can be deleted, and the deletion can be interrupted."""
-    going = checkpoint.with_name(f".old-{checkpoint.name}")
-    shutil.rmtree(going, ignore_errors=True)
-    return checkpoint.rename(going)
+            going = checkpoint.with_name(f".old-{checkpoint.name}")  # no checkpoint while it is being deleted
+            shutil.rmtree(going, ignore_errors=True)
+            shutil.rmtree(checkpoint.rename(going))

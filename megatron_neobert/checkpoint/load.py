@@ -39,15 +39,9 @@ _STATE_FORMAT = {
 
 
 def load_checkpoint(run: Run) -> Path | None:
-    """Restore weights, optimizer and train state from the newest good checkpoint of --load, else of --continue-from.
+    """Restore the run from the newest good checkpoint of --load, else of --continue-from, and return its folder.
 
-    Returns:
-        Its folder; None if there is no checkpoint yet (`check_folders` has judged whether that is allowed).
-
-    Raises:
-        CheckpointError: None of the checkpoints is usable, or see `load_from`.
-
-    Collective: all ranks.
+    Without a checkpoint return None; `check_folders` has judged whether that is allowed. Collective: all ranks.
     """
     config = run.settings.checkpoint
     for load in (config.load, config.continue_from):
@@ -60,13 +54,10 @@ def load_checkpoint(run: Run) -> Path | None:
 def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     """Restore weights, optimizer and train state from a checkpoint whose files are whole.
 
-    One that a conversion wrote holds weights only: the optimizer then starts anew.
-
-    Args:
-        has_new_data: Whether the data may be others; they start anew if they are.
+    With weights only, as a conversion writes them, the optimizer starts anew; so do other data, if `has_new_data`.
 
     Raises:
-        CheckpointError: It is of another model, data order, corpus or tokenizer.
+        CheckpointError: The checkpoint is of another model, data order, corpus or tokenizer.
 
     Collective: all ranks.
     """
@@ -121,10 +112,7 @@ def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
 def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None) -> dict[str, Any]:
     """Return the state with the tensors of the checkpoint and the optimizer's plain values.
 
-    Raises:
-        CheckpointError: A rank lacks a tensor, or cannot read one; the same error on all ranks.
-
-    Collective: all ranks.
+    Collective: all ranks; an error of one of them is raised on all.
     """
     state, plain, factories = load_preprocess(wanted)
     state, _ = extract_sharded_base(state)
@@ -152,11 +140,7 @@ def _read(wanted: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None
 
 
 def _sharded_model(model: Any) -> dict[str, Any]:
-    """The model's tensors, without Transformer Engine's `_extra_state`.
-
-    Those are pickles, which a reader must not open, and hold nothing but the history of delayed FP8 scaling, which
-    begins anew where a run resumes.
-    """
+    """Return the model's tensors, without Transformer Engine's `_extra_state`: pickles of delayed FP8 scaling."""
     return {
         name: value
         for name, value in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
@@ -210,9 +194,9 @@ def _load_main_weights(run: Run, state: dict[str, Any]) -> None:
 
 
 def _choose(settings: Settings, load: str) -> Path | None:
-    """The newest whole checkpoint, the same on all ranks, or None; warns of newer ones that are not whole.
+    """Return the newest whole checkpoint, the same on all ranks, or None; warn of newer ones that are not whole.
 
-    Damaged ones are quarantined where this run is going to save, so that they do not count as kept.
+    Those are quarantined where this run is going to save, so that the same iteration can be saved again.
 
     Collective: all ranks.
     """
@@ -223,10 +207,8 @@ def _choose(settings: Settings, load: str) -> Path | None:
         try:
             choice[0], problems = find_good_checkpoint(Path(load))
             for folder, problem in problems:
-                is_damaged = isinstance(problem, CheckpointError)  # what is only unreadable now may be whole tomorrow
-                aside = f" It is now {quarantine(folder).name}." if owns and is_damaged else ""
-                kind = "a damaged" if is_damaged else "an unreadable"
-                print(f"warning: skipped {kind} checkpoint: {problem}{aside}", flush=True)
+                aside = f" It is now {quarantine(folder).name}." if owns else ""
+                print(f"warning: skipped a damaged checkpoint: {problem}{aside}", flush=True)
         except (CheckpointError, OSError) as error:
             choice[0] = error
     torch.distributed.broadcast_object_list(choice)  # collective: all ranks read the same one, or none does

@@ -7,7 +7,6 @@ checkpoints stay.
 
 import shutil
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -23,21 +21,20 @@ from torch import Tensor
 
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import (
-    Fingerprint,
-    fingerprint_of,
     iteration_folder,
     list_checkpoints,
     prepare_folder,
     prune,
     publish,
+    record_of,
     write_manifest,
 )
 from megatron_neobert.checkpoint.load import sharded_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, SaveError
-from megatron_neobert.model.initialization import name_in_whole_model
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.state import Run, TrainState
 
 
@@ -47,7 +44,7 @@ class _Pending:
 
     state: TrainState
     optimizer: dict[str, Any]  # its plain values, the same on all ranks
-    file: Future[dict[str, Fingerprint]] | None  # of this rank, which a thread writes; None: it has no part to write
+    file: Future[dict[str, FileRecord]] | None  # of this rank, which a thread writes; None: it has no part to write
 
 
 class Saver:
@@ -67,18 +64,19 @@ class Saver:
         return file is not None and not file.done()
 
     def save(self) -> None:
-        """Saves the run as it stands; returns when it is saved, or with --async-save when training may continue.
+        """Save the run as it is; return when it is saved, or with --async-save when training may continue.
 
         Raises:
-            SaveError: It cannot be written, or an earlier one could not.
-            DivergenceError: There are values that are not finite, or replicas that differ.
+            SaveError: A checkpoint cannot be written, this one or the one before it.
+            DivergenceError: There are values that are not finite.
 
         Collective: all ranks.
         """
         self.finish()
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.state.iteration
-        self.refuse_drift()
+        if run.model.ddp_config.overlap_param_gather:
+            run.model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
         problem = None
         if is_rank_zero():
             try:
@@ -107,35 +105,15 @@ class Saver:
         else:
             self.finish()
 
-    def refuse_drift(self) -> None:
-        """Ends the run where the replicas of the model no longer hold the same weights.
-
-        Raises:
-            DivergenceError: Naming rank and tensor.
-
-        Collective: all ranks.
-        """
-        drift = _first_problem(describe_drift(self.run))
-        if drift is not None:
-            iteration = self.run.state.iteration
-            self.finish()  # an earlier checkpoint, whose replicas were compared then
-            raise DivergenceError(
-                f"iteration {iteration} is not saved: {drift}. {self._remaining} Start again with the same command; if "
-                "the same rank is named again, leave its machine out."
-            )
-
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one, and makes it the newest.
-
-        Raises:
-            SaveError: It could not be written.
+        """Wait for the checkpoint that is being written, if there is one, and make it the newest.
 
         Collective: all ranks.
         """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        files: dict[str, Fingerprint] = {}
+        files: dict[str, FileRecord] = {}
         problem = None
         try:
             files = {} if pending.file is None else pending.file.result()
@@ -163,8 +141,8 @@ class Saver:
                 f"iteration {self._iteration} is not saved: {found} hold values that are not finite. {self._remaining}"
             )
 
-    def _complete(self, pending: _Pending, parts: list[tuple[dict[str, Fingerprint], str | None]]) -> str | None:
-        """What rank 0 does when all ranks have written their tensors. Returns what went wrong on any of them."""
+    def _complete(self, pending: _Pending, parts: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
+        """Complete the checkpoint on rank 0 when all ranks have written; return what went wrong on any of them."""
         run, config = self.run, self.run.settings.checkpoint
         if (problem := next((problem for _, problem in parts if problem is not None), None)) is not None:
             return problem
@@ -175,7 +153,7 @@ class Saver:
                 self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings
             )
             write_manifest(self._temporary, {name: file for files, _ in parts for name, file in files.items()})
-            publish(self._temporary, self._final, iteration=self._iteration)
+            publish(self._temporary, self._final)
         except Exception as error:  # the other ranks wait to hear of it
             return _describe(error)
         try:
@@ -206,46 +184,10 @@ class Saver:
         return f"The newest checkpoint is {older[0]}." if older else f"There is no older one in {self.save_folder}."
 
 
-def describe_drift(run: Run) -> str | None:
-    """Return which rank holds other weights than its replicas, and where; None if all agree, or there are none.
-
-    Replicas begin alike and apply the same updates, so a difference is a fault of memory, a link or a kernel, which
-    nothing else shows. megatron.core's check_param_hashes_across_dp_replicas copies all weights to the CPU, and its
-    answer is one bit. This costs 0.3 s for 28 x 768 in float32 on one CPU core.
-
-    Collective: all ranks; each hears of its own replicas alone.
-    """
-    if run.model.ddp_config.overlap_param_gather:
-        run.model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if group.size() == 1:
-        return None
-
-    def bits_added_up(weights: Tensor) -> Tensor:
-        # Modulo 2^32, so the same in any order; exact for bfloat16 too. (A sum in int64 takes 15 times as long on CPU.)
-        return weights.detach().float().view(torch.int32).sum(dtype=torch.int32)
-
-    model = run.unwrapped_model
-    hashes = {name_in_whole_model(model, name): bits_added_up(weight) for name, weight in model.named_parameters()}
-    own_n = torch.stack(list(hashes.values()))
-    all_rn = [torch.empty_like(own_n) for _ in range(group.size())]
-    torch.distributed.all_gather(all_rn, own_n, group=group)  # collective: the replicas
-    by_tensor = dict(zip(hashes, torch.stack(all_rn, dim=1).tolist(), strict=True))
-    drifted = {name: values for name, values in by_tensor.items() if len(set(values)) > 1}
-    if not drifted:
-        return None
-    name, values = next(iter(drifted.items()))
-    usual = Counter(values).most_common(1)[0][0]  # of two replicas, the first one's
-    ranks = torch.distributed.get_process_group_ranks(group)
-    others = ", ".join(str(rank) for rank, value in zip(ranks, values, strict=True) if value != usual)
-    replica, count = ranks[values.index(usual)], f"{len(drifted):,} of {len(hashes):,} tensors differ"
-    return f"{name} on rank {others} is not what its replica on rank {replica} holds ({count})"
-
-
-def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, Fingerprint]:
+def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, FileRecord]:
     write_tensors(path, parts, offsets)
     sync_to_disk(path)
-    return {path.name: fingerprint_of(path)}
+    return {path.name: record_of(path)}
 
 
 def _describe(error: BaseException) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from megatron_neobert.checkpoint.folder import (
     TRAIN_STATE,
     iteration_of,
-    leftovers,
     list_checkpoints,
     verify_files,
 )
@@ -24,15 +23,9 @@ from megatron_neobert.text import in_bytes, parse_json
 
 
 def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
-    """Refuse a start whose settings or data do not fit the newest checkpoint.
+    """Refuse a start whose settings, data or tokenizer do not fit the newest checkpoint.
 
     A damaged checkpoint is not judged: loading passes over it and may find an older one. Tensors are not read.
-
-    Args:
-        inputs: The result of `open_phases`.
-
-    Raises:
-        CheckpointError, ConfigError: As `refuse_unfit_checkpoint`, or the tokenizers differ.
     """
     folder = newest_checkpoint(settings.checkpoint)
     if folder is None:
@@ -59,20 +52,12 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
 
 
 def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
-    """Refuse a run whose file system has no room for a single checkpoint.
-
-    --keep-last makes no difference: an older checkpoint is deleted after a newer one is published.
-
-    Raises:
-        SaveError: With the size of a checkpoint and the free space.
-    """
+    """Raise SaveError if the file system of --save has no room for a single checkpoint."""
     checkpoint = settings.checkpoint
     if checkpoint.save is None or first_iteration(checkpoint) >= settings.training.train_iters:
         return
     save, size = Path(checkpoint.save).resolve(), checkpoint_bytes(settings, vocab_size=vocab_size)
     free = shutil.disk_usage(existing_parent(save)).free
-    if free < size:  # the first save deletes what crashes have left
-        free += sum(path.stat().st_size for folder in leftovers(save) for path in folder.rglob("*") if path.is_file())
     if free < size:
         raise SaveError(
             f"a checkpoint of this run takes {in_bytes(size)}, but --save {checkpoint.save} has {in_bytes(free)} free; "
@@ -87,17 +72,13 @@ def newest_checkpoint(config: CheckpointConfig) -> Path | None:
 
 
 def first_iteration(config: CheckpointConfig) -> int:
-    """Return the iteration of the checkpoint that this run would continue; 0 if there is none."""
+    """Return the iteration that this run would continue from."""
     folder = newest_checkpoint(config)
     return 0 if folder is None else iteration_of(folder)
 
 
 def refuse_other_tokenizer(folder: Path, saved: Tokenizer, now: Tokenizer) -> None:
-    """Compare the tokenizer of a checkpoint with that of a start. Equal sizes do not show that ids mean the same words.
-
-    Raises:
-        CheckpointError: The tokenizers differ.
-    """
+    """Raise CheckpointError if tokenizers differ. Equal sizes do not show that ids mean the same words."""
     if saved.fingerprint != now.fingerprint:
         raise CheckpointError(
             f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "

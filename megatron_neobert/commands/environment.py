@@ -2,9 +2,9 @@
 
     neobert check environment [--save runs/first] [--gpu-test]
 
-Looks at Python, packages, GPUs, driver, limits, disks and environment variables, and knows traps. Each line is ok, a
-warning with its remedy, or a problem with its remedy. Exit code 0: training can start (there may be warnings); 69: it
-cannot, or it would not use the GPUs that are here. Runs where nothing is installed yet, with any Python from 3.8 on.
+Looks at Python, packages, GPUs, driver, shared memory and disk. Each line is ok, a warning or a problem, with its
+remedy. Exit code 0: training can start (there may be warnings); 69: it cannot, or it would not use the GPUs that are
+here. Runs where nothing is installed yet, with any Python from 3.8 on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import resource
 import shutil
 import signal
 import subprocess
@@ -31,76 +30,21 @@ PROJECT = "megatron-neobert"
 PROBE = Path(__file__).with_name("environment_probe.py")
 SECONDS = 300  # for the probe: on a cold network file system torch's import takes a minute
 PREPARE = "run bash tools/prepare_environment.sh, which installs the tested versions of constraints.txt"
-UNSET = "unset it"
 # Without these, or outside their ranges, a conversion or a figure fails, and training does not.
 NOT_FOR_TRAINING = ("transformers", "huggingface_hub", "matplotlib", "tqdm")
 # Extras whose packages are judged where they are installed.
 EXTRAS = ("gpu", "fast", "dali", "wandb", "eval")
-
-
-class Bad(NamedTuple):
-    """A known trap: for which values of a fact it is one, what it costs, and the way out."""
-
-    subject: str  # a fact: a package's version, a number of the machine, an environment variable
-    values: str  # ">=2.16,<3" of versions and numbers, "0 false off" of words
-    level: str
-    why: str
-    remedy: str
-    beside: tuple[str, str] = ("", "")  # another fact and its values that must hold as well
-
-
-_ON, _OFF = "1 y yes true on", "0 n no false off"
-_ENGINE_12 = "install transformer-engine[core_cu12,pytorch]==2.11.0"
-_ENGINE_13 = "install transformer-engine[core_cu13,pytorch]==2.11.0"
-
-# The ranges of setup.py, with their reasons beside them there, are read from the installed project.
-KNOWN_BAD = (
-    Bad("apex", ">=0.9", PROBLEM, "is the registry's project of that name and not NVIDIA's; Megatron would import it",
-        "pip uninstall apex; NVIDIA's is optional and built from its repository"),
-    # Source: TransformerEngine 2.16 pytorch/module/base.py, set_extra_state.
-    Bad("transformer-engine", ">=2.16", WARNING, "refuses the pickled state of --fp8-recipe delayed: such a run cannot "
-        "be resumed", "use --fp8-recipe tensorwise or blockwise, or Transformer Engine 2.11.0",
-        beside=("megatron-core", "<0.17")),
-    Bad("transformer-engine-cu12", ">=0", PROBLEM, "its kernels are for CUDA 12, and torch brings CUDA 13", _ENGINE_13,
-        beside=("CUDA", ">=13")),
-    Bad("transformer-engine-cu13", ">=0", PROBLEM, "its kernels are for CUDA 13, and torch brings CUDA 12", _ENGINE_12,
-        beside=("CUDA", "<13")),
-    Bad("nvidia-dali-cuda120", ">=0", WARNING, "is for CUDA 12, and torch brings CUDA 13",
-        "pip install nvidia-dali-cuda130, and uninstall this one", beside=("CUDA", ">=13")),
-    Bad("nvidia-dali-cuda130", ">=0", WARNING, "is for CUDA 13, and torch brings CUDA 12",
-        "pip install nvidia-dali-cuda120, and uninstall this one", beside=("CUDA", "<13")),
-    # Weights, gradients and Adam's moments of 250M parameters in float32 are 4 GB; batches and torch come on top.
-    Bad("GiB of memory", "<8", WARNING, "the 250M model with its optimizer alone takes 4 GiB in float32",
-        "use a larger machine"),
-    # NCCL's ranks of one node talk through it, and so do torch's loader workers; Docker's default is 64 MiB.
-    Bad("MiB of /dev/shm", "<1024", WARNING, "ranks of one node and loader workers exchange data through it",
-        "start the container with --ipc=host or --shm-size=16g"),
-    Bad("open files (ulimit -n)", "<4096", WARNING, "a corpus of many files and many workers need more",
-        "ulimit -n 65536, or the container's --ulimit nofile"),
-    Bad("KiB of locked memory (ulimit -l)", ">=0", WARNING, "InfiniBand registers much more",
-        "ulimit -l unlimited, or the container's --ulimit memlock=-1", beside=("/dev/infiniband", "yes")),
-    Bad("--save can be written to", "no", PROBLEM, "a run could not write a checkpoint",
-        "name a folder, existing or new, on a disk that you may write to"),
-    # Four checkpoints of the 250M model (3.2 GiB each), of which a run keeps three, and some room.
-    Bad("GiB free at --save", "<16", WARNING, "three checkpoints of the 250M model and one being written take 16",
-        "free some, or lower --keep-last; --dry-run compares with the checkpoints of your own settings"),
-    Bad("file system of --save", "tmpfs ramfs overlayfs", WARNING, "is gone with the machine or the container",
-        "name a folder on a disk that stays, mounted into the container"),
-    Bad("CUDA_LAUNCH_BLOCKING", _ON, WARNING, "waits for every kernel: several times slower", UNSET),
-    Bad("PYTORCH_NO_CUDA_MEMORY_CACHING", _ON, WARNING, "asks the driver for every tensor: many times slower", UNSET),
-    Bad("TORCH_DISTRIBUTED_DEBUG", "detail", WARNING, "compares every collective between ranks: slow", UNSET),
-    Bad("TORCHDYNAMO_DISABLE", _ON, WARNING, "leaves the kernels that torch.compile fuses unfused", UNSET),
-    Bad("PYTORCH_JIT", _OFF, WARNING, "leaves the kernels that torch fuses unfused", UNSET),
-    Bad("NVIDIA_TF32_OVERRIDE", "1", WARNING, "rounds float32 products to 10 bits", UNSET),
-    Bad("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _ON, WARNING, "rounds float32 products to 10 bits", UNSET),
-    Bad("NCCL_P2P_DISABLE", "1", WARNING, "sends what NVLink could carry through the host's memory", UNSET),
-    Bad("NCCL_SHM_DISABLE", "1", WARNING, "sends what shared memory could carry through the network", UNSET),
-    Bad("NCCL_IB_DISABLE", "1", WARNING, "sends what InfiniBand could carry through TCP", UNSET),
-    Bad("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, WARNING, "lets ranks wait for ever when one has died", UNSET),
-    Bad("PYTHONOPTIMIZE", ">0", WARNING, "removes every assert, also those that guard tensors' shapes", UNSET),
-    Bad("RANK", ">=0", WARNING, "is what a launcher gives to one rank: a command started by hand takes itself for it",
-        "unset RANK, WORLD_SIZE and LOCAL_RANK in this shell"),
-)  # fmt: skip
+# Compiled for one major version of CUDA; the other build of the same package is the remedy.
+BUILDS = {
+    "transformer-engine-cu12": ("12", "transformer-engine[core_cu13,pytorch]==2.11.0"),
+    "transformer-engine-cu13": ("13", "transformer-engine[core_cu12,pytorch]==2.11.0"),
+    "nvidia-dali-cuda120": ("12", "nvidia-dali-cuda130"),
+    "nvidia-dali-cuda130": ("13", "nvidia-dali-cuda120"),
+}
+# NCCL's ranks of one node talk through it, and so do torch's loader workers; Docker's default is 64 MiB.
+LEAST_SHARED_MIB = 1024
+# Four checkpoints of the 250M model (3.2 GiB each), of which a run keeps three, and some room.
+LEAST_FREE_GIB = 16
 
 
 class Finding(NamedTuple):
@@ -143,59 +87,36 @@ def check_environment(options: EnvironmentOptions) -> int:
 
 def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
     """Yield every finding about this machine; what a later check would only repeat is left out."""
-    facts = machine_facts(save)
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         here = f"Python {platform.python_version()}"
         remedy = "activate an environment of one of them, or run bash tools/prepare_environment.sh, which makes .venv"
         yield Finding(PROBLEM, here, f"{sys.executable}; this project needs 3.10 to 3.13", remedy)
         return
     yield Finding(OK, f"Python {platform.python_version()}", sys.executable, "")
+    installed = installed_packages()
     try:
-        yield from requirement_findings(facts)
+        yield from requirement_findings(installed)
     except ModuleNotFoundError:  # packaging, which everything else needs too
         yield Finding(PROBLEM, "packages", "none of those that training needs is installed", PREPARE)
         return
-    probed = run_probe()
-    facts.update(*(answer for answer in probed if isinstance(answer, dict)))
-    yield from (Finding(*answer) for answer in probed if isinstance(answer, list))
+    cuda = ""
+    for answer in run_probe():
+        if isinstance(answer, dict):
+            cuda = answer["CUDA"]
+        else:
+            yield Finding(*answer)
+    yield from trap_findings(installed, cuda)
+    yield from machine_findings(os.environ)
     if save is not None:
-        words = f"{facts['GiB free at --save']} GiB free on a file system of kind {facts['file system of --save']}"
-        yield Finding(OK, f"--save {save}", words, "")
-    yield from known_bad_findings({**os.environ, **facts})
+        yield from folder_findings(save)
     if gpu_test:
         yield from (Finding(*answer) for answer in run_probe("--gpu-test"))
 
 
-# --- facts
-
-
-def machine_facts(save: Path | None) -> dict[str, str]:
-    """Return versions and numbers of this machine under the names of KNOWN_BAD, without limits that do not exist."""
-    facts = {
-        found.metadata["Name"].lower(): found.version
-        for found in importlib.metadata.distributions()
-        if found.metadata["Name"]
-    }
-    facts["GiB of memory"] = str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30)
-    shared = Path("/dev/shm")
-    facts["MiB of /dev/shm"] = str(shutil.disk_usage(shared).total // 2**20 if shared.is_dir() else 0)
-    facts["/dev/infiniband"] = "yes" if Path("/dev/infiniband").is_dir() else "no"
-    limits = {
-        "open files (ulimit -n)": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "KiB of locked memory (ulimit -l)": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] // 1024,
-    }
-    facts.update({name: str(limit) for name, limit in limits.items() if limit >= 0})  # infinity is -1
-    if save is not None:
-        nearest = save.absolute()
-        while not os.path.lexists(nearest):  # a link to nothing does exist, and no folder can be made there
-            nearest = nearest.parent
-        folder = nearest if nearest.is_dir() else nearest.parent
-        writable = folder == nearest and os.access(folder, os.W_OK | os.X_OK)
-        kind = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False)
-        facts["--save can be written to"] = "yes" if writable else "no"
-        facts["GiB free at --save"] = str(shutil.disk_usage(folder).free // 2**30)
-        facts["file system of --save"] = kind.stdout.strip()
-    return facts
+def installed_packages() -> dict[str, str]:
+    """Return the versions of installed distributions by their names in lower case."""
+    found = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
+    return {name.lower(): version for name, version in found if name}
 
 
 def run_probe(*flags: str) -> list[Any]:
@@ -215,10 +136,7 @@ def run_probe(*flags: str) -> list[Any]:
     return found
 
 
-# --- rules
-
-
-def requirement_findings(facts: Mapping[str, str]) -> Iterator[Finding]:
+def requirement_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
     """Yield what is installed against what this project asks for; an extra's packages count where they are installed.
 
     Raises:
@@ -233,7 +151,7 @@ def requirement_findings(facts: Mapping[str, str]) -> Iterator[Finding]:
         return
     for wanted in stated:
         extras = [one for one in ("", *EXTRAS) if wanted.marker is None or wanted.marker.evaluate({"extra": one})]
-        version = facts.get(wanted.name.lower())
+        version = installed.get(wanted.name.lower())
         if not extras or (version is None and extras[0]):
             continue
         asked = f"{wanted.name}{wanted.specifier}"
@@ -245,21 +163,57 @@ def requirement_findings(facts: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(level, f"{wanted.name} {version}", f"does not fit: {asked}", PREPARE)
 
 
-def known_bad_findings(facts: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the lines of the table that describe this environment."""
-    for trap in KNOWN_BAD:
-        value, (other, others) = facts.get(trap.subject, ""), trap.beside
-        if _matches(value, trap.values) and (not other or _matches(facts.get(other, ""), others)):
-            yield Finding(trap.level, f"{trap.subject} {value}", trap.why, trap.remedy)
+def trap_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Finding]:
+    """Yield packages that do not fit each other; `cuda` is the version that torch was built with, or nothing."""
+    from packaging.version import Version
+
+    def is_at_least(package: str, version: str) -> bool:
+        return Version(installed.get(package, "0")) >= Version(version)
+
+    if is_at_least("apex", "0.9"):
+        why = "is the registry's project of that name and not NVIDIA's; Megatron would import it"
+        remedy = "pip uninstall apex; NVIDIA's is optional and built from its repository"
+        yield Finding(PROBLEM, f"apex {installed['apex']}", why, remedy)
+    # Source: TransformerEngine 2.16 pytorch/module/base.py, set_extra_state.
+    if is_at_least("transformer-engine", "2.16") and not is_at_least("megatron-core", "0.17"):
+        why = "refuses the pickled state of --fp8-recipe delayed: such a run cannot be resumed"
+        remedy = "use --fp8-recipe tensorwise or blockwise, or Transformer Engine 2.11.0"
+        yield Finding(WARNING, f"transformer-engine {installed['transformer-engine']}", why, remedy)
+    for package, (major, other) in BUILDS.items():
+        if package in installed and cuda and cuda.split(".")[0] != major:
+            why = f"is built for CUDA {major}, and torch brings CUDA {cuda}"
+            yield Finding(PROBLEM, f"{package} {installed[package]}", why, f"pip uninstall {package}; install {other}")
 
 
-def _matches(value: str, values: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
+def machine_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield warnings about variables that a launcher left in this shell, and about too little shared memory."""
+    if "RANK" in variables:
+        why = "is what a launcher gives to one rank: a command started by hand takes itself for it"
+        yield Finding(WARNING, f"RANK {variables['RANK']}", why, "unset RANK, WORLD_SIZE and LOCAL_RANK in this shell")
+    folder = Path("/dev/shm")
+    size = shutil.disk_usage(folder).total // 2**20 if folder.is_dir() else 0
+    if size < LEAST_SHARED_MIB:
+        why = "ranks of one node and loader workers exchange data through it"
+        remedy = "start the container with --ipc=host or --shm-size=16g"
+        yield Finding(WARNING, f"MiB of /dev/shm {size}", why, remedy)
 
-    if values[0] not in "<>=!":
-        return value.lower() in values.split()
-    try:
-        return bool(value) and SpecifierSet(values).contains(value, prereleases=True)
-    except InvalidVersion:  # a variable with a word where numbers are harmful
-        return False
+
+def folder_findings(save: Path) -> Iterator[Finding]:
+    """Yield whether a run can write its checkpoints to a folder, which may not exist yet."""
+    nearest = save.absolute()
+    while not os.path.lexists(nearest):  # a link to nothing does exist, and no folder can be made there
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        remedy = "name a folder, existing or new, on a disk that you may write to"
+        yield Finding(PROBLEM, f"--save {save}", f"a run could not write a checkpoint below {nearest}", remedy)
+        return
+    ended = subprocess.run(["stat", "-f", "-c", "%T", nearest], capture_output=True, text=True, check=False)
+    kind, free = ended.stdout.strip(), shutil.disk_usage(nearest).free // 2**30
+    yield Finding(OK, f"--save {save}", f"{free} GiB free on a file system of kind {kind}", "")
+    if free < LEAST_FREE_GIB:
+        why = f"three checkpoints of the 250M model and one being written take {LEAST_FREE_GIB}"
+        remedy = "free some, or lower --keep-last; --dry-run compares with the checkpoints of your own settings"
+        yield Finding(WARNING, f"GiB free at --save {free}", why, remedy)
+    if kind in ("tmpfs", "ramfs", "overlayfs"):
+        remedy = "name a folder on a disk that stays, mounted into the container"
+        yield Finding(WARNING, f"file system of --save {kind}", "is gone with the machine or the container", remedy)

@@ -172,7 +172,7 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     for manifest in filter(None, (report.written.manifest, report.written.validation)):
         for name, value in manifest.describe().items():
             print(f"  {name:<18} {value}")
-    volumes = report.written.manifest.volumes
-    pairs = f"{volumes[0].name}.bin, .idx" + (f" to {volumes[-1].name}.bin, .idx" if len(volumes) > 1 else "")
+    volumes = plan.files.volume_files(len(report.written.manifest.volumes))
+    pairs = f"{volumes[0][0].name}, .idx" + (f" to {volumes[-1][0].name}, .idx" if len(volumes) > 1 else "")
     rejects = f", {plan.files.rejects.name}" if counts.rejected else ""
     print(f"wrote {plan.files.manifest}, {pairs}{rejects}")

@@ -12,8 +12,6 @@ from typing import Any, cast, get_type_hints
 import yaml
 
 from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, typed_fields
-from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import PHASE_SETTINGS, ModelConfig, PhaseChange, Settings
@@ -32,13 +30,13 @@ _LARGEST_FILE_BYTES = 1 << 18
 _MOST_PHASES = 100  # each is checked and planned as a run of its own
 # Settings of earlier versions that the record of a run may hold. Some changed what a run computes; their value is fixed
 # now. The others may differ when a run resumes.
-_NOW_FIXED = {"muon_momentum": 0.95, "loss_spike_window": 128}
+_NOW_FIXED = {"muon_momentum": 0.95, "loss_spike_sigma": None}
 _NOW_IGNORED = {
     *("allow_changed", "attention_bounds", "check_for_nan"),
     *("check_weight_hash_across_dp_replicas_interval", "cross_entropy_fusion_impl"),
     *("cross_entropy_loss_fusion", "first_last_layers_bf16", "fp8_amax_compute_algo"),
     *("fp8_amax_history_len", "fp8_margin", "fp8_param_gather", "gradient_accumulation_fusion"),
-    *("max_skipped_iters", "num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16"),
+    *("loss_spike_window", "max_skipped_iters", "num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16"),
     *("num_layers_per_virtual_pipeline_stage", "object_storage_cache_gb", "overlap_param_gather"),
     *("probe_data_path", "profile_step_end", "profile_step_start", "recompute_method"),
     *("recompute_num_layers", "resume", "save_initial", "sequence_parallel", "tensorboard_dir"),
@@ -55,11 +53,11 @@ class Command:
 
 
 def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
-    """Settings out of flags and an optional `--config` file, checked for `world_size` ranks.
+    """Return the settings of flags and an optional `--config` file, checked for `world_size` ranks.
 
     Raises:
         ConfigError: With every problem found, in the file, the flags and their combination.
-        MissingInputError: The file does not exist, or several inputs of a dry run do not.
+        MissingInputError: The file does not exist.
     """
     given, problems = build_parser().parse_all(arguments)
     config, is_dry_run = given.pop("config", None), given.pop("dry_run", False)
@@ -71,10 +69,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     settings = _build(values)
     problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
     if problems:
-        raise ConfigError(problems + _missing_inputs(settings))
-    # A single missing one is named when it is opened; of several only the first would be.
-    if is_dry_run and len(missing := _missing_inputs(settings)) > 1:
-        raise MissingInputError("cannot start:" + "".join(f"\n  - {problem}" for problem in missing))
+        raise ConfigError(problems)
     return Command(settings=settings, dry_run=is_dry_run)
 
 
@@ -107,37 +102,11 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def _missing_inputs(settings: Settings) -> list[str]:
-    """Inputs that are not there, so that they need not be found out about one after the other."""
-    data = settings.data
-    paths = dict.fromkeys(phase.settings.data.data_path for phase in resolve_phases(settings))
-    given = [(path, "--data-path") for path in paths]
-    given += [((entry,), "--valid-data-path") for entry in data.valid_data_path or ()]
-    problems = []
-    for entries, flag in given:
-        try:
-            components = parse_data_path(entries)
-        except ConfigError:
-            continue  # which is reported already
-        local = [component.prefix for component in components if not component.is_remote]
-        absent = [prefix for prefix in local if not Path(f"{prefix}.json").exists()]
-        problems += [f"{flag} {prefix}: there is no {prefix}.json; check the path." for prefix in absent]
-        lists = dict.fromkeys(component.drop for component in components if component.drop)
-        problems += [f"{flag} :drop={file}: no such file; check the path." for file in lists if not Path(file).exists()]
-    if (path := data.tokenizer_model) and not Path(path).exists():
-        problems.append(f"--tokenizer-model {path}: no such file or folder; check the path.")
-    return list(dict.fromkeys(problems))  # phases may name one corpus several times
-
-
 def read_settings(path: Path, *, is_record: bool = False) -> Settings:
     """Return the settings of a YAML file, each value checked for its type.
 
     Args:
         is_record: The file was written by a run, perhaps of a version with more settings.
-
-    Raises:
-        ConfigError: With every unknown key and every value of the wrong type.
-        MissingInputError: No such file.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if problems := _merge_file(path, values, is_record=is_record):
@@ -160,11 +129,7 @@ def model_flags(model: ModelConfig) -> str:
 
 
 def read_record(path: Path) -> Settings:
-    """The settings that `write_record` saved.
-
-    Raises:
-        CheckpointError: The record is missing, unreadable, or of another version of this project.
-    """
+    """Return the settings that `write_record` saved, or raise CheckpointError."""
     try:
         settings = read_settings(path, is_record=True)
         if problems := find_record_problems(settings):
@@ -199,11 +164,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: bool = False) -> list[str]:
-    """Add the content of a YAML file to `values`, and return its problems, each with the name of the file.
-
-    Args:
-        is_record: As in `read_settings`.
-    """
+    """Add the content of a YAML file to `values`, and return its problems, each with the name of the file."""
     if not path.is_file():
         if path.is_dir():
             raise MissingInputError(f"--config {path}: is a folder, not a file.")

@@ -61,11 +61,7 @@ class Component:
 
 
 def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
-    """The components of a blend, in their order; one without a weight is all there is.
-
-    Raises:
-        ConfigError: With everything that is wrong with the entries.
-    """
+    """Return the components of a blend in their order, or raise ConfigError with every problem."""
     if not entries:
         raise ConfigError(f"{flag} is missing: name the corpus prefix that neobert preprocess printed.")
     pairs = [("1", entries[0])] if len(entries) == 1 else list(zip(entries[::2], entries[1::2], strict=False))

@@ -25,11 +25,7 @@ _GRAMMAR = (
 
 
 def parse_expression(text: str) -> ast.expr:
-    """Return the syntax tree of an expression, which has nodes of the grammar above only.
-
-    Raises:
-        ConfigError: The text is not such an expression, or is too long or too deeply nested.
-    """
+    """Return the syntax tree of an expression, which has nodes of the grammar above only."""
     if len(text) > _LONGEST:
         raise ConfigError(f"an expression of {len(text):,} characters is longer than {_LONGEST:,}; shorten it.")
     try:

@@ -87,10 +87,6 @@ def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence
     Args:
         identities: Hashes of the start's data, as this version and earlier ones compute them.
         has_new_data: The checkpoint is that of --continue-from, so the data may begin anew.
-
-    Raises:
-        CheckpointError: The checkpoint belongs to another model, data order or corpus, or has no optimizer state.
-        ConfigError: With --continue-from, no iteration is left to train, or the same batches would be read again.
     """
     folder, iteration = saved.folder, saved.iteration
     then, own = phase_at(saved.settings, iteration).settings, phase_at(now, iteration).settings
@@ -149,14 +145,11 @@ def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
 def refuse_other_run(
     saved: Settings, now: Settings, folder: Path, *, has_new_data: bool, weights_only: bool = False
 ) -> None:
-    """Compare a checkpoint's settings with those of this start.
+    """Raise CheckpointError with every setting that must not differ between a checkpoint and this start.
 
     Args:
         has_new_data: The run continues another one; only weights and optimizer state need fit.
         weights_only: The checkpoint has no optimizer state; only the model need fit.
-
-    Raises:
-        CheckpointError: Naming every setting that must not differ, with both values.
     """
     must_fit = {"model": _MUST_FIT["model"]} if weights_only else dict(_MUST_FIT)
     if not weights_only and not now.parallel.use_distributed_optimizer:  # keeps main weights in bfloat16 runs only

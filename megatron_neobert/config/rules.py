@@ -15,10 +15,8 @@ from megatron_neobert.errors import ConfigError
 
 # Tokens of a rank and both sides of every matrix must be multiples of this, so that no FP8 kernel gets a part of its
 # block. Source: TransformerEngine 2.11 pytorch/utils.py assert_dim_for_fp8_exec, and the block lengths in
-# pytorch/tensor/mxfp8_tensor.py and float8_blockwise_tensor.py.
-FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
-# The tokens that are exchanged in FP8 between sequence-parallel ranks; 128 also suits the block-scaled recipes' scales.
-FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
+# pytorch/tensor/mxfp8_tensor.py and float8_blockwise_tensor.py; tokens of sequence-parallel ranks also need 128.
+FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
 HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's and Transformer Engine's
 _SUGGESTED = 1024  # the largest number of heads or stages that a message suggests
 LARGEST_DOCUMENT_BLOCK = 4096  # data/batches/rows.py packs windows of so many documents
@@ -70,11 +68,10 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *need_problems(settings),
         *model_problems(settings),
         *layout_problems,
-        *([] if layout_problems else compute_problems(settings)),  # which divides by the layout's sizes
+        *([] if layout_problems else fp8_problems(settings)),  # which divides by the layout's sizes
         *data_problems(settings.data),
         *schedule_problems(settings),
-        *checkpoint_problems(settings),
-        *logging_problems(settings),
+        *folder_problems(settings),
     ]
 
 
@@ -200,32 +197,24 @@ def pipeline_problems(settings: Settings) -> Iterator[str]:
 
 def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
     """How ranks share a global batch and the tokens of a micro-batch."""
-    parallel, training, recipe = settings.parallel, settings.training, settings.compute.fp8_recipe
+    parallel, training = settings.parallel, settings.training
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
     )
-    # Tokens: an equal share for every rank, of whole blocks in FP8.
-    share = cp * (tp if parallel.sequence_parallel else 1)
-    multiple = share * (1 if settings.compute.fp8_format is None else FP8_TOKENS[recipe])
-    if settings.tokens_per_micro_batch % multiple:
-        ranks = f"--context-parallel-size {cp}"
-        ranks += f" x --tensor-model-parallel-size {tp}" if parallel.sequence_parallel else ""
-        in_blocks = f" in multiples of {FP8_TOKENS[recipe]} (--fp8-recipe {recipe})" if multiple > share else ""
+    if settings.tokens_per_micro_batch % (cp * tp):
         yield (
             f"--micro-batch-size {training.micro_batch_size} x --seq-length {settings.data.seq_length} = "
-            f"{settings.tokens_per_micro_batch} tokens cannot be shared by {share} rank{'s' if share > 1 else ''} "
-            f"({ranks}){in_blocks}; every rank needs the same number. Use --seq-length "
-            f"{-(-settings.data.seq_length // multiple) * multiple}."
+            f"{settings.tokens_per_micro_batch} tokens cannot be shared by --context-parallel-size {cp} x "
+            f"--tensor-model-parallel-size {tp} = {cp * tp} ranks; every rank needs the same number. Use --seq-length "
+            f"{-(-settings.data.seq_length // (cp * tp)) * cp * tp}."
         )
-    # Packed sequences: a whole number of micro-batches for every rank.
     group = parallel.ranks_per_model
     if world_size % group:
         yield (
             f"{world_size} ranks cannot be divided into groups of --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {group}; start a multiple of "
-            f"{group} ranks, or lower one of them."
+            f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {group}; start a multiple."
         )
         return
     dp = settings.data_parallel_size(world_size)
@@ -238,58 +227,26 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
         )
 
 
-def compute_problems(settings: Settings) -> Iterator[str]:
-    """Yield a problem for each compute setting that is incompatible with others; each value alone must be legal."""
-    if settings.compute.attention_backend == "fused":
-        yield from cudnn_problems(settings)
-    if settings.compute.fp8_format is not None:
-        yield from fp8_problems(settings)
-
-
-def cudnn_problems(settings: Settings) -> Iterator[str]:
-    model = settings.model
-    width = model.hidden_size // model.num_attention_heads
-    if settings.compute.transformer_impl == "local":
-        yield (
-            "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local; use "
-            "--transformer-impl transformer_engine or --attention-backend auto."
-        )
-    if width % HEAD_WIDTH_MULTIPLE:
-        yield (
-            f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not --hidden-size "
-            f"{model.hidden_size} / --num-attention-heads {model.num_attention_heads} = {width}; use "
-            "--attention-backend auto."
-        )
-
-
 def fp8_problems(settings: Settings) -> Iterator[str]:
-    compute = settings.compute
-    if compute.transformer_impl == "local":
-        yield (
-            f"--fp8-format {compute.fp8_format} is Transformer Engine's, not with --transformer-impl local; use "
-            "--transformer-impl transformer_engine."
-        )
-    yield from alignment_problems(settings)
+    """Yield a problem for each side of a matrix of which a rank's share does not fill FP8 blocks.
 
-
-def alignment_problems(settings: Settings) -> Iterator[str]:
-    """Yield a problem for the hidden size and for the feed-forward width if a rank's share does not fill FP8 blocks.
-
-    The other sides of the matrices are multiples of these two; `batch_problems` checks the tokens.
+    Sides are multiples of the hidden size, of the feed-forward width, or the tokens of a micro-batch.
     """
-    model, recipe, tp = settings.model, settings.compute.fp8_recipe, settings.parallel.tensor_model_parallel_size
-    block = FP8_BLOCK[recipe]
-    for what, size, flag in (
-        ("--hidden-size", model.hidden_size, "--hidden-size"),
-        ("the feed-forward width (--ffn-hidden-size)", model.ffn_width, "--ffn-hidden-size"),
+    model, parallel, compute = settings.model, settings.parallel, settings.compute
+    if compute.fp8_format is None:
+        return
+    tp, block = parallel.tensor_model_parallel_size, FP8_BLOCK[compute.fp8_recipe]
+    for what, size, ranks in (
+        ("--hidden-size", model.hidden_size, tp),
+        ("the feed-forward width (--ffn-hidden-size)", model.ffn_width, tp),
+        ("--micro-batch-size x --seq-length", settings.tokens_per_micro_batch, tp * parallel.context_parallel_size),
     ):
-        if size % (block * tp):
-            per_rank = f" over --tensor-model-parallel-size {tp} = {size / tp:g}" if tp > 1 else ""
-            fewer = "" if size % block else " or --tensor-model-parallel-size 1"
+        if size % (block * ranks):
+            shared = f" over {ranks} tensor- and context-parallel ranks = {size / ranks:g}" if ranks > 1 else ""
             coarser = " or --fp8-recipe tensorwise" if block > 16 else ""
             yield (
-                f"--fp8-recipe {recipe} needs matrices whose sides are multiples of {block}: {what} {size}{per_rank} "
-                f"is not. Use {flag} {-(-size // (block * tp)) * block * tp}{fewer}{coarser}."
+                f"--fp8-recipe {compute.fp8_recipe} needs matrices whose sides are multiples of {block} on each rank: "
+                f"{what} {size}{shared} is not. Use {-(-size // (block * ranks)) * block * ranks}{coarser}."
             )
 
 
@@ -313,8 +270,8 @@ def data_problems(data: DataConfig) -> Iterator[str]:
             yield (f"--valid-data-path {entry} is a weight, and each corpus has a curve of its own; leave weights out.")
     if data.document_block_size > LARGEST_DOCUMENT_BLOCK:
         yield (
-            f"--document-block-size {data.document_block_size} exceeds {LARGEST_DOCUMENT_BLOCK}, the documents "
-            "that are packed together; they would all be neighbours. Use 256."
+            f"--document-block-size {data.document_block_size} exceeds {LARGEST_DOCUMENT_BLOCK}, documents that are "
+            "packed together. Use 256."
         )
     if data.tokenizer_model is None:
         yield ("--tokenizer-model is missing: name the tokenizer that the corpus was written with.")
@@ -327,15 +284,13 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
     end = settings.lr_decay_end
     if optimizer.lr_warmup_iters >= end:
         yield (
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not below {end}, where the decay ends "
-            f"(--lr-decay-iters, or by default a share of --train-iters {training.train_iters}). "
-            f"Use about {max(end // 50, 0)}."
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not below {end}, the decay's end (--lr-decay-iters, by "
+            f"default a share of --train-iters {training.train_iters}). Use about {end // 50}."
         )
     elif (optimizer.lr_wsd_decay_iters or 0) > (longest := end - optimizer.lr_warmup_iters):
         yield (
             f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} exceeds {longest}, the iterations from the warm-up's "
-            f"end, {optimizer.lr_warmup_iters}, to the decay's, {end} (--lr-decay-iters or --train-iters). Use about "
-            f"{-(-longest // 10)}."
+            f"end, {optimizer.lr_warmup_iters}, to the decay's, {end}. Use about {-(-longest // 10)}."
         )
     if optimizer.min_lr > optimizer.lr:
         yield (f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; use {optimizer.lr / 10:g}.")
@@ -350,17 +305,13 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def checkpoint_problems(settings: Settings) -> Iterator[str]:
-    checkpoint = settings.checkpoint
+def folder_problems(settings: Settings) -> Iterator[str]:
+    checkpoint, logging, last = settings.checkpoint, settings.logging, settings.training.train_iters
     if checkpoint.continue_from is not None and checkpoint.save is not None and not checkpoint.loads_save:
         yield (
             f"--continue-from {checkpoint.continue_from} with --save {checkpoint.save} needs --load {checkpoint.save} "
             "as well, so that the same command resumes after a stop; add that."
         )
-
-
-def logging_problems(settings: Settings) -> Iterator[str]:
-    logging, last = settings.logging, settings.training.train_iters
     first, end = logging.profiled_iterations or (0, 0)
     if logging.profile is not None and not 1 <= first <= min(end, last):
         yield (

@@ -41,14 +41,10 @@ class ModelConfig:
     num_attention_heads: int = setting(12, "number of attention heads", minimum=1)
     swiglu: bool = setting(True, "SwiGLU feed-forward; without it two layers with GELU between, as in BERT")
     ffn_hidden_size: int | None = setting(
-        None,
-        "feed-forward width; default 4 x hidden size, for SwiGLU two thirds of that, rounded up to a multiple of 8",
-        minimum=1,
+        None, "feed-forward width; default 4 x hidden size, or 8/3 x with SwiGLU", minimum=1
     )
     normalization: str = setting("RMSNorm", "normalization layers", choices=("RMSNorm", "LayerNorm"))
-    position_embedding_type: str = setting(
-        "rope", "position embedding: rotary (RoPE) or learned", choices=("rope", "learned_absolute")
-    )
+    position_embedding_type: str = setting("rope", "rotary or learned positions", choices=("rope", "learned_absolute"))
     max_position_embeddings: int = setting(4096, "context length of the exported model, in tokens", minimum=1)
     rotary_base: int = setting(10000, "RoPE base frequency (theta)", minimum=2)
     norm_epsilon: float = setting(1e-5, "normalization epsilon", minimum=0.0)
@@ -83,21 +79,13 @@ class ModelConfig:
 class ParallelConfig:
     """How the ranks share the work. What the other dimensions leave over is data parallelism."""
 
-    tensor_model_parallel_size: int = setting(
-        1, "tensor-parallel size: GPUs that share each layer, and the tokens between its matrices", minimum=1
-    )
+    tensor_model_parallel_size: int = setting(1, "tensor-parallel size: GPUs that share layers and tokens", minimum=1)
     pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size: stages of consecutive layers", minimum=1)
     context_parallel_size: int = setting(1, "context-parallel size: GPUs that share a micro-batch's tokens", minimum=1)
     use_distributed_optimizer: bool = setting(True, "distributed optimizer: state sharded over DP ranks (ZeRO-1)")
-    overlap_grad_reduce: bool | None = setting(
-        None,
-        "overlap the gradient reduction with the backward pass, and the distributed optimizer's gathering of weights "
-        "with the forward pass; default: on CUDA",
-    )
+    overlap_grad_reduce: bool | None = setting(None, "overlap DP communication with computation; default: on CUDA")
     ddp_bucket_size: int | None = setting(None, "gradient bucket size in parameters; default Megatron's", minimum=1)
-    distributed_timeout_minutes: float = setting(
-        10.0, "hang timeout: a run without progress for so long ends and names the rank that holds it up", minimum=0.01
-    )
+    distributed_timeout_minutes: float = setting(10.0, "hang timeout: longest time without progress", minimum=0.01)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -127,9 +115,7 @@ class ComputeConfig:
     recompute_granularity: str | None = setting(
         None, "activation recomputation: whole layers or attention only", choices=("full", "selective")
     )
-    fp8_format: str | None = setting(
-        None, "FP8 matrix products: E4M3 forward and E5M2 backward (hybrid), or E4M3 both", choices=("hybrid", "e4m3")
-    )
+    fp8_format: str | None = setting(None, "FP8: E4M3 forward, E5M2 or E4M3 backward", choices=("hybrid", "e4m3"))
     fp8_recipe: str = setting("tensorwise", "FP8 scaling", choices=("tensorwise", "delayed", "blockwise", "mxfp8"))
 
 
@@ -143,30 +129,22 @@ class DataConfig:
         "PREFIX:min=N:max=M:where=EXPRESSION:drop=FILE reads less of it, by tokens, attributes and a drop list",
     )
     valid_data_path: tuple[str, ...] | None = path_setting(
-        None, "corpora for validation, each with its own curve, as neobert preprocess holds them out; not --split"
+        None, "corpora for validation, each with its own curve; not --split"
     )
-    tokenizer_model: str | None = path_setting(
-        None, "tokenizer of these corpora: folder, tokenizer.json, vocab.txt or SentencePiece's tokenizer.model"
-    )
+    tokenizer_model: str | None = path_setting(None, "tokenizer: folder, tokenizer.json, vocab.txt or tokenizer.model")
     tokenizer_type: str = setting("auto", "tokenizer type; auto goes by the file's content", choices=TOKENIZER_TYPES)
     split: str = setting("99,1", "split: shares of the documents for training and validation")
     seq_length: int = setting(1024, "sequence length in tokens, of documents and packed sequences", minimum=8)
-    long_documents: str = setting(
-        "truncate", "long documents: truncated, or cut into chunks", choices=("truncate", "chunk")
-    )
+    long_documents: str = setting("truncate", "long documents: truncated or chunked", choices=("truncate", "chunk"))
     batch_layout: str = setting(
         "packed",
         "attention within each document, or across all that share a packed sequence (concatenated, the paper's M6)",
         choices=("packed", "concatenated"),
     )
-    document_block_size: int = setting(
-        1, "shuffling granularity in documents; above 1 for corpora larger than the page cache", minimum=1
-    )
+    document_block_size: int = setting(1, "shuffling granularity in documents; above 1 for slow storage", minimum=1)
     mask_prob: float = setting(0.2, "masking rate: share of the tokens that is predicted")
     mask_replacement: str = setting(
-        "all_mask",
-        "mask replacement: always [MASK], or BERT's 80 % [MASK], 10 % random, 10 % unchanged",
-        choices=("all_mask", "bert"),
+        "all_mask", "always [MASK], or BERT's 80 % [MASK], 10 % random, 10 % unchanged", choices=("all_mask", "bert")
     )
     object_storage_cache_path: str | None = path_setting(None, "local folder that URLs in --data-path are read through")
     dataloader_type: str = setting("torch", "data loader: torch or NVIDIA DALI", choices=("torch", "dali"))
@@ -199,9 +177,7 @@ class OptimizerConfig:
     )
     lr_warmup_iters: int = setting(2000, "warm-up iterations, linear from 0", minimum=0)
     lr_decay_iters: int | None = setting(
-        None,
-        "decay iterations: where --min-lr is reached; default 90 % of --train-iters, for WSD, inverse-square-root all",
-        minimum=1,
+        None, "where --min-lr is reached; default 90 % of --train-iters, all for WSD, inverse-square-root", minimum=1
     )
     lr_wsd_decay_style: str = setting(
         "exponential", "WSD decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
@@ -231,7 +207,6 @@ class PhaseChange:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The changed settings by name."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         del given["after_iters"]
         return given
@@ -272,15 +247,8 @@ class TrainingConfig:
     )
     eval_interval: int = setting(1000, "validation interval in iterations", minimum=1)
     eval_iters: int = setting(10, "validation length in global batches of each corpus; 0 does not validate", minimum=0)
-    exit_interval: int | None = setting(
-        None, "save and stop at each iteration that is a multiple of this, with exit code 75", minimum=1
-    )
+    exit_interval: int | None = setting(None, "save and stop every so many iterations, with exit code 75", minimum=1)
     exit_duration_in_mins: float | None = setting(None, "save and stop after so many minutes", minimum=0.0)
-    loss_spike_sigma: float | None = setting(
-        None,
-        "skip an update whose loss or gradient norm is so many standard deviations above the last ones; 6 is usual",
-        minimum=1.0,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +256,7 @@ class CheckpointConfig:
     """Where a run is saved and what it continues from."""
 
     save: str | None = path_setting(None, "checkpoint folder to write to")
-    load: str | None = path_setting(
-        None, "checkpoint folder to resume from, its newest one; if it is also --save it may still be empty"
-    )
+    load: str | None = path_setting(None, "checkpoint folder to resume from; may be empty if it is also --save")
     continue_from: str | None = path_setting(
         None,
         "folder of another run, or one of its checkpoints (RUN/iter_0001000), used while --load is empty: weights, "
@@ -298,12 +264,8 @@ class CheckpointConfig:
     )
     save_interval: int = setting(1000, "checkpoint interval in iterations", minimum=1)
     async_save: bool = setting(False, "asynchronous checkpoints: written from host memory while training continues")
-    keep_last: int | None = setting(
-        None, "delete all but the newest N checkpoints after each save; default: keep all", minimum=2
-    )
-    keep_every: int | None = setting(
-        None, "with --keep-last: keep those of iterations that are a multiple of this as well", minimum=1
-    )
+    keep_last: int | None = setting(None, "delete all but the newest N checkpoints; default: keep all", minimum=2)
+    keep_every: int | None = setting(None, "with --keep-last: also keep multiples of so many iterations", minimum=1)
 
     @property
     def loads_save(self) -> bool:
@@ -318,9 +280,7 @@ class LoggingConfig:
     """What the run logs and where."""
 
     log_interval: int = setting(100, "log interval in iterations", minimum=1)
-    profile: str | None = setting(
-        None, "iterations to profile on rank 0, as 10-12: a trace in SAVE/profile, NVTX ranges on GPUs"
-    )
+    profile: str | None = setting(None, "iterations to profile on rank 0, as 10-12: a trace in SAVE/profile")
     wandb_project: str | None = setting(None, "Weights & Biases project to log to as well; WANDB_MODE etc. hold")
 
     @property

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron_neobert.evaluation.options import (
+    FETCH_GLUE,
     FinetuneOptions,
     GlueOptions,
     MtebOptions,
@@ -15,7 +16,6 @@ from megatron_neobert.evaluation.options import (
     choose_glue_tasks,
 )
 from megatron_neobert.runtime.atomic_files import name_models, require_folder
-from megatron_neobert.text import visible
 
 _FETCH = "on a machine with network: neobert fetch"
 
@@ -23,7 +23,7 @@ _FETCH = "on a machine with network: neobert fetch"
 def evaluate_glue(options: GlueOptions) -> None:
     """Fine-tune and measure on GLUE by the paper's protocol, from local files."""
     choose_glue_tasks(options.tasks)
-    _prepare(options.model, options.data_dir, f"{_FETCH} glue --output DIR")
+    _prepare(options.model, options.data_dir, FETCH_GLUE)
     from megatron_neobert.evaluation.glue import evaluate
 
     folder = evaluate(options)
@@ -79,12 +79,9 @@ def report(options: ReportOptions) -> None:
     """Put all results on one page, beside the paper's numbers."""
     for folder in options.results:
         require_folder("--results", folder, remedy="name the --output of an evaluation")
-    from megatron_neobert.evaluation.report import missing, write_report
+    from megatron_neobert.evaluation.report import write_report
 
     runs = write_report(options.results, options.output)
-    for model, kinds in missing(runs).items():
-        if kinds:
-            print(f"{visible(model)}: no record of {', '.join(kinds)}")
     print(f"wrote {options.output / 'report.md'} from {len(runs)} records")
 
 

@@ -5,53 +5,58 @@ may have any number of negatives. Checkpoints hold all that a resumed run needs 
 trainer writes them file by file, `trainer_state.json` last: without a readable one a checkpoint is incomplete. They are
 in a folder by the key of all settings and data, so that the same command resumes, and are removed at the end. The
 final folder loads with `SentenceTransformer(folder)` and carries one prompt per dataset.
+
+A batch has pairs of one dataset, drawn with p ~ size^alpha, and no text twice. The order is a function of the seed
+alone. Within a dataset it is that of sentence-transformers' NoDuplicatesBatchSampler, which reads the rows in passes
+over a random order and lets a row that shares a text with the batch wait for the next one.
 """
 
+import itertools
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import msgspec
+import numpy as np
 import torch
 import transformers
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler, NoDuplicatesBatchSampler
+from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
 )
+from torch.utils.data import BatchSampler, ConcatDataset
 
 from megatron_neobert.config.recipes import find_config
-from megatron_neobert.errors import ConfigError, OutputError
+from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.evaluation.data import digest_of
 from megatron_neobert.evaluation.embed_data import (
     DatasetSource,
     TrainingSettings,
-    choose_datasets,
     find_local,
     load_pairs,
     read_config,
 )
-from megatron_neobert.evaluation.embed_sampling import PairCollator, SamplingPlan, TaskBatchSampler
 from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import FinetuneOptions
-from megatron_neobert.evaluation.pages import to_csv
-from megatron_neobert.evaluation.plots import Curve, plot_curves
-from megatron_neobert.runtime.atomic_files import own_name, replace_file
+from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.runtime.atomic_files import own_name
 from megatron_neobert.text import parse_json
-
-_OVERRIDES = ("steps", "batch_size", "learning_rate", "instructions", "max_length", "save_interval")
 
 
 def finetune(options: FinetuneOptions) -> None:
-    """Train, and write the final folder, the losses and the record, unless the ledger has them.
+    """Train, and write the final folder, the record and its page, unless the ledger has them.
 
     Collective: all processes of a torchrun.
 
@@ -61,16 +66,11 @@ def finetune(options: FinetuneOptions) -> None:
         OutputError: The output has a model of other settings or data.
     """
     config, model = read_config(find_config(options.config)), options.model
-    changes = {name: value for name in _OVERRIDES if (value := getattr(options, name)) is not None}
-    training, keys = (
-        msgspec.structs.replace(config.training, **changes),
-        choose_datasets(options.limit_datasets, config),
-    )
+    changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
+    training = msgspec.structs.replace(config.training, **changes)
     device, first = choose_device(options.device).type, os.environ.get("RANK", "0") == "0"
     fingerprint(model)  # refuses what is no model, before minutes of reading
-    paths = find_local(options.data_dir, keys, skip_missing=options.skip_missing)
-    if first and len(paths) < len(keys):
-        print(f"without {', '.join(sorted(set(keys) - set(paths)))}: no data")
+    paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
     settings = {
         "model": fingerprint(model),
@@ -101,6 +101,7 @@ def finetune(options: FinetuneOptions) -> None:
         if first and results is not None:
             lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
             write_record(record, "contrastive", folder=model, settings=settings, results=results, lines=lines)
+            write_page("contrastive", [record], folder)
             shutil.rmtree(checkpoints, ignore_errors=True)
 
 
@@ -180,7 +181,7 @@ def train(
     arguments: SentenceTransformerTrainingArguments,
     final: Path,
 ) -> dict[str, Any] | None:
-    """Train, write the final folder and the losses, and return results for the record; None on ranks that write none.
+    """Train, write the final folder, and return results for the record; None on ranks that write none.
 
     Collective: all processes of a torchrun.
     """
@@ -218,20 +219,16 @@ def train(
         return None
     # The history travels with the checkpoints, so that no step is there twice. A loss is the mean since the entry
     # before it; where a run resumed in the middle of an interval, since the checkpoint.
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    table = to_csv(("step", "loss", "learning_rate", "grad_norm"), entries)
-    replace_file(final.with_name("contrastive_loss.csv"), table)
-    curve = Curve(final.name, [entry["step"] for entry in entries], [entry["loss"] for entry in entries])
-    figure, title = final.with_name("contrastive_loss.png"), "contrastive fine-tuning"
-    plot_curves(figure, [curve], x_label="step", y_label="InfoNCE (nats)", title=title)
+    losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     save_final(trainer.model, model_folder, final)
-    first, last = entries[0]["loss"], entries[-1]["loss"]
+    first, last = losses[0][1], losses[-1][1]
     print(f"loss {first:.3f} -> {last:.3f} nats in {seconds:.0f} s; wrote {final}")
     return {
         "folder": str(final),
         "fingerprint": fingerprint(final),
         "first_loss_nats": first,
         "last_loss_nats": last,
+        "losses_nats": losses,  # by step
         "seconds_of_this_start": round(seconds, 1),
         "datasets": plan.describe(),
     }
@@ -251,3 +248,124 @@ def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
             shutil.copyfile(source / f"{name}.py", temporary / f"{name}.py")
     shutil.rmtree(final, ignore_errors=True)
     temporary.replace(final)
+
+
+# --- batches
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """The drawing of batches; datasets in the order of the DatasetDict."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]  # rows
+    batch_sizes: tuple[int, ...]  # pairs
+    alpha: float
+    batches: int
+    seed: int
+
+    def draw_datasets(self) -> np.ndarray:
+        """Return the number of the dataset of each batch."""
+        weights = np.asarray(self.sizes, dtype=np.float64) ** self.alpha
+        generator = np.random.default_rng([self.seed, 0])
+        return generator.choice(len(self.sizes), size=self.batches, p=weights / weights.sum())
+
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Return rows, pairs per batch and number of batches of every dataset."""
+        drawn = np.bincount(self.draw_datasets(), minlength=len(self.sizes)).tolist()
+        return {
+            name: {"rows": rows, "pairs_per_batch": pairs, "batches": batches}
+            for name, rows, pairs, batches in zip(self.names, self.sizes, self.batch_sizes, drawn, strict=True)
+        }
+
+
+class TaskBatchSampler(MultiDatasetDefaultBatchSampler):
+    """Batches of row numbers for a DataLoader over the concatenated datasets; made by the library's trainer."""
+
+    def __init__(
+        self,
+        dataset: ConcatDataset,
+        batch_samplers: list[BatchSampler],
+        generator: torch.Generator | None = None,
+        seed: int = 0,
+        *,
+        plan: SamplingPlan,
+    ) -> None:
+        super().__init__(dataset, batch_samplers, generator, seed)
+        self.plan = plan
+        # Of changing length: accelerate, which deals batches out to processes, would drop those of another length.
+        self.batch_size = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        starts = [0, *itertools.accumulate(self.plan.sizes)]
+        parts: list[Any] = self.dataset.datasets
+        streams = [
+            distinct_batches(rows, size, seed=(self.plan.seed, number), name=name)
+            for number, (rows, size, name) in enumerate(
+                zip(parts, self.plan.batch_sizes, self.plan.names, strict=True), start=1
+            )
+        ]
+        for number in self.plan.draw_datasets():
+            yield [starts[number] + row for row in next(streams[number])]
+
+    def __len__(self) -> int:
+        return self.plan.batches
+
+
+class _Texts:
+    """Rows as the library compares them: a column for each text, every hard negative one of its own."""
+
+    column_names: ClassVar[list[str]] = []  # none of them is a label
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[Any, str]:
+        row = self._rows[number]
+        return {"query": row["query"], "positive": row["positive"], **dict(enumerate(row["negatives"]))}
+
+
+def distinct_batches(rows: Any, size: int, *, seed: Sequence[int], name: str) -> Iterator[list[int]]:
+    """Yield batches of row numbers without end; no two rows of a batch share a text, in any column.
+
+    Args:
+        rows: A dataset or a list of mappings with query, positive and negatives.
+
+    Raises:
+        DataError: A whole pass does not give one batch.
+    """
+    (first,) = np.random.SeedSequence(seed).generate_state(1).tolist()
+    # The library's sampler adds the number of a pass to its seed.
+    sampler = NoDuplicatesBatchSampler(_Texts(rows), size, drop_last=True, generator=torch.Generator(), seed=first)
+    for number in itertools.count():
+        sampler.set_epoch(number)
+        batch = None
+        for batch in sampler:
+            yield batch
+        if batch is None:
+            raise DataError(
+                f"{name}: its {len(rows):,} rows do not give one batch of {size} without a text that is there "
+                "twice; lower --batch-size, or leave the dataset out."
+            )
+
+
+class PairCollator(SentenceTransformerDataCollator):
+    """Queries, and documents: the positives in the order of the queries, then every negative of the batch.
+
+    The losses take the first documents for the positives and all of them for candidates, so that rows may have
+    different numbers of negatives.
+    """
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        documents = [row["positive"] for row in features] + [text for row in features for text in row["negatives"]]
+        columns = {"query": [row["query"] for row in features], "document": documents}
+        named = {"dataset_name": features[0]["dataset_name"]} if "dataset_name" in features[0] else {}
+        prompts = self._resolve_prompts(named) or {}
+        batch: dict[str, Any] = {}
+        for name, texts in columns.items():
+            tokens = self.preprocess_fn(texts, prompt=self._get_prompt_for_column(prompts, name))
+            batch |= {f"{name}_{key}": value for key, value in tokens.items()}
+        return batch | named

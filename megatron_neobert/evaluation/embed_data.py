@@ -101,19 +101,6 @@ def read_config(path: Path) -> ContrastiveConfig:
         raise ConfigError(f"{path}: {yaml_reason(error)}; compare it with the recipe evaluation/contrastive.") from None
 
 
-def choose_datasets(wanted: Sequence[str], config: ContrastiveConfig) -> list[str]:
-    """Return the datasets of these names, in the order of the file; without names the default ones.
-
-    Raises:
-        ConfigError: The file has no such dataset.
-    """
-    if not wanted:
-        return [key for key, source in config.datasets.items() if source.default]
-    if unknown := [key for key in wanted if key not in config.datasets]:
-        raise ConfigError(f"--limit-datasets {' '.join(unknown)}: unknown; the file has {', '.join(config.datasets)}.")
-    return [key for key in config.datasets if key in wanted]
-
-
 # --- local files
 
 
@@ -121,22 +108,19 @@ _TEXT = datasets.Value("string")
 _FEATURES = datasets.Features({"query": _TEXT, "positive": _TEXT, "negatives": [_TEXT]})
 
 
-def find_local(data_dir: Path, keys: Sequence[str], *, skip_missing: bool) -> dict[str, Path]:
+def find_local(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
     """Return the path of each dataset, in the order of the names, so that a run does not depend on that of the file.
 
-    Missing datasets are left out if `skip_missing`.
-
     Raises:
-        MissingInputError: Datasets are missing, or all of them are.
+        MissingInputError: Datasets are missing.
     """
     paths = [data_dir / f"{key}{ending}" for key in sorted(keys) for ending in (".jsonl", ".parquet")]
     found = {path.stem: path for path in paths if path.exists()}
-    missing = sorted(set(keys) - set(found))
-    if missing and not (skip_missing and found):
+    if missing := sorted(set(keys) - set(found)):
         raise MissingInputError(
             f"--data-dir {data_dir} has no data for {', '.join(missing)}: expected KEY.parquet or KEY.jsonl. On a "
             f"machine with network: neobert fetch contrastive --config FILE --data-dir {data_dir} "
-            f"--datasets {' '.join(missing)}. To train on the others, give --skip-missing."
+            f"--datasets {' '.join(missing)}. To train on the others, write default: false into FILE."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Fetching of data on a machine with network: GLUE, the datasets of contrastive fine-tuning, MTEB.
+"""Fetching of data on a machine with network: the datasets of contrastive fine-tuning, MTEB.
 
 Each thing to fetch appears whole or not at all, and is kept if it is there, so that the same command resumes. A thing
 that its source has lost does not keep the others from coming.
@@ -6,22 +6,14 @@ that its source has lost does not keep the others from coming.
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, short_reason
-from megatron_neobert.evaluation.options import (
-    FetchContrastiveOptions,
-    FetchGlueOptions,
-    FetchMtebOptions,
-    choose_glue_tasks,
-)
+from megatron_neobert.evaluation.options import FetchContrastiveOptions, FetchMtebOptions
 from megatron_neobert.runtime.atomic_files import make_folder, replacing
-
-GLUE = "nyu-mll/glue"
 
 
 def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -> None:
@@ -50,31 +42,6 @@ def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -
             f"{output}: {len(failed)} of {len(names)} could not be fetched ({', '.join(failed)}); look at the reasons "
             "above and start the same command again on a machine with network."
         )
-
-
-def fetch_glue(options: FetchGlueOptions) -> None:
-    """Fetch GLUE's data as parquet files, for machines without network."""
-    import datasets
-
-    from megatron_neobert.evaluation.glue_tasks import TASKS
-
-    def fetch(name: str) -> str:
-        folder = options.output / name
-        if all((folder / f"{split}.parquet").is_file() for split in TASKS[name].rows):
-            return "there already"
-        rows = write_splits(datasets.load_dataset(GLUE, name), folder)
-        return ", ".join(f"{split} {count:,}" for split, count in rows.items())
-
-    fetch_all(options.output, choose_glue_tasks(options.tasks) or list(TASKS), fetch)
-
-
-def write_splits(splits: Mapping[Any, Any], folder: Path) -> dict[str, int]:
-    """Write one parquet file per split, and return the number of rows of each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in splits.items():
-        with replacing(folder / f"{name}.parquet") as temporary:
-            rows.to_parquet(str(temporary))
-    return {str(name): len(rows) for name, rows in splits.items()}
 
 
 def fetch_contrastive(options: FetchContrastiveOptions) -> None:
@@ -114,8 +81,7 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
         ConfigError: A task is a local one, or mteb has no such task, benchmark or language.
         MissingInputError: Something could not be fetched.
     """
-    from megatron_neobert.evaluation.mteb_store import store_task, stored_revision
-    from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
+    from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten, store_task, stored_revision
 
     if local := [name for name in options.tasks if name.startswith(PREFIX)]:
         raise ConfigError(f"--tasks {' '.join(local)}: local tasks are files of yours; put them into --data-dir.")

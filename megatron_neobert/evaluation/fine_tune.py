@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_neobert.errors import ConfigError, print_warnings_as_sentences, short_reason
-from megatron_neobert.evaluation.models import LoadOptions
+from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.runtime.jobs import run_jobs
 
@@ -54,11 +55,38 @@ class Point:
         return f"batch{self.batch_size}_lr{self.learning_rate:g}_wd{self.weight_decay:g}_seed{self.seed}"
 
 
+class Rows(NamedTuple):
+    """One split as the model takes it."""
+
+    data: Dataset
+    score: Callable[[Any], Scores]  # of transformers' predictions for these rows
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """Task on which models are fine-tuned; can be sent to another process."""
+
+    name: str
+    splits: tuple[str, ...]  # training set, the validation set that chooses weights, perhaps one that is only measured
+    metrics: tuple[str, ...]  # their mean is the run's number in the table; the first one chooses weights
+    collator: ClassVar[Any]
+    eval_strategy: ClassVar[str]
+    name_in_last_split: ClassVar[str]  # pattern of the names of metrics
+
+    @abstractmethod
+    def load(self, folder: Path, options: LoadOptions) -> Any:
+        """Return the model of a folder; layers that the folder lacks are drawn from torch's generator."""
+
+    @abstractmethod
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Rows:
+        """Return a split, truncated after `length` tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Run(ABC):
+class Run:
     """One point on one task; can be sent to another process."""
 
-    task: str
+    task: Task
     point: Point
     start: Path  # folder of the weights that the run starts from
     folder: Path  # to create
@@ -67,18 +95,6 @@ class Run(ABC):
     @property
     def loading(self) -> LoadOptions:
         return LoadOptions(device=self.options.device or "cpu", attention=self.options.attention)
-
-    @abstractmethod
-    def build_trainer(self) -> "PaperTrainer":
-        """Build everything that the run needs before its first step."""
-
-    @abstractmethod
-    def collect_scores(self, trainer: "PaperTrainer", best: Scores) -> Scores:
-        """Return the scores of the weights that are kept, which the trainer holds; `best`: of their evaluation."""
-
-    @abstractmethod
-    def average(self, scores: Scores) -> float:
-        """Return the run's number in the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +112,25 @@ def fine_tune(run: Run) -> Outcome:
     """Train, and leave the best weights with their tokenizer in `run.folder / WEIGHTS`."""
     started = time.monotonic()
     shutil.rmtree(run.folder, ignore_errors=True)  # of a run that was killed
-    trainer = run.build_trainer()
+    trainer = PaperTrainer(run)
     trainer.train()
     best_step, checkpoint = trainer.state.best_global_step, trainer.state.best_model_checkpoint
     assert best_step is not None and checkpoint is not None, "the first evaluation is better than none"
     best = next(entry for entry in trainer.state.log_history if entry["step"] == best_step)
-    of_evaluation = {name.removeprefix("eval_"): value for name, value in best.items() if name.startswith("eval_")}
-    scores = run.collect_scores(trainer, of_evaluation)
+    scores = {name.removeprefix("eval_"): value for name, value in best.items() if name.startswith("eval_")}
+    names = trainer.metric_names
+    scores = {name: scores[name] for name in names}
+    for split in run.task.splits[2:]:
+        rows = trainer.rows[split]
+        trainer.compute_metrics = rows.score
+        found = trainer.predict(rows.data, metric_key_prefix="last").metrics or {}
+        for name in names:
+            scores[run.task.name_in_last_split.format(name)] = found[f"last_{name}"]
     (Path(checkpoint) / "training_args.bin").unlink()  # a pickle, which a model folder does not need
     Path(checkpoint).rename(run.folder / WEIGHTS)
     return Outcome(
         scores=scores,
-        average=run.average(scores),
+        average=fmean(scores[name] for name in run.task.metrics),
         best_step=best_step,
         steps=trainer.state.global_step,
         seconds=time.monotonic() - started,
@@ -115,40 +138,33 @@ def fine_tune(run: Run) -> Outcome:
 
 
 class PaperTrainer(transformers.Trainer):
-    """Trainer with the paper's optimizer, learning rates, evaluations and early stop.
+    """Trainer with the paper's optimizer, learning rates, evaluations and early stop."""
 
-    Args:
-        collator: Makes batches of rows.
-        metric: The one of the `compute` metrics that chooses the weights.
-        eval_strategy: "steps" evaluates as the paper does, "epoch" at the end of each epoch.
-        more: Further arguments of transformers.Trainer.
-    """
+    def __init__(self, run: Run) -> None:
+        """Build everything that the run needs before its first step; the head is drawn from the point's seed."""
+        task, options = run.task, run.options
+        transformers.set_seed(run.point.seed)  # of the head
+        model, tokenizer = task.load(run.start, run.loading), load_tokenizer(run.start)
+        length = longest_input(model, tokenizer, at_most=options.max_length)
+        self.rows = {split: task.encode(split, options, tokenizer, length) for split in task.splits}
+        self.metric_names = list[str]()
+        train, validation = (self.rows[split] for split in task.splits[:2])
 
-    def __init__(
-        self,
-        run: Run,
-        model: Any,
-        tokenizer: Any,
-        *,
-        train: Dataset,
-        validation: Dataset,
-        collator: Any,
-        metric: str,
-        compute: Callable[[Any], Scores],
-        eval_strategy: str = "steps",
-        **more: Any,
-    ) -> None:
-        interval = evaluation_interval(-(-len(train) // run.point.batch_size))
+        def compute(evaluated: Any) -> Scores:
+            scores = validation.score(evaluated)
+            self.metric_names = list(scores)
+            return scores
+
+        interval = evaluation_interval(-(-len(train.data) // run.point.batch_size))
         super().__init__(
             model=model,
-            args=_arguments(run, eval_strategy=eval_strategy, interval=interval, metric=metric),
-            train_dataset=train,
-            eval_dataset=validation,
+            args=_arguments(run, interval=interval),
+            train_dataset=train.data,
+            eval_dataset=validation.data,
             processing_class=tokenizer,
-            data_collator=collator,
+            data_collator=task.collator(tokenizer),
             compute_metrics=compute,
             callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=PATIENCE)],
-            **more,
         )
         self.remove_callback(transformers.PrinterCallback)
         assert self.args.n_gpu <= 1, f"{self.args.n_gpu} GPUs would multiply the batch"
@@ -183,7 +199,7 @@ def shortest_first(rows: Dataset) -> Dataset:
     return rows.select(sorted(range(len(lengths)), key=lengths.__getitem__))
 
 
-def _arguments(run: Run, *, eval_strategy: str, interval: int, metric: str) -> transformers.TrainingArguments:
+def _arguments(run: Run, *, interval: int) -> transformers.TrainingArguments:
     options, point = run.options, run.point
     on_cpu = run.loading.device == "cpu"
     return transformers.TrainingArguments(
@@ -198,13 +214,13 @@ def _arguments(run: Run, *, eval_strategy: str, interval: int, metric: str) -> t
         adam_epsilon=1e-8,
         max_grad_norm=0.0,
         seed=point.seed,
-        eval_strategy=eval_strategy,
+        eval_strategy=run.task.eval_strategy,
         eval_steps=interval,
         save_strategy="best",
         save_total_limit=1,
         save_only_model=True,
         load_best_model_at_end=True,
-        metric_for_best_model=metric,
+        metric_for_best_model=run.task.metrics[0],
         greater_is_better=True,
         logging_strategy="no",
         report_to="none",

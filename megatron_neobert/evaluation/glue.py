@@ -6,33 +6,36 @@ command resumes after a kill and repeats interrupted runs. Commands for other ta
 The head is the one that transformers gives a model's kind: for our exports a linear layer on the first token, then tanh
 with dropout (neobert) or GELU without (eurobert), then the classes. A folder that was fine-tuned on MNLI keeps all but
 the last layer.
+
+Names of tasks and columns are those of the data set on the Hub. WNLI is left out, as in the paper. The first metric
+chooses models, all of them are averaged for the table. They are scikit-learn's and SciPy's as fractions of 1, and
+never NaN, which would win or lose every comparison by accident: a metric that is not defined counts as 0, with a
+warning.
+Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
 """
 
 import statistics
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 from datasets import Dataset
+from numpy.typing import NDArray
+from scipy import stats
+from sklearn import metrics
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
-from megatron_neobert.evaluation.fine_tune import PaperTrainer, Run, resolve_device, shortest_first
-from megatron_neobert.evaluation.glue_tasks import (
-    PAPER_TASKS,
-    TASKS,
-    GlueSplit,
-    GlueTask,
-    average,
-    compute_scores,
-    read_task,
-)
-from megatron_neobert.evaluation.ledger import Ledger, open_ledger
+from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
+from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
+from megatron_neobert.evaluation.fine_tune import Rows, Task, resolve_device, shortest_first
+from megatron_neobert.evaluation.ledger import Ledger
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
-from megatron_neobert.evaluation.options import GlueOptions, choose_glue_tasks
+from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions, choose_glue_tasks
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sweep import (
     GRIDS,
@@ -44,10 +47,177 @@ from megatron_neobert.evaluation.sweep import (
     last_sweep,
     run_sweep,
     show_progress,
-    write_results,
 )
 
 SOURCE = "mnli"
+PAIR, HYPOTHESIS = ("sentence1", "sentence2"), ("premise", "hypothesis")
+BINARY, ENTAILED = ("0", "1"), ("entailment", "not_entailment")
+
+
+@dataclass(frozen=True)
+class GlueTask(Task):
+    """One task."""
+
+    title: str  # of folders and submissions, as the benchmark writes it
+    texts: tuple[str, ...]  # names of their columns
+    labels: tuple[str, ...]  # words by class; none: a number from 0 to 5
+    rows: tuple[int, ...]  # by split
+    starts_from_mnli: bool = False
+
+    collator = transformers.DataCollatorWithPadding
+    eval_strategy = "steps"
+    name_in_last_split = "{}_mismatched"
+
+    @property
+    def is_regression(self) -> bool:
+        return not self.labels
+
+    def load(self, folder: Path, options: LoadOptions) -> Any:
+        """Return the model of a folder; layers that the folder lacks are drawn from torch's generator.
+
+        Raises:
+            ConversionError: transformers has no head for the model, or one that reads the last token.
+            MissingInputError: There is no such folder.
+        """
+        model = load_model(
+            folder,
+            "AutoModelForSequenceClassification",
+            options,
+            num_labels=len(self.labels) or 1,
+            # Given, because the config of a fine-tuned folder may name another.
+            problem_type="regression" if self.is_regression else "single_label_classification",
+        )
+        if isinstance(model, GenericForSequenceClassification):
+            raise ConversionError(
+                f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which says "
+                "little of an encoder; evaluate the eurobert or neobert export of the same checkpoint."
+            )
+        return model
+
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Rows:
+        """Return a split, truncated after `length` tokens."""
+        rows = _read(options.data_dir, self, split).spread(options.limit)
+        texts = map(list, zip(*rows.texts, strict=True))
+        data = Dataset.from_dict({**tokenizer(*texts, truncation=True, max_length=length), "labels": rows.labels})
+        return Rows(
+            data if split == "train" else shortest_first(data),
+            lambda evaluated: compute_scores(self, evaluated.predictions, evaluated.label_ids),
+        )
+
+
+_ACCURACY, _WITH_F1, _CORRELATED = ("accuracy",), ("accuracy", "f1"), ("pearson", "spearman")
+_SPLITS, _OF_MNLI = ("train", "validation"), ("train", "validation_matched", "validation_mismatched")
+_CLASSES_OF_MNLI = ("entailment", "neutral", "contradiction")
+_BOTH_ACCURACIES, _FOLLOWS = ("accuracy", "accuracy_mismatched"), True
+_QNLI_TEXTS, _QQP_TEXTS = ("question", "sentence"), ("question1", "question2")
+_TASKS = (  # in the order of the paper's table
+    GlueTask("mnli", _OF_MNLI, _BOTH_ACCURACIES, "MNLI", HYPOTHESIS, _CLASSES_OF_MNLI, (392_702, 9_815, 9_832)),
+    GlueTask("qnli", _SPLITS, _ACCURACY, "QNLI", _QNLI_TEXTS, ENTAILED, (104_743, 5_463), _FOLLOWS),
+    GlueTask("qqp", _SPLITS, _WITH_F1, "QQP", _QQP_TEXTS, BINARY, (363_846, 40_430)),
+    GlueTask("rte", _SPLITS, _ACCURACY, "RTE", PAIR, ENTAILED, (2_490, 277), _FOLLOWS),
+    GlueTask("sst2", _SPLITS, _ACCURACY, "SST-2", ("sentence",), BINARY, (67_349, 872)),
+    GlueTask("mrpc", _SPLITS, _WITH_F1, "MRPC", PAIR, BINARY, (3_668, 408), _FOLLOWS),
+    GlueTask("cola", _SPLITS, ("matthews",), "CoLA", ("sentence",), BINARY, (8_551, 1_043)),
+    GlueTask("stsb", _SPLITS, _CORRELATED, "STS-B", PAIR, (), (5_749, 1_500), _FOLLOWS),
+)
+TASKS = {task.name: task for task in _TASKS}
+
+
+# --- rows
+
+
+@dataclass(frozen=True)
+class GlueSplit:
+    """Rows of one split: the text or the pair, and the label."""
+
+    texts: list[tuple[str, ...]]
+    labels: list[int] | list[float]
+    digest: str = ""  # of all values
+
+    def spread(self, limit: int | None) -> "GlueSplit":
+        """Return at most `limit` rows, evenly spread."""
+        return GlueSplit(list(spread(self.texts, limit)), list(spread(self.labels, limit)), self.digest)
+
+
+def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
+    """Return one split of a task; warn if it has another number of rows than the benchmark's.
+
+    Raises:
+        MissingInputError: The task or the split is not there.
+        DataError: A file has no rows, or other columns or labels than the task.
+    """
+    folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
+    if folder is None:
+        raise MissingInputError(f"--data-dir {data_dir} has no folder {task.title} or {task.name}; {FETCH_GLUE}")
+    rows = read_split(folder, [split], texts=task.texts)
+    if rows is None:
+        raise MissingInputError(
+            f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH_GLUE}. TSV files are not read: "
+            "docs/evaluation.md has the line that makes CSV of them."
+        )
+    names = [*task.texts, "label"]
+    *texts, labels = columns_of(rows, names, f"{folder}: {split}")
+    if len(labels) != (expected := task.rows[task.splits.index(split)]):
+        warnings.warn(
+            f"{task.title} {split} has {len(labels):,} rows, the benchmark {expected:,}; the scores cannot be "
+            "compared with published ones.",
+            stacklevel=2,
+        )
+    numbers: Any = [_to_label(value, task, folder) for value in labels]
+    return GlueSplit(list(zip(*texts, strict=True)), numbers, digest_of(rows, names))
+
+
+_read = lru_cache(maxsize=4)(read_task)  # the runs of one process use the same few
+
+
+def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
+    """Return a label, which may be a number or a word, as a number."""
+    if task.is_regression:
+        try:
+            return float(value)
+        except (TypeError, ValueError):  # an empty cell is None
+            raise DataError(f"{folder}: {value!r} is no {task.title} score; they go from 0 to 5.") from None
+    if isinstance(value, str):
+        if value in task.labels:
+            return task.labels.index(value)
+    elif value in range(len(task.labels)):
+        return int(value)
+    raise DataError(f"{folder}: {value!r} is no {task.title} label; they are {', '.join(task.labels)}.")
+
+
+# --- scores
+
+
+_METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]] = {
+    "accuracy": metrics.accuracy_score,
+    "f1": partial(metrics.f1_score, zero_division=0.0),
+    "matthews": metrics.matthews_corrcoef,
+    "pearson": lambda labels, predictions: stats.pearsonr(labels, predictions).statistic,
+    "spearman": lambda labels, predictions: stats.spearmanr(labels, predictions).statistic,
+}
+_CORRELATIONS = ("matthews", "pearson", "spearman")
+
+
+def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
+    """Return every metric of the task that one set of rows gives; for MNLI the accuracy.
+
+    Args:
+        logits: [rows, outputs].
+        labels: [rows], numbers of classes or scores.
+    """
+    names = [name for name in task.metrics if name in _METRICS]
+    if not np.isfinite(logits).all():
+        warnings.warn(f"{task.title}: the model gives values that are not finite; counted as 0.", stacklevel=2)
+        return dict.fromkeys(names, 0.0)
+    predictions: NDArray[np.generic] = logits.reshape(len(logits)) if task.is_regression else logits.argmax(axis=1)
+    if len(labels) > 1 and np.ptp(predictions) == 0 and any(name in _CORRELATIONS for name in names):
+        warnings.warn(f"{task.title}: every prediction is {predictions[0]}; correlations count as 0.", stacklevel=2)
+        return dict.fromkeys(names, 0.0)
+    scores = {name: float(_METRICS[name](labels, predictions)) for name in names}
+    return {name: score if np.isfinite(score) else 0.0 for name, score in scores.items()}
+
+
+# --- the evaluation
 
 
 def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Path:
@@ -61,55 +231,39 @@ def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Pat
             has been run.
         OutputError: Another command is writing the output.
     """
-    tasks = sorted(choose_glue_tasks(options.tasks or PAPER_TASKS), key=list(TASKS).index)  # others may start from MNLI
-    grids = {task: choose_grid(options, task) for task in tasks}
+    tasks = sorted(choose_glue_tasks(options.tasks or tuple(TASKS)), key=list(TASKS).index)  # MNLI is the first
     options, folder = resolve_device(options), options.output / options.model.resolve().name
     model = fingerprint(options.model)
     followers = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
     if followers and SOURCE not in tasks:
         _best_mnli(folder / "glue" / SOURCE, model)
     data = {
-        task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].rows}
+        task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
         for task in tasks
     }
     about = _check_model(options)
     for task in tasks:
         start = _best_mnli(folder / "glue" / SOURCE, model) if task in followers else options.model
-        with open_ledger(folder / "glue" / task, options.device) as ledger:
-            sweep = Sweep(
-                run=GlueRun,
-                task=task,
-                grid=grids[task],
-                model=model,
-                start=start,
-                data=data[task],
-                metrics=TASKS[task].metrics,
-                about={**about, "from_mnli": task in followers},
-                options=options,
-            )
-            run_sweep(ledger, sweep, on_progress)
-        write_results("glue", folder, options.model, average_tasks)
+        sweep = Sweep(
+            kind="glue",
+            task=TASKS[task],
+            grid=choose_grid(options, task),
+            model=model,
+            start=start,
+            data=data[task],
+            about={**about, "from_mnli": task in followers},
+            options=options,
+        )
+        run_sweep(sweep, on_progress, average_tasks)
     return folder
 
 
 def choose_grid(options: GlueOptions, task: str) -> Grid:
-    """Return the grid of the options for a task.
-
-    Raises:
-        ConfigError: The paper has no best point for the task, and not all values are given.
-    """
-    best = GLUE_BEST_POINTS.get(TASKS[task].title)
+    """Return the grid of the options for a task."""
     if options.grid != "best":
         return GRIDS[options.grid].replace(options)
-    if best is not None:
-        batch, rate, decay = best
-        return Grid(batch_sizes=(batch,), learning_rates=(rate,), weight_decays=(decay,)).replace(options)
-    if not (options.batch_size and options.learning_rate and options.weight_decay):
-        raise ConfigError(
-            f"--grid best: the paper has no best point for {task}; choose another --grid, or give --batch-size, "
-            "--learning-rate and --weight-decay."
-        )
-    return GRIDS["paper"].replace(options)
+    batch, rate, decay = GLUE_BEST_POINTS[TASKS[task].title]
+    return Grid(batch_sizes=(batch,), learning_rates=(rate,), weight_decays=(decay,)).replace(options)
 
 
 def _best_mnli(folder: Path, model: str) -> Path:
@@ -132,110 +286,32 @@ def _best_mnli(folder: Path, model: str) -> Path:
 
 def _check_model(options: GlueOptions) -> dict[str, Any]:
     """Load what the runs will load, once; return the head and the longest input that they will use."""
-    model = load_classifier(options.model, TASKS["cola"], LoadOptions(attention=options.attention))
+    model = TASKS["cola"].load(options.model, LoadOptions(attention=options.attention))
     length = longest_input(model, load_tokenizer(options.model), at_most=options.max_length)
     return {"head": type(model).__name__, "longest_input_tokens": length}
-
-
-# --- one run
-
-
-@dataclass(frozen=True, kw_only=True)
-class GlueRun(Run):
-    """One point on one of GLUE's tasks."""
-
-    def build_trainer(self) -> PaperTrainer:
-        """Build the trainer; the head of its model is drawn from the point's seed."""
-        task = TASKS[self.task]
-        transformers.set_seed(self.point.seed)  # of the head
-        model, tokenizer = load_classifier(self.start, task, self.loading), load_tokenizer(self.start)
-        length = longest_input(model, tokenizer, at_most=self.options.max_length)
-
-        def compute_metrics(evaluated: Any) -> dict[str, float]:
-            return compute_scores(task, evaluated.predictions, evaluated.label_ids)
-
-        return PaperTrainer(
-            self,
-            model,
-            tokenizer,
-            train=self.tokenize("train", tokenizer, length),
-            validation=shortest_first(self.tokenize(task.validation[0], tokenizer, length)),
-            collator=transformers.DataCollatorWithPadding(tokenizer),
-            metric=task.metrics[0],
-            compute=compute_metrics,
-        )
-
-    def collect_scores(self, trainer: PaperTrainer, best: dict[str, float]) -> dict[str, float]:
-        """Return the task's metrics."""
-        task = TASKS[self.task]
-        scores = {name: best[name] for name in task.metrics if name in best}
-        for split in task.validation[1:]:  # MNLI's other one, which chooses nothing
-            length = longest_input(trainer.model, trainer.processing_class, at_most=self.options.max_length)
-            found: Any = trainer.predict(shortest_first(self.tokenize(split, trainer.processing_class, length)))
-            scores["accuracy_mismatched"] = compute_scores(task, found.predictions, found.label_ids)["accuracy"]
-        return scores
-
-    def average(self, scores: dict[str, float]) -> float:
-        """Return the mean of the task's metrics."""
-        return average(TASKS[self.task], scores)
-
-    def tokenize(self, split: str, tokenizer: Any, length: int) -> Dataset:
-        """Return one split of the task, as the model takes it."""
-        rows = _read(self.options.data_dir, self.task, split).spread(self.options.limit)
-        texts = map(list, zip(*rows.texts, strict=True))
-        encoded = tokenizer(*texts, truncation=True, max_length=length)
-        return Dataset.from_dict({**encoded, "labels": rows.labels})
-
-
-@lru_cache(maxsize=4)  # the runs of one process use the same few
-def _read(data_dir: Path, task: str, split: str) -> GlueSplit:
-    return read_task(data_dir, TASKS[task], split)
-
-
-def load_classifier(folder: Path, task: GlueTask, options: LoadOptions) -> Any:
-    """Return the model for a task, its new layers drawn from torch's generator.
-
-    Raises:
-        ConversionError: transformers has no head for the model, or one that reads the last token.
-        MissingInputError: There is no such folder.
-    """
-    model = load_model(
-        folder,
-        "AutoModelForSequenceClassification",
-        options,
-        num_labels=task.num_outputs,
-        # Given, because the config of a fine-tuned folder may name another.
-        problem_type="regression" if task.is_regression else "single_label_classification",
-    )
-    if isinstance(model, GenericForSequenceClassification):
-        raise ConversionError(
-            f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which says little of "
-            "an encoder; evaluate the eurobert or neobert export of the same checkpoint."
-        )
-    return model
 
 
 # --- results
 
 
 def average_tasks(tasks: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the average over the paper's tasks, or why it would mean nothing, and the tasks that are missing.
+    """Return the average over the tasks, or why it would mean nothing, and the tasks that are missing.
 
     Grids may differ: the paper's best points do.
     """
-    eight = [task for task in PAPER_TASKS if task in tasks]  # without WNLI
+    there = [task for task in TASKS if task in tasks]
     alike = [
         {name: settings[task][name] for name in ("protocol", "seeds")}
         | ({"start from MNLI": settings[task]["from_mnli"]} if TASKS[task].starts_from_mnli else {})
-        for task in eight
+        for task in there
     ]
     common = {name: value for each in alike for name, value in each.items()}
     different = sorted({name for each in alike for name, value in each.items() if value != common[name]})
     why_none = f"tasks differ in {', '.join(different)}" if different else None
-    if len(eight) < len(PAPER_TASKS):
-        why_none = f"{len(eight)} of {len(PAPER_TASKS)} tasks"
+    if len(there) < len(TASKS):
+        why_none = f"{len(there)} of {len(TASKS)} tasks"
     return {
-        "average": statistics.fmean(tasks[task]["score"]["mean"] for task in eight) if why_none is None else None,
+        "average": statistics.fmean(tasks[task]["score"]["mean"] for task in there) if why_none is None else None,
         "no_average": why_none,
-        "missing": [task for task in PAPER_TASKS if task not in tasks],
+        "missing": [task for task in TASKS if task not in tasks],
     }

@@ -5,7 +5,7 @@ b rows, s tokens of a row, v vocabulary.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,6 +104,12 @@ class Scorer:
             ids_bs[number, row.position] = self.tokenizer.mask_token_id
             mask_bs[number, : len(row.ids_s)] = 1
         inputs = {"input_ids": torch.from_numpy(ids_bs), "attention_mask": torch.from_numpy(mask_bs)}
-        logits_bsv: Tensor = self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
         places_b = torch.tensor([row.position for row in rows], device=device)
-        return logits_bsv[torch.arange(len(rows), device=device), places_b]
+
+        def keep_masked(module: nn.Module, arguments: Any, output: Any) -> None:  # heads compute each token by itself
+            hidden_bsh = output.last_hidden_state
+            output.last_hidden_state = hidden_bsh[torch.arange(len(rows), device=device), places_b][:, None]
+
+        with self.model.base_model.register_forward_hook(keep_masked):
+            logits: Tensor = self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
+        return logits[:, 0]

@@ -4,7 +4,6 @@ Folders in NeoBERT's own layout are loaded with this project's class. No code of
 """
 
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError, NeoBERTError
+from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.huggingface.auto_classes import loading
-from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder, read_json
+from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 _TOKENIZER_FILES = (
@@ -26,7 +25,7 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "vocab.json",
 )
-# Patterns of every file that influences the output of a model; pooling and further modules are in folders of their own.
+# Patterns of every file that influences outputs. Of subfolders only those of modules do: an export to ONNX does not.
 _FILES_OF_OUTPUT = (
     "config.json",
     "*.safetensors",
@@ -36,6 +35,7 @@ _FILES_OF_OUTPUT = (
     "special_tokens_map.json",
     "added_tokens.json",
     "modules.json",
+    "[0-9]_*/config.json",
     "*sentence*.json",
     "model.safetensors.index.json",
 )
@@ -111,7 +111,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, *, max_length: int) -> Any:
-    """Return the SentenceTransformer of a folder; without modules.json, mean pooling follows the encoder.
+    """Return the SentenceTransformer of a folder, its prompts included; without modules.json, with mean pooling.
 
     Its modules are built from checked JSON and safetensors (`sentence_modules`), not by the library's own loading.
 
@@ -124,14 +124,14 @@ def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, 
     """
     from sentence_transformers import SentenceTransformer
 
-    from megatron_neobert.evaluation.sentence_modules import build_modules
+    from megatron_neobert.evaluation.sentence_modules import build_modules, read_prompts
 
     options = options or LoadOptions()
     load_tokenizer(folder)  # refuses a folder without one, for which the library would make an empty one
     backbone = load_model(folder, "AutoModel", options)
     with loading(folder, "a SentenceTransformer"):
         modules, longest = build_modules(folder, backbone)
-        model = SentenceTransformer(modules=modules, device="cpu")
+        model = SentenceTransformer(modules=modules, prompts=read_prompts(folder), device="cpu")
     at_most = min(max_length, longest or max_length)
     model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=at_most)
     return model.to(options.device)
@@ -177,24 +177,12 @@ def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
     return min((at_most, *(limit for limit in limits if limit is not None)))
 
 
-def _module_folders(folder: Path) -> list[str]:
-    """Return the names of the subfolders in sentence-transformers' modules.json, which loading checks."""
-    try:
-        paths = [str(module["path"]) for module in read_json(folder / "modules.json")]
-    except (OSError, TypeError, KeyError, NeoBERTError):
-        return []
-    return [path for path in paths if re.fullmatch(r"[\w-]+", path)]
-
-
 def fingerprint(folder: Path) -> str:
     """Return twelve digits that change with every file that influences outputs.
 
     These are weights, config and tokenizer, and sentence-transformers' modules, pooling and prompts.
     """
     check_folder(folder, attention=_ATTENTION)
-    # Of subfolders only those of modules: an export to ONNX, for one, changes no output.
-    of_modules = [f"{name}/{file}" for name in _module_folders(folder) for file in ("config.json", "*.safetensors")]
-    patterns = (*_FILES_OF_OUTPUT, *of_modules)
-    files = {path.relative_to(folder): path for pattern in patterns for path in folder.glob(pattern)}
+    files = {path.relative_to(folder): path for pattern in _FILES_OF_OUTPUT for path in folder.glob(pattern)}
     lines = [f"{name} {sha256_of(files[name])}\n" for name in sorted(files) if files[name].is_file()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
 """MTEB on one model: tasks one after another from stored data, and each result kept as it comes.
 
 sentence-transformers sorts the texts by length and encodes batches of one size, so a score depends on the settings and
-not on the order of the data. What a folder holds about pooling and prompts (modules.json) is not used: all models are
-measured under one protocol.
+not on the order of the data. A folder's own pooling (modules.json) is used, and without one the mean of the token
+states. Its prompts are not used: all models have the same instructions.
 
 Instructions come from YAML: `types` holds the text before the texts of a kind of task, `tasks` that of single tasks.
 Style `prefix`: the instruction and a space, before queries and before the texts of symmetric tasks, but not before
@@ -31,8 +31,6 @@ import torch
 import yaml
 from mteb.abstasks.abstask import AbsTask
 from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, yaml_reason
@@ -44,14 +42,20 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_store import digest_of_files, load_task, stored_revision
-from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten
+from megatron_neobert.evaluation.mteb_tasks import (
+    PREFIX,
+    choose_tasks,
+    digest_of_files,
+    flatten,
+    load_task,
+    stored_revision,
+)
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
-_PROTOCOL = ("pooling", "max_length", "batch_size", "dtype", "attention")  # options that change a score
+_PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that change a score
 
 
 def evaluate(options: MtebOptions) -> None:
@@ -216,15 +220,11 @@ def build_encoder(
         MissingInputError, ConversionError: The folder is not there, or cannot be loaded as an encoder of texts.
     """
     folder = options.model
-    loaded = load_sentence_transformer(folder, loading, max_length=options.max_length)
-    if loaded.max_seq_length < options.max_length:
-        longest = f"after {loaded.max_seq_length} tokens, not {options.max_length}"
+    model = load_sentence_transformer(folder, loading, max_length=options.max_length)
+    if model.max_seq_length < options.max_length:
+        longest = f"after {model.max_seq_length} tokens, not {options.max_length}"
         print(f"{folder}: texts are truncated {longest}: no more positions")
-    model = SentenceTransformer(  # without the folder's own pooling
-        modules=[loaded[0], Pooling(loaded[0].model.config.hidden_size, options.pooling)],
-        device=str(loading.device),
-        similarity_fn_name="cosine",
-    )
+    model.prompts, model.similarity_fn_name = {}, "cosine"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mteb calls functions of its own that it deprecates
         encoder = SentenceTransformerEncoderWrapper(model.eval())

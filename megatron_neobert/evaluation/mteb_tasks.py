@@ -1,16 +1,24 @@
-"""The tasks that a command names: a benchmark of mteb, single tasks of it, or tasks from plain files.
+"""The tasks that a command names (a benchmark of mteb, single tasks, or tasks from plain files) and their stored data.
 
 `local:NAME` reads the folder NAME under --data-dir, and its files decide what the task is; docs/evaluation.md has the
 three forms. They run through mteb's own tasks and have its metrics.
+
+A task of mteb is stored in DATA_DIR/tasks/NAME as mteb holds it after loading: what it downloads, cuts and draws at
+random happens once, on the connected machine. The folder appears whole or not at all and names the revision of its
+data; another one than the installed mteb asks for is refused. The cache of `datasets` cannot do this: offline it takes
+the newest cached revision, and mteb's loader of retrieval tasks asks the Hub for configurations and splits.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mteb
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_from_disk
 from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
 from mteb.abstasks.abstask import AbsTask
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
@@ -19,10 +27,12 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, suggestion
 from megatron_neobert.evaluation.data import check_data, columns_of, read_tables, reading
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
-from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.runtime.atomic_files import own_name, read_text, sha256_of, sync_to_disk
+from megatron_neobert.text import parse_json
 
 PREFIX = "local:"
-_FILES = "corpus.jsonl, queries.jsonl and qrels.tsv; train.csv and test.csv; or test.tsv"
+_ABOUT = "task.json"
+_NOT_DATA = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_subsets"}
 
 
 def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str], data_dir: Path) -> list[AbsTask]:
@@ -88,31 +98,77 @@ def _any_task(name: str, languages: Sequence[str]) -> AbsTask:
 
 
 class _Local(AbsTask):
-    """Describes itself per task, where mteb's tasks do per class."""
+    """Task of the user's files, which describes itself per task, where mteb's tasks do per class."""
 
-    def __init__(self, folder: Path, read: Callable[[Path], Any], metadata: TaskMetadata) -> None:
-        self.metadata = metadata
+    form: ClassVar[tuple[Any, str, tuple[str, ...]]]  # mteb's type, main score, names of the files
+
+    def __init__(self, folder: Path, metadata: TaskMetadata) -> None:
+        self.metadata, self._folder = metadata, folder
         super().__init__()
-        self._folder, self._read = folder, read
+
+    def read(self, folder: Path) -> Any:
+        """Return the data as mteb's tasks of this type hold it."""
+        raise NotImplementedError
 
     def load_data(self, num_proc: int | None = None, **kwargs: Any) -> None:
         with reading(self._folder):
-            self.dataset, self.data_loaded = self._read(self._folder), True
+            self.dataset, self.data_loaded = self.read(self._folder), True
 
     def unload_data(self) -> None:  # mteb's removes the description too
         self.dataset, self.data_loaded = None, False
 
 
 class LocalRetrieval(_Local, AbsTaskRetrieval):
-    """Documents, queries and judgements."""
+    """Documents, queries and judgements in the form of BEIR."""
+
+    form = ("Retrieval", "ndcg_at_10", ("corpus.jsonl", "queries.jsonl", "qrels.tsv"))
+
+    def read(self, folder: Path) -> dict[str, Any]:
+        corpus = read_tables([folder / "corpus.jsonl"])
+        ids, texts = columns_of(corpus, ("_id", "text"), str(folder / "corpus.jsonl"))
+        titles = corpus["title"] if "title" in corpus.column_names else [""] * len(ids)
+        relevant: dict[str, dict[str, int]] = {}
+        for query, document, score in zip(*_read(folder / "qrels.tsv", "query-id", "corpus-id", "score"), strict=True):
+            relevant.setdefault(query, {})[document] = int(score)
+        queries = zip(*_read(folder / "queries.jsonl", "_id", "text"), strict=True)
+        judged = {str(id): str(text) for id, text in queries if str(id) in relevant}
+        documents = {"id": ids, "title": [title or "" for title in titles], "text": texts}
+        content = {
+            "corpus": Dataset.from_dict({name: list(map(str, values)) for name, values in documents.items()}),
+            "queries": Dataset.from_dict({"id": list(judged), "text": list(judged.values())}),
+            "relevant_docs": relevant,
+            "top_ranked": None,
+        }
+        return {"default": {"test": content}}
 
 
 class LocalClassification(_Local, AbsTaskClassification):
     """Texts and labels."""
 
+    form = ("Classification", "accuracy", ("train.csv", "test.csv"))
+
+    def read(self, folder: Path) -> DatasetDict:
+        splits = {split: _read(folder / f"{split}.csv", "text", "label") for split in ("train", "test")}
+        numbers = {label: number for number, label in enumerate(sorted(set(splits["train"][1])))}
+        if unknown := sorted(set(splits["test"][1]) - set(numbers)):
+            raise DataError(f"{folder}: test.csv has labels that train.csv lacks: {', '.join(unknown[:5])}.")
+        return DatasetDict(
+            {
+                split: Dataset.from_dict({"text": texts, "label": [numbers[label] for label in labels]})
+                for split, (texts, labels) in splits.items()
+            }
+        )
+
 
 class LocalSTS(_Local, AbsTaskSTS):
     """Pairs of sentences and how similar people find them, on any scale."""
+
+    form = ("STS", "cosine_spearman", ("test.tsv",))
+
+    def read(self, folder: Path) -> DatasetDict:
+        first, second, scores = _read(folder / "test.tsv", "sentence1", "sentence2", "score")
+        columns = {"sentence1": first, "sentence2": second, "score": list(map(float, scores))}
+        return DatasetDict({"test": Dataset.from_dict(columns)})
 
 
 def local_task(name: str, data_dir: Path) -> AbsTask:
@@ -123,14 +179,9 @@ def local_task(name: str, data_dir: Path) -> AbsTask:
     """
     folder = data_dir / name
     check_data(folder)
-    if not folder.is_dir():
-        raise MissingInputError(f"--tasks {PREFIX}{name}: {folder} is no folder; put its files into it: {_FILES}.")
-    forms: tuple[tuple[Any, Callable[[Path], Any], Any, str, tuple[str, ...]], ...] = (
-        (LocalRetrieval, _read_beir, "Retrieval", "ndcg_at_10", ("corpus.jsonl", "queries.jsonl", "qrels.tsv")),
-        (LocalClassification, _read_classification, "Classification", "accuracy", ("train.csv", "test.csv")),
-        (LocalSTS, _read_pairs, "STS", "cosine_spearman", ("test.tsv",)),
-    )
-    for task, read, kind, metric, names in forms:
+    forms: tuple[type[_Local], ...] = (LocalRetrieval, LocalClassification, LocalSTS)
+    for task in forms:
+        kind, metric, names = task.form
         files = [folder / file for file in names]
         if all(file.is_file() for file in files):
             metadata = TaskMetadata(
@@ -143,65 +194,126 @@ def local_task(name: str, data_dir: Path) -> AbsTask:
                 eval_langs=["eng-Latn"],
                 main_score=metric,
             )
-            found: AbsTask = task(folder, read, metadata)
-            return found
-    there = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
-    raise MissingInputError(f"--tasks {PREFIX}{name}: {folder} holds {there}; expected {_FILES}.")
-
-
-def _read(path: Path, names: Sequence[str]) -> list[list[Any]]:
-    return columns_of(read_tables([path], texts=names if path.suffix != ".jsonl" else ()), names, str(path))
-
-
-def _read_classification(folder: Path) -> DatasetDict:
-    splits = {}
-    for split in ("train", "test"):
-        path = folder / f"{split}.csv"
-        rows = read_tables([path], texts=("text", "label", "category"))
-        column = next((name for name in ("label", "category") if name in rows.column_names), None)
-        if column is None:
-            raise DataError(f"{path}: has the columns {', '.join(rows.column_names)}, but no label or category.")
-        splits[split] = columns_of(rows, ("text", column), str(path))
-    numbers = {label: number for number, label in enumerate(sorted(set(splits["train"][1])))}
-    if unknown := sorted(set(splits["test"][1]) - set(numbers)):
-        raise DataError(f"{folder}: test.csv has labels that train.csv lacks: {', '.join(unknown[:5])}.")
-    return DatasetDict(
-        {
-            split: Dataset.from_dict({"text": texts, "label": [numbers[label] for label in labels]})
-            for split, (texts, labels) in splits.items()
-        }
+            return task(folder, metadata)
+    raise MissingInputError(
+        f"--tasks {PREFIX}{name}: {folder} is no folder with corpus.jsonl, queries.jsonl and qrels.tsv; train.csv and "
+        "test.csv; or test.tsv. Put the files of one of these forms into it."
     )
 
 
-def _read_pairs(folder: Path) -> DatasetDict:
-    path = folder / "test.tsv"
-    first, second, scores = _read(path, ("sentence1", "sentence2", "score"))
-    columns = {"sentence1": first, "sentence2": second, "score": [_number(path, score) for score in scores]}
-    return DatasetDict({"test": Dataset.from_dict(columns)})
+def _read(path: Path, *names: str) -> list[list[Any]]:
+    return columns_of(read_tables([path], texts=names if path.suffix != ".jsonl" else ()), names, str(path))
 
 
-def _read_beir(folder: Path) -> dict[str, Any]:
-    corpus, path = read_tables([folder / "corpus.jsonl"]), folder / "qrels.tsv"
-    ids, texts = columns_of(corpus, ("_id", "text"), str(folder / "corpus.jsonl"))
-    titles = corpus["title"] if "title" in corpus.column_names else [""] * len(ids)
-    relevant: dict[str, dict[str, int]] = {}
-    for query, document, score in zip(*_read(path, ("query-id", "corpus-id", "score")), strict=True):
-        relevant.setdefault(query, {})[document] = int(_number(path, score))
-    queries = zip(*_read(folder / "queries.jsonl", ("_id", "text")), strict=True)
-    judged = {str(id): str(text) for id, text in queries if str(id) in relevant}
-    content = {
-        "corpus": Dataset.from_dict(
-            {"id": list(map(str, ids)), "title": [str(title or "") for title in titles], "text": list(map(str, texts))}
-        ),
-        "queries": Dataset.from_dict({"id": list(judged), "text": list(judged.values())}),
-        "relevant_docs": relevant,
-        "top_ranked": None,
-    }
-    return {"default": {"test": content}}
+# --- stored data
 
 
-def _number(path: Path, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise DataError(f"{path}: the score {text!r} is no number.") from error
+def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
+    """Return the revision of a task's data, None if the data is not there in all subsets."""
+    folder = data_dir / "tasks" / task.metadata.name
+    if not (folder / _ABOUT).is_file():
+        return None
+    about = _read_about(folder)
+    subsets = {part["subset"] for part in about["parts"]}
+    return str(about["revision"]) if None in subsets or set(task.hf_subsets) <= subsets else None
+
+
+def digest_of_files(data_dir: Path, task: AbsTask) -> str:
+    """Return sixteen digits that change with the stored data of a task.
+
+    Raises:
+        DataError: The data is of another revision than the installed mteb's task.
+    """
+    folder = data_dir / "tasks" / task.metadata.name
+    if (stored := stored_revision(data_dir, task)) != task.metadata.revision:
+        raise DataError(
+            f"{folder}: holds revision {stored}, and the installed mteb evaluates {task.metadata.revision}; run "
+            "neobert fetch mteb with this mteb on a connected machine."
+        )
+    # Not the caches that `datasets` writes beside data when a task filters it.
+    files = sorted(path for pattern in ("*.json", "data-*.arrow") for path in folder.rglob(pattern))
+    lines = [f"{path.relative_to(folder)} {sha256_of(path)}\n" for path in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    with reading(folder):
+        about = parse_json(read_text(folder / _ABOUT))
+        return {name: about[name] for name in ("revision", "parts", "settings")}
+
+
+def store_task(data_dir: Path, task: AbsTask) -> None:
+    """Load a task by mteb's own means, which may download, and write what it then holds."""
+    before = _settings(task)
+    task.load_data()
+    if isinstance(task, AbsTaskRetrieval):
+        task.convert_v1_dataset_format_to_v2(num_proc=None)  # some tasks still load the old form
+    target = data_dir / "tasks" / task.metadata.name
+    temporary = own_name(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    subsets = []
+    for number, (subset, split, content) in enumerate(_splits(task)):
+        place = temporary / str(number)
+        if isinstance(content, Dataset):
+            content.save_to_disk(place)
+        else:  # of retrieval
+            for name in ("corpus", "queries"):
+                content[name].save_to_disk(place / name)
+            judged = {name: content[name] for name in ("relevant_docs", "top_ranked")}
+            (place / "judged.json").write_text(json.dumps(judged), encoding="utf-8")
+        subsets.append({"subset": subset, "split": split})
+    changed = {name: value for name, value in _settings(task).items() if before.get(name, task) != value}
+    about = {"name": task.metadata.name, "revision": task.metadata.revision, "parts": subsets, "settings": changed}
+    (temporary / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+    sync_to_disk(target.parent)
+    task.unload_data()
+
+
+def load_task(data_dir: Path, task: AbsTask) -> None:
+    """Load the data that `store_task` wrote into a task.
+
+    Raises:
+        DataError: The data is damaged.
+    """
+    folder = data_dir / "tasks" / task.metadata.name
+    about = _read_about(folder)
+    dataset: dict[Any, Any] = {}
+    with reading(folder):
+        for number, part in enumerate(about["parts"]):
+            splits = dataset if part["subset"] is None else dataset.setdefault(part["subset"], {})
+            place, judged = folder / str(number), folder / str(number) / "judged.json"
+            content: Any = None
+            if judged.exists():  # of retrieval
+                content = parse_json(judged.read_text(encoding="utf-8"))
+                content |= {name: load_from_disk(place / name) for name in ("corpus", "queries")}
+            splits[part["split"]] = load_from_disk(place) if content is None else content
+    plain = all(part["subset"] is None for part in about["parts"])
+    task.dataset = DatasetDict(dataset) if plain else dataset
+    if not plain and not isinstance(task, AbsTaskRetrieval):
+        task.dataset = {subset: DatasetDict(splits) for subset, splits in dataset.items()}
+    for name, value in about["settings"].items():
+        setattr(task, name, value)
+    task.data_loaded = True
+
+
+def _splits(task: AbsTask) -> Iterator[tuple[str | None, str, Any]]:
+    """Yield (subset or None, split, content) of the splits that an evaluation reads."""
+    assert task.dataset is not None, task.metadata.name
+    wanted = {*task.eval_splits, getattr(task, "train_split", None)}
+    for key, content in task.dataset.items():
+        if isinstance(content, Dataset):
+            if key in wanted:
+                yield None, key, content
+            continue
+        for split, part in content.items():
+            if split in wanted and key in task.hf_subsets:
+                yield key, split, part
+
+
+def _settings(task: AbsTask) -> dict[str, Any]:
+    """Return what loading may change besides the data: some tasks set how many documents they cluster."""
+    plain = (bool, int, float, str, type(None))
+    return {key: value for key, value in vars(task).items() if key not in _NOT_DATA and isinstance(value, plain)}

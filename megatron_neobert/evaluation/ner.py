@@ -13,14 +13,12 @@ weights, OUTPUT/NAME/ner.json and .md the results.
 
 import re
 import warnings
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 import transformers
@@ -30,18 +28,10 @@ from seqeval.metrics import f1_score, precision_score, recall_score
 
 from megatron_neobert.errors import ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
-from megatron_neobert.evaluation.fine_tune import PaperTrainer, Run, resolve_device
-from megatron_neobert.evaluation.ledger import open_ledger
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
-from megatron_neobert.evaluation.options import NerOptions
-from megatron_neobert.evaluation.sweep import (
-    GRIDS,
-    Progress,
-    Sweep,
-    run_sweep,
-    show_progress,
-    write_results,
-)
+from megatron_neobert.evaluation.fine_tune import Rows, Task, resolve_device
+from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer
+from megatron_neobert.evaluation.options import FineTuneOptions, NerOptions
+from megatron_neobert.evaluation.sweep import GRIDS, Progress, Sweep, run_sweep, show_progress
 
 METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
 OUTSIDE = "O"
@@ -71,10 +61,43 @@ class NerData:
     digests: dict[str, str]
 
     @property
-    def labels(self) -> list[str]:
+    def labels(self) -> tuple[str, ...]:
         """Every tag that occurs, O first."""
         tags = {tag for split in self.sentences.values() for sentence in split for tag in sentence.tags}
-        return [OUTSIDE, *sorted(tags - {OUTSIDE})]
+        return (OUTSIDE, *sorted(tags - {OUTSIDE}))
+
+
+@dataclass(frozen=True)
+class NerTask(Task):
+    """One data set."""
+
+    labels: tuple[str, ...]
+
+    collator = transformers.DataCollatorForTokenClassification
+    eval_strategy = "epoch"  # F1 is 0 until the first entity is found; the patience of small sets would end
+    name_in_last_split = "test_{}"
+
+    def load(self, folder: Path, options: LoadOptions) -> Any:
+        """Return the model of a folder; layers that the folder lacks are drawn from torch's generator.
+
+        Raises:
+            ConversionError: transformers has no head for it.
+            MissingInputError: There is no such folder.
+        """
+        return load_model(
+            folder,
+            "AutoModelForTokenClassification",
+            options,
+            num_labels=len(self.labels),
+            id2label=dict(enumerate(self.labels)),
+            label2id={label: number for number, label in enumerate(self.labels)},
+        )
+
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Rows:
+        """Return a split, truncated after `length` tokens."""
+        sentences = read_data(options.data_dir, self.name, options.limit).sentences[split]
+        tagged = to_rows(sentences, self.labels, tokenizer, length)
+        return Rows(tagged.rows, lambda evaluated: tagged.score(evaluated.predictions.argmax(-1)))
 
 
 def evaluate(options: NerOptions, on_progress: Progress = show_progress) -> Path:
@@ -94,25 +117,22 @@ def evaluate(options: NerOptions, on_progress: Progress = show_progress) -> Path
             f"--data-dir {options.data_dir}: no folder in it has a training set; put each data set into a folder of "
             "its own, with train.txt, validation.txt and perhaps test.txt, or the Hub's parquet files."
         )
-    data = {task: read_data(options.data_dir, task, options.limit) for task in tasks}
-    load_tagger(options.model, [OUTSIDE], LoadOptions(attention=options.attention))
+    data = {name: read_data(options.data_dir, name, options.limit) for name in tasks}
+    found = [NerTask(name, tuple(data[name].sentences), ("f1",), data[name].labels) for name in tasks]
+    found[0].load(options.model, LoadOptions(attention=options.attention))
     load_tokenizer(options.model)
-    model = fingerprint(options.model)
-    for task in tasks:
-        with open_ledger(folder / "ner" / quote(task, safe=""), options.device) as ledger:
-            splits = ("", "test_")[: len(data[task].sentences) - 1]
-            sweep = Sweep(
-                run=NerRun,
-                task=task,
-                grid=GRIDS[options.grid].replace(options),
-                model=model,
-                start=options.model,
-                data=data[task].digests,
-                metrics=[f"{split}{name}" for split in splits for name in METRICS],
-                options=options,
-            )
-            run_sweep(ledger, sweep, on_progress)
-        write_results("ner", folder, options.model)
+    model, grid = fingerprint(options.model), GRIDS[options.grid].replace(options)
+    for task in found:
+        sweep = Sweep(
+            kind="ner",
+            task=task,
+            grid=grid,
+            model=model,
+            start=options.model,
+            data=data[task.name].digests,
+            options=options,
+        )
+        run_sweep(sweep, on_progress)
     return folder
 
 
@@ -185,95 +205,32 @@ def _to_tag(tag: Any, names: Sequence[str] | None, where: str) -> str:
     return tag
 
 
-# --- one run
-
-
-@dataclass(frozen=True, kw_only=True)
-class NerRun(Run):
-    """One point on one data set."""
-
-    def build_trainer(self) -> PaperTrainer:
-        """Build the trainer; the head of its model is drawn from the point's seed."""
-        transformers.set_seed(self.point.seed)  # of the head
-        model, tokenizer = load_tagger(self.start, self.data.labels, self.loading), load_tokenizer(self.start)
-        validation = self.tokenize("validation", model, tokenizer)
-        return PaperTrainer(
-            self,
-            model,
-            tokenizer,
-            train=self.tokenize("train", model, tokenizer).rows,
-            validation=validation.rows,
-            collator=transformers.DataCollatorForTokenClassification(tokenizer),
-            metric="f1",
-            eval_strategy="epoch",  # F1 is 0 until the first entity is found; the patience of small sets would end
-            compute=lambda evaluated: validation.score(evaluated.predictions),
-            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        )
-
-    def collect_scores(self, trainer: PaperTrainer, best: dict[str, float]) -> dict[str, float]:
-        """Return the scores of the validation set by name, and those of a test set as test_NAME."""
-        scores = {name: best[name] for name in METRICS}
-        if "test" in self.data.sentences:
-            test = self.tokenize("test", trainer.model, trainer.processing_class)
-            trainer.compute_metrics = None  # which knows the validation set alone
-            found: Any = trainer.predict(test.rows)
-            scores |= {f"test_{name}": value for name, value in test.score(found.predictions).items()}
-        return scores
-
-    def average(self, scores: dict[str, float]) -> float:
-        """Return F1 on the validation set."""
-        return scores["f1"]
-
-    @property
-    def data(self) -> NerData:
-        return read_data(self.options.data_dir, self.task, self.options.limit)
-
-    def tokenize(self, split: str, model: Any, tokenizer: Any) -> "TaggedRows":
-        """Return one split of the data set, as the model takes it."""
-        length = longest_input(model, tokenizer, at_most=self.options.max_length)
-        return to_rows(self.data.sentences[split], self.data.labels, tokenizer, length)
-
-
-def load_tagger(folder: Path, labels: Sequence[str], options: LoadOptions) -> Any:
-    """Return the model, its new layers drawn from torch's generator.
-
-    Raises:
-        ConversionError: transformers has no head for it.
-        MissingInputError: There is no such folder.
-    """
-    return load_model(
-        folder,
-        "AutoModelForTokenClassification",
-        options,
-        num_labels=len(labels),
-        id2label=dict(enumerate(labels)),
-        label2id={label: number for number, label in enumerate(labels)},
-    )
+# --- tokens
 
 
 @dataclass(frozen=True)
 class TaggedRows:
     """Sentences as the model takes them, in an order that needs little padding."""
 
-    rows: Dataset  # input_ids, attention_mask, labels
+    rows: Dataset  # input_ids, attention_mask, labels, and the first token of each word, -1 if the word has none
     sentences: list[Sentence]  # by row
-    labels: list[str]
+    labels: Sequence[str]
 
     def score(self, numbers: NDArray[np.integer]) -> dict[str, float]:
-        """Return the metrics of the labels [rows, tokens] that a model gives; rows may be padded at their ends."""
-        return score([sentence.tags for sentence in self.sentences], self.to_tags(numbers))
+        """Return micro-averaged entity F1, precision and recall (seqeval) of the labels [rows, tokens] of a model."""
+        expected = [sentence.tags for sentence in self.sentences]
+        found = self.to_tags(numbers)
+        return {name: float(metric(expected, found, zero_division=0)) for name, metric in METRICS.items()}
 
-    def to_tags(self, numbers: Iterable[NDArray[np.integer]]) -> list[list[str]]:
-        """Return the tag of every word."""
-        tags = [[OUTSIDE] * len(sentence.words) for sentence in self.sentences]
-        for own, row, places in zip(tags, numbers, self.rows["word_places"], strict=True):
-            for token, word in enumerate(places):
-                if word >= 0:
-                    own[word] = self.labels[row[token]]
-        return tags
+    def to_tags(self, numbers: NDArray[np.integer]) -> list[list[str]]:
+        """Return the tag of every word, from labels [rows, tokens]; rows may be padded at their ends."""
+        return [
+            [OUTSIDE if token < 0 else self.labels[row[token]] for token in tokens]
+            for row, tokens in zip(numbers, self.rows["word_tokens"], strict=True)
+        ]
 
 
-def to_rows(sentences: Sequence[Sentence], labels: list[str], tokenizer: Any, length: int) -> TaggedRows:
+def to_rows(sentences: Sequence[Sentence], labels: Sequence[str], tokenizer: Any, length: int) -> TaggedRows:
     """Return the rows of sentences; warn if words are beyond `length` tokens.
 
     Raises:
@@ -284,37 +241,21 @@ def to_rows(sentences: Sequence[Sentence], labels: list[str], tokenizer: Any, le
             f"{tokenizer.name_or_path}: {type(tokenizer).__name__} does not tell which token belongs to which word; "
             "give the folder a tokenizer.json."
         )
+    sentences = sorted(sentences, key=lambda sentence: len(sentence.words))
     number_of = {label: number for number, label in enumerate(labels)}
     texts = [" ".join(sentence.words) for sentence in sentences]  # as running text, which byte-level tokenizers expect
-    encoded = tokenizer(texts, truncation=True, max_length=length, return_offsets_mapping=True)
-    offsets = encoded.pop("offset_mapping")
-    places = [_first_tokens(sentence.words, own) for sentence, own in zip(sentences, offsets, strict=True)]
-    tags = [
-        [number_of[sentence.tags[word]] if word >= 0 else _NOT_TRAINED_ON for word in own]
-        for sentence, own in zip(sentences, places, strict=True)
-    ]
-    beyond = sum(len(s.words) - 1 - max(own) for s, own in zip(sentences, places, strict=True))
+    encoded = tokenizer(texts, truncation=True, max_length=length)
+    columns: dict[str, list[list[int]]] = {**encoded, "labels": [], "word_tokens": []}
+    beyond = 0
+    for number, (words, tags) in enumerate(sentences):
+        starts = accumulate((len(word) + 1 for word in words[:-1]), initial=0)
+        found = [encoded.char_to_token(number, start) for start in starts]
+        tokens = [-1 if token is None else token for token in found]
+        beyond += next((gap for gap, token in enumerate(reversed(tokens)) if token >= 0), len(tokens))
+        of_token = {token: number_of[tag] for token, tag in zip(tokens, tags, strict=True)}
+        size = len(encoded["input_ids"][number])
+        columns["labels"].append([of_token.get(token, _NOT_TRAINED_ON) for token in range(size)])
+        columns["word_tokens"].append(tokens)
     if beyond:
         warnings.warn(f"{beyond:,} words are beyond {length:,} tokens and count as outside of entities.", stacklevel=2)
-    order = sorted(range(len(sentences)), key=lambda row: len(places[row]))
-    columns = {**encoded, "labels": tags, "word_places": places}
-    sorted_columns = {name: [column[row] for row in order] for name, column in columns.items()}
-    return TaggedRows(Dataset.from_dict(sorted_columns), [sentences[row] for row in order], labels)
-
-
-def _first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Return for each token the word that it begins, or -1; `offsets` are those of the tokens in the words' text."""
-    text = " ".join(words)
-    begins = list(accumulate((len(word) + 1 for word in words), initial=0))[:-1]
-    places, last = [], -1
-    for begin, end in offsets:
-        begin += len(text[begin:end]) - len(text[begin:end].lstrip())  # a byte-level token has the space before it
-        word = bisect_right(begins, begin) - 1 if begin < end else -1
-        places.append(word if word > last else -1)
-        last = max(last, word)
-    return places
-
-
-def score(expected: list[list[str]], found: list[list[str]]) -> dict[str, float]:
-    """Return micro-averaged entity F1, precision and recall (seqeval)."""
-    return {name: float(metric(expected, found, zero_division=0)) for name, metric in METRICS.items()}
+    return TaggedRows(Dataset.from_dict(columns), list(sentences), labels)

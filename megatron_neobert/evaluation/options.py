@@ -10,9 +10,9 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.evaluation.paper import MTEB_PAPER
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")
+GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
+FETCH_GLUE = "on a machine with network: hf download nyu-mll/glue --repo-type dataset --local-dir DIR"
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-LENGTH_BINS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = tuple(2**power for power in range(10))
 
 _MODEL = "Hugging Face folder of an encoder"
@@ -92,8 +92,6 @@ class PerplexityOptions(ComputeOptions):
         None, "truncate documents after N tokens; without it after the model's longest input", minimum=1
     )
     min_length: int = option(16, "leave out documents with fewer tokens", minimum=1)
-    length_bins: tuple[int, ...] = option(LENGTH_BINS, "upper ends of the lengths that are averaged", minimum=1)
-    documents_per_bin: int | None = option(None, "only the first N documents of each length", minimum=1)
     limit: int | None = option(None, "only the first N documents", minimum=1)
     seed: int = option(0, "of --positions-per-doc")
     batch_tokens: int = option(8192, "of one batch, at most", minimum=1)
@@ -107,22 +105,8 @@ class ThroughputOptions(ComputeOptions):
     output: Path = option(help=_OUTPUT, metavar="DIR")
     lengths: tuple[int, ...] = option(LENGTHS, "tokens of a document", minimum=1)
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, "documents of a batch", minimum=1)
-    layout: Literal["padded", "packed", "both"] = option(
-        "padded", "padded: a document per row; packed: documents end to end, where the model takes them"
-    )
-    backward: bool = option(False, "measure forward and backward of the masked-language-model loss too")
     steps: int = option(20, "timed, of each", minimum=1)
     warmup: int = option(3, "steps before, not timed", minimum=1)
-    lengths_distribution: Literal["full", "web"] = option(
-        "full", "full: every document has the length; web: log-normal as web pages, truncated at the length"
-    )
-    max_tokens: int | None = option(
-        None,
-        "leave out larger batches (documents x length); without it no limit on a GPU, on a CPU 16,384 or the longest "
-        "length",
-        minimum=1,
-    )
-    seed: int = option(0, "of tokens and lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +130,6 @@ class MtebOptions(ComputeOptions):
         "prefix: instruction, space, text; not before documents. paper: instruction [SEP] [CLS] text, before documents "
         "too",
     )
-    pooling: Literal["mean", "cls"] = option("mean", "of the token states")
     max_length: int = option(1024, "truncate texts after N tokens", minimum=1)
     batch_size: int = option(32, "texts at once", minimum=1)
 
@@ -159,15 +142,9 @@ class FinetuneOptions:
     config: str = option(help="settings and datasets, or a recipe: evaluation/contrastive", metavar="FILE")
     data_dir: Path = option(help="KEY.parquet or KEY.jsonl for each dataset", metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
-    steps: int | None = option(None, "instead of the file's, as the next five", minimum=1)
-    batch_size: int | None = option(None, "pairs per process, before a dataset's divisor", minimum=1)
-    learning_rate: float | None = option(None, "at its peak")
-    instructions: Literal["query", "both", "none"] | None = option(None, "texts they are put before")
-    max_length: int | None = option(None, "truncate texts after N tokens", minimum=1)
-    save_interval: int | None = option(None, "steps between checkpoints", minimum=1)
-    limit_datasets: tuple[str, ...] = option((), "only these; without it all but those with default: false")
+    steps: int | None = option(None, "instead of the file's", minimum=1)
+    batch_size: int | None = option(None, "instead of the file's: pairs per process, before divisors", minimum=1)
     limit: int | None = option(None, "first N pairs of each dataset: a quick look", minimum=1)
-    skip_missing: bool = option(False, "train without the datasets that are not there")
     gradient_cache: int | None = option(
         None,
         "compute N texts at a time and cache gradients: large batches in little memory, about half as fast",
@@ -179,14 +156,6 @@ class FinetuneOptions:
     )
     device: Literal["cpu", "cuda"] | None = option(None, "without it a GPU if there is one")
     attention: str | None = option(None, _ATTENTION, metavar="NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchGlueOptions:
-    """The command line of `neobert fetch glue`."""
-
-    output: Path = option(help="folder for a folder per task", metavar="DIR")
-    tasks: tuple[str, ...] = option((), "such as cola sst2; without it all", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,13 @@
-"""Tables as CSV and pages as Markdown.
+"""Pages as Markdown.
 
 Texts of records (names of models, commands) never become markup, and cannot control a terminal.
 """
 
-import csv
-import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_neobert.text import visible
-
-
-def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a header and the rows as CSV; entries without a column are left out, None is empty."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue()
 
 
 def paragraph(text: str) -> str:

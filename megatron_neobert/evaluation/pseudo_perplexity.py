@@ -18,11 +18,9 @@ import hashlib
 import math
 import random
 import sys
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev, variance
 from typing import Any
@@ -36,7 +34,7 @@ from tqdm import tqdm
 from megatron_neobert.data.inputs.find import find_inputs, input_label
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.ledger import Ledger, Unit, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.masked_scorer import Row, Scorer
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint
@@ -45,10 +43,9 @@ from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import name_models
 
 BAND = "95 % of the average over documents"
-# Of a point of the curve; `low` and `high` are None where there are too few documents to know their spread.
-COLUMNS = ("above", "up_to", "documents", "mean_length", "pseudo_perplexity", "low", "high")
 _ID_DIGITS = 16  # 64 bits: two of a million documents share one with a probability of 3e-8
 _CONFIDENCE = 0.95  # of the band above
+_SHORTEST_BIN = 128  # tokens; bins end at this and at its doublings
 _DOCUMENTS_OF_BAND = 5  # of fewer, Student's interval spans orders of magnitude
 
 
@@ -68,11 +65,9 @@ def evaluate(options: PerplexityOptions) -> None:
 
     Raises:
         MissingInputError, ConversionError, DataError: A model or the texts cannot be used.
-        ConfigError: The bins do not increase, or a model cannot read rows as long as asked for.
+        ConfigError: A model cannot read rows as long as asked for.
         OutputError: Another command is measuring a model into this output.
     """
-    if any(low >= high for low, high in pairwise(options.length_bins)):
-        raise ConfigError(f"--length-bins {' '.join(map(str, options.length_bins))} must increase.")
     folders, left_out = name_models(options.model), Counter[str]()
     if next(_read(options, left_out), None) is None:  # before a model is loaded
         raise DataError(
@@ -122,10 +117,10 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
         "positions": sum(result.positions for result in documents),
         "truncated": sum(result.truncated for result in documents),
         "left_out": dict(left_out),
-        "curve": average_by_length(documents, options.length_bins),
+        "curve": average_by_length(documents),
         "band": BAND,
     }
-    others = ("min_length", "limit", "documents_per_bin", "length_bins", "text_key", "batch_tokens")
+    others = ("min_length", "limit", "text_key", "batch_tokens")
     settings = protocol | {name: getattr(options, name) for name in others}
     settings |= {"data": list(map(input_label, options.data)), "device": str(scorer.model.device)}
     record = place / "pseudo_perplexity.json"
@@ -214,23 +209,30 @@ class DocumentResult:
         return math.sqrt(self.nll_variance / self.positions * (1 - self.positions / self.tokens))
 
 
-def average_by_length(results: Iterable[DocumentResult], length_bins: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the curve: one point per bin that has documents, by increasing length."""
+def average_by_length(results: Iterable[DocumentResult]) -> list[dict[str, Any]]:
+    """Return the curve: one point per bin that has documents, by increasing length. Bins end at 128, 256, 512, ..."""
     groups: dict[int, list[DocumentResult]] = {}
     for result in results:
-        groups.setdefault(bin_of(result.length, length_bins), []).append(result)
+        groups.setdefault(max(_SHORTEST_BIN, 1 << (result.length - 1).bit_length()), []).append(result)
     curve = []
-    for number in sorted(groups):
-        losses = [result.mean_nll for result in groups[number]]
+    for end, group in sorted(groups.items()):
+        losses = [result.mean_nll for result in group]
         mean = fmean(losses)
         band: list[float | None] = [None, None]
         if len(losses) >= _DOCUMENTS_OF_BAND:
             half = float(student.ppf((1 + _CONFIDENCE) / 2, len(losses) - 1)) * stdev(losses) / math.sqrt(len(losses))
             band = [math.exp(mean - half), math.exp(mean + half)]
-        ends = (0, *length_bins, None)  # longer than the one, and no longer than the next
-        lengths = fmean(result.length for result in groups[number])
-        values = (len(losses), lengths, math.exp(mean), *band)
-        curve.append(dict(zip(COLUMNS, (*ends[number : number + 2], *values), strict=True)))
+        curve.append(
+            {
+                "above": 0 if end == _SHORTEST_BIN else end // 2,
+                "up_to": end,
+                "documents": len(losses),
+                "mean_length": fmean(result.length for result in group),
+                "pseudo_perplexity": math.exp(mean),
+                "low": band[0],  # None where there are too few documents to know their spread
+                "high": band[1],
+            }
+        )
     return curve
 
 
@@ -259,9 +261,6 @@ def select_documents(
         DataError: A file is damaged or has no such text, or no document is long enough.
     """
     chosen, left_out, seen = list[Document](), Counter[str](), set[str]()
-    per_bin, enough = Counter[int](), options.documents_per_bin
-    # Bins of the lengths that a document can have once it is truncated.
-    reachable = {bin_of(tokens, options.length_bins) for tokens in range(options.min_length, max_length + 1)}
     for texts in _read(options, left_out):
         encoded = tokenizer(
             texts,
@@ -272,16 +271,13 @@ def select_documents(
             split_special_tokens=True,  # "[SEP]" written in a text is five characters
         )
         for text, ids, added in zip(texts, encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
-            id, number = document_id(text), bin_of(len(ids), options.length_bins)
+            id = document_id(text)
             scorable = [place for place, special in enumerate(added) if not special]
             if id in seen:
                 left_out["met before"] += 1
             elif len(ids) < options.min_length or not scorable:
                 left_out["shorter than --min-length"] += 1
-            elif enough is not None and per_bin[number] >= enough:
-                left_out["beyond --documents-per-bin"] += 1
             else:
-                per_bin[number] += 1
                 chosen.append(
                     Document(
                         id=id,
@@ -291,8 +287,7 @@ def select_documents(
                         truncated=len(ids) == max_length,
                     )
                 )
-                is_full = enough is not None and all(per_bin[other] >= enough for other in reachable)
-                if len(chosen) == options.limit or is_full:
+                if len(chosen) == options.limit:
                     return chosen, left_out
             seen.add(id)
     if not chosen:
@@ -313,11 +308,6 @@ def draw_positions(id: str, scorable: Sequence[int], count: int | None, *, seed:
     if count is None or count >= len(scorable):
         return tuple(scorable)
     return tuple(sorted(random.Random(f"{seed} {id}").sample(scorable, count)))
-
-
-def bin_of(length: int, length_bins: Sequence[int]) -> int:
-    """Return the number of the first bin whose upper end is not below the length; past the last one, their number."""
-    return bisect_left(length_bins, length)
 
 
 def _listed(left_out: Counter[str]) -> str:

@@ -6,6 +6,7 @@ is a Transformer, Pooling and perhaps Normalize; each setting is read from check
 keyword of a loader.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,6 +60,12 @@ class _PoolingSettings(Struct, forbid_unknown_fields=True):
     include_prompt: bool = True
 
 
+class _Prompts(Struct):
+    """config_sentence_transformers.json; its other keys are not used."""
+
+    prompts: dict[str, str] = {}
+
+
 class _Entry(Struct, forbid_unknown_fields=True):
     """One module of modules.json."""
 
@@ -90,16 +97,26 @@ def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], i
         return [*modules, Pooling(backbone.config.hidden_size, "mean")], settings.max_seq_length
     entries = _convert(read_json(path), list[_Entry], path)
     kinds = [entry.type.rpartition(".")[2] if entry.type.startswith(_PREFIX) else "" for entry in entries]
-    paths = [folder / entry.path for entry in entries]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or (
-        paths[0] != folder or paths[1].parent != folder or entries[1].path in ("", ".", "..")
+        entries[0].path or not re.fullmatch(r"[0-9]_\w+", entries[1].path)  # as the fingerprint reads it
     ):
         found = ", ".join(f"{quote(entry.type)} in {quote(entry.path)}" for entry in entries[:8])
         raise ConversionError(
             f"{path}: lists {found}. Only a Transformer at the top, Pooling in a folder of its own and Normalize are "
             "loaded; evaluate this model with mteb itself."
         )
-    return [*modules, _build_pooling(paths[1]), *([Normalize()] if len(kinds) > 2 else [])], settings.max_seq_length
+    modules += [_build_pooling(folder / entries[1].path), *([Normalize()] if len(kinds) > 2 else [])]
+    return modules, settings.max_seq_length
+
+
+def read_prompts(folder: Path) -> dict[str, str]:
+    """Return the prompts of a folder by name.
+
+    Raises:
+        ConversionError: The prompts are not texts.
+    """
+    path = folder / "config_sentence_transformers.json"
+    return _convert(read_object(path), _Prompts, path).prompts if path.exists() else {}
 
 
 def _wrap(folder: Path, backbone: Any, settings: TransformerSettings) -> Transformer:

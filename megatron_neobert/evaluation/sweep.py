@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from megatron_neobert.evaluation.fine_tune import PATIENCE, WEIGHTS, Outcome, Point, Run, run_all
-from megatron_neobert.evaluation.ledger import LEDGER, Ledger, Line, Unit, key_of, origin_of, write_record
+from megatron_neobert.evaluation.fine_tune import PATIENCE, WEIGHTS, Outcome, Point, Run, Task, run_all
+from megatron_neobert.evaluation.ledger import LEDGER, Ledger, Line, Unit, key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.evaluation.report import write_page
@@ -28,6 +29,7 @@ RUNS = "runs"  # beside a ledger: a folder for each run whose weights are kept, 
 _PROTOCOL = ("epochs", "max_length", "limit", "dtype", "attention")  # options that scores depend on
 
 Result = dict[str, Any]  # of one task, as it is in the record
+Describe = Callable[[dict[str, Result], dict[str, dict[str, Any]]], dict[str, Any]]  # results and settings by task
 Progress = Callable[[str, int, int, Run | None, Outcome | None], None]  # task, done, all, the run that has ended
 
 
@@ -70,21 +72,25 @@ GRIDS = {
 class Sweep:
     """All points of a grid with all seeds, on one task."""
 
-    run: type[Run]
-    task: str
+    kind: str  # of the record: glue or ner
+    task: Task
     grid: Grid
     model: str  # fingerprint of the model that is evaluated
     start: Path  # weights that the runs start from
     data: Mapping[str, str]  # hash of each split
-    metrics: Sequence[str]  # of the result
     about: Mapping[str, Any] = field(default_factory=dict)  # more settings for the record
     options: FineTuneOptions
+
+    @property
+    def output(self) -> Path:
+        """Folder of all results of the model."""
+        return self.options.output / self.options.model.resolve().name
 
     @cached_property
     def unit(self) -> dict[str, Any]:
         """Everything that a run depends on beside its point."""
         protocol = {name: getattr(self.options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
-        about = {"task": self.task, "model": self.model, "start": fingerprint(self.start)}
+        about = {"task": self.task.name, "model": self.model, "start": fingerprint(self.start)}
         return {**about, "data": dict(self.data), "protocol": protocol}
 
     @property
@@ -106,17 +112,24 @@ class Sweep:
         }
 
 
-def run_sweep(ledger: Ledger, sweep: Sweep, on_progress: Progress) -> None:
+def run_sweep(sweep: Sweep, on_progress: Progress, describe: Describe | None = None) -> Path:
+    """Run what is not finished, and write the results of all tasks; return their folder."""
+    with open_ledger(sweep.output / sweep.kind / quote(sweep.task.name, safe=""), sweep.options.device) as ledger:
+        _run_points(ledger, sweep, on_progress)
+    write_results(sweep.kind, sweep.output, sweep.options.model, describe)
+    return sweep.output
+
+
+def _run_points(ledger: Ledger, sweep: Sweep, on_progress: Progress) -> None:
     """Run what is not finished, and add the sweep to the ledger as the last one.
 
-    The weights of the best run of this sweep so far are kept beside the best ones of finished sweeps, so that no other
-    task starts from the best run of an unfinished sweep.
+    Of its runs, the weights of the best one so far are kept, and those that finished sweeps keep.
     """
     folder = ledger.path.parent
     units = {point: {**sweep.unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
     keys = {point: key_of(unit) for point, unit in units.items()}
     left = [
-        sweep.run(task=sweep.task, point=point, start=sweep.start, folder=folder / RUNS / key, options=sweep.options)
+        Run(task=sweep.task, point=point, start=sweep.start, folder=folder / RUNS / key, options=sweep.options)
         for point, key in keys.items()
         if key not in ledger.lines
     ]
@@ -124,17 +137,25 @@ def run_sweep(ledger: Ledger, sweep: Sweep, on_progress: Progress) -> None:
     if finished is not None and not left:
         ledger.add(sweep.of_itself, finished["result"], finished["origin"])
         return
-    before, kept = len(units) - len(left), _kept_runs(ledger, sweep.unit)
-    on_progress(sweep.task, before, len(units), None, None)
+    before = len(units) - len(left)
+    kept = {line["result"]["kept"] for line in ledger.lines.values() if "sweep" in line["unit"]}
+    on_progress(sweep.task.name, before, len(units), None, None)
     for done, (run, outcome) in enumerate(run_all(left, jobs=sweep.options.jobs), start=before + 1):
         ledger.add(units[run.point], asdict(outcome))
-        _remove_weights(ledger, keys.values(), but=[*kept, _best(ledger, keys.values())])
-        on_progress(sweep.task, done, len(units), run, outcome)
+        best = _best(ledger, keys.values())
+        for key in set(keys.values()) - {*kept, best}:
+            shutil.rmtree(folder / RUNS / key, ignore_errors=True)
+        on_progress(sweep.task.name, done, len(units), run, outcome)
     lines = [ledger.lines[key] for key in keys.values()]
-    result = summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}, sweep.metrics)
-    best = _best(ledger, [*kept, *keys.values()])
+    result = summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()})
+    best = _best(ledger, keys.values())
     ledger.add(sweep.of_itself, {"kept": best, "result": result, "settings": sweep.settings}, origin_of(lines))
-    _remove_weights(ledger, [*kept, *keys.values()], but=[best])
+
+
+def _best(ledger: Ledger, keys: Iterable[str]) -> str | None:
+    """Return the key of the best run whose weights are there."""
+    there = [key for key in keys if key in ledger.lines and (ledger.path.parent / RUNS / key / WEIGHTS).is_dir()]
+    return max(there, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
 
 
 def last_sweep(ledger: Ledger, model: str) -> Line | None:
@@ -144,47 +165,22 @@ def last_sweep(ledger: Ledger, model: str) -> Line | None:
 
 
 def best_weights(ledger: Ledger, sweep: Line) -> Path | None:
-    """Return the folder of the best weights of the finished sweeps that differ from this one in grid or seeds only.
-
-    Returns:
-        None if the user has removed the weights.
-    """
-    best = _best(ledger, _kept_runs(ledger, _without(sweep["unit"], "sweep")))
-    return None if best is None else ledger.path.parent / RUNS / best / WEIGHTS
-
-
-def _kept_runs(ledger: Ledger, unit: Unit) -> list[str]:
-    """Return the keys of the runs whose weights the finished sweeps of a unit keep."""
-    sweeps = [line for line in ledger.lines.values() if "sweep" in line["unit"]]
-    return [line["result"]["kept"] for line in sweeps if key_of(_without(line["unit"], "sweep")) == key_of(unit)]
-
-
-def _without(unit: Unit, name: str) -> Unit:
-    return {key: value for key, value in unit.items() if key != name}
-
-
-def _best(ledger: Ledger, keys: Iterable[str | None]) -> str | None:
-    """Return the key of the best run whose weights are there."""
-    there = [key for key in keys if key in ledger.lines and (ledger.path.parent / RUNS / key / WEIGHTS).is_dir()]
-    return max(there, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
-
-
-def _remove_weights(ledger: Ledger, keys: Iterable[str | None], but: Sequence[str | None]) -> None:
-    for key in set(keys) - {None, *but}:
-        shutil.rmtree(ledger.path.parent / RUNS / str(key), ignore_errors=True)
+    """Return the folder of the best weights of a finished sweep, None if the user has removed it."""
+    weights: Path = ledger.path.parent / RUNS / str(sweep["result"]["kept"]) / WEIGHTS
+    return weights if weights.is_dir() else None
 
 
 def write_results(
     kind: str,
     folder: Path,
     model: Path,
-    describe: Callable[[dict[str, Result], dict[str, dict[str, Any]]], dict[str, Any]] | None = None,
+    describe: Describe | None = None,
 ) -> None:
     """Write FOLDER/KIND.json and .md from the last sweep of every task of a model.
 
     Args:
         folder: FOLDER/KIND has a folder with a ledger for each task.
-        describe: Return further results from the results and the settings by task.
+        describe: Returns further results for the record.
     """
     own = fingerprint(model)
     with (folder / kind / "lock").open("ab") as file:
@@ -216,7 +212,7 @@ def show_progress(task: str, done: int, total: int, run: Run | None, outcome: Ou
     print(line, file=sys.stderr, flush=True)
 
 
-def summarise(outcomes: Mapping[Point, Outcome], metrics: Iterable[str]) -> Result:
+def summarise(outcomes: Mapping[Point, Outcome]) -> Result:
     """Return the best point of a grid whose runs are all done; metrics are fractions of 1."""
     by_point: dict[Point, list[Point]] = {}
     for point in outcomes:
@@ -226,7 +222,7 @@ def summarise(outcomes: Mapping[Point, Outcome], metrics: Iterable[str]) -> Resu
     del best_point["seed"]
     return {
         "score": _spread([outcomes[run].average for run in runs]),
-        "metrics": {name: _spread([outcomes[run].scores[name] for run in runs]) for name in metrics},
+        "metrics": {name: _spread([outcomes[run].scores[name] for run in runs]) for name in outcomes[runs[0]].scores},
         "best_point": best_point,
         "seeds": [run.seed for run in runs],
         "points": len(by_point),  # of the grid, seeds apart

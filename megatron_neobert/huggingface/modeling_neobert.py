@@ -1,4 +1,4 @@
-"""NeoBERT for transformers 4.48 to 5.23, in one file that lies beside the weights and needs PyTorch besides.
+"""NeoBERT for transformers 4.57 to 5.23, in one file that lies beside the weights and needs PyTorch besides.
 
 Parameter names and conventions are those of the published checkpoint. A batch is padded (`attention_mask`) or one row
 of documents laid end to end (`cu_seqlens`), which then never attend to each other under any attention.
@@ -14,29 +14,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PretrainedConfig, PreTrainedModel, modeling_outputs
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
-
-try:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-except ImportError:  # before 4.52
-
-    class GradientCheckpointingLayer(nn.Module):  # type: ignore[no-redef]
-        """A layer that computes its activations again in the backward pass, if the model was told so."""
-
-        gradient_checkpointing = False
-        _gradient_checkpointing_func: Any
-
-        def __call__(self, *inputs: Any) -> Any:
-            if self.gradient_checkpointing and self.training:
-                return self._gradient_checkpointing_func(super().__call__, *inputs)
-            return super().__call__(*inputs)
-
 
 IGNORED_LABEL = -100
 AUTO_MAP = {
@@ -44,9 +28,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_neobert.NeoBERT",
     "AutoModelForMaskedLM": "modeling_neobert.NeoBERTForMaskedLM",
     "AutoModelForSequenceClassification": "modeling_neobert.NeoBERTForSequenceClassification",
-    "AutoModelForMultipleChoice": "modeling_neobert.NeoBERTForMultipleChoice",
     "AutoModelForTokenClassification": "modeling_neobert.NeoBERTForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_neobert.NeoBERTForQuestionAnswering",
 }
 PUBLISHED_MODEL = {
     "vocab_size": 30_522,
@@ -64,9 +46,6 @@ PUBLISHED_MODEL = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-# Before 4.50, flex_attention takes numbers to add to the scores, and no blocks.
-FLEX_TAKES_BLOCKS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 50)
-
 logger = logging.get_logger(__name__)
 
 
@@ -158,7 +137,6 @@ class EncoderBlock(GradientCheckpointingLayer):
         attend = attend_eagerly if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         query, key = rotate_pairs(query, rotation), rotate_pairs(key, rotation)
         scaling = self.config.dim_head**-0.5
-        # is_causal is given here too, because 4.48 takes a missing mask for a causal one.
         context_bsnd, weights = attend(self, query, key, value, mask, scaling=scaling, is_causal=False, **options)
         hidden_bsh = hidden_bsh + self.wo(context_bsnd.flatten(2))
         return hidden_bsh + self.ffn(self.ffn_norm(hidden_bsh)), weights
@@ -178,8 +156,9 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
     compute_loss: Any  # (logits, labels, other inputs)
     output_class: Any
     _no_split_modules = ["EncoderBlock"]  # noqa: RUF012
-    _supports_sdpa = _supports_flex_attn = _supports_attention_backend = _can_compile_fullgraph = True
-    _supports_flash_attn = _supports_flash_attn_2 = True  # the second is its name before 4.54
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = (
+        _can_compile_fullgraph
+    ) = True
 
     def _init_weights(self, module: nn.Module) -> None:
         # torch.nn.init alone: transformers 5 keeps these away from weights that have been loaded.
@@ -249,8 +228,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
 
         Args:
             input_ids: [b, s].
-            attention_mask: [b, s], not zero where there is a token; or [b, 1, s, s], True where a query may attend, or
-                numbers to add to the scores. Padding is never attended to; its own outputs mean nothing.
+            attention_mask: [b, s], not zero where there is a token. Padding is never attended to; its own outputs mean
+                nothing.
             position_ids: [b or 1, s]; None counts from 0 in every document.
             inputs_embeds: [b, s, h], instead of input_ids.
             output_attentions: Also the weights of every block; this forward then computes attention the eager way.
@@ -353,37 +332,6 @@ class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
         return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
 
 
-class NeoBERTForMultipleChoice(NeoBERTForSequenceClassification):
-    """Logits [b, choices] of inputs [b, choices, s]: one value of a sequence-classification head for each choice."""
-
-    def __init__(self, config: NeoBERTConfig) -> None:
-        super().__init__(config)
-        self.classifier = HeadLinear(config.hidden_size, 1)
-        self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """With labels [b], the numbers of the right choices, also their cross-entropy."""
-        choices = next(given.shape[1] for given in (input_ids, inputs_embeds) if given is not None)
-        ids, mask, positions = (
-            None if given is None else given.flatten(0, -2) for given in (input_ids, attention_mask, position_ids)
-        )
-        embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
-        outputs = super().forward(ids, mask, positions, embeddings, return_dict=True, **kwargs)
-        logits = outputs.logits.view(-1, choices)
-        loss = None if labels is None else F.cross_entropy(logits.float(), labels.flatten().to(logits.device))
-        kind = modeling_outputs.MultipleChoiceModelOutput
-        return self.finish(kind, outputs, return_dict, loss=loss, logits=logits)
-
-
 class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
     """Logits [b, s, c] of dropout and a linear layer; the loss is the mean over the labels that are not -100."""
 
@@ -400,38 +348,6 @@ class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
         return self.classifier(self.dropout(hidden_bsh))
 
     compute_loss = NeoBERTForMaskedLM.compute_loss
-
-
-class NeoBERTForQuestionAnswering(NeoBERTPreTrainedModel):
-    """Two logits [b, s] of a linear layer: every token as the first and as the last one of the answer."""
-
-    accepts_loss_kwargs = False  # as in sequence classification
-
-    def __init__(self, config: NeoBERTConfig) -> None:
-        super().__init__(config)
-        self.model = NeoBERT(config)
-        self.qa_outputs = HeadLinear(config.hidden_size, 2)
-        self.post_init()
-
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """With both positions [b], also the mean of their losses; positions outside the row are ignored."""
-        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
-        start, end = (logits.contiguous() for logits in self.qa_outputs(outputs.last_hidden_state).unbind(-1))
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            loss = (answer_loss(start, start_positions) + answer_loss(end, end_positions)) / 2
-        kind = modeling_outputs.QuestionAnsweringModelOutput
-        return self.finish(kind, outputs, return_dict, loss=loss, start_logits=start, end_logits=end)
 
 
 def is_tracing() -> bool:
@@ -484,34 +400,27 @@ def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attenti
     return Packing(starts_n, longest, document_s, token_s - starts_n[document_s])
 
 
-def check_mask(mask: Tensor, hidden_bsh: Tensor) -> Tensor | None:
-    """True where a query may attend, or numbers to add to its scores; None if everything may be attended to."""
-    rows, length = hidden_bsh.shape[:2]
-    pairs = mask.dim() == 4 and mask.shape[0] in (1, rows) and mask.shape[1] == 1 and mask.shape[2] in (1, length)
-    if mask.shape[-1] != length or not (pairs or mask.shape == (rows, length)):
-        raise ValueError(
-            f"attention_mask {tuple(mask.shape)} for {rows} rows of {length} tokens: it must be ({rows}, {length}) or "
-            f"({rows}, 1, {length}, {length})."
-        )
-    if pairs and mask.is_floating_point():
-        return mask.clamp(min=torch.finfo(hidden_bsh.dtype).min).to(hidden_bsh.dtype)  # a cast alone may give -inf
-    mask = mask != 0
-    return None if not is_tracing() and bool(mask.all()) else mask  # kernels without a mask are faster
-
-
 def build_mask(
     implementation: str, attention_mask: Tensor | None, packing: Packing | None, hidden_bsh: Tensor
 ) -> tuple[Any, dict[str, Any]]:
     """The mask in the form that an attention implementation takes, and what else it must be told."""
-    mask = None if attention_mask is None or packing is not None else check_mask(attention_mask, hidden_bsh)
-    if mask is not None and mask.dim() == 4 and implementation not in ("eager", "sdpa"):
-        raise ValueError(
-            f"attention_mask {tuple(mask.shape)} of {mask.dtype}: {implementation} cannot use it; sdpa and eager can."
-        )
-    if "flash" in implementation:
-        return mask, {} if packing is None else flash_options(packing)
     rows, length = hidden_bsh.shape[:2]
-    if implementation == "flex_attention" and FLEX_TAKES_BLOCKS and (mask is not None or packing is not None):
+    mask = None
+    if attention_mask is not None and packing is None:
+        if attention_mask.shape != (rows, length):
+            raise ValueError(
+                f"attention_mask {tuple(attention_mask.shape)}: it must be ({rows}, {length}), one value per token."
+            )
+        mask = attention_mask != 0
+        if not is_tracing() and bool(mask.all()):
+            mask = None  # kernels without a mask are faster
+    if "flash" in implementation:
+        if packing is None:
+            return mask, {}
+        starts, longest = packing.starts, packing.longest
+        lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return None, lengths  # which keep documents apart
+    if implementation == "flex_attention" and (mask is not None or packing is not None):
 
         def may_attend(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             if packing is not None:
@@ -520,21 +429,8 @@ def build_mask(
 
         return create_block_mask(may_attend, rows, None, length, length, hidden_bsh.device), {}
     if packing is not None:
-        mask = (packing.document_s[:, None] == packing.document_s)[None, None]
-    elif mask is not None and mask.dim() == 2:
-        mask = mask[:, None, None]
-    if mask is None or implementation != "flex_attention":
-        return mask, {}
-    scores = torch.zeros((rows, 1, length, length), dtype=hidden_bsh.dtype, device=hidden_bsh.device)
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min), {}
-
-
-def flash_options(packing: Packing) -> dict[str, Any]:
-    """What makes FlashAttention keep documents apart; without positions, 4.48 ignores the rest."""
-    options: dict[str, Any] = {"position_ids": packing.position_s[None]}
-    for side in "qk":
-        options |= {f"cu_seq_lens_{side}": packing.starts, f"max_length_{side}": packing.longest}
-    return options
+        return (packing.document_s[:, None] == packing.document_s)[None, None], {}
+    return None if mask is None else mask[:, None, None], {}
 
 
 def attend_eagerly(
@@ -543,8 +439,7 @@ def attend_eagerly(
     """Attention spelled out: the context [b, s, n, d] and the weights [b, n, s, s]."""
     scores = query @ key.transpose(-1, -2) * scaling
     if mask is not None:
-        boolean = mask.dtype == torch.bool
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if boolean else scores + mask
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return (weights @ value).transpose(1, 2), weights
 
@@ -557,13 +452,6 @@ def mean_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | No
     flat = logits.float().flatten(0, -2)
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     return total / ((labels != IGNORED_LABEL).sum().clamp(min=1) if num_items is None else num_items)
-
-
-def answer_loss(logits_bs: Tensor, positions: Tensor) -> Tensor:
-    """Cross-entropy of the right positions; those outside the row, of answers that were cut off, are ignored."""
-    length = logits_bs.shape[1]
-    clamped = positions.flatten().to(logits_bs.device).clamp(0, length)
-    return F.cross_entropy(logits_bs.float(), clamped, ignore_index=length)
 
 
 for auto_class, path in AUTO_MAP.items():  # saving a model then saves this file with it

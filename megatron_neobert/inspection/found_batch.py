@@ -25,8 +25,6 @@ from megatron_neobert.data.batches.stream import PackedBatch
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
-NO_LABEL = -1
-
 
 @dataclass(frozen=True)
 class FoundBatch:

@@ -4,6 +4,7 @@ neobert plot runs/first --output plots
 neobert plot runs/first runs/second --output plots --x iteration --metrics loss grad_norm
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class PlotOptions:
     runs: tuple[Path, ...] = option(
         help="folder of a run, its --save; or a metrics.jsonl", positional=True, metavar="RUN"
     )
-    output: Path = option(help="folder for the figure and the table", metavar="DIR")
+    output: Path = option(help="folder for curves.png", metavar="DIR")
     metrics: tuple[str, ...] | None = option(None, "names in the logs; without it the usual five", metavar="NAME")
     x: Literal["tokens", "iteration"] = option("tokens", "what runs to the right")
 
@@ -32,9 +33,9 @@ class PlotOptions:
 def plot(options: PlotOptions) -> None:
     """Draw the curves of runs: loss, accuracy, learning rate, gradient norm and throughput against tokens.
 
-    Reads metrics.jsonl in the folder of each run, which may still be growing. Writes OUTPUT/curves.png and .csv.
-    Where a run resumed after a stop stands a tick; what it had logged beyond its checkpoint is replaced by what it
-    logged later.
+    Reads metrics.jsonl in the folder of each run, which may still be growing, and writes OUTPUT/curves.png. A tick
+    marks where a run resumed after a stop; what it had logged beyond its checkpoint is replaced by what it logged
+    later.
     """
     from megatron_neobert.inspection.run_figure import write_curves
     from megatron_neobert.inspection.run_log import read_run
@@ -45,27 +46,28 @@ def plot(options: PlotOptions) -> None:
     metrics = choose_metrics(options.metrics, runs)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
-        written = write_curves(options.output, runs, metrics, x=options.x)
+        write_curves(options.output / "curves.png", runs, metrics, x=options.x)
     except OSError as error:
         raise OutputError(f"--output {options.output} cannot be written ({error.strerror}); name another.") from error
     for run in runs:
         print(describe(run))
         if run.unreadable:
             print(f"warning: {run.name}: unreadable lines that were left out: {run.unreadable}", file=sys.stderr)
-    print("wrote " + " ".join(map(str, written)))
+    print(f"wrote {options.output / 'curves.png'}")
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of each path that tells the runs apart."""
+    """Return the folder of each run as seen from the folder that holds them all.
+
+    Raises:
+        ConfigError: A run is named twice.
+    """
     folders = [path.parent if path.name == "metrics.jsonl" else path for path in (one.resolve() for one in paths)]
-    for parts in range(1, max(len(folder.parts) for folder in folders)):
-        names = ["/".join(folder.parts[-parts:]) for folder in folders]
-        if len(set(names)) == len(set(folders)):
-            break
     if len(set(folders)) < len(folders):
         twice = next(path for path, folder in zip(paths, folders, strict=True) if folders.count(folder) > 1)
         raise ConfigError(f"{twice} is named more than once; name each run once.")
-    return names
+    place = os.path.commonpath([folder.parent for folder in folders])
+    return [str(folder.relative_to(place)) for folder in folders]
 
 
 def choose_metrics(wanted: Sequence[str] | None, runs: Sequence["RunLog"]) -> list[str]:
@@ -74,11 +76,11 @@ def choose_metrics(wanted: Sequence[str] | None, runs: Sequence["RunLog"]) -> li
     Raises:
         ConfigError: A metric that no run has logged.
     """
-    from megatron_neobert.inspection.run_figure import DEFAULT_METRICS
+    from megatron_neobert.inspection.run_figure import LABELS
 
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
     if wanted is None:
-        return [name for name in DEFAULT_METRICS if name in logged]
+        return [name for name in LABELS if name in logged] or logged
     if unknown := [name for name in wanted if name not in logged]:
         raise ConfigError(f"--metrics {unknown[0]} was not logged by any of these runs; they have {', '.join(logged)}.")
     return list(dict.fromkeys(wanted))

@@ -2,10 +2,8 @@
 
 A context-parallel rank holds a contiguous slice of a packed row and all heads; attention needs whole documents but
 not all heads. So tokens are exchanged for heads before the kernel and heads for tokens after it (DeepSpeed's Ulysses
-scheme). A row is cut wherever its middle falls: documents need no padding, and what a row contains does not depend on
-the number of ranks. Queries and keys are rotated after the exchange, with one angle per token of the whole row, so no
-kernel has to know where documents begin for that. Cosines and sines are computed once per micro-batch, in fp32, and
-shared by all layers, with Transformer Engine's layers and without.
+scheme); documents need no padding. Queries and keys are rotated after the exchange, by angles that are computed once
+per micro-batch, in fp32, and shared by all layers, with Transformer Engine's layers and without.
 
 Letters: `t` tokens of the row (`t/c` of this rank), `n` heads of this tensor-parallel rank, `d` head width, `e` half of
 it.
@@ -25,14 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.kernels import compiled_on_cuda
-
-_NO_ENGINE_KERNEL = (
-    "Transformer Engine has no fused attention kernel for this model on this GPU, and its unfused one, which stores "
-    "all scores, is never used. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints its reasons; use --transformer-impl local, or "
-    "install flash-attn."
-)
 
 
 @dataclass
@@ -56,7 +47,7 @@ def pack_row(cu_seqlens_n: Tensor, max_seqlen: int, *, rotation: tuple[Tensor, T
 
 @compiled_on_cuda
 def rotate(query_tnd: Tensor, key_tnd: Tensor, cosines_t1e: Tensor, sines_t1e: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys with the halves of each head turned against each other, in fp32; same dtypes as given."""
+    """Rotate the halves of each head of queries and keys in fp32; return the dtypes as given."""
 
     def turn(layer_tnd: Tensor) -> Tensor:
         first, second = layer_tnd.float().chunk(2, dim=-1)
@@ -67,7 +58,7 @@ def rotate(query_tnd: Tensor, key_tnd: Tensor, cosines_t1e: Tensor, sines_t1e: T
 
 
 def positions_in_documents(cu_seqlens_n: Tensor, *, slots: int) -> Tensor:
-    """Each token's place in its document, counted from 0; [t] int64, without asking the device for a number."""
+    """Return each token's place in its document, from 0; [t] int64, without asking the device for a number."""
     starts_t = torch.repeat_interleave(cu_seqlens_n[:-1], cu_seqlens_n.diff(), output_size=slots)
     return torch.arange(slots, device=cu_seqlens_n.device) - starts_t
 
@@ -75,11 +66,7 @@ def positions_in_documents(cu_seqlens_n: Tensor, *, slots: int) -> Tensor:
 class CoreAttention(MegatronModule):
     """Rotates queries and keys of a packed row and attends; no parameters.
 
-    Args:
-        kernel: Class of the attention proper, built with `config`, `layer_number`, `attn_mask_type`, `attention_type`
-            and `softmax_scale`; sees whole rows and this rank's share of the heads.
-
-    Collective: forward and backward, the context-parallel group.
+    The kernel, a class, sees whole rows and this rank's share of the heads. Collective: the context-parallel group.
     """
 
     def __init__(
@@ -125,14 +112,9 @@ class CoreAttention(MegatronModule):
         query, key, value = (self._gather_tokens(tensor) for tensor in (query_tnd, key_tnd, value_tnd))
         if packed_seq_params.rotation is not None:
             query, key = rotate(query, key, *packed_seq_params.rotation)
-        try:
-            context = self.kernel(
-                query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params
-            )
-        except ValueError as error:
-            if "No dot product attention backend" in str(error):  # Transformer Engine 2.9 to 2.20
-                raise ConfigError([_NO_ENGINE_KERNEL]) from error
-            raise
+        context = self.kernel(
+            query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params
+        )
         return self._gather_heads(
             context.unflatten(-1, (heads // self.group.size(), -1)) if context.dim() == 2 else context
         )

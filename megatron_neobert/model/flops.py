@@ -39,11 +39,10 @@ def count_parameters(model: ModelConfig, *, vocab_size: int) -> ParameterCount:
 
 
 def training_flops_per_token(settings: Settings, *, vocab_size: int, document_tokens: float) -> float:
-    """Floating-point operations of forward and backward per token of the row; what is recomputed counts once.
+    """Return floating-point operations of forward and backward per token of the row; what is recomputed counts once.
 
     Args:
-        document_tokens: Length that a token's document has on average; at most `seq_length`. Without meaning where
-            documents of a row attend to each other: then every token sees `seq_length` tokens.
+        document_tokens: Length that a token's document has on average, unused where documents attend to each other.
     """
     model, data = settings.model, settings.data
     seen_tokens = data.seq_length if data.batch_layout == "concatenated" else document_tokens
@@ -61,11 +60,7 @@ def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
 
 
 def moment_bytes(settings: Settings, parameters: int, *, layers: int) -> int:
-    """Bytes of the optimizer's moments in float32: two of Adam per parameter, Muon one per weight of a matrix.
-
-    Args:
-        parameters: All that are counted, those of so many layers among them.
-    """
+    """Return bytes of the moments of parameters with so many layers: Adam has two each, Muon one per matrix weight."""
     with_one = layers * _matrix_weights(settings.model) if settings.optimizer.optimizer == "muon" else 0
     return 4 * (2 * parameters - with_one)
 

@@ -31,13 +31,10 @@ _PARTITIONS: dict[str, tuple[int, int] | None] = {
 
 
 def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: int) -> None:
-    """Fills every parameter of `model`, on any rank, from `seed`.
+    """Fill every parameter of `model`, on any rank, from `seed`; padded rows of embedding and decoder become zero.
 
-    Also marks which parameters are sharded. Megatron leaves that out when it does not initialise itself, and then
+    Also mark which parameters are sharded. Megatron leaves that out when it does not initialise itself, and then
     drops the shards of all ranks but the first from the gradient norm, without a word.
-
-    Args:
-        vocab_size: Number of real tokens; embedding and decoder rows from there on become zero.
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     tp_size = parallel_state.get_tensor_model_parallel_world_size()

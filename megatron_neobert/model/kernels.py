@@ -10,25 +10,15 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_neobert.config.rules import HEAD_WIDTH_MULTIPLE
+from megatron_neobert.config.rules import FP8_BLOCK, HEAD_WIDTH_MULTIPLE
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
-
-# What a GPU must be for a recipe: lowest capability, first capability that is too new, lowest CUDA version.
-# Source: TransformerEngine 2.11 pytorch/quantization.py, check_fp8_support and the like (capability 10.0: CUDA 12.8).
-_ANY_NEWER = (99, 0)
-_FP8_NEEDS = {
-    "delayed": ((8, 9), _ANY_NEWER, (12, 1)),
-    "tensorwise": ((8, 9), _ANY_NEWER, (12, 1)),
-    "blockwise": ((9, 0), _ANY_NEWER, (12, 9)),
-    "mxfp8": ((10, 0), (12, 0), (12, 8)),
-}
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class Hardware:
 
     gpu: str | None = None
     capability: tuple[int, int] = (0, 0)
-    cuda: tuple[int, int] = (0, 0)  # that torch was built with
+    fp8_refusals: dict[str, str] = field(default_factory=dict)  # recipe -> Transformer Engine's reason against it
     transformer_engine: Library = Library()
     flash_attn: Library = Library()
     apex_weight_gradients: Library = Library()
@@ -66,20 +56,34 @@ class Kernels:
 
 @functools.cache
 def detect_hardware() -> Hardware:
-    """What is here; packages for CUDA are tried only where there is CUDA."""
+    """Return what is here; packages for CUDA are tried only where there is CUDA."""
     if not torch.cuda.is_available():
         return Hardware(foreign_apex=_foreign_apex())
-    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    engine = _try_import("transformer_engine.pytorch", distribution="transformer-engine")
     return Hardware(
         gpu=torch.cuda.get_device_name(),
         capability=torch.cuda.get_device_capability(),
-        cuda=(int(major), int(minor)),
-        transformer_engine=_try_import("transformer_engine.pytorch", distribution="transformer-engine"),
+        fp8_refusals=fp8_refusals() if engine.version else {},
+        transformer_engine=engine,
         flash_attn=_try_import("flash_attn", distribution="flash-attn"),
         apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
         apex_optimizers=_try_import("apex.optimizers", distribution="apex"),
         foreign_apex=_foreign_apex(),
     )
+
+
+def fp8_refusals() -> dict[str, str]:
+    """Return the FP8 recipes that Transformer Engine cannot run on this GPU, with its reasons."""
+    from transformer_engine.pytorch import quantization
+
+    checks = {
+        "tensorwise": quantization.check_fp8_support,
+        "delayed": quantization.check_fp8_support,
+        "blockwise": quantization.check_fp8_block_scaling_support,
+        "mxfp8": quantization.check_mxfp8_support,
+    }
+    answers = {recipe: check() for recipe, check in checks.items()}
+    return {recipe: reason for recipe, (is_possible, reason) in answers.items() if not is_possible}
 
 
 def _try_import(module: str, *, distribution: str) -> Library:
@@ -109,7 +113,7 @@ def _foreign_apex() -> str | None:
 
 
 def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kernels:
-    """The kernels that serve these settings here; whether what was asked for is possible, `check_hardware` judges."""
+    """Return the kernels that serve these settings here; `check_hardware` refuses impossible ones."""
     hardware = detect_hardware() if hardware is None else hardware
     compute = settings.compute
     bf16 = settings.training.bf16
@@ -155,7 +159,7 @@ def uses_engine(settings: Settings, hardware: Hardware) -> bool:
 
 
 def engine_attention() -> str | None:
-    """Which kernel Transformer Engine took for attention, in words; None before its first call and without it."""
+    """Return the name of Transformer Engine's kernel for attention; None before its first call and without it."""
     module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     chosen: dict[str, Any] = getattr(module, "_attention_backends", {})  # of 2.9 to 2.20
     if chosen.get("use_fused_attention"):
@@ -166,14 +170,15 @@ def engine_attention() -> str | None:
 
 
 def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None:
-    """Refuses what was asked for by name and cannot be had here. No collective; all ranks find the same.
-
-    Raises:
-        ConfigError: With every reason.
-    """
+    """Refuse with every reason what was asked for by name and this machine lacks. All ranks find the same."""
     hardware = detect_hardware() if hardware is None else hardware
+    foreign_apex = (
+        f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers nor "
+        "amp_C. The registry's package of that name is another project, and Megatron would import it. Run `pip "
+        "uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
+    )
     problems = [
-        *apex_problems(hardware),
+        *([foreign_apex] if hardware.foreign_apex is not None else []),
         *engine_problems(settings, hardware),
         *attention_problems(settings, hardware),
         *precision_problems(settings, hardware),
@@ -182,24 +187,17 @@ def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None
         raise ConfigError(problems)
 
 
-def apex_problems(hardware: Hardware) -> Iterator[str]:
-    if hardware.foreign_apex is not None:
-        yield (
-            f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
-            "nor amp_C. The registry's package of that name is another project, and Megatron would import it. "
-            "Run `pip uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
-        )
-
-
 def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
-    """What the settings want of Transformer Engine by name, and how to do without it."""
-    if hardware.gpu is None:
+    """Yield what the settings want of Transformer Engine by name, and how to do without it."""
+    compute = settings.compute
+    if compute.transformer_impl == "local":
+        missing = "--transformer-impl local leaves it out"
+    elif hardware.gpu is None:
         missing = "this machine has no CUDA device"
     elif hardware.transformer_engine.version is None:
         missing = f"{hardware.transformer_engine.why_not} (pip install 'megatron-neobert[gpu]')"
     else:
         return
-    compute = settings.compute
     if compute.transformer_impl == "transformer_engine":
         what = "--transformer-impl transformer_engine"
         yield f"{what} needs Transformer Engine: {missing}; use --transformer-impl local."
@@ -210,6 +208,12 @@ def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
 
 
 def attention_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
+    width = settings.model.hidden_size // settings.model.num_attention_heads
+    if settings.compute.attention_backend == "fused" and width % HEAD_WIDTH_MULTIPLE:
+        yield (
+            f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not --hidden-size / "
+            f"--num-attention-heads = {width}; use --attention-backend auto."
+        )
     if settings.compute.attention_backend != "flash":
         return
     if hardware.gpu is None:
@@ -224,39 +228,25 @@ def attention_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
 def precision_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     if hardware.gpu is None:
         return
-
-    def dotted(pair: tuple[int, int]) -> str:
-        return f"{pair[0]}.{pair[1]}"
-
-    here = f"{hardware.gpu} (compute capability {dotted(hardware.capability)}, CUDA {dotted(hardware.cuda)})"
+    here = f"{hardware.gpu} (compute capability {'.'.join(map(str, hardware.capability))})"
     if settings.training.bf16 and hardware.capability < (8, 0):
         yield (
             f"--bf16 needs compute capability 8.0 or higher for the packed attention kernels, not {here}; use "
             "--no-bf16."
         )
-    recipe = settings.compute.fp8_recipe
-    possible = [
-        name
-        for name, (lowest, too_new, cuda) in _FP8_NEEDS.items()
-        if lowest <= hardware.capability < too_new and hardware.cuda >= cuda
-    ]
-    if settings.compute.fp8_format is not None and recipe not in possible:
-        lowest, too_new, cuda = _FP8_NEEDS[recipe]
-        below = "" if too_new == _ANY_NEWER else f" and below {dotted(too_new)}"
+    recipe, refusals = settings.compute.fp8_recipe, hardware.fp8_refusals
+    if settings.compute.fp8_format is not None and recipe in refusals:
+        possible = [name for name in FP8_BLOCK if name not in refusals]
         remedy = f"Use --fp8-recipe {' or '.join(possible)}." if possible else "Leave out --fp8-format."
-        yield (
-            f"--fp8-recipe {recipe} needs compute capability {dotted(lowest)} or higher{below} and CUDA "
-            f"{dotted(cuda)} or newer, not {here}. {remedy}"
-        )
+        yield f"--fp8-recipe {recipe} cannot run on {here}: {refusals[recipe]} {remedy}"
 
 
 def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled by Inductor at its first call on CUDA. It takes tensors alone and has no graph break.
+    """Compile a function of tensors without graph breaks at its first call on CUDA.
 
     Eager, each operation of such a function reads and writes all of its tensors; on a GPU that is most of the time that
-    a step spends outside matrix products and attention (docs/performance.md). On a CPU it stays as it is written:
-    compiling takes longer than a test runs, and gains little there. A second number of tokens compiles it once more,
-    for any number (torch's automatic dynamic shapes).
+    a step spends outside matrix products and attention (docs/performance.md). On a CPU compiling gains little. A second
+    number of tokens compiles the function once more, for any number (torch's automatic dynamic shapes).
     """
 
     @functools.cache

@@ -15,12 +15,11 @@ from megatron_neobert.model.kernels import compiled_on_cuda
 
 
 def masked_token_losses(logits_mv: Tensor, labels_m: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of every masked token, and whether the likeliest token is the right one.
+    """Return the cross-entropy of every masked token, and whether the likeliest token is the right one.
 
     Args:
         logits_mv: Logits of this rank's share of the vocabulary; overwritten by some kernels.
         labels_m: Original token ids; below 0 for a filler, whose loss, correctness and gradient are zero.
-        config: Selects the kernel that computes the loss.
 
     Returns:
         losses_m in nats, fp32; correct_m, fp32 zeros and ones. A tie, not rare in bf16, counts as right.

@@ -19,7 +19,6 @@ from megatron_neobert.model.attention import pack_row, positions_in_documents
 from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.transformer_config import layer_spec, to_transformer_config
-from megatron_neobert.runtime.environment import is_rank_zero
 
 
 class NeoBERTModel(GPTModel):
@@ -28,10 +27,7 @@ class NeoBERTModel(GPTModel):
     Shape letters: `t` tokens of a packed row (`t/c` of this context-parallel rank), `n` documents + 1, `m` masked
     positions of this rank, `v` this rank's share of the padded vocabulary, `h` hidden.
 
-    Args:
-        vocab_size: Number of tokens of the tokenizer, unpadded.
-        pre_process: Whether this stage has the embedding.
-        post_process: Whether this stage has the final norm and the head.
+    A stage has the embedding with `pre_process`, the final norm and the head with `post_process`.
     """
 
     def __init__(
@@ -73,11 +69,11 @@ class NeoBERTModel(GPTModel):
 
         Args:
             tokens_t: Token ids, documents end to end; under context parallelism this rank's slice of them.
-            cu_seqlens_n: Where each document of the whole row starts, and its length at the end; int32. Documents of no
-                token may stand at the end.
+            cu_seqlens_n: Where each document of the whole row starts, and where the last one ends; int32. Documents of
+                no token may follow.
             max_seqlen: At least the longest document, in tokens.
             masked_positions_m: Indices into `tokens_t`.
-            labels_m: Original ids at these positions; below 0 where the position is a mere filler.
+            labels_m: Original ids at these positions; below 0 for a filler.
 
         Returns:
             With labels (losses_m, correct_m), both fp32; without, logits_mv; without masked positions the normalized
@@ -115,7 +111,7 @@ class NeoBERTModel(GPTModel):
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
 
     def _set_attention_backend(self) -> None:
-        """Tells Transformer Engine which kernels it may choose from: never the unfused one, which stores all scores.
+        """Tell Transformer Engine which kernels it may choose from: never the unfused one, which stores all scores.
 
         Megatron's own allows it with `auto`, and fails an assertion if the environment says otherwise.
         """
@@ -123,11 +119,7 @@ class NeoBERTModel(GPTModel):
             self.config.attention_backend.name
         ]
         for kernel in ("FLASH", "FUSED", "UNFUSED"):
-            name, value = f"NVTE_{kernel}_ATTN", str(int(kernel in allowed))
-            if os.environ.get(name, value) != value and is_rank_zero():
-                given, flag = os.environ[name], f"--attention-backend {self.config.attention_backend.name}"
-                print(f"warning: {name}={given} of the environment is now {value}, as {flag} asks for", flush=True)
-            os.environ[name] = value
+            os.environ[f"NVTE_{kernel}_ATTN"] = str(int(kernel in allowed))
 
     def _decode(self, hidden_t1h: Tensor, masked_positions_m: Tensor) -> Tensor:
         logits_m1v, bias_v = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))

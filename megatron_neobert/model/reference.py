@@ -119,25 +119,15 @@ class ReferenceNeoBERT(nn.Module):
         self.apply(lambda module: _initialize(module, config.init_method_range))
 
     def forward(self, tokens_bs: Tensor, attention_mask_bs: Tensor | None = None) -> Tensor:
-        """Logits [b, s, v] of a padded batch.
-
-        Args:
-            tokens_bs: Token ids.
-            attention_mask_bs: Not zero where there is a token, zero at padding; None: no padding. Every row needs a
-                token. Padding is never attended to; its own logits mean nothing.
-        """
+        """Return logits [b, s, v]; the mask is zero at padding, whose own logits mean nothing."""
         positions_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)[None]
         mask = None if attention_mask_bs is None else attention_mask_bs.bool()[:, None, None, :]
         return self.decoder(self.model(tokens_bs, positions_bs, mask))
 
     def forward_packed(self, tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:
-        """Logits [t, v] of documents laid end to end: attention and positions restart with each of them.
+        """Return logits [t, v] of documents laid end to end: attention and positions restart with each of them.
 
-        The mask has t × t entries, which an oracle can afford and training cannot.
-
-        Args:
-            tokens_t: Token ids.
-            cu_seqlens_n: Where documents start; begins with 0 and ends with t.
+        `cu_seqlens_n` has the starts of documents and ends with t. The mask has t × t entries, too many for training.
         """
         lengths = cu_seqlens_n.diff()
         document_t = torch.repeat_interleave(torch.arange(len(lengths), device=tokens_t.device), lengths)

@@ -33,12 +33,7 @@ class RankMemory:
 
 
 def plan_memory(settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int) -> RankMemory:
-    """Return the memory of the fullest rank.
-
-    Args:
-        vocab_size: Tokens of the tokenizer, unpadded.
-        masked_tokens: Predicted tokens of a micro-batch on one context-parallel rank.
-    """
+    """Return the memory of the fullest rank; `masked_tokens` are those of a micro-batch on a context-parallel rank."""
     tp, stages = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
     padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=tp)
     layer, kept = layer_bytes(settings)

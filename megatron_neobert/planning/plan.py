@@ -80,11 +80,7 @@ def forecast_phase(phase: Phase, inputs: Inputs, *, first: int, world_size: int)
 
 
 def print_plan(settings: Settings, *, world_size: int) -> int:
-    """Print the plan of a legal run and return 0.
-
-    Raises:
-        MissingInputError, DataError, ConfigError: As `open_phases`.
-    """
+    """Print the plan of a legal run and return 0."""
     inputs = open_phases(settings)
     vocab_size, first = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
     last, phases = settings.training.train_iters, resolve_phases(settings)
@@ -93,7 +89,10 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         forecast_phase(phase, inputs[phase.number], first=first, world_size=world_size) for phase in left or phases[-1:]
     ]
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
-    sections = [("model", model_lines(settings, inputs[0])), ("ranks", [describe_ranks(settings, world_size)])]
+    sections = [
+        ("model", [model_line(settings, vocab_size)]),
+        ("ranks", [describe_ranks(settings, world_size)]),
+    ]
     for forecast in forecasts:
         if len(forecasts) > 1:
             sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
@@ -116,14 +115,13 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
 # ---- lines
 
 
-def model_lines(settings: Settings, inputs: Inputs) -> list[str]:
-    model, vocab_size = settings.model, inputs.tokenizer.vocab_size
-    count = count_parameters(model, vocab_size=vocab_size)
+def model_line(settings: Settings, vocab_size: int) -> str:
+    model, count = settings.model, count_parameters(settings.model, vocab_size=vocab_size)
     padded = model.padded_vocab_size(vocab_size, tensor_parallel=settings.parallel.tensor_model_parallel_size)
-    return [
+    return (
         f"parameters {count.total:,} ({count.blocks:,} in {model.num_layers} layers of width {model.hidden_size:,}), "
-        f"vocabulary {vocab_size:,} (padded to {padded:,})",
-    ]
+        f"vocabulary {vocab_size:,} (padded to {padded:,})"
+    )
 
 
 def describe_ranks(settings: Settings, world_size: int) -> str:
@@ -252,11 +250,10 @@ def checkpoint_lines(settings: Settings, *, vocab_size: int) -> list[str]:
 
 
 def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
-    """Packs windows as training packs them; lengths alone are read, no token, so this takes milliseconds.
+    """Pack windows as training packs them; lengths alone are read, no token, so this takes milliseconds.
 
-    The packed sequences of one iteration are too few to stand for a corpus: how many a corpus fills is known of
-    whole windows. An epoch of a few windows is packed entirely; of a longer one, and of a blend, the first windows
-    stand for all, since documents are shuffled.
+    An epoch of a few windows is packed entirely; of a longer one, and of a blend, the first windows are a sample of
+    all, since documents are shuffled.
     """
     decisive, sources = batch_settings(settings, inputs.tokenizer), inputs.training
     rows, squares, given, read = 0, 0, 0, 0

@@ -21,23 +21,14 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of 
 
 
 def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = "check the path") -> None:
-    """Looks whether an input is there, before the seconds that importing torch takes.
-
-    Raises:
-        MissingInputError: There is no such folder, or not the file in it.
-    """
+    """Raise MissingInputError if a folder, or the file in it, is missing, before torch is imported."""
     if not (folder / holding).exists():
         without = f", or one without {holding}" if holding else ""
         raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy}.")
 
 
 def name_models(folders: Sequence[Path]) -> dict[str, Path]:
-    """Name in the results of an evaluation -> folder of the model.
-
-    Raises:
-        ConfigError: Two folders have one name.
-        MissingInputError: A folder is not there, or is no model's.
-    """
+    """Return the folders of models by their names in the results of an evaluation, or refuse them."""
     models: dict[str, Path] = {}
     for folder in folders:
         require_folder("--model", folder, holding="config.json")
@@ -48,12 +39,7 @@ def name_models(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading, without waiting for a pipe or a device that somebody put in its place.
-
-    Raises:
-        ValueError: The path names a pipe, a socket, a device or a folder.
-        OSError: The file cannot be opened.
-    """
+    """Open a file for reading; raise ValueError for a pipe, a socket, a device or a folder, without waiting for it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -77,17 +63,16 @@ def sha256_of(path: Path) -> str:
 
 
 def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
-    """Writes a small text file; see `replacing`."""
+    """Write a small text file; see `replacing`."""
     with replacing(path, sync=sync) as temporary:
         temporary.write_text(content, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """A file to write that takes its name when the block ends well: readers see the old or the new content whole.
+    """Yield a file to write that takes its name when the block ends well: readers see the old or the new content whole.
 
-    Of processes that write the same file together, one wins. Without `sync` this holds as long as the machine lives;
-    after its crash the file may have any content.
+    Of processes that write the same file together, one wins. Without `sync`, a crash of the machine may leave anything.
     """
     temporary = own_name(path)
     try:
@@ -102,12 +87,12 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
 
 def own_name(path: Path) -> Path:
-    """A name beside a file that no other process takes, on whichever machine: for what will be renamed to it."""
+    """Return a name beside a file that no other process on any machine takes, for what will be renamed to it."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
 
 
 def sync_to_disk(path: Path) -> None:
-    """Waits until a file's content, or a folder's entries, are on disk."""
+    """Wait until a file's content, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,11 +101,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:
-    """`fcntl.flock`, or False where the file system has no locks.
-
-    Raises:
-        BlockingIOError: Another process has it, and `operation` does not wait.
-    """
+    """Call `fcntl.flock`; return False where the file system has no locks."""
     try:
         fcntl.flock(file, operation)
     except OSError as error:
@@ -143,11 +124,7 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def refuse_existing(output: Path) -> None:
-    """Refuses a target that holds something.
-
-    Raises:
-        OutputError: It is a file, a link, or a folder that is not empty.
-    """
+    """Raise OutputError if a target is a file, a link, or a folder that is not empty."""
     if output.is_symlink():
         raise OutputError(f"--output {output} is a link, which a folder cannot take the place of; name a new folder.")
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
@@ -156,7 +133,7 @@ def refuse_existing(output: Path) -> None:
 
 @contextmanager
 def build_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output`, which takes its place when the block ends well and vanishes when it does not.
+    """Yield a temporary folder that becomes `output` when the block ends well, and is removed when it does not.
 
     SIGTERM ends the block as Ctrl-C does. What a killed process left at this output is named; a running one may be
     writing it on another machine.

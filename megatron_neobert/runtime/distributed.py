@@ -8,6 +8,8 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_neobert.cli import flag_of
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.runtime import cpu_backend, environment, megatron_patches
+from megatron_neobert.runtime import cpu_backend, environment, megatron_patches, signals
 from megatron_neobert.text import parse_json
 
 _NODE_0 = "address of node 0"  # key of the store
@@ -27,6 +29,7 @@ _LOST_CONNECTION = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
     r"Application timeout caused pair closure|Timed out waiting"
 )
+_LEAVE_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "256"
 # By which NCCL and gloo wait longer than the hang detector, which may need 44 s for its report.
 MARGIN_SECONDS = 60
@@ -35,10 +38,7 @@ MARGIN_SECONDS = 60
 def initialize(settings: Settings) -> torch.device:
     """Join the process group, compare the settings of all ranks, form Megatron's groups, and return the device.
 
-    Raises:
-        ConfigError: A rank was started with other settings than rank 0; the same error on all ranks.
-
-    Collective: all ranks.
+    Collective: all ranks; other settings than rank 0's are a ConfigError on all.
     """
     parallel = settings.parallel
     cpu_backend.install()
@@ -62,11 +62,7 @@ def initialize(settings: Settings) -> torch.device:
     else:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    try:
-        _refuse_different_settings(settings)
-    except ConfigError:
-        torch.distributed.destroy_process_group()  # a process that ends with gloo's threads may end by SIGABRT
-        raise
+    _refuse_different_settings(settings)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -140,6 +136,20 @@ def pending_collective() -> str:
 
 
 def shut_down() -> None:
-    """Leaves all groups. Collective: all ranks."""
+    """Leave all groups. Collective: all ranks."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def leaving_gloo() -> Iterator[None]:
+    """Leave the groups after an error too: a process that ends with gloo's threads running may end by SIGABRT.
+
+    A thread of gloo may wait for a lost rank, so this waits a few seconds at most. NCCL needs no such end.
+    """
+    try:
+        yield
+    except Exception:
+        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+            signals.ask_within(_LEAVE_SECONDS, shut_down)
+        raise

@@ -20,11 +20,7 @@ class Node:
 
 
 def whole_number(name: str, default: str = "", *, minimum: int = 1, environment: Mapping[str, str] = os.environ) -> int:
-    """The value of an environment variable.
-
-    Raises:
-        LauncherError: It is not a whole number, too small, or too large.
-    """
+    """Return the value of an environment variable, or raise LauncherError if it is no whole number in range."""
     text = environment.get(name, default)
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST))
     if not is_number or not minimum <= int(text) <= _LARGEST:
@@ -37,11 +33,7 @@ def whole_number(name: str, default: str = "", *, minimum: int = 1, environment:
 
 
 def world_size() -> int:
-    """Number of ranks that the launcher announced; 1 without a launcher.
-
-    Raises:
-        LauncherError: The variables of a launcher contradict each other, are incomplete, or are not numbers.
-    """
+    """Return the number of ranks that the launcher announced, 1 without a launcher; refuse contradictory variables."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 1
     if missing := _missing(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), os.environ):
@@ -61,7 +53,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Number of this rank among those of its node, by which it takes its GPU; 0 without a launcher."""
+    """Return the number of this rank among those of its node, by which it takes its GPU."""
     return whole_number("LOCAL_RANK", "0", minimum=0)
 
 
@@ -71,11 +63,7 @@ def is_rank_zero() -> bool:
 
 
 def find_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """By NNODES and NODE_RANK; without NNODES by the Slurm step that started this process; otherwise the only node.
-
-    Raises:
-        LauncherError: Something is missing, or no such node can exist.
-    """
+    """Find this node by NNODES and NODE_RANK, or by the Slurm step of this process; else it is the only one."""
 
     def number(name: str, default: str = "", *, minimum: int = 1) -> int:
         return whole_number(name, default, minimum=minimum, environment=environment)

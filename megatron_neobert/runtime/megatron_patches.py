@@ -61,11 +61,7 @@ def install() -> None:
 
 
 def refuse_other_upstream() -> None:
-    """Refuse a megatron.core whose sources differ: it would not fail, but train with wrong numbers.
-
-    Raises:
-        ConfigError: Naming the installed version and the first function that differs.
-    """
+    """Refuse a megatron.core whose sources differ: it would not fail, but train with wrong numbers."""
     problem = next(_find_changes(), None)
     if problem is not None:
         raise ConfigError(
@@ -131,7 +127,7 @@ def norm_on_device(
     norm_type: float = 2.0,
     grad_stats_parallel_group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The norm over all gradients of the group's ranks: an fp64 scalar on the device, which is not waited for.
+    """Return the norm over all gradients of the group's ranks: an fp64 scalar on the device, which is not waited for.
 
     On CPU, torch adds a whole tensor up with a few running sums in fp32: the norm of a 30,592 x 768 gradient of normal
     numbers is off by 1.1e-3, and by 4e-4 in two halves, so layouts differed. In parts: 5e-8. A GPU sums by blocks.

@@ -4,6 +4,7 @@ import datetime
 import errno
 import os
 import socket
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,19 +32,31 @@ def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
     return PrefixStore(f"{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore":
+    """Connect to the store of node 0 as soon as it listens; torch's own waiting prints the frames of its C++.
+
+    Raises:
+        OSError: It does not listen in time.
+    """
+    from torch.distributed import TCPStore
+
+    until = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(0.5, until - time.monotonic())).close()
+            return TCPStore(address, port, is_master=False, wait_for_workers=False)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
+
+
 def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
     """Serve the store at one address; torch's own listens on all addresses of the machine.
 
-    torchrun's store for the same port shares its server (multi_tenant), so it must live as long as the ranks.
-
-    Args:
-        address: Of this machine as the others know it. An address that is not this machine's own (NAT), or that only
-            this machine takes for loopback (a line of /etc/hosts), is served on all interfaces: no other node could
-            connect otherwise.
-        port: 0 for one that the system chooses.
-
-    Raises:
-        OSError: The address cannot be resolved, or the port is taken.
+    torchrun's store for the same port shares its server (multi_tenant), so it must live as long as the ranks. An
+    address that is not this machine's own (NAT), or that only this machine takes for loopback (a line of /etc/hosts),
+    is served on all interfaces: no other node could connect otherwise. Port 0: the system chooses one.
     """
     from torch.distributed import TCPStore
 

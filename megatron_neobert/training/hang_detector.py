@@ -70,7 +70,7 @@ class HangDetector:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """End the rank with 69 if it lost another rank. Any other error passes, and the other ranks hear of it."""
+        """End the rank with 69 if it lost another rank. Report any other error to the other ranks."""
         reason = (str(error).splitlines() or [""])[0][:200]
         if isinstance(error, Exception) and is_lost_connection(error):
             self._end_run(reason)

@@ -29,15 +29,13 @@ from megatron_neobert.training.hang_detector import HangDetector
 from megatron_neobert.training.metrics import Monitor
 from megatron_neobert.training.profile import profiled
 from megatron_neobert.training.setup import build_run, join
-from megatron_neobert.training.skip_update import count_update, too_many_skips
 from megatron_neobert.training.step import share_status, train_step, validation_step
+
+MOST_SKIPPED = 10  # updates in a row, before a run ends as diverged
 
 
 def run_training(settings: Settings) -> int:
-    """Build a run, resume it from --load if that holds a checkpoint, and train.
-
-    Returns:
-        The exit code, see `train`.
+    """Build a run, resume it from --load if that holds a checkpoint, train, and return the exit code.
 
     Collective: all ranks.
     """
@@ -47,7 +45,7 @@ def run_training(settings: Settings) -> int:
         if found is None or found.origin is None:
             raise ModuleNotFoundError("--wandb-project needs the package wandb", name="wandb")
     check_folders(settings.checkpoint)
-    with claim(settings.checkpoint.save if is_rank_zero() else None):
+    with claim(settings.checkpoint.save if is_rank_zero() else None), distributed.leaving_gloo():
         inputs, device = join(settings)
         refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:
@@ -74,8 +72,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         The exit code: 0 at the end of training, 75 if the run can resume later, 130 if it was stopped unsaved.
 
     Raises:
-        DivergenceError: Too many updates in a row were skipped; what there is has been saved. Or the replicas of the
-            model no longer hold the same weights.
+        DivergenceError: Too many updates in a row were skipped.
 
     Collective: all ranks.
     """
@@ -150,7 +147,7 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
         stop = f"--exit-interval {training.exit_interval}"
     control = LoopControl(
         stop=stop,
-        failure=too_many_skips(run.state, training, save=checkpoint.save),
+        failure=_too_many_skips(run),
         is_last=iteration == training.train_iters,
     )
     is_saved = control.ends or _due(iteration, checkpoint.save_interval)
@@ -239,18 +236,32 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
 
 
 def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> TrainState:
-    """Return the train state after a step. At the end of a phase the updates kept for comparison are dropped."""
+    """Return the train state after a step that was trained or skipped."""
     iteration = run.state.iteration + 1
     phase = phase_at(run.settings, iteration)
-    state = replace(
+    skipped = int(result.skip_reason is not None)
+    return replace(
         run.state,
         iteration=iteration,
         corpus_sha256=run.training_stream.identities_at(iteration)[0],
         cursor=batches.cursor_after,
         consumed_samples=run.state.consumed_samples + phase.settings.training.global_batch_size,
+        skipped_iterations=run.state.skipped_iterations + skipped,
+        skipped_in_a_row=(run.state.skipped_in_a_row + 1) * skipped,
     )
-    state = count_update(state, result, run.settings.training)
-    return replace(state, recent_updates=()) if iteration == phase.last else state
+
+
+def _too_many_skips(run: Run) -> str | None:
+    """Return why the run must end; None while it may continue. A start after that may skip as many updates again."""
+    skipped, last, save = run.state.skipped_in_a_row, run.state.iteration, run.settings.checkpoint.save
+    if skipped == 0 or skipped % MOST_SKIPPED:
+        return None
+    return (
+        f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
+        f"gradient norm was not finite; at most {MOST_SKIPPED} in a row are skipped. Look at the batch with neobert "
+        f"replay --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then continue from an "
+        "earlier checkpoint, with a lower --lr or other data."
+    )
 
 
 def _due(iteration: int, interval: int | None) -> bool:

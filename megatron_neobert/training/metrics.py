@@ -64,14 +64,17 @@ class Monitor:
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_tflops = None if gpu is None else gpu.bf16_tflops
         self.logs = is_rank_zero()
+        self.restart_clock()
+        self.trackers = Trackers(settings, iteration=iteration, log=self.log) if self.logs else None
+
+    def restart_clock(self) -> None:
+        """Start a new interval now, so that saving and validating do not count as training."""
         self.sums = MetricSums()
-        self.iterations = 0
+        self.iterations = self.updates = 0  # updates are the iterations that were not skipped
         self.capacity_tokens = 0  # of these iterations
-        self.updates = 0  # of these iterations, those that were not skipped
+        self.largest_memory_mib = 0  # of all ranks
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
-        self.largest_memory_mib = 0  # of all ranks
-        self.trackers = Trackers(settings, iteration=iteration, log=self.log) if self.logs else None
 
     @contextmanager
     def running(self) -> Iterator["Monitor"]:
@@ -90,7 +93,7 @@ class Monitor:
             print(text, flush=True)
 
     def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-        """The same steps; how long this rank waits for them counts as waiting for data."""
+        """Yield the same steps, and count the time until each is there as waiting for data."""
         started = time.perf_counter()
         for step in steps:
             self.waited_seconds += time.perf_counter() - started
@@ -98,7 +101,7 @@ class Monitor:
             started = time.perf_counter()
 
     def own_memory_mib(self) -> int:
-        """Of this rank: the most it had allocated since this was last asked, or on CPU what is resident."""
+        """Return the most that this rank had allocated since the last call, or on CPU what is resident."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) >> 20
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -134,11 +137,7 @@ class Monitor:
         return state
 
     def report_validation(self, state: TrainState, sums: Mapping[str, MetricSums]) -> None:
-        """Log a validation: over all corpora, and over each of them if there are several.
-
-        Args:
-            sums: By the name of the curve.
-        """
+        """Log a validation, whose sums are given by curve: over all corpora, and over each if there are several."""
         curves = {"": sum(sums.values(), start=MetricSums()), **(sums if len(sums) > 1 else {})}
         values: dict[str, float] = {}
         for name, own in curves.items():
@@ -151,19 +150,11 @@ class Monitor:
             values |= {f"validation_loss{suffix}": own.mean_loss, f"validation_accuracy{suffix}": own.accuracy}
         self._record(state, values)
 
-    def restart_clock(self) -> None:
-        """Starts a new interval now, so that saving and validating do not count as training."""
-        self.sums, self.iterations, self.updates, self.largest_memory_mib = MetricSums(), 0, 0, 0
-        self.capacity_tokens = 0
-        self.waited_seconds = 0.0
-        self.started_seconds = time.perf_counter()
-
     def _values(self, state: TrainState) -> dict[str, float]:
         """Return means over all ranks and the iterations of the interval; what is not known is left out.
 
-        `tokens_per_second` counts tokens of documents, `tflops_per_rank` the operations that the model needs for them.
-        `memory_gib` is that of the rank that has most of it: the peak of what it allocated, on CPU what is resident
-        now. `fill` is the packing efficiency, `data_wait` the share of its time that rank 0 waited for a batch.
+        Tokens are those of documents. `memory_gib` is that of the fullest rank: the peak of what it allocated, on CPU
+        what is resident now. `fill` is the packing efficiency, `data_wait` the share of time that rank 0 waited.
         """
         settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
         seconds = time.perf_counter() - self.started_seconds

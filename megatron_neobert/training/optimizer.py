@@ -2,10 +2,8 @@
 
 Muon is torch's inside Megatron's optimizer: Megatron builds its AdamW for two parts of the model, and the inner
 optimizer of the layers' matrices is replaced. Main weights, gradients, schedule and checkpoints stay Megatron's, whose
-own way to Muon needs a package that no index has for all supported Pythons. A matrix is orthogonalized as it is stored,
-so queries, keys and values together, and SwiGLU's two halves together; that is why tensor parallelism and the
-distributed optimizer, which cut matrices, are refused. The momentum is torch's 0.95, with Nesterov's step. Every
-replica computes all updates.
+own Muon needs a package that no index has for all supported Pythons. A matrix is orthogonalized as it is stored, q, k
+and v together; so tensor parallelism and the distributed optimizer, which cut matrices, are refused.
 
 Source: arXiv 2502.16982 (update scaled to the root mean square of AdamW's, so that its rate and weight decay fit);
 megatron-core 0.16.1 core/optimizer/muon.py for which parameters are whose.
@@ -99,12 +97,9 @@ def update_weights(run: Run, grad_norm: float) -> None:
 
 
 def build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Module) -> Any:
-    """Return Megatron's optimizers, one after the other: Muon over the matrices of the layers, then AdamW.
+    """Return Muon over the matrices of the layers and AdamW over the rest, both inside Megatron's optimizers.
 
-    Args:
-        build: Builds Megatron's AdamW over the parameters that require gradients.
-
-    Collective: all ranks.
+    `build` builds Megatron's AdamW over the parameters that require gradients. Collective: all ranks.
     """
     named = list(model.named_parameters())
     with _frozen(parameter for name, parameter in named if not is_matrix_of_layer(name, parameter)):

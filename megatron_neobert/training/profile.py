@@ -14,11 +14,7 @@ _WARM_UP = 1  # iterations before the first: the profiler's own start would be i
 
 
 def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], None]) -> Iterator[StepBatches]:
-    """Yield the same steps; on rank 0, write a trace of the iterations of --profile.
-
-    What follows an iteration until the next batch is there, a validation for one, is part of it. Of a run that begins
-    or ends between the two the trace has what there was.
-    """
+    """Yield the same steps; on rank 0, write a trace of those iterations of --profile that this start trains."""
     done = run.state.iteration
     first, last = run.settings.logging.profiled_iterations or (0, 0)
     first = max(first, done + 1 + _WARM_UP)

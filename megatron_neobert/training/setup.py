@@ -22,13 +22,7 @@ from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
 
 def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
-    """Opens the data, then joins the process group.
-
-    Raises:
-        MissingInputError, DataError, ConfigError: Before any collective, on all ranks alike.
-
-    Collective: all ranks.
-    """
+    """Open the data, whose errors all ranks find alike, then join the process group. Collective: all ranks."""
     inputs = open_phases(settings)
     device = distributed.initialize(settings)  # collective: all ranks
     remember_signals()  # from here on all ranks can agree on the iteration after which they stop
@@ -36,7 +30,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
 
 
 def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
-    """Builds model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
+    """Build model, optimizer and schedule of a rank that has joined the others. Collective: all ranks."""
     training_stream, validation_streams = build_streams(settings, inputs)
     tokenizer = inputs[0].tokenizer
     model = build_model(settings, device, vocab_size=tokenizer.vocab_size)
@@ -55,9 +49,9 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
 
 
 def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStream, dict[str, BatchStream]]:
-    """This rank's batches for training and, if wanted, for each validation, all from their start.
+    """Return this rank's batches for training and for each validation, all from their start.
 
-    Validation keeps the settings and the documents that the run begins with, in all phases: a curve is of one kind.
+    Validation keeps the settings and documents of the run's beginning in all phases: a curve is of one kind.
     """
     training = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
@@ -86,7 +80,7 @@ def build_model(settings: Settings, device: torch.device, *, vocab_size: int) ->
 
 
 def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
-    """A model in its precision and under Megatron's data parallelism. Collective: the data-parallel group."""
+    """Wrap a model in its precision and Megatron's data parallelism. Collective: the data-parallel group."""
     parallel, config = settings.parallel, model.config
     overlaps = torch.cuda.is_available() if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
     if settings.training.bf16:

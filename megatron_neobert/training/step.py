@@ -3,10 +3,12 @@
 The loss is summed and not averaged locally: ranks and micro-batches predict different numbers of tokens, so the
 division happens once per iteration, inside Megatron, after all of them have been added (but for --loss-normalization
 micro_batch, which is there to repeat the paper's code). Whether the update is made is decided between the backward
-pass and the clipping of gradients, by numbers that all ranks hold alike (skip_update.py). Those numbers, the gradient
-norm among them, and what each rank has to report travel together: a step waits for the device once (tests/gpu_path).
+pass and the clipping of gradients, by numbers that all ranks hold alike (a skipped update costs its batch
+and nothing else). Those numbers and what each rank has to report travel together: a step waits for the device once
+(tests/gpu_path).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, fields
 from functools import partial
@@ -19,7 +21,6 @@ from torch import Tensor
 from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
 from megatron_neobert.state import MetricSums, RankStatus, Run, StepResult
 from megatron_neobert.training.optimizer import update_weights
-from megatron_neobert.training.skip_update import skip_reason
 
 _SUMS = len(fields(MetricSums))
 
@@ -31,19 +32,24 @@ def train_step(run: Run, batches: StepBatches) -> StepResult:
     """
     reports, own_norm = compute_gradients(run, batches)
     sums, grad_norm, status = _over_all_ranks(run, _sum_up(reports, batches, run.device), own_norm)
-    reason = skip_reason(run.state, loss=sums.mean_loss, grad_norm=grad_norm, training=run.settings.training)
+    reason = skip_reason(sums.mean_loss, grad_norm)
     if reason is None:
         update_weights(run, grad_norm)
     run.scheduler.step(increment=1)
     return StepResult(sums, status, grad_norm=grad_norm, skip_reason=reason)
 
 
-def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:
-    """Forward and backward over this rank's micro-batches. Collective: all ranks.
+def skip_reason(loss: float, grad_norm: float) -> str | None:
+    """Return why an update with this loss and gradient norm must not be made; None if it may."""
+    is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    return None if is_finite else f"loss {loss:.4f}, gradient norm {grad_norm:.3f}"
 
-    Returns:
-        What `_report_loss` reports of each micro-batch, nothing on a stage without the head; and the gradient norm over
-        all ranks, before clipping, a scalar on the device.
+
+def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:
+    """Run forward and backward over this rank's micro-batches; return their reports and the gradient norm.
+
+    The reports are those of `_report_loss`, none on a stage without the head. The norm is that over all ranks, before
+    clipping, a scalar on the device. Collective: all ranks.
     """
     run.model.zero_grad_buffer()
     run.optimizer.zero_grad()
@@ -95,7 +101,7 @@ def run_schedule(
     *,
     forward_only: bool = False,
 ) -> list[Tensor]:
-    """What is reported of this rank's micro-batches, and unless it is forward only the gradients.
+    """Run Megatron's schedule over this rank's micro-batches and return what is reported of them.
 
     Args:
         forward_step: Megatron's, with the run in front.

@@ -1,13 +1,9 @@
 """Where the values of a run are kept beside its log: a JSON line each, TensorBoard, and Weights & Biases if asked for.
 
-Rank 0 alone keeps them. `SAVE/metrics.jsonl` is the record that everything else can be rebuilt from; a run that was
-killed and resumes repeats the iterations since its checkpoint there, and the later lines count. A line with "restarted"
-marks where a run resumed.
-
-A run at Weights & Biases is known by an id in the save folder, so that the same command resumes the same run;
-WANDB_MODE, WANDB_ENTITY and the like are W&B's own. Training outlives it: W&B hands values to a process of its own, and
-should that end, the run logs so once and continues. Imported where it is used, but megatron.core imports the package
-wherever it is installed; that starts nothing and sends nothing.
+Rank 0 alone keeps them. In `SAVE/metrics.jsonl` a run that was killed and resumes repeats the iterations since its
+checkpoint, and the later lines count; a line with "restarted" marks where it resumed. A run at Weights & Biases is
+known by an id in the save folder, so that the same command resumes the same run. A tracker that fails is named once,
+and training continues.
 """
 
 import datetime
@@ -20,16 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.checkpoint.folder import refuse_lost_claim
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime.atomic_files import replace_file
 
 _RECORD = "metrics.jsonl"
-# Groups of TensorBoard's tags; all others are train/.
-_SPEED: tuple[str, ...] = ("tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank", "mfu")
-_SPEED += ("fill", "data_wait", "eta_seconds")
-_GROUPS = {"memory_gib": "memory", **dict.fromkeys(_SPEED, "speed")}
+_LEARNING = ("loss", "masked_accuracy", "lr", "grad_norm", "consumed_tokens", "skipped_iterations")
 _REASON_LINES = 3  # of an error of W&B: a heading, the setting, what is wrong with it
 
 
@@ -47,14 +39,9 @@ class Trackers:
         self.resumes_from = iteration if has_record else None
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
-        """Keeps those of the values that are finite; JSON knows no others.
-
-        Raises:
-            OutputError: Another run has begun to write to the save folder.
-        """
+        """Keep the values that are finite; JSON knows no others."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.save is not None:
-            refuse_lost_claim(self.save)
             with self._logging_failures(str(self.save / _RECORD)):
                 if self.resumes_from is not None:
                     self._append({"iteration": self.resumes_from, "restarted": 1})  # what neobert plot marks
@@ -96,10 +83,10 @@ class Trackers:
 
 
 def _tag(name: str) -> str:
-    """TensorBoard shows what shares the first part of its tag together."""
+    """Return TensorBoard's tag, whose first part is the group that a curve is shown in."""
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
-    return f"{_GROUPS.get(name, 'train')}/{name}"
+    return f"{'train' if name in _LEARNING else 'machine'}/{name}"
 
 
 def _open_tensorboard(settings: Settings, iteration: int) -> Any:
@@ -112,11 +99,7 @@ def _open_tensorboard(settings: Settings, iteration: int) -> Any:
 
 
 def start_wandb(settings: Settings) -> Any:
-    """Start a run at W&B, or resume that of the save folder.
-
-    Raises:
-        ConfigError: W&B does not let it start.
-    """
+    """Start a run at W&B, or resume that of the save folder."""
     import wandb
 
     project, save = settings.logging.wandb_project, settings.checkpoint.save

@@ -1,6 +1,6 @@
 """An exported folder as a user of transformers loads it: its models, tokenizer and pipelines.
 
-Needs torch and transformers alone, any version from 4.48 on. Nothing else in this project lets a folder's own
+Needs torch and transformers alone, any version from 4.57 on. Nothing else in this project lets a folder's own
 code run.
 """
 
@@ -106,9 +106,7 @@ class Subject:
         """Build a pipeline by the folder's name."""
         if not self.has(class_name):
             raise NotApplicable(f"there is no {class_name} for {self.fields['model_type']}")
-        # 4.48 loads no tokenizer for a model type that it does not know, not even when told its folder; 4.57 does.
-        options = {"tokenizer": self.tokenizer()} if Version("4.57") > VERSION else {}
-        options["torch_dtype" if VERSION.major < 5 else "dtype"] = torch.float32  # as `load`, whichever is stored
+        options = {"torch_dtype" if VERSION.major < 5 else "dtype": torch.float32}  # as `load`, whichever is stored
         return transformers.pipeline(
             task, model=str(self.folder), trust_remote_code=self.trusted, device="cpu", **options
         )

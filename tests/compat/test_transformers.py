@@ -24,8 +24,7 @@ from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, Llama
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.huggingface import modeling_neobert
 
-# The first with the attention interface, and the last of 4.
-OTHER_VERSIONS = ("4.48.3", "4.57.3")
+OTHER_VERSIONS = ("4.57.3",)  # the last of 4
 INSTALLED = transformers.__version__
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(40)), "##s"]
 HEADS = {
@@ -33,9 +32,7 @@ HEADS = {
     "AutoModel": "NeoBERT",
     "AutoModelForMaskedLM": "NeoBERTForMaskedLM",
     "AutoModelForSequenceClassification": "NeoBERTForSequenceClassification",
-    "AutoModelForMultipleChoice": "NeoBERTForMultipleChoice",
     "AutoModelForTokenClassification": "NeoBERTForTokenClassification",
-    "AutoModelForQuestionAnswering": "NeoBERTForQuestionAnswering",
 }
 SIZES = {"vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_LIKE = {
@@ -105,13 +102,7 @@ def missing(layout: str, version: str) -> set[str]:
     """The checks that do not apply; docs/conversion.md counts them."""
     if layout != "neobert" and Version(version) < FIRST_NATIVE:  # EuroBERT is unknown, LlamaModel is causal
         return set(CHECKS) - {"tokenizer"}
-    gone = set()
-    if layout == "eurobert":
-        gone |= {"AutoModelForQuestionAnswering, loss", "AutoModelForMultipleChoice, loss"}
-    if layout == "llama":
-        gone |= {f"AutoModelFor{head}, loss" for head in ("MaskedLM", "MultipleChoice")}
-        gone |= {"pipeline fill-mask", "Trainer"}
-    return gone
+    return {"AutoModelForMaskedLM, loss", "pipeline fill-mask", "Trainer"} if layout == "llama" else set()
 
 
 @pytest.mark.parametrize(

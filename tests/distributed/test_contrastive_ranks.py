@@ -1,6 +1,5 @@
 """Contrastive fine-tuning by torchrun: two processes on CPU share out the batches of one plan."""
 
-import csv
 import json
 import subprocess
 from pathlib import Path
@@ -41,8 +40,7 @@ def losses_of(place: Path, output: Path, *, processes: int, steps: int) -> list[
     record = read_record(output / "bert" / "contrastive.json")
     assert record["settings"]["processes"] == processes
     assert sum(share["batches"] for share in record["results"]["datasets"].values()) == processes * steps
-    with (output / "bert" / "contrastive_loss.csv").open() as stream:
-        return [float(row["loss"]) for row in csv.DictReader(stream)]
+    return [loss for _, loss in record["results"]["losses_nats"]]
 
 
 @pytest.mark.slow

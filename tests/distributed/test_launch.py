@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,36 +54,27 @@ def test_script_without_an_environment_is_one_sentence_and_69(tmp_path):
     assert "No module named yaml); make an environment with tools/prepare_environment.sh" in ended.stderr
 
 
-def signal_in_iteration_3(
-    command: list[str], number: int, look: Callable[[psutil.Process], None] = lambda launcher: None, **variables: object
-) -> str:
-    """Output of a launcher of two ranks that is looked at, then gets a signal, and ends with 75."""
-    with subprocess.Popen(
-        command, env=environment(2, **variables), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if line.startswith("iteration 3/"))
-        look(psutil.Process(process.pid))
-        process.send_signal(number)
-        output = process.stdout.read()
-        assert process.wait(timeout=600) == 75
-    return output
-
-
 @pytest.fixture(scope="module")
 def stopped(tiny_corpus, tmp_path_factory) -> SimpleNamespace:
     """A run of two ranks that bash has started and SIGTERM has stopped, and what was seen of it meanwhile."""
     found = SimpleNamespace(temporary=tmp_path_factory.mktemp("tmp"), save=tmp_path_factory.mktemp("run") / "a space")
 
-    def look(launcher: psutil.Process) -> None:
+    command = [*BASH, *flags(tiny_corpus, found.save, train_iters=100_000, num_workers=1)]
+    variables = environment(2, TMPDIR=found.temporary)
+    with subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("iteration 3/"))
+        launcher = psutil.Process(process.pid)
         ranks = launcher.children()
         found.listeners = {one.pid: listening(one) for one in (launcher, *ranks)}
         found.workers = {worker.pid: listening(worker) for rank in ranks for worker in rank.children()}
         host, port = found.listeners[launcher.pid][0]
         found.keys = TCPStore(host, port, is_master=False).list_keys()
-
-    command = [*BASH, *flags(tiny_corpus, found.save, train_iters=100_000, num_workers=1)]
-    found.output = signal_in_iteration_3(command, signal.SIGTERM, look, TMPDIR=found.temporary)
+        process.send_signal(signal.SIGTERM)
+        found.output = process.stdout.read()
+        assert process.wait(timeout=600) == 75
     return found
 
 

@@ -1,22 +1,13 @@
-"""Signals to a launcher whose rank hangs, and ranks whose launcher has gone."""
+"""Ctrl-C twice, to a launcher whose rank hangs."""
 
-import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from tests_tiny import tiny_settings
 from training_command import environment, flags_of
-
-from megatron_neobert.config.schema import Settings
-
-TRAIN_ITERS = 8
-LAUNCHER = [sys.executable, "-m", "megatron_neobert.launch"]
 
 # The training command, with a rank 1 that sleeps before its fifth update.
 HANGING_SCRIPT = """
@@ -38,60 +29,22 @@ run_command(main)
 """
 
 
-def resumable(corpus: Any, save: Path) -> Settings:
-    settings = tiny_settings(corpus, save=save, checkpoint={"load": str(save), "save_interval": 2})
-    return settings.with_section("training", train_iters=TRAIN_ITERS, eval_iters=0)
-
-
-@pytest.fixture
-def hanging(tiny_corpus, tmp_path) -> Iterator[subprocess.Popen[str]]:
-    """A launcher whose rank 1 sleeps, for which rank 0 waits."""
+@pytest.mark.slow
+def test_second_interrupt_aborts_launcher_and_ranks_with_130(tiny_corpus, tmp_path):
     script = tmp_path / "hanging.py"
     script.write_text(HANGING_SCRIPT)
-    words = [*LAUNCHER, str(script), *flags_of(resumable(tiny_corpus, tmp_path / "run"))]
+    words = [sys.executable, "-m", "megatron_neobert.launch", str(script), *flags_of(tiny_settings(tiny_corpus))]
     with subprocess.Popen(
         words, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        read_until(process, "rank 1 sleeps")
+        assert process.stdout is not None
+        assert any("rank 1 sleeps" in line for line in process.stdout)
         ranks = psutil.Process(process.pid).children()
-        yield process
-        for rank in ranks:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.kill()
-        process.kill()
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
-    said = []
-    for line in process.stdout:
-        said.append(line)
-        if text in line:
-            return
-    raise AssertionError("".join(said))
-
-
-@pytest.mark.slow
-def test_second_interrupt_aborts_launcher_and_ranks_with_130(hanging):
-    ranks = psutil.Process(hanging.pid).children()
-    hanging.send_signal(signal.SIGINT)
-    read_until(hanging, "Ctrl-C again aborts at once")
-    hanging.send_signal(signal.SIGINT)
-    said, _ = hanging.communicate(timeout=600)
-    assert hanging.returncode == 130, said
+        process.send_signal(signal.SIGINT)
+        assert any("Ctrl-C again aborts at once" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, said
     assert "rank 0: aborted\n" in said
     assert "rank 1: aborted\n" in said
     assert not any(rank.is_running() for rank in ranks)
-
-
-@pytest.mark.slow
-def test_ranks_without_their_launcher_end_by_themselves(hanging):
-    ranks = psutil.Process(hanging.pid).children()
-    assert len(ranks) == 2
-    hanging.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=600)
-    assert not alive
-    assert hanging.stdout is not None
-    said = hanging.stdout.read()
-    for rank in (0, 1):
-        assert f"error: rank {rank}: the launcher that started it has gone." in said

@@ -1,7 +1,6 @@
 """Every parallel layout computes the run of one rank."""
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,19 +113,3 @@ def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, 
     gap = largest_relative_gap(read_metrics(one_rank(bf16=True)), read_metrics(tmp_path))
     print(f"{name} in bfloat16: {gap}")
     assert gap <= BF16_LAYOUT_LOSS.gate
-
-
-def test_ranks_and_workers_do_not_change_which_rows_are_read(settings):
-    """Cursor and token count after every iteration follow from the settings alone."""
-    runs = {
-        "one rank": (settings("a"), 1),
-        "two ranks": (settings("b"), 2),
-        "two workers": (settings("c", data={"num_workers": 2}), 1),
-    }
-    read = {}
-    for name, (run, world_size) in runs.items():
-        train_on_ranks(run, world_size=world_size)
-        lines = [json.loads(line) for line in (Path(run.checkpoint.save) / "metrics.jsonl").read_text().splitlines()]
-        read[name] = [(line["cursor"], line.get("consumed_tokens")) for line in lines]
-    assert read["two ranks"] == read["one rank"]
-    assert read["two workers"] == read["one rank"]

@@ -1,10 +1,9 @@
 """Two nodes on loopback, each with a launcher of its own, as on two machines."""
 
+import itertools
 import signal
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import processes
 import pytest
@@ -15,71 +14,40 @@ from tests_tiny import tiny_settings
 from tolerances import LAYOUT_LOSS
 from training_command import BASH, SCRIPT, environment, flags_of, free_port
 
+from megatron_neobert.runtime.store import serve_store
+
 TRAIN_ITERS = 20  # what LAYOUT_LOSS was measured with
 
 
-class Nodes:
-    """The launchers of one run; `node(0)` holds the address that the others are given."""
-
-    def __init__(self, folder: Path, *, ranks: int) -> None:
-        self.folder, self.ranks, self.port = folder, ranks, free_port()
-        self.processes: dict[int, subprocess.Popen[str]] = {}
-
-    def start(self, rank: int, words: list[str], *, command: list[str] | None = None, **variables: object) -> None:
-        place = {"NNODES": 2, "NODE_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": self.port, **variables}
-        with self.log(rank).open("w") as log:
-            self.processes[rank] = subprocess.Popen(
-                [*(command or BASH), *words],
-                env=environment(self.ranks, **place),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-
-    def log(self, rank: int) -> Path:
-        return self.folder / f"node {rank}.log"
-
-    def said(self, rank: int) -> str:
-        return self.log(rank).read_text()
-
-    def wait_until_said(self, rank: int, text: str) -> None:
-        while text not in self.said(rank):
-            try:
-                code = self.processes[rank].wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-            assert text in self.said(rank), f"node {rank} ended with {code}: {self.said(rank)}"
-
-    def exit_codes(self) -> list[int]:
-        return [process.wait(timeout=600) for _, process in sorted(self.processes.items())]
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    started = Nodes(tmp_path, ranks=2)
-    yield started
-    for process in started.processes.values():
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.slow
-def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_does(tiny_corpus, tmp_path, nodes):
+def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_does(tiny_corpus, tmp_path):
     def settings_of(name: str, **checkpoint: object):
         settings = tiny_settings(tiny_corpus, save=tmp_path / name)
         settings = settings.with_section("training", train_iters=TRAIN_ITERS, eval_interval=TRAIN_ITERS)
         return settings.with_section("checkpoint", **checkpoint)
 
     one_rank, two_nodes = settings_of("one rank"), settings_of("two nodes", load=str(tmp_path / "two nodes"))
-    words = flags_of(two_nodes)
-    for rank in (0, 1):
-        nodes.start(rank, words)
-    nodes.wait_until_said(0, "iteration 1/")
-    nodes.processes[1].send_signal(signal.SIGTERM)
-    assert nodes.exit_codes() == [75, 75], nodes.said(0) + nodes.said(1)
-    assert "a signal asked for it" in nodes.said(0)
-    assert "on 4 x " in nodes.said(0)
-    assert "iteration" not in nodes.said(1), "rank 0 speaks for all nodes"
+    place = {"NNODES": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    first, second = (
+        subprocess.Popen(
+            [*BASH, *flags_of(two_nodes)],
+            env=environment(2, NODE_RANK=rank, **place),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    )
+    with first, second:
+        assert first.stdout is not None and second.stdout is not None
+        said = list(itertools.takewhile(lambda line: not line.startswith("iteration 1/"), first.stdout))
+        second.send_signal(signal.SIGTERM)
+        said += first.stdout
+        silent = second.stdout.read()
+    assert (first.returncode, second.returncode) == (75, 75), said
+    assert any("a signal asked for it" in line for line in said)
+    assert any("on 4 x " in line for line in said)
+    assert "iteration" not in silent, "rank 0 speaks for all nodes"
     stopped_at = max(read_metrics(tmp_path / "two nodes"))
     assert stopped_at < TRAIN_ITERS
 
@@ -121,6 +89,21 @@ def test_node_that_refuses_its_start_ends_at_once_and_the_others_when_the_wait_i
     assert not (tmp_path / "run").exists(), "no rank was started"
 
 
+def test_second_node_of_a_rank_is_named_and_node_0_that_never_comes_is_one_sentence(tiny_corpus):
+    words = flags_of(tiny_settings(tiny_corpus, training={"global_batch_size": 6}))
+    store = serve_store("127.0.0.1", 0, nodes=3)
+    node = {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "RENDEZVOUS_TIMEOUT_SECONDS": "2"}
+    for port, code, message in (
+        (store.port, 74, "the 3 nodes did not all meet"),
+        (store.port, 2, "NODE_RANK 1 was given to two nodes"),
+        (free_port(), 74, "the 3 nodes did not all meet"),
+    ):
+        environment = {**node, "MASTER_PORT": str(port)}
+        ended = processes.run_command("megatron_neobert.launch", SCRIPT, *words, environment=environment)
+        assert ended.refused(code) and message in ended.output, ended.output
+        assert port == store.port or "frame #" not in ended.output
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "difference"),
     [(["--lr", "0.5"], (1, 1), "--lr 0.5, not "), ([], (1, 2), "NPROC_PER_NODE 2, not 1")],
@@ -135,14 +118,3 @@ def test_nodes_that_were_started_differently_end_before_training_with_both_value
         assert ended.code == 2, ended.output
     assert "rank 1 on " in ended.output and f" differs from rank 0 ({difference}" in ended.output
     assert not list((tmp_path / "run").glob("iter_*"))
-
-
-def test_stop_signal_while_a_node_waits_for_the_others_ends_it_with_75(tiny_corpus, nodes):
-    words = flags_of(tiny_settings(tiny_corpus))
-    for rank in (0, 1):
-        nodes.start(rank, words, MASTER_PORT=free_port())
-    for rank, number in ((0, signal.SIGUSR1), (1, signal.SIGTERM)):
-        nodes.wait_until_said(rank, "can start; rendezvous at")
-        nodes.processes[rank].send_signal(number)
-    assert nodes.exit_codes() == [75, 75]
-    assert "stopped by SIGUSR1 while no rank was running" in nodes.said(0)

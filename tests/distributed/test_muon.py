@@ -4,7 +4,6 @@ import pytest
 import torch
 from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import CP2, PP2, largest_relative_gap
-from test_resume import stop_and_resume
 from tolerances import LAYOUT_LOSS
 
 from megatron_neobert.state import Run
@@ -61,16 +60,6 @@ def test_every_update_is_that_of_torchs_muon_and_adamw(settings):
     adamw = settings("adamw", model=MUON["model"], parallel=WHOLE)
     with pytest.raises(Exception, match=r"(?s)not close.*item \['decoder\.layers\.0\."):
         train_on_ranks(adamw, prepare=compare_each_update_with_torch)
-
-
-@pytest.mark.parametrize("precision", quick_only(["float32", "bfloat16"], "bfloat16"))
-def test_losses_after_resume_equal_those_of_the_uninterrupted_run(settings, precision):
-    training = {"bf16": precision == "bfloat16"}
-    uninterrupted = settings("uninterrupted", training=training, **MUON)
-    train_on_ranks(uninterrupted, world_size=2)
-    save = stop_and_resume(settings, world_size=2, training=training, **MUON)
-    for key in ("loss", "grad_norm", "validation_loss"):
-        assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
 
 
 LAYOUTS = {"data 2": {}, "pipeline 2": PP2, "context 2": CP2}

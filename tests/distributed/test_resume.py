@@ -4,34 +4,34 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from processes import run_command
 from ranks import quick_only, read_metrics, train_on_ranks
 from security.hostile import seal
 from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, largest_relative_gap
-from tests_tiny import ITERATIONS
+from tests_tiny import ITERATIONS, tiny_settings
 from tolerances import LAYOUT_LOSS
 from training_command import SCRIPT, flags_of
 
 from megatron_neobert.checkpoint.folder import check_folders, list_checkpoints
-from megatron_neobert.config.schema import CheckpointConfig
+from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.data.batches.inputs import open_inputs
-from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
-from megatron_neobert.data.preprocessing.run import preprocess
 from megatron_neobert.errors import MissingInputError
 from megatron_neobert.runtime import megatron_patches
 
 STOP = ITERATIONS // 2
-FOUR_LAYERS = {"num_layers": 4}  # an interleaved pipeline of two ranks needs that many
+FOUR_LAYERS = {"num_layers": 4}
+WHOLE, BF16 = {"use_distributed_optimizer": False}, {"training": {"bf16": True}}
 CASES = {
     "one rank": (1, {}, {}),
-    "one rank, bfloat16": (1, {}, {"bf16": True}),
-    "one rank, whole optimizer": (1, {"use_distributed_optimizer": False}, {}),
+    "one rank, bfloat16": (1, {}, BF16),
+    "one rank, whole optimizer": (1, WHOLE, {}),
+    "two ranks, Muon": (2, WHOLE, {"optimizer": {"optimizer": "muon"}}),
+    "two ranks, Muon, bfloat16": (2, WHOLE, {"optimizer": {"optimizer": "muon"}, **BF16}),
     "two ranks, several buckets": (2, DP2_OVERLAP, {}),
     "tensor parallel 2": (2, TP2, {}),
-    "tensor 2 x pipeline 2, bfloat16": (4, {**TP2, **PP2}, {"bf16": True}),
+    "tensor 2 x pipeline 2, bfloat16": (4, {**TP2, **PP2}, BF16),
     "pipeline 2": (2, PP2, {}),
     "context parallel 2": (2, CP2, {}),
 }
@@ -39,8 +39,8 @@ CASES = {
 PADDED_BUCKETS = {"model": {"hidden_size": 72}, "parallel": DP2_OVERLAP}
 
 
-def stop_and_resume(settings, *, world_size: int, training: dict, **sections: dict) -> Path:
-    stop = {**training, "exit_interval": STOP}
+def stop_and_resume(settings, *, world_size: int, **sections: dict) -> Path:
+    stop = {**sections.pop("training", {}), "exit_interval": STOP}
     for _ in range(2):  # the same command twice: the first stops at STOP, the second goes on
         run = settings("stopped", training=stop, **sections)
         run = run.with_section("checkpoint", load=run.checkpoint.save)
@@ -54,15 +54,17 @@ def stop_and_resume(settings, *, world_size: int, training: dict, **sections: di
         CASES,
         "one rank, bfloat16",
         "one rank, whole optimizer",
+        "two ranks, Muon, bfloat16",
         "two ranks, several buckets",
         "tensor parallel 2",
     ),
 )
 def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, case):
-    world_size, parallel, training = CASES[case]
-    uninterrupted = settings("uninterrupted", model=FOUR_LAYERS, parallel=parallel, training=training)
+    world_size, parallel, sections = CASES[case]
+    sections = {"model": FOUR_LAYERS, "parallel": parallel, **sections}
+    uninterrupted = settings("uninterrupted", **sections)
     train_on_ranks(uninterrupted, world_size=world_size)
-    save = stop_and_resume(settings, world_size=world_size, parallel=parallel, training=training, model=FOUR_LAYERS)
+    save = stop_and_resume(settings, world_size=world_size, **sections)
     for key in ("loss", "grad_norm", "consumed_tokens", "validation_loss"):
         assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
 
@@ -73,7 +75,7 @@ def test_padded_buckets_resume_exactly_only_with_the_fix_for_megatron(settings):
     train_on_ranks(uninterrupted, world_size=2)
     expected = read_metrics(uninterrupted.checkpoint.save)
 
-    save = stop_and_resume(settings, world_size=2, training={}, **PADDED_BUCKETS)
+    save = stop_and_resume(settings, world_size=2, **PADDED_BUCKETS)
     assert read_metrics(save) == expected
 
     shutil.rmtree(save)
@@ -125,7 +127,7 @@ def test_a_validation_due_where_the_run_stops_is_not_lost(settings):
     due = {"eval_interval": STOP}
     uninterrupted = settings("uninterrupted", training=due)
     train_on_ranks(uninterrupted)
-    save = stop_and_resume(settings, world_size=1, parallel={}, training=due)
+    save = stop_and_resume(settings, world_size=1, training=due)
     expected = read_metrics(uninterrupted.checkpoint.save, "validation_loss")
     assert list(expected) == [STOP, ITERATIONS]
     assert read_metrics(save, "validation_loss") == expected
@@ -139,6 +141,14 @@ def test_nothing_is_left_to_do_after_the_last_iteration(settings, capfd):
     assert "nothing to do: iteration 2 of 2 is saved already" in capfd.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def stopped(tiny_corpus, tmp_path_factory) -> Settings:
+    """A run that has stopped halfway."""
+    run = tiny_settings(tiny_corpus, save=tmp_path_factory.mktemp("run"), training={"exit_interval": STOP})
+    train_on_ranks(run)
+    return run
+
+
 DRY_RUNS = {
     "the same command": ({}, 0, ""),
     "another batch size": ({"training": {"global_batch_size": 4}}, 78, "--global-batch-size was 8 and is now 4"),
@@ -150,15 +160,14 @@ DRY_RUNS = {
 
 
 @pytest.mark.parametrize("case", DRY_RUNS)
-def test_dry_run_refuses_the_checkpoint_that_the_start_would_refuse(settings, tiny_corpus, case):
+def test_dry_run_refuses_the_checkpoint_that_the_start_would_refuse(settings, stopped, tiny_corpus, case):
     changes, code, sentence = DRY_RUNS[case]
-    first = settings("run", training={"exit_interval": STOP})
-    train_on_ranks(first)
     data = {name: tuple(tiny_corpus.prefix + end for end in value) for name, value in changes.get("data", {}).items()}
     run = settings(**{"save": "run", **changes, "data": data})
-    run = run.with_section("checkpoint", load=run.checkpoint.save)
     if "save" in changes:
-        run = run.with_section("checkpoint", continue_from=first.checkpoint.save)
+        run = run.with_section("checkpoint", load=run.checkpoint.save, continue_from=stopped.checkpoint.save)
+    else:
+        run = run.with_section("checkpoint", save=stopped.checkpoint.save, load=stopped.checkpoint.save)
     ended = run_command("megatron_neobert.launch", SCRIPT, *flags_of(run), "--dry-run")
     assert ended.code == code, ended.output
     assert sentence in ended.output
@@ -215,31 +224,20 @@ def test_a_run_continues_from_another_with_new_data_and_its_own_iteration_and_ra
 
 
 def test_continuing_with_another_tokenizer_is_refused_even_if_it_has_the_same_number_of_ids(
-    settings, tiny_corpus, tmp_path
+    settings, stopped, tmp_path
 ):
     """The same ids would mean other words, and no shape would show it."""
-    first = settings("first", training={"exit_interval": 1})
-    train_on_ranks(first)
-    vocabulary = json.loads((Path(tiny_corpus.tokenizer) / "tokenizer.json").read_text())["model"]["vocab"]
-    words = sorted(vocabulary, key=vocabulary.get)
-    words[-1], words[-2] = words[-2], words[-1]
-    other = corpus_with(words, tmp_path)
-    second = settings("second", data={"data_path": (other.prefix,), "tokenizer_model": other.tokenizer, "split": "1"})
-    second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
+    folder = shutil.copytree(list_checkpoints(Path(stopped.checkpoint.save))[0], tmp_path / "iter_0000003")
+    path = folder / "tokenizer" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    words = tokenizer["model"]["vocab"]
+    one, other = list(words)[-2:]
+    words[one], words[other] = words[other], words[one]
+    path.write_text(json.dumps(tokenizer))
+    seal(folder)
+    second = settings("second").with_section("checkpoint", load=settings("second").checkpoint.save)
     with pytest.raises(Exception, match=rf"was trained with tokenizer .* \({len(words)} ids\)"):
-        train_on_ranks(second)
-
-
-def corpus_with(words: list[str], folder: Path) -> SimpleNamespace:
-    """A corpus of one document, written with a vocabulary."""
-    vocabulary, shard = folder / "vocab.txt", folder / "shard.jsonl"
-    vocabulary.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
-    shard.write_text(json.dumps({"content": " ".join(words[10:60])}) + "\n", encoding="utf-8")
-    preprocessing = PreprocessSettings(
-        inputs=(str(shard),), output_prefix=str(folder / "other"), tokenizer_model=str(vocabulary)
-    )
-    preprocess(plan_preprocessing(preprocessing))
-    return SimpleNamespace(prefix=str(folder / "other_content_document"), tokenizer=str(vocabulary))
+        train_on_ranks(second.with_section("checkpoint", continue_from=str(folder)))
 
 
 def test_continuing_from_a_folder_without_checkpoints_is_refused(tmp_path):

@@ -15,6 +15,7 @@ from test_layouts import DP2_OVERLAP, TP2
 from tests_tiny import ITERATIONS
 
 from megatron_neobert.checkpoint import save as saver
+from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import list_checkpoints, verify_files
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
@@ -82,6 +83,10 @@ def test_a_checkpoint_written_while_training_goes_on_is_that_of_the_iteration_it
     for folder, other in zip(saved, expected, strict=True):
         verify_files(folder)
         assert tensors_of(folder) == tensors_of(other)
+        stored = StoredTensors(folder)
+        for name in stored.shapes:  # also where other ranks' weights are gathered only when a step needs them
+            copy = f"optimizer.state.param.{name}"
+            assert copy not in stored.shapes or torch.equal(stored.read_whole(copy), stored.read_whole(name)), name
 
 
 def fail_on_rank(rank: int, iteration: int) -> Any:
@@ -135,6 +140,7 @@ def error_of_all_ranks(run: Settings, *, prepare: Any, world_size: int = 2) -> s
 def note_error(run_training: Any, folder: Path, settings: Settings) -> None:
     with pytest.raises(NeoBERTError) as caught:
         run_training(settings)
+    assert not torch.distributed.is_initialized(), "gloo's threads could end the process by SIGABRT"
     (folder / f"error.{os.environ['RANK']}").write_text(f"{caught.value.exit_code}: {caught.value}")
 
 
@@ -182,47 +188,3 @@ def test_weights_that_are_not_finite_are_not_saved(settings):
     assert re.match(r"70: iteration 2 is not saved: .*linear_fc2\.weight", error)
     assert [folder.name for folder in list_checkpoints(Path(run.checkpoint.save))] == ["iter_0000001"]
     assert not list(Path(run.checkpoint.save).glob(".*")), "nothing of it is left"
-
-
-def drift_after_the_update(rank: int, iteration: int) -> Any:
-    """One weight of one replica changes by 1.0, which neither loss nor gradients of the others show."""
-
-    def prepare() -> None:
-        step = loop.train_step
-
-        def step_and_drift(run: Any, batches: Any) -> Any:
-            report = step(run, batches)
-            if run.state.iteration + 1 == iteration and torch.distributed.get_rank() == rank:
-                with torch.no_grad():
-                    run.unwrapped_model.decoder.layers[-1].mlp.linear_fc2.weight[3, 5] += 1.0
-            return report
-
-        loop.train_step = step_and_drift
-
-    return prepare
-
-
-LAST_WEIGHT = r"decoder\.layers\.1\.mlp\.linear_fc2\.weight"
-DRIFTS = {
-    "distributed optimizer": (2, {}, {}),
-    "whole optimizer": (2, WHOLE_OPTIMIZER, {}),
-    "bfloat16": (2, {}, {"bf16": True}),
-    "context 2": (2, {"context_parallel_size": 2}, {}),
-    "pipeline 2 x data 2": (4, {"pipeline_model_parallel_size": 2}, {}),
-}
-
-
-@pytest.mark.parametrize(
-    "case", [case if number < 2 else pytest.param(case, marks=pytest.mark.slow) for number, case in enumerate(DRIFTS)]
-)
-def test_replicas_that_drift_apart_end_all_ranks_and_are_not_saved(settings, case):
-    world_size, parallel, training = DRIFTS[case]
-    run = settings("run", parallel=parallel, training=training).with_section("checkpoint", save_interval=3)
-    drifted = world_size - 1
-    error = error_of_all_ranks(run, prepare=drift_after_the_update(drifted, 3), world_size=world_size)
-    assert re.match(
-        rf"70: iteration 3 is not saved: {LAST_WEIGHT} on rank {drifted} is not what its replica on rank "
-        rf"{drifted - 1} holds \(1 of \d+ tensors differ\)",
-        error,
-    )
-    assert list_checkpoints(Path(run.checkpoint.save)) == []

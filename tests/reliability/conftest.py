@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from distributed.training_command import BASH
@@ -25,25 +25,21 @@ STEPS = (
 )
 
 
-class Start(Protocol):
-    """Starts the training command; the options come after, and win over, those of the tiny run."""
-
-    def __call__(
-        self, save: Path, *options: object, ranks: int = 2, command: list[str] = BASH, **variables: object
-    ) -> Training: ...
+Start = Callable[..., Training]
 
 
 @pytest.fixture(scope="session")
 def start(tiny_corpus: Any) -> Start:
-    """To be used as a context, so that no process outlives its test."""
+    """Return a function that starts the training command, to be used as a context, so that no process outlives it.
 
-    def start_training(
-        save: Path, *options: object, ranks: int = 2, command: list[str] = BASH, **variables: object
-    ) -> Training:
+    Its options come after those of the tiny run, and win over them.
+    """
+
+    def start_training(save: Path, *options: object, command: list[str] = BASH, **variables: object) -> Training:
         data = ["--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
         folders = ["--save", str(save), "--load", str(save), "--save-interval", str(SAVE_INTERVAL)]
         words = [*data, *MODEL.split(), *STEPS.split(), *folders, *map(str, options)]
-        return Training([*command, *words], ranks=ranks, **variables)
+        return Training([*command, *words], **variables)
 
     return start_training
 

@@ -12,7 +12,6 @@ from reliability.conftest import ITERATIONS, Start
 from reliability.states import assert_same_state, names_in
 from reliability.training_process import Training
 
-SEED = 5
 SYNC, ASYNC = ("--save-interval", 5), ("--save-interval", 5, "--async-save")
 
 
@@ -39,9 +38,8 @@ def is_half_written(save: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [SEED])
-def test_a_run_killed_five_times_ends_bit_for_bit_like_one_that_was_not(start: Start, tmp_path, undisturbed, seed):
-    rng, save = random.Random(seed), tmp_path
+def test_a_run_killed_five_times_ends_bit_for_bit_like_one_that_was_not(start: Start, tmp_path, undisturbed):
+    rng, save = random.Random(5), tmp_path
 
     with start(save, *ASYNC) as training:  # all processes, as by a power cut
         wait_for_a_random_instant(training, rng)

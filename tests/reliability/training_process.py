@@ -25,16 +25,15 @@ class Training:
     """Everything that one command starts; leaving the context kills what is left of it.
 
     Args:
-        command: To be run.
-        ranks: NPROC_PER_NODE for the launcher.
+        command: A command that trains on two ranks.
         variables: More of its environment.
     """
 
-    def __init__(self, command: list[str], *, ranks: int, **variables: object) -> None:
+    def __init__(self, command: list[str], **variables: object) -> None:
         self._mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             command,
-            env=environment(ranks, **{_MARK: self._mark}, **variables),
+            env=environment(2, **{_MARK: self._mark}, **variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -26,7 +26,7 @@ esac
 
 
 def write_stand_in(path: Path, *, version="3.11.7", torch="", ensurepip=0, pip=0) -> None:
-    """Write a `python` of a version; `torch` is the version of torch that it has, the others are exit codes."""
+    """Write a `python` of a version; `torch` is the version of its torch, the others are exit codes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     suitable = "suitable" if version.split(".")[1] in ("10", "11", "12", "13") else "unsuitable"
     facts = {"version": version, "suitable": suitable, "torch": torch, "ensurepip": ensurepip, "pip": pip}
@@ -41,26 +41,22 @@ def clone(tmp_path) -> Path:
     (root / "tools").mkdir(parents=True)
     for name in ("setup.py", "constraints.txt", "tools/prepare_environment.sh"):
         shutil.copy(REPOSITORY / name, root / name)
+    (tmp_path / "commands").mkdir()
+    for name in ("bash", "cat", "cksum", "sed", "rm", "cp", "mkdir", "tail", "dirname"):
+        (tmp_path / "commands" / name).symlink_to(shutil.which(name))
     return root
 
 
-def prepare(clone: Path, *arguments: str, active: Path | None = None):
+def prepare(clone: Path, *arguments: str, **variables: str):
     """Run the script from another directory; beside the system's basic commands the PATH has those in base/ only."""
     commands = clone.parent / "commands"
-    commands.mkdir(exist_ok=True)
-    for name in ("bash", "cat", "cksum", "sed", "rm", "cp", "mkdir", "tail", "dirname"):
-        if not (commands / name).exists():
-            (commands / name).symlink_to(shutil.which(name))
-    environment = {"PATH": f"{clone.parent / 'base'}:{commands}", "HOME": os.environ.get("HOME", "/")}
-    if active is not None:
-        environment["VIRTUAL_ENV"] = str(active)
+    environment = {"PATH": f"{clone.parent / 'base'}:{commands}", "HOME": os.environ.get("HOME", "/"), **variables}
     command = [BASH, str(clone / "tools" / "prepare_environment.sh"), *arguments]
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
 
 
 def pip_calls(environment: Path) -> list[str]:
-    record = environment / "pip_calls"
-    return record.read_text().splitlines() if record.exists() else []
+    return (environment / "pip_calls").read_text().splitlines()
 
 
 def test_environment_is_made_once_with_torch_first_and_again_for_other_dependencies_or_another_place(clone, tmp_path):
@@ -88,7 +84,7 @@ def test_environment_is_made_once_with_torch_first_and_again_for_other_dependenc
 def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
     active = tmp_path / "active"
     write_stand_in(active / "bin" / "python", version="3.12.1", torch="2.9.0a0+nv25")
-    result = prepare(clone, active=active)
+    result = prepare(clone, VIRTUAL_ENV=str(active))
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{active}/bin/python\n"
     assert not (clone / ".venv").exists()

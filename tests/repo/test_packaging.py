@@ -1,7 +1,8 @@
-"""setup.py and constraints.txt agree with each other, with the code, and with the versions of Python they promise."""
+"""setup.py, constraints.txt and the recipes of containers/ agree with each other and with the code."""
 
 import ast
 import importlib.metadata
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -55,15 +56,8 @@ def constraint_lines() -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
-def pinned_version(name: str, python: str) -> str | None:
-    """The version that constraints.txt gives a package on one Python; None if there is no line, or more than one."""
-    versions = [
-        str(requirement.specifier).removeprefix("==")
-        for requirement in constraint_lines()
-        if canonicalize_name(requirement.name) == canonicalize_name(name)
-        and (requirement.marker is None or requirement.marker.evaluate({"python_version": python}))
-    ]
-    return versions[0] if len(versions) == 1 else None
+def applies(requirement: Requirement, python: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"python_version": python})
 
 
 def requirements(metadata: dict, *extras: str) -> list[Requirement]:
@@ -94,12 +88,12 @@ def test_package_called_apex_is_never_a_dependency(metadata):
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_core_and_dev_requirements_have_one_pinned_version_in_range(metadata, python):
+    pinned = [line for line in constraint_lines() if applies(line, python)]
     for requirement in requirements(metadata, "dev"):
-        if requirement.marker is not None and not requirement.marker.evaluate({"python_version": python}):
-            continue
-        version = pinned_version(requirement.name, python)
-        assert version is not None, f"constraints.txt has no single version of {requirement.name} for Python {python}"
-        assert requirement.specifier.contains(version), f"{requirement.name} {version} is not {requirement.specifier}"
+        if applies(requirement, python):
+            name = canonicalize_name(requirement.name)
+            (version,) = [str(line.specifier)[2:] for line in pinned if canonicalize_name(line.name) == name]
+            assert requirement.specifier.contains(version), f"{name} {version} is not {requirement.specifier}"
 
 
 def test_every_imported_package_is_declared(metadata):
@@ -114,3 +108,32 @@ def test_every_imported_package_is_declared(metadata):
                 if not providers & declared:
                     missing.setdefault(name, []).append(str(path.relative_to(REPOSITORY)))
     assert missing == {}
+
+
+DOCKERFILE, DEFINITION = (
+    (REPOSITORY / "containers" / name).read_text(encoding="utf-8") for name in ("Dockerfile", "neobert.def")
+)
+# What setup.py reads and installs, and the commands.
+NEEDED = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples", "setup.py", "constraints.txt"}
+NEEDED |= {"README.md", "LICENSE"}
+
+
+def found(pattern: str, text: str = DOCKERFILE) -> list[str]:
+    return re.findall(pattern, text, flags=re.MULTILINE)
+
+
+def test_both_container_recipes_start_from_one_image_copy_all_that_is_needed_and_do_not_run_as_root():
+    assert found(r"^FROM (\S+)$") == found(r"^From: (\S+)$", DEFINITION) != []
+    assert found(r"^USER (\S+)$")[-1:] not in ([], ["root"], ["0"])
+    in_docker = [word for line in found(r"^COPY (.+)$") for word in line.split()[:-1]]
+    (section,) = found(r"^%files\n((?:    .*\n)+)", DEFINITION)
+    for copied in (in_docker, [line.split()[0] for line in section.splitlines()]):
+        assert [source for source in copied if not (REPOSITORY / source).exists()] == []
+        assert NEEDED - set(copied) == set()
+
+
+def test_container_compiles_the_engine_at_a_version_that_setup_py_allows():
+    install = (REPOSITORY / "containers" / "install.sh").read_text(encoding="utf-8")
+    (version,) = found(r"transformer-engine\[core_cu\$cuda,pytorch\]==([\d.]+)", install)
+    lines = found(r'"(transformer-engine[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8"))
+    assert lines and all(Requirement(line).specifier.contains(version) for line in lines)

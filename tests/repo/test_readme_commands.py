@@ -99,16 +99,6 @@ def test_documented_paths_exist():
     assert [path for path in documented_paths() if not (REPOSITORY / path).exists()] == []
 
 
-def test_planted_commands_are_found_missing():
-    assert missing_script("python tools/preprocess_everything.py --input x") == "tools/preprocess_everything.py"
-    assert missing_script("neobert evaluate everything --model x") == "neobert evaluate everything"
-    assert missing_script("make everything") == "everything"
-    assert missing_script("python -m megatron_neobert.pretrane") == "megatron_neobert.pretrane"
-    for command in ("python tools/preprocess_data.py", "neobert preprocess"):
-        assert unknown_flags(f"{command} --input D [--gigabytes N]") == ["--gigabytes"]
-    assert unknown_flags("neobert convert hf-to-megatron --load A --dtype x") == ["--dtype"]
-
-
 # A model of one layer and four iterations in the place of the small configuration, with a checkpoint in the middle.
 TOY = TINY.replace("save_interval: 4", "save_interval: 2")
 

@@ -4,7 +4,6 @@ The plan and the parameters are those of the full size; two iterations run on CP
 in this process: one that has had a process group cannot fork another that wants one.
 """
 
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from bad_inputs.small_sentencepiece import write_model
+from distributed.ranks import read_metrics
+from security.small_sentencepiece import write_model
 from unit.data.small_corpus import random_documents, write_corpus
 
 from megatron_neobert.config.cli import parse_command_line, read_settings
@@ -58,21 +58,15 @@ CHANGES = {
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 
 
-@pytest.fixture(scope="module")
-def sentencepiece_corpus(tiny_corpus: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """300 documents of 1 to 99 tokens that a SentencePiece model has."""
-    folder = tmp_path_factory.mktemp("sentencepiece_corpus")
-    model = write_model(folder / "tokenizer.model")
-    tokenizer = load_tokenizer(model)
-    write_corpus(folder / "tiny", random_documents([*range(1, 100)] * 3, vocab_size=8), tokenizer)
-    return tiny_corpus._replace(prefix=str(folder / "tiny"), tokenizer=str(model), vocab_size=tokenizer.vocab_size)
-
-
 @pytest.fixture
-def corpus(recipe: Path, request: pytest.FixtureRequest) -> Any:
+def corpus(recipe: Path, tiny_corpus: Any, tmp_path: Path) -> Any:
     """A tiny corpus written with the kind of tokenizer that the recipe wants."""
-    wants_sentencepiece = read_settings(recipe).data.tokenizer_type == "SentencePieceTokenizer"
-    return request.getfixturevalue("sentencepiece_corpus" if wants_sentencepiece else "tiny_corpus")
+    if read_settings(recipe).data.tokenizer_type != "SentencePieceTokenizer":
+        return tiny_corpus
+    model = write_model(tmp_path / "tokenizer.model")
+    tokenizer = load_tokenizer(model)
+    write_corpus(tmp_path / "tiny", random_documents([*range(1, 100)] * 3, vocab_size=8), tokenizer)
+    return tiny_corpus._replace(prefix=str(tmp_path / "tiny"), tokenizer=str(model), vocab_size=tokenizer.vocab_size)
 
 
 def settings_of(recipe: Path, corpus: Any, *flags: str, data_path: tuple[str, ...] = (), ranks: int = 1) -> Settings:
@@ -88,23 +82,15 @@ def phase_flags(recipe: Path, corpus: Any, **changes: int) -> list[str]:
     return ["--phases", f"[{', '.join(map(repr, phases))}]"]
 
 
-def read_metrics(save: Path, key: str) -> dict[int, float]:
-    """One value per iteration out of the run's metrics."""
-    lines = (json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines())
-    return {line["iteration"]: line[key] for line in lines if key in line}
-
-
-def flat(recipe: str) -> dict[str, Any]:
-    return flatten(read_settings(CONFIGS / f"{recipe}.yaml"))
-
-
-def flatten(settings: Settings) -> dict[str, Any]:
-    return {name: value for section in asdict(settings).values() for name, value in section.items()}
+def flatten(settings: Settings | str) -> dict[str, Any]:
+    """Return the values by name, of settings or of the recipe of that name."""
+    found = read_settings(CONFIGS / f"{settings}.yaml") if isinstance(settings, str) else settings
+    return {name: value for section in asdict(found).values() for name, value in section.items()}
 
 
 @pytest.mark.parametrize(("recipe", "parent"), CHANGES)
 def test_recipe_changes_what_it_is_about_and_nothing_else(recipe, parent):
-    own, before = flat(f"ablations/{recipe}"), flat(f"ablations/{parent}")
+    own, before = flatten(f"ablations/{recipe}"), flatten(f"ablations/{parent}")
     assert {name for name in own if own[name] != before[name]} == set(CHANGES[recipe, parent].split())
 
 
@@ -120,7 +106,7 @@ def test_recipes_read_as_many_tokens_per_iteration_as_the_paper(pattern, tokens)
 def test_both_stages_in_one_file_have_the_settings_of_their_own_files(stage, iteration):
     """But for how long the run is, how many checkpoints it keeps, and the corpus, which those files leave open."""
     both = flatten(phase_at(read_settings(CONFIGS / "neobert_both_stages.yaml"), iteration).settings)
-    own = flat(f"neobert_stage{stage}")
+    own = flatten(f"neobert_stage{stage}")
     may_differ = {"train_iters", "keep_every", "save_interval", "data_path", "max_position_embeddings"}
     assert {name for name in own if own[name] != both[name]} - may_differ == set()
     assert (both["seq_length"], both["max_position_embeddings"]) == ((1024, 4096)[stage - 1], 4096)
@@ -179,4 +165,4 @@ def test_stage_2_goes_on_from_stage_1_at_the_lowest_rate_and_can_be_started_agai
     stage2 = settings_of(CONFIGS / "neobert_stage2.yaml", tiny_corpus, *SMALL, *flags, data_path=blend)
     assert run_training(stage2) == EXIT_STOPPED_EARLY
     assert run_training(stage2) == 0, "the second start finds the checkpoint of the first"
-    assert read_metrics(Path(second), "lr") == {3: 6e-5, 4: 6e-5}
+    assert read_metrics(second, "lr") == {3: 6e-5, 4: 6e-5}

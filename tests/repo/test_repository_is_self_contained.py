@@ -32,24 +32,12 @@ FILES = list_files()
 CODE = [path for path in FILES if path.suffix in (".py", ".sh")]
 
 
-def matching_lines(pattern: re.Pattern[str], text: str) -> list[str]:
-    return [f"{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if pattern.search(line)]
-
-
-def findings(pattern: re.Pattern[str], paths: list[Path]) -> dict[str, list[str]]:
-    found = {}
-    for path in paths:
-        if lines := matching_lines(pattern, path.read_text(encoding="utf-8", errors="replace")):
-            found[str(path.relative_to(REPOSITORY))] = lines
-    return found
-
-
-def test_no_file_names_a_path_of_somebodys_machine():
-    assert findings(MACHINE_PATH, FILES) == {}
-
-
-def test_no_file_names_the_host_of_a_package_registry():
-    assert findings(REGISTRY_HOST, FILES) == {}
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY_HOST], ids=["path of a machine", "registry"])
+def test_no_file_names_a_path_of_somebodys_machine_or_the_host_of_a_package_registry(pattern):
+    texts = {path.relative_to(REPOSITORY): path.read_text(encoding="utf-8", errors="replace") for path in FILES}
+    assert [
+        f"{path}: {line}" for path, text in texts.items() for line in text.splitlines() if pattern.search(line)
+    ] == []
 
 
 def test_no_two_test_files_have_one_name():
@@ -67,20 +55,3 @@ def test_no_source_file_exceeds_400_lines():
 def test_no_file_exceeds_a_megabyte():
     sizes = {str(path.relative_to(REPOSITORY)): path.stat().st_size for path in FILES}
     assert {name: size for name, size in sizes.items() if size > MAXIMUM_BYTES} == {}
-
-
-@pytest.mark.parametrize(
-    ("line", "pattern"),
-    [
-        ('open("' + "/ho" + 'me/ann/corpus")', MACHINE_PATH),
-        ("cd " + "/wo" + "rk/main", MACHINE_PATH),
-        ("see .." + "/shared/notes.md", MACHINE_PATH),
-        ("--index-url https://" + "download.py" + "torch.org/whl/cpu", REGISTRY_HOST),
-        ("https://" + "pypi" + ".org/simple", REGISTRY_HOST),
-        ("/usr/bin/env bash; runs/tmp/x; $HOME/work/x; torch.org; https://arxiv.org/abs/1", None),
-    ],
-)
-def test_planted_line_is_found_and_an_innocent_one_is_not(line, pattern):
-    assert [one for one in (MACHINE_PATH, REGISTRY_HOST) if matching_lines(one, f"first\n{line}\n")] == (
-        [pattern] if pattern else []
-    )

@@ -14,7 +14,7 @@ from megatron_neobert.config import cli
 # Settings that Megatron-LM does not have under our name: its own flag for the same, if there is one.
 MEGATRON_NAMES = dict.fromkeys((
     "long_documents", "batch_layout", "document_block_size", "mask_replacement", "weight_decay_scope", "phases",
-    "loss_spike_sigma", "continue_from", "keep_last",
+    "continue_from", "keep_last",
 ), "") | {
     "init_method_range": "--init-method-std",
     "loss_normalization": "--calculate-per-token-loss",

@@ -1,4 +1,4 @@
-"""A checkpoint that training wrote, and a mark that shows whether something ran."""
+"""Small valid inputs, a checkpoint that training wrote, and a mark that shows whether something ran."""
 
 from pathlib import Path
 
@@ -6,7 +6,15 @@ import pytest
 from good_inputs import TRAINING
 from hostile import Canary
 from processes import run_command
+from readers import write_small_corpus
 from tests_tiny import TinyCorpus
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Return a folder with the corpus `small` and its tokenizer."""
+    write_small_corpus(tmp_path / "corpus")
+    return tmp_path / "corpus"
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 WORDS = [
     "[PAD]",
@@ -56,19 +57,40 @@ class Reader(NamedTuple):
 
 def write_model(folder: Path) -> Path:
     """Write an encoder in the eurobert layout, with a tokenizer and the files of sentence-transformers."""
-    torch.manual_seed(0)
-    config = EuroBertConfig(
-        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
-        mlp_bias=True, max_position_embeddings=_POSITIONS, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        mask_token_id=4,
-    )  # fmt: skip
-    EuroBertForMaskedLM(config).save_pretrained(folder)
     write_tokenizer(folder)
+    write_eurobert(
+        folder, folder, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, mlp_bias=True,
+        max_position_embeddings=_POSITIONS,
+    )  # fmt: skip
     write_modules(folder, {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"})
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": _POSITIONS, "do_lower_case": False})
     write_json(folder / "config_sentence_transformers.json", {"prompts": {}, "similarity_fn_name": "cosine"})
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True})
     return folder
+
+
+def write_eurobert(folder: Path, tokenizer: Path, **sizes: int) -> Path:
+    """Write a model as transformers does, with random weights and room for the ids of a tokenizer."""
+    known = load_tokenizer(tokenizer)
+    torch.manual_seed(0)
+    config = EuroBertConfig(
+        **sizes, vocab_size=known.vocab_size, pad_token_id=known.pad_id, bos_token_id=known.cls_id,
+        eos_token_id=known.sep_id, mask_token_id=known.mask_id,
+    )  # fmt: skip
+    EuroBertForMaskedLM(config).save_pretrained(folder)
+    known.save_tokenizer_files(folder, model_max_length=sizes["max_position_embeddings"])
+    return folder
+
+
+def write_neobert(folder: Path) -> Path:
+    """Write a model in the neobert layout, without its code, and its tokenizer."""
+    torch.manual_seed(0)
+    config = NeoBERTConfig(
+        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=12,
+        dim_head=8, max_position_embeddings=_POSITIONS, pad_token_id=0,
+    )  # fmt: skip
+    NeoBERTForMaskedLM(config).save_pretrained(folder)
+    return write_tokenizer(folder)
 
 
 def write_modules(folder: Path, types: Mapping[str, str]) -> None:

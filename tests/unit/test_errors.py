@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-from megatron_neobert.errors import LONGEST_REASON, short_reason
-
 CASES = {
     "ConfigError('a')": (2, "error: a\n"),
     "ConfigError(['a', 'b'])": (2, "error: cannot start:\n  - a\n  - b\n"),
@@ -41,12 +39,6 @@ def test_an_error_ends_in_one_sentence_and_its_exit_code(expression):
     code, message = CASES[expression]
     finished = run_raising(expression, RANK="0", LOCAL_RANK="0")
     assert (finished.returncode, finished.stderr) == (code, message)
-
-
-def test_without_escaping_a_message_would_reach_the_terminal_as_it_is():
-    """The control of the last case above."""
-    raw = run_raising("DataError('\\x1b[2J')", before="errors.visible = lambda text, keep: text")
-    assert raw.stderr == "error: \x1b[2J\n"
 
 
 @pytest.mark.parametrize("bug", ["ValueError('a \\x1b[2J')", "ModuleNotFoundError('a', name='megatron_neobert.x')"])
@@ -101,8 +93,3 @@ def test_rank_that_is_ended_because_another_one_ended_first_repeats_nothing():
     threading.Thread(target=end).start()"""
     finished = run_raising("MissingInputError('a')", before=torchrun, RANK="3", LOCAL_RANK="3")
     assert (finished.returncode, finished.stderr) == (66, "")
-
-
-def test_what_a_library_raised_is_one_short_line_with_its_kind():
-    assert short_reason(ValueError("first\n  second")) == "ValueError: first second"
-    assert len(short_reason(RuntimeError("x" * 10_000))) == LONGEST_REASON

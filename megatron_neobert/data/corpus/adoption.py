@@ -49,16 +49,17 @@ def adopt_corpora(options: AdoptOptions) -> None:
     """
     tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
     for prefix in options.prefixes:
-        corpus, found = adopt(prefix, tokenizer)
+        corpus, eod_id = adopt(prefix, tokenizer)
         text = tokenizer.backend.decode(corpus.document(0)[:32].tolist(), skip_special_tokens=False)
-        print(f"{corpus.prefix} is a corpus: {found}")
+        ends = "" if eod_id is None else f", without the id {eod_id} at the end of each (--append-eod)"
+        print(f"{corpus.prefix} is a corpus: {len(corpus):,} documents{ends}")
         for name, value in corpus.manifest.describe().items():
             print(f"  {name:<18} {value}")
         print(f"  {'begins':<18} {visible(text)}")
 
 
-def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
-    """Make the corpus PREFIX_documents of PREFIX.bin and PREFIX.idx, and describe what they hold.
+def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
+    """Make the corpus PREFIX_documents of PREFIX.bin and PREFIX.idx; return it, and the token that ended documents.
 
     Raises:
         MissingInputError: One of the two does not exist.
@@ -70,12 +71,12 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
         if known.manifest.exists():
             corpus = Corpus(known.manifest.with_suffix(""))
             corpus.check_tokenizer(tokenizer)
-            return corpus, "nothing is left to do"
+            return corpus, None
     for file in (source.bin, source.idx):
         if not file.is_file():
             raise MissingInputError(f"no {file}; give the prefix of Megatron-LM's files without .bin")
     # With a partial folder, an earlier call was killed while it moved its own files.
-    if (existing := files.existing_volumes()) and not files.partial.exists():
+    if (existing := files.existing()) and not files.partial.exists():
         raise OutputError(f"{existing[0]} has no manifest beside it; move it away, for the corpus takes its name")
     megatron = _MegatronIndex(source)
     with JobFolder(files.partial) as folder:
@@ -90,9 +91,9 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, str]:
             rejected={},
             dropped={NO_TOKENS: megatron.empty} if megatron.empty else {},
         )
-        output = OutputSettings(files, False, None, validation_fraction=0.0, deduplicate=False)
+        output = OutputSettings(files, None, validation_fraction=0.0, deduplicate=False)
         write_corpus([chunk], output, replace(draft, dtype=megatron.dtype.name), folder=folder.path)
-    return Corpus(f"{prefix}_documents"), megatron.describe(eod_id)
+    return Corpus(f"{prefix}_documents"), eod_id
 
 
 class _MegatronIndex:
@@ -118,13 +119,6 @@ class _MegatronIndex:
                 raise damage(files.idx, at_boundaries, "document boundaries that never fall", "some that do")
             self.documents += int(np.count_nonzero(some))
             self.empty += int(np.count_nonzero(some == 0))
-
-    def describe(self, eod_id: int | None) -> str:
-        """Describe the documents, for people."""
-        sequences = len(self._pointers)
-        form = "one sequence each" if sequences == self.documents else f"{sequences:,} sequences (--split-sentences)"
-        end = "nothing at their end" if eod_id is None else f"id {eod_id} at their end (--append-eod)"
-        return f"{self.documents:,} documents, {form}, {end}, {self.empty:,} empty ones besides"
 
     def chunks(self) -> Iterator[NDArray[np.int64]]:
         """Yield the tokens of each document, 0 for those that are empty."""

@@ -72,9 +72,6 @@ def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np
         for chunk, is_chosen in zip(chunks, chosen, strict=True):
             with chunk.open("rb") as source:
                 table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen))
-            for number, field in enumerate(schema):
-                if pa.types.is_string(field.type):
-                    table = table.set_column(number, field.name, _texts(table.column(number).to_pylist()))
             held = pa.concat_tables([held, table.cast(schema, safe=False)])
             whole = len(held) - len(held) % _ROW_GROUP
             if whole:
@@ -85,30 +82,15 @@ def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np
 
 
 def _typed(values: Sequence[Plain]) -> "pa.Array":
+    """Return values as a column; values of several types become texts, as Arrow casts them."""
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}
-    if kinds == {int}:
-        return pa.array(values, pa.int64())
-    if kinds and kinds <= {int, float}:
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    if kinds <= {bool}:
-        return pa.array(values, pa.bool_() if kinds else pa.null())
-    return _texts(values)
-
-
-def _texts(values: Iterable[Plain]) -> "pa.Array":
-    """Return values as texts. A whole number has one text, whether its chunk kept it as an integer or a float."""
-    import pyarrow as pa
-
-    def text(value: Plain) -> str | None:
-        if isinstance(value, bool):
-            return "true" if value else "false"
-        if isinstance(value, float) and value.is_integer():
-            return str(int(value))
-        return None if value is None else str(value)
-
-    return pa.array(map(text, values), pa.string())
+    if kinds == {int, float}:
+        values = [None if value is None else float(value) for value in values]
+    elif len(kinds) > 1:
+        values = [None if value is None else pa.scalar(value).cast(pa.string()).as_py() for value in values]
+    return pa.array(values)
 
 
 def plain_value(value: object) -> Plain:

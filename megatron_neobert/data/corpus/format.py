@@ -2,22 +2,20 @@
 
 A corpus is one or more corpus shards ("volumes" in names and in the manifest), each a pair of Megatron's .bin and .idx.
 One is PREFIX.bin and PREFIX.idx, several are PREFIX_00000.bin and so on; the manifest is PREFIX.json. A document
-is one sequence, whole, without special tokens. The manifest is written last, so its absence marks a corpus that is not
-finished, and it is the same for any machine and way that it was written by.
+is one sequence, whole, without special tokens. The manifest is written last, so its absence marks an unfinished corpus.
 """
 
 import hashlib
 import json
-import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert import __version__
@@ -58,15 +56,31 @@ class CorpusFiles(NamedTuple):
         """Last part of the prefix; every file name begins with it."""
         return self.manifest.name.removesuffix(".json")
 
-    def volume_files(self, volume_name: str) -> tuple[Path, Path]:
-        """Return the .bin and the .idx of a corpus shard."""
-        return self.bin.with_name(f"{volume_name}.bin"), self.bin.with_name(f"{volume_name}.idx")
+    def volume_files(self, volumes: int) -> list[tuple[Path, Path]]:
+        """Return the .bin and the .idx of each corpus shard of a corpus that has so many."""
+        return [(self.bin, self.idx)] if volumes == 1 else list(map(self.numbered, range(volumes)))
 
-    def existing_volumes(self) -> list[Path]:
-        """Return every .bin, .idx, .attributes.parquet and former .sources of this prefix, sorted."""
-        folder = self.manifest.parent
-        pattern = re.compile(rf"{re.escape(self.name)}((_\d{{5}})?\.(bin|idx)|\.attributes\.parquet|\.sources)")
-        return sorted(file for file in folder.iterdir() if pattern.fullmatch(file.name)) if folder.is_dir() else []
+    def numbered(self, number: int) -> tuple[Path, Path]:
+        """Return the .bin and the .idx of a corpus shard of several."""
+        name = f"{self.name}_{number:05d}"
+        return self.bin.with_name(f"{name}.bin"), self.bin.with_name(f"{name}.idx")
+
+    def existing(self) -> list[Path]:
+        """Return the files of a corpus of this name, besides manifest and rejects.
+
+        PREFIX_00012.bin is among them if the manifest names so many corpus shards or, without a manifest, if all lower
+        numbers exist and PREFIX_00012 is no corpus of its own.
+        """
+        try:
+            volumes = len(read_manifest(self.manifest).volumes)
+            pairs = [*self.volume_files(volumes)]
+        except (OSError, ValueError, DataError):
+            pairs = [(self.bin, self.idx)]
+            for pair in map(self.numbered, count()):
+                if pair[0].with_suffix(".json").exists() or not any(file.exists() for file in pair):
+                    break
+                pairs.append(pair)
+        return [file for file in (*sum(pairs, ()), self.attributes) if file.exists()]
 
 
 def corpus_files(prefix: str | Path) -> CorpusFiles:
@@ -79,24 +93,12 @@ def validation_files(files: CorpusFiles) -> CorpusFiles:
     return corpus_files(files.manifest.with_name(f"{files.name}_validation"))
 
 
-def volume_name(corpus_name: str, number: int, *, volumes: int) -> str:
-    """Return the name of a corpus shard's files without .bin and .idx."""
-    return corpus_name if volumes == 1 else f"{corpus_name}_{number:05d}"
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return uint16 below 65,500 ids, else int32: the rule that Megatron's own preprocessing follows."""
     return DTYPES[8 if vocab_size < 65500 else 4]
 
 
-_SOURCE_KEYS = ("source_key", "sources", "sources_sha256")  # in manifests before there were attributes
-
-
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An object of the manifest; reading refuses values of other types and keys that it does not have."""
-
-
-class Statistics(_Entry, frozen=True):
+class Statistics(msgspec.Struct, frozen=True):
     """Lengths of documents in tokens, without special tokens."""
 
     mean: float
@@ -106,26 +108,16 @@ class Statistics(_Entry, frozen=True):
     documents_above: dict[str, float]  # by cut: share of the documents that are longer
     tokens_above: dict[str, float]  # by cut: share of all tokens that would be truncated
 
-    def __post_init__(self) -> None:
-        if self.documents_above.keys() != self.tokens_above.keys():
-            raise ValueError("documents_above and tokens_above are for different cuts")
-
     def describe(self) -> dict[str, str]:
         """Return rows of a table: name and value."""
-        percentiles = ", ".join(
-            f"{'median' if rank == '50' else f'{rank} %'} {length:,}" for rank, length in self.percentiles.items()
-        )
-        return {
-            "tokens/document": (
-                f"mean {self.mean:,.1f}, shortest {self.shortest:,}, {percentiles}, longest {self.longest:,}"
-            ),
-            **{
-                f"over {cut} tokens": (
-                    f"{percent(share)} of the documents; beyond it {percent(self.tokens_above[cut])} of the tokens"
-                )
-                for cut, share in self.documents_above.items()
-            },
-        }
+        ranks = ", ".join(f"{rank} % {length:,}" for rank, length in self.percentiles.items())
+        lengths = f"mean {self.mean:,.1f}, shortest {self.shortest:,}, {ranks}, longest {self.longest:,}"
+        rows = {"tokens/document": lengths}
+        for (cut, documents), tokens in zip(self.documents_above.items(), self.tokens_above.values(), strict=False):
+            rows[f"over {cut} tokens"] = (
+                f"{percent(documents)} of the documents; beyond it {percent(tokens)} of the tokens"
+            )
+        return rows
 
 
 def length_statistics(documents_of: Mapping[int, int]) -> Statistics:
@@ -149,40 +141,39 @@ def count_lengths(lengths: NDArray[np.int32]) -> dict[int, int]:
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
-class InputRecord(_Entry, frozen=True):
+class InputRecord(msgspec.Struct, frozen=True):
     """An input file as it was when it was read."""
 
     bytes: Count
     sha256: str | None  # of all its bytes; None: a table, or a file of several chunks at a URL, of which none reads all
-    documents: Count | None = None  # of it in this corpus, one after the other; None: written before they were counted
-    tokens: Count | None = None  # in them
+    documents: Count = 0  # of it in this corpus, one after the other
+    tokens: Count = 0  # in them
 
 
-class QuarantinedShard(_Entry, frozen=True):
+class QuarantinedShard(msgspec.Struct, frozen=True):
     """An input file that --quarantine has left out."""
 
     bytes: Count
     reason: str
 
 
-class BackendRecord(_Entry, frozen=True):
+class BackendRecord(msgspec.Struct, frozen=True):
     """Documents that one tokenizer back end has tokenized."""
 
     documents: Count
     compared: Count  # of them with the reference tokenizer, id by id; 0 of the reference itself
 
 
-class Volume(_Entry, frozen=True):
+class Volume(msgspec.Struct, frozen=True):
     """Consecutive documents of a corpus in one pair of files."""
 
     documents: Count
     tokens: Count
     bin: FileRecord
     idx: FileRecord
-    name: str = ""  # of both files without .bin and .idx; follows from the manifest's, which does not repeat it
 
 
-class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything about a corpus that its .bin and .idx do not hold.
 
     records, repaired_documents, rejected and dropped are of all that was read; where a part of the documents is held
@@ -194,7 +185,7 @@ class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
     inputs: dict[str, InputRecord]  # by path or URL, in the order read
     text_key: str
     tokenizer_fingerprint: str
-    vocab_size: Count
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]  # int32 numbers the ids
     special_tokens: dict[str, Count]  # by role: "cls", "sep", "pad", "mask", "unk"
     special_ids: list[Count]
     dtype: str
@@ -209,7 +200,7 @@ class Manifest(_Entry, frozen=True, kw_only=True, dict=True):
     rejected: dict[str, Count]  # records by reason: errors
     dropped: dict[str, Count]  # records by the name of a filter
     statistics: Statistics
-    volumes: list[Volume]
+    volumes: Annotated[list[Volume], msgspec.Meta(min_length=1)]
     tokenizer_backends: dict[str, BackendRecord] = {}  # by name and version
     quarantined: dict[str, QuarantinedShard] = {}  # by path or URL; not among the inputs
     attributes: FileRecord | None = None  # PREFIX.attributes.parquet; None: no attribute besides length and input
@@ -268,22 +259,15 @@ def read_manifest(path: Path) -> Manifest:
     if version != FORMAT_VERSION:
         found = reprlib.repr(version)
         raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
-    for key in _SOURCE_KEYS:
-        content.pop(key, None)
-    for key in ("min_tokens", "max_tokens"):  # filters of earlier commits, 0 and None if they were not used
-        if isinstance(filters := content.get("filters"), dict) and not filters.get(key):
-            filters.pop(key, None)
-    if content.pop("eod_id", None) is not None:
+    if content.get("eod_id") is not None:
         raise DataError(
-            f"{path}: its .bin has end-of-document tokens, not read any more; remove {path.stem}.*, adopt again"
+            f"{path}: its .bin has end-of-document tokens, which are not read any more; remove "
+            f"{path.with_suffix('')}.* and run neobert adopt again"
         )
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
         raise DataError(f"{path}: {error}; {DAMAGED}") from error
-    name, volumes = path.name.removesuffix(".json"), manifest.volumes
-    for number, volume in enumerate(volumes):
-        volumes[number] = replace(volume, name=volume_name(name, number, volumes=len(volumes)))
     for problem in find_contradictions(manifest):
         raise DataError(f"{path}: {problem}; {DAMAGED}")
     return manifest
@@ -311,11 +295,7 @@ def draft_manifest(tokenizer: "Tokenizer", **facts: Any) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    problems = list(find_contradictions(manifest))
-    assert not problems, f"{path}: {problems}"
     content = msgspec.to_builtins(manifest)
-    for volume in content["volumes"]:
-        del volume["name"]
     if manifest.attributes is None:
         del content["attributes"]
     # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
@@ -327,23 +307,11 @@ def find_contradictions(manifest: Manifest) -> Iterator[str]:
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
     if "unk" not in manifest.special_tokens or not all(id_ < manifest.vocab_size for id_ in special):
         yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
-    if manifest.vocab_size > 2**31:
-        yield f"expected a vocab_size that int32 can number, found {manifest.vocab_size}"
-    if not manifest.volumes:
-        yield "expected at least one volume, found none"
-    sums = {
-        "records": manifest.documents
-        + manifest.held_out
-        + sum(manifest.rejected.values())
-        + sum(manifest.dropped.values()),
-        "documents": sum(volume.documents for volume in manifest.volumes),
-        "tokens": sum(volume.tokens for volume in manifest.volumes),
-    }
-    meaning = {"records": "documents, held out, rejected and dropped", "documents": "volumes", "tokens": "volumes"}
-    for name, expected in sums.items():
-        if (found := getattr(manifest, name)) != expected:
-            yield f"expected {name} {expected}, the sum over its {meaning[name]}, found {found}"
+    records = [manifest.documents, manifest.held_out, *manifest.rejected.values(), *manifest.dropped.values()]
+    sums = [("records", "documents, held out, rejected and dropped", records)]
     for name in ("documents", "tokens"):
-        counts = [getattr(record, name) for record in manifest.inputs.values()]
-        if counts and None not in counts and sum(counts) != (found := getattr(manifest, name)):
-            yield f"expected {name} {sum(counts)}, the sum over its inputs, found {found}"
+        for parts, pieces in (("volumes", manifest.volumes), ("inputs", manifest.inputs.values())):
+            sums.append((name, parts, [getattr(piece, name) for piece in pieces]))
+    for name, parts, counts in sums:
+        if counts and sum(counts) != (found := getattr(manifest, name)):
+            yield f"expected {name} {sum(counts)}, the sum over its {parts}, found {found}"

@@ -3,7 +3,6 @@
     neobert validate corpus/web_content_document --full
     neobert inspect data corpus/web_content_document
     neobert inspect data corpus/web_content_document --inputs
-    neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --random 3
     neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
 
 The text of a document is what the tokenizer makes of the ids, so white space, and for an uncased vocabulary case and
@@ -11,24 +10,18 @@ accents, are not those of the original. Characters that a terminal would act upo
 """
 
 import io
-import random
 import sys
-import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.cli import option
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.text import visible
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-
-_WIDTH = 80  # columns of a terminal
-_NAME_WIDTH = 18  # columns of them for names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +60,6 @@ class InspectDataOptions(_CorpusOptions):
     """The command line of `neobert inspect data`."""
 
     document: tuple[int, ...] | None = option(None, "show these documents, counted from 0")
-    random: int | None = option(None, "show K documents chosen at random", metavar="K")
     inputs: bool = option(False, "list the inputs, with documents and tokens of each")
     tokens: int = option(200, "show at most N tokens of each document", minimum=1)
     tokenizer_model: str | None = option(None, "tokenizer that the corpus was written with", metavar="PATH")
@@ -78,21 +70,21 @@ def inspect_data(options: InspectDataOptions) -> None:
     """Show what is in a corpus: a summary, or documents as text and token ids."""
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
-    given = [name for name in ("document", "random", "inputs") if getattr(options, name)]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(f'--{name}' for name in given)} exclude each other; give one of them.")
     corpus = _open(options.prefix, options.object_storage_cache_path)
+    numbers = options.document or ()
     if options.inputs:
         print_inputs(corpus)
-        return
-    numbers = choose_documents(corpus, options)
-    if numbers is None:
+    elif not numbers:
         print_summary(corpus)
+    if not numbers:
         return
-    if options.tokenizer_model is None:
+    if outside := [number for number in numbers if not 0 <= number < len(corpus)]:
         raise ConfigError(
-            "--document and --random show text, which takes the corpus's tokenizer; give --tokenizer-model"
+            f"--document {outside[0]} is none of the {len(corpus):,} documents of {corpus.prefix}; they are numbered "
+            f"0 to {len(corpus) - 1}"
         )
+    if options.tokenizer_model is None:
+        raise ConfigError("--document shows text, which takes the corpus's tokenizer; give --tokenizer-model")
     tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
     corpus.check_tokenizer(tokenizer)
     for number in numbers:
@@ -111,26 +103,6 @@ def _open(prefix: str, cache_path: str | None) -> "Corpus":
     if cache_path is None:
         raise ConfigError(f"{prefix} is read through a folder on a local disk; name one: --object-storage-cache-path.")
     return Corpus(prefix, ObjectStorage(Path(cache_path)))
-
-
-def choose_documents(corpus: "Corpus", options: InspectDataOptions) -> Sequence[int] | None:
-    """Return the numbers of the documents to show; None if the command line asks for none."""
-    documents = len(corpus)
-    if options.document is not None:
-        if outside := [number for number in options.document if not 0 <= number < documents]:
-            raise ConfigError(
-                f"--document {outside[0]} is none of the {documents:,} documents of {corpus.prefix}; they are numbered "
-                f"0 to {documents - 1}"
-            )
-        return list(options.document)
-    if options.random is None:
-        return None
-    if not 1 <= options.random <= documents:
-        raise ConfigError(
-            f"--random {options.random} is not a number of documents of {corpus.prefix}, which has {documents:,}; give "
-            f"1 to {documents}"
-        )
-    return random.sample(range(documents), options.random)
 
 
 def print_summary(corpus: "Corpus") -> None:
@@ -159,8 +131,6 @@ def print_inputs(corpus: "Corpus") -> None:
     first, total = 0, corpus.manifest.tokens
     print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
     for name, record in corpus.manifest.inputs.items():
-        if record.documents is None or record.tokens is None:
-            raise DataError(f"{corpus.files.manifest} does not count its inputs; preprocess again for that")
         print(
             f"{first:>13,} {record.documents:>13,} {record.tokens:>17,} {record.tokens / total:>7.2%}  {visible(name)}"
         )
@@ -178,15 +148,6 @@ def print_document(corpus: "Corpus", number: int, tokenizer: "Tokenizer", *, tok
 
 
 def print_rows(rows: dict[str, str]) -> None:
-    """Print names and values in two columns, wrapped. What a stranger put there is escaped."""
-    width = _WIDTH - _NAME_WIDTH - 3
+    """Print names and values in two columns. What a stranger put there is escaped."""
     for name, value in rows.items():
-        name = visible(name)
-        lines = [
-            line
-            for paragraph in visible(value, keep="\n\t").split("\n")
-            for line in textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False) or [""]
-        ]
-        print(f"  {name:<{_NAME_WIDTH}} {lines[0]}")
-        for line in lines[1:]:
-            print(" " * (_NAME_WIDTH + 3) + line)
+        print(f"  {visible(name):<18} {visible(value)}")

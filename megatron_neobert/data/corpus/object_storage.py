@@ -21,8 +21,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
-from megatron_neobert.data.corpus.format import Volume as VolumeRecord
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, Volume, corpus_files, read_manifest
 from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_in
 from megatron_neobert.data.inputs.stream import named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
@@ -51,8 +53,8 @@ class Fetching:
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_THREADS, thread_name_prefix="object-storage")
     )
-    ordered: dict[Path, Future[None]] = field(default_factory=dict)
-    written_bytes: int | None = None  # since this process last looked at all blocks; None: it never has
+    ordered: dict[Path, Future[bytes]] = field(default_factory=dict)
+    written_bytes: int = LIMIT_BYTES  # since this process last looked at all blocks
 
 
 class ObjectStorage:
@@ -77,12 +79,12 @@ class ObjectStorage:
         self.fetching.threads.shutdown(wait=False, cancel_futures=True)
         self._fetching = None
 
-    def open_corpus(self, prefix: str) -> tuple[CorpusFiles, Manifest, "list[RemoteFile]"]:
-        """Return the local copies of manifest and indexes, and the .bin files, of which nothing is read."""
+    def open_corpus(self, prefix: str) -> "tuple[CorpusFiles, Manifest, list[tuple[RemoteFile, Path]]]":
+        """Return manifest, and of each corpus shard the .bin, unread, and the copy of the index."""
         above, _, name = prefix.rpartition("/")
         url = f"{prefix}.json"
         try:
-            content = _attempt(url, lambda file_system, path, limits: file_system.cat_file(path, **limits), final=True)
+            content = _attempt(url, lambda file_system, path, limits: file_system.cat_file(path, **limits))
         except MissingInputError as error:
             raise MissingInputError(
                 f"no corpus {prefix}: there is no {url}; give the prefix without .bin, as neobert preprocess printed it"
@@ -94,16 +96,15 @@ class ObjectStorage:
                 temporary.write_bytes(content)
         manifest = read_manifest(files.manifest)
 
-        def open_volume(volume: VolumeRecord) -> RemoteFile:
-            ids, index = files.volume_files(volume.name)
-            self.copy(f"{above}/{index.name}", index, volume.idx)
-            return RemoteFile(self, f"{above}/{ids.name}", volume.bin)
+        def open_pair(pair: tuple[Path, Path], volume: Volume) -> tuple[RemoteFile, Path]:
+            self.copy(f"{above}/{pair[1].name}", pair[1], volume.idx)
+            return RemoteFile(self, f"{above}/{pair[0].name}", volume.bin), pair[1]
 
         with ThreadPoolExecutor(_THREADS) as threads:
-            volumes = list(threads.map(open_volume, manifest.volumes))
+            pairs = list(threads.map(open_pair, files.volume_files(len(manifest.volumes)), manifest.volumes))
         # No connection may be open when the loader forks its workers: they would share the connection.
         type(file_system_of(url)[0]).clear_instance_cache()
-        return files, manifest, volumes
+        return files, manifest, pairs
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[None]:
@@ -139,27 +140,26 @@ class ObjectStorage:
                     )
 
     def count_written(self, size: int) -> None:
-        """Keep the blocks of the folder at about LIMIT_BYTES.
+        """Keep the blocks of the folder at about LIMIT_BYTES: remove those used longest ago, down to 80 %.
 
-        The first block that a process writes, and then every 32nd part of the limit, is followed by a look at all
-        blocks (5 us each). If they take more than the limit, the blocks used longest ago are removed down to 80 %.
+        A process looks at all blocks (5 us each) after its first block and then after every 32nd part of the limit.
         """
         fetching = self.fetching
-        if fetching.written_bytes is not None and fetching.written_bytes + size < LIMIT_BYTES // _LOOKS:
-            fetching.written_bytes += size
+        fetching.written_bytes += size
+        if fetching.written_bytes < LIMIT_BYTES // _LOOKS:
             return
         fetching.written_bytes, found = 0, []
         for path in (self.folder / "blocks").glob("*/*"):
             with suppress(FileNotFoundError):
                 if path.name.isdigit():  # a block, not a file that is being written
                     found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-        used = sum(size for _, size, _ in found)
-        left = 0.8 * LIMIT_BYTES if used > LIMIT_BYTES else used
+        excess = sum(size for _, size, _ in found) - LIMIT_BYTES
+        excess += LIMIT_BYTES // 5 if excess > 0 else 0
         for _, size, path in sorted(found):
-            if used <= left:
+            if excess <= 0:
                 break
             path.unlink(missing_ok=True)
-            used -= size
+            excess -= size
 
 
 class RemoteFile:
@@ -188,13 +188,13 @@ class RemoteFile:
         content = blocks[0] if len(blocks) == 1 else b"".join(blocks)
         return memoryview(content)[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
-    def will_need(self, begin: int, end: int) -> None:
-        """Have threads fetch the blocks of these bytes."""
+    def will_need(self, positions: NDArray[np.int64]) -> None:
+        """Have threads fetch the blocks of the bytes at these positions."""
         fetching = self.storage.fetching
-        for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        for number in np.unique(positions // BLOCK_BYTES).tolist():
             path = self.path(number)
             if path not in fetching.ordered and not path.exists():
-                fetching.ordered[path] = fetching.threads.submit(self._order, number)
+                fetching.ordered[path] = fetching.threads.submit(self.load, number)
 
     def path(self, number: int) -> Path:
         """File of the cache that holds a block, or will hold it."""
@@ -208,20 +208,12 @@ class RemoteFile:
         with self.storage.locked(path):
             if (cached := self._cached(number)) is not None:
                 return cached
-            try:
-                content = _read(self.url, begin, min(begin + BLOCK_BYTES, len(self)))
-            except StorageError:
-                with suppress(StorageError):
-                    self._refuse_replaced()  # which would be the reason
-                raise
+            content = _read(self.url, begin, min(begin + BLOCK_BYTES, len(self)))
             self._refuse_replaced()  # after the read: an object replaced before it is not the one that was opened
             with replacing(path, sync=False) as temporary:
                 temporary.write_bytes(content + zlib.crc32(content).to_bytes(_CRC_BYTES, "little"))
         self.storage.count_written(len(content))
         return content
-
-    def _order(self, number: int) -> None:
-        self.load(number)  # into the cache; the bytes are not kept
 
     def _cached(self, number: int) -> bytes | None:
         try:  # another process may remove the block at any time
@@ -269,24 +261,21 @@ def _version_of(url: str) -> InputVersion:
     return _attempt(url, lambda file_system, path, limits: version_in(file_system.info(path, **limits), url))
 
 
-def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, final: bool = False) -> _Result:
-    """Call `action` with file system, path and options of a call, several times if it fails, then raise StorageError.
-
-    `final`: a missing object ends the attempts. An overloaded server may report existing objects as missing.
-    """
+def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result]) -> _Result:
+    """Call `action` with file system, path and options of a call; after several failures raise StorageError."""
     for wait in (*_WAITS_SECONDS, None):
         try:
             with named_errors(url):
                 file_system, path = file_system_of(url)
                 limits = {"timeout": _TIMEOUT_SECONDS} if file_system.async_impl else {}
                 return action(file_system, path, limits)
-        except (OSError, MissingInputError) as error:
-            if final and isinstance(error, MissingInputError):
+        except (OSError, MissingInputError) as error:  # a server with too much to do may report objects as missing
+            if wait is None and isinstance(error, MissingInputError):
                 raise
             if wait is None:
-                attempts = len(_WAITS_SECONDS) + 1
                 raise StorageError(
-                    f"{url} could not be read in {attempts} attempts, the last of which ended with: {error}"
+                    f"{url} could not be read in {len(_WAITS_SECONDS) + 1} attempts, the last of which ended with: "
+                    f"{error}"
                 ) from error
             time.sleep(wait * random.uniform(0.5, 1.5))  # many processes fail together
     raise AssertionError

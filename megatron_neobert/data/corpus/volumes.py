@@ -10,11 +10,10 @@ Documents are end to end.
 Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_volumes.py reads it with that class.
 """
 
-import ctypes
 import hashlib
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, Volume
-from megatron_neobert.data.corpus.object_storage import RemoteFile
+from megatron_neobert.data.corpus.object_storage import BLOCK_BYTES, RemoteFile
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.new_file import NewFile
 
@@ -31,8 +30,6 @@ HEADER = struct.Struct("<9sQBQQ")
 _CHUNK = 1 << 20  # documents handled at a time
 _SCANNED_BYTES = 2 << 20  # of ids, at a time
 _ORDERED_CHUNKS = 8  # of those ids, where they are remote
-_READ_THROUGH_BYTES = 64 << 10  # a gap that costs less to read than to skip
-_NEIGHBOURS_BYTES = 256 << 10  # read around a document whose neighbours are soon needed; the size of a remote block
 
 
 def write_index(
@@ -72,18 +69,17 @@ class MappedVolume:
     """The documents of one .bin, which may be remote, and .idx. DataError if they or the manifest disagree."""
 
     def __init__(
-        self, bin_: Path | RemoteFile, idx_path: Path, *, expected: Volume, dtype: str, manifest: Path
+        self, bin_: Path | RemoteFile, idx_path: Path, expected: Volume, *, dtype: str, manifest: Path
     ) -> None:
         self.bin, self.idx = bin_, idx_path
         self.dtype, documents, boundaries = read_header(idx_path)
         if boundaries != documents + 1:
             both = f"{documents} sequences and {boundaries} boundaries"
             raise damage(idx_path, 18, "one boundary more than sequences, for a document is one sequence", both)
-        self.index = _map(idx_path)
-        self.at_pointers = HEADER.size + 4 * documents  # bytes of the index before them
-        self.lengths = np.frombuffer(self.index, "<i4", documents, HEADER.size)
-        self.pointers = np.frombuffer(self.index, "<i8", documents, self.at_pointers)  # bytes
-        self.after_lengths = np.frombuffer(self.index, "<i8", 2 * documents + 1, self.at_pointers)
+        index, at_pointers = _map(idx_path), HEADER.size + 4 * documents
+        self.lengths = np.frombuffer(index, "<i4", documents, HEADER.size)
+        self.pointers = np.frombuffer(index, "<i8", documents, at_pointers)  # bytes
+        self.after_lengths = np.frombuffer(index, "<i8", 2 * documents + 1, at_pointers)
         self.end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         size = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
         tokens = self.end // self.dtype.itemsize
@@ -99,38 +95,31 @@ class MappedVolume:
                 raise DataError(
                     f"{manifest}: expected {name} {found} as in {idx_path.name}, found {recorded}; {DAMAGED}"
                 )
-        self.content = _map(bin_) if isinstance(bin_, Path) else bin_
+        self.content = memoryview(_map(bin_)) if isinstance(bin_, Path) else bin_  # sliced by bytes
 
-    def wrong_place(self, number: int) -> DataError:
-        """Return the error of a document that does not end where the next one begins."""
-        # Behind the last pointer stands the first boundary, which is 0.
-        begin, following = int(self.after_lengths[number]), int(self.after_lengths[number + 1]) or self.end
-        length = int(self.lengths[number])
-        at = HEADER.size + 4 * self.lengths.size + 8 * number
-        wanted = (
-            f"pointer and length of document {number} to lead to {following}, the next one, within {self.end} bytes"
-        )
-        return damage(self.idx, at, wanted, f"{begin} bytes and {length} tokens of {self.dtype}")
+    def find(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return first byte and tokens of documents. DataError if one does not end where the next one begins."""
+        begins, lengths = self.pointers[documents], self.lengths[documents]
+        nexts = self.after_lengths[documents + 1]
+        nexts = np.where(nexts == 0, self.end, nexts)  # the first boundary, 0, is after the last pointer
+        wrong = (begins + lengths.astype(np.int64) * self.dtype.itemsize != nexts) | (lengths < 1)
+        wrong |= (begins < 0) | (begins > self.end) | (nexts > self.end)  # begins: their sum may overflow
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            wanted = (
+                f"pointer and length of document {documents[at]} to lead to {nexts[at]}, the next one, within "
+                f"{self.end} bytes"
+            )
+            found = f"{begins[at]} bytes and {lengths[at]} tokens of {self.dtype}"
+            raise damage(self.idx, HEADER.size + 4 * self.lengths.size + 8 * int(documents[at]), wanted, found)
+        return begins, lengths
 
-    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
-        """Have the operating system, or threads, start to read these documents, adjacent ones in one go.
-
-        `with_neighbours`: read what is around them too, if the file is local. A remote one is read by blocks anyway.
-        """
-        first = np.sort(documents)
-        begins = self.pointers[first]
-        ends = begins + self.lengths[first].astype(np.int64) * self.dtype.itemsize
-        if with_neighbours and not isinstance(self.content, RemoteFile):
-            begins = begins - begins % _NEIGHBOURS_BYTES
-            ends = np.minimum(-(-ends // _NEIGHBOURS_BYTES) * _NEIGHBOURS_BYTES, self.end)
-        gaps = np.flatnonzero(begins[1:] - ends[:-1] > _READ_THROUGH_BYTES)
-        starts, stops = np.append(0, gaps + 1), np.append(gaps, len(first) - 1)
-        for begin, end in zip(begins[starts].tolist(), ends[stops].tolist(), strict=True):
-            if isinstance(self.content, RemoteFile):
-                self.content.will_need(begin, end)
-            else:
-                page = begin - begin % mmap.PAGESIZE
-                self.content.madvise(mmap.MADV_WILLNEED, page, end - page)
+    def will_need(self, documents: NDArray[np.int64]) -> None:
+        """Have threads fetch these documents, if they are remote. The blocks inside of a long one are not announced."""
+        if isinstance(self.bin, RemoteFile):
+            begins = self.pointers[documents]
+            lasts = begins + self.lengths[documents].astype(np.int64) * self.dtype.itemsize - 1
+            self.bin.will_need(np.append(begins, lasts))
 
     def read_ids(self) -> Iterator[NDArray[Any]]:
         """Yield all of the .bin, some ids at a time; a local one is read and not mapped, so that it takes no memory."""
@@ -140,7 +129,7 @@ class MappedVolume:
                     yield ids
             return
         for begin in range(0, self.end, _SCANNED_BYTES):
-            self.bin.will_need(begin, min(begin + _ORDERED_CHUNKS * _SCANNED_BYTES, self.end))
+            self.bin.will_need(np.arange(begin, min(begin + _ORDERED_CHUNKS * _SCANNED_BYTES, self.end), BLOCK_BYTES))
             yield np.frombuffer(bytearray(self.bin[begin : begin + _SCANNED_BYTES]), self.dtype)
 
 
@@ -171,8 +160,7 @@ class AllowedIds:
 
     def describe(self, wrong_id: int) -> str:
         """Describe what should be in the place of a wrong id."""
-        vocab_size = self._vocab_size
-        return "no special token" if 0 <= wrong_id < vocab_size else f"an id below {vocab_size}"
+        return "no special token" if 0 <= wrong_id < self._vocab_size else f"an id below {self._vocab_size}"
 
     def scan(self, volume: MappedVolume) -> str:
         """Read all tokens, and return the sha256 of the .bin. Raise DataError for an id that is not allowed."""
@@ -237,26 +225,6 @@ def check_index(path: Path, lengths: NDArray[np.int32], rest: NDArray[np.int64],
                 wanted = f"pointer of document {at} to be {expected[at - first]} bytes, the {dtype} tokens before it"
             raise damage(path, HEADER.size + 4 * lengths.size + 8 * at, wanted, rest[at])
         first += expected.size
-
-
-class MappedFiles:
-    """Files that are mapped into memory, read as one: what many of them hold is gathered without a loop over them.
-
-    The memory between two files may be unmapped or belong to something else, so every offset must be inside a file.
-    `bytes` reaches from the first file in memory to the last, and `begins` has the place of each file in it.
-    """
-
-    def __init__(self, files: Sequence[mmap.mmap]) -> None:
-        self._files = files  # they stay mapped as long as this lives
-        addresses = np.array([np.frombuffer(file, np.uint8).ctypes.data for file in files], dtype=np.int64)
-        first, end = int(addresses.min()), int((addresses + [len(file) for file in files]).max())
-        self.begins = addresses - first
-        self.bytes = memoryview((ctypes.c_ubyte * (end - first)).from_address(first)).cast("B").toreadonly()
-
-    def take(self, offsets: NDArray[np.int64], dtype: str) -> NDArray[Any]:
-        """The numbers that begin at these bytes, in any alignment."""
-        at_any_byte = len(self.bytes) - np.dtype(dtype).itemsize + 1
-        return np.ndarray((at_any_byte,), dtype, self.bytes, strides=(1,))[offsets]
 
 
 def _map(path: Path) -> mmap.mmap:

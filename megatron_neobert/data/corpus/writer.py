@@ -35,7 +35,6 @@ from megatron_neobert.data.corpus.format import (
     length_statistics,
     reject_line,
     validation_files,
-    volume_name,
     write_manifest,
 )
 from megatron_neobert.data.corpus.shard_job import (
@@ -62,7 +61,6 @@ class OutputSettings:
     """Which documents become a corpus, and in what files."""
 
     files: CorpusFiles
-    keep_shards: bool  # a corpus shard per input file
     shard_bytes: int | None  # limit of a corpus shard's .bin, unless one chunk exceeds it; None: no limit
     validation_fraction: float  # of the documents, chosen by their text, into a corpus of their own
     deduplicate: bool
@@ -107,9 +105,8 @@ class _Corpus:
                 record.result.tokens,
                 record.files["bin"],
                 record.files["idx"],
-                volume_name(self.files.name, number, volumes=len(self.shards)),
             )
-            for number, record in enumerate(self.shards.values())
+            for record in self.shards.values()
         ]
         manifest = replace(
             draft,
@@ -129,9 +126,9 @@ class _Corpus:
 
     def move(self, work: Path, manifest: Manifest) -> None:
         """Give all files their final names, the manifest last."""
-        for job, named in zip(self.shards, manifest.volumes, strict=True):
-            for end, target in zip(("bin", "idx"), self.files.volume_files(named.name), strict=True):
-                (work / f"{job}.{end}").replace(target)
+        for job, pair in zip(self.shards, self.files.volume_files(len(self.shards)), strict=True):
+            for target in pair:
+                (work / job).with_suffix(target.suffix).replace(target)
         if manifest.attributes is not None:
             (work / f"{self.name}_attributes").replace(self.files.attributes)
         sync_to_disk(self.files.manifest.parent)
@@ -157,6 +154,7 @@ def write_corpus(
 
     Raises:
         DataError: No document is left for the corpus, or none is held out for validation.
+        OutputError: A file of another corpus has a name that a corpus shard would have.
     """
     kept = [chunk for chunk in chunks if chunk.documents]
     work = _prepare_folder(folder.absolute(), kept, output, draft)
@@ -185,6 +183,7 @@ def write_corpus(
     except DataError:
         shutil.rmtree(work)
         raise
+    _refuse_others(output.files, len(manifest.volumes))
     _remove_old(output.files)
     if validation:
         held_out.move(work, validation)
@@ -199,12 +198,20 @@ def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
     """Raise OutputError if a corpus, or a file of one, would be replaced unasked."""
     both = (files, validation_files(files))
     manifests = [one.manifest for one in both if one.manifest.exists()]
-    existing = [str(file) for file in [volume for one in both for volume in one.existing_volumes()] + manifests]
+    existing = [str(file) for file in [file for one in both for file in one.existing()] + manifests]
     if existing and not overwrite:
         raise OutputError(
             f"{listed(existing)} exist{'s' if len(existing) == 1 else ''} already; "
             "choose another --output-prefix, or replace with --overwrite"
         )
+
+
+def _refuse_others(files: CorpusFiles, volumes: int) -> None:
+    """Raise OutputError if a new file would replace one that is not of the corpus of this name."""
+    own = files.existing()
+    for file in sum(files.volume_files(volumes), ()):
+        if file.exists() and file not in own:
+            raise OutputError(f"{file} belongs to another corpus; move it away, and start again with --resume")
 
 
 def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> Path:
@@ -247,8 +254,7 @@ def lay_out(chunks: Sequence[ChunkFiles], output: OutputSettings, item_bytes: in
     for number, chunk in enumerate(chunks):
         new = chunk.tokens * item_bytes
         is_full = output.shard_bytes is not None and size + new > output.shard_bytes
-        is_other_input = output.keep_shards and chunk.input != chunks[number - 1].input
-        if number > starts[-1] and (is_full or is_other_input):
+        if number > starts[-1] and is_full:
             starts.append(number)
             size = 0
         size += new
@@ -295,10 +301,14 @@ def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> N
 
 
 def _remove_old(files: CorpusFiles) -> None:
-    """Remove the corpus that is replaced, its manifests first: a new .bin beside an old .idx must not pass for one."""
+    """Remove the corpus that is replaced, its manifests first: a new .bin beside an old .idx must not pass for one.
+
+    Higher numbers go first, so that after a kill the rest is still numbered from 0 on.
+    """
     both = (files, validation_files(files))
+    old = [file for one in both for file in reversed(one.existing())]
     for one in both:
         one.manifest.unlink(missing_ok=True)
     sync_to_disk(files.manifest.parent)
-    for file in (*(file for one in both for file in one.existing_volumes()), files.rejects):
+    for file in (*old, files.rejects):
         file.unlink(missing_ok=True)

@@ -45,24 +45,18 @@ _FORMAT_MAGIC: dict[bytes, Format] = {
     b"\xff\xff\xff\xff": "arrow",  # a stream, as the `datasets` library saves it
     b"WARC/": "warc",
 }
-# What would be taken for text, or has a remedy of its own; other binary files have NUL bytes or junk: _refuse_junk.
-_REFUSED_CONTENT = {
-    re.compile(rb"PK\x03\x04"): ("a zip archive", "unpack it"),
-    re.compile(rb".{257}ustar[\0 ]", re.DOTALL): ("a tar archive", "unpack it (tar -xf)"),
-    re.compile(rb"filedesc://"): ("an ARC archive", "convert it to WARC"),
-    re.compile(rb"%PDF-"): ("a PDF document", "extract its text"),
-}
 _MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
-_REFUSED_TEXTS = {  # by the end of the name: what cannot be told from plain text by its content
-    r"\.[ct]sv": ("a CSV or TSV table", "write it again as parquet or JSON lines"),
-    r"\.arc": ("an ARC archive", "convert it to WARC"),
-    r"\.(x?html?|xml)": ("an HTML or XML page", "extract its text (or take it as it is: --input-format text)"),
+_REFUSED_NAMES = {  # what cannot be told from plain text by its content
+    (".csv", ".tsv"): ("a CSV or TSV table", "write it again as parquet or JSON lines"),
+    (".htm", ".html", ".xhtml", ".xml"): (
+        "an HTML or XML page",
+        "extract its text (or take it as it is: --input-format text)",
+    ),
 }
 # No file of these formats is empty, not even one without records: it is what a transfer that broke off has left.
 _NEVER_EMPTY = (".parquet", ".arrow", ".feather", ".gz", ".zst", ".bz2", ".xz")
 _COMPRESSED_NAME = re.compile(r"\.(gz|zst|bz2|xz)$")
 _READ_HERE = "input files are parquet, Arrow, JSON lines, plain text in UTF-8 or WARC"
-_TEXT_NAMES = (".txt", ".text", ".md")
 _CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # white space and escape occur in texts
 _JUNK_SHARE = 0.1  # of the first characters that are no UTF-8 or control codes; a text of another encoding has more
 
@@ -141,9 +135,6 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     """Tell JSON lines from plain text. Raise DataError for JSON that spans lines, and for what is neither."""
-    for magic, (kind, remedy) in _REFUSED_CONTENT.items():
-        if magic.match(head):
-            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without a record
@@ -159,15 +150,11 @@ def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     if b"\0" in head or not has_objects:
         _refuse_junk(path, head)
     name = _COMPRESSED_NAME.sub("", PurePosixPath(path).name.lower())
-    if not name.endswith(_TEXT_NAMES):
-        if re.search(r"\.(jsonl|ndjson|json)", name):
-            return "jsonl"
-        if (has_objects and not _MARKUP.match(content)) or content.startswith(b"{"):
-            return "jsonl"
-    if _MARKUP.match(content):
-        name = ".html"
-    for ending, (kind, remedy) in _REFUSED_TEXTS.items():
-        if re.search(rf"{ending}$", name):
+    is_page = _MARKUP.match(content) is not None
+    if re.search(r"\.(jsonl|ndjson|json)", name) or (has_objects and not is_page):
+        return "jsonl"
+    for endings, (kind, remedy) in _REFUSED_NAMES.items():
+        if name.endswith(endings) or (is_page and ".html" in endings):
             raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
     return "text"
 

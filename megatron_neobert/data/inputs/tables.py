@@ -9,7 +9,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate, chain
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.data.inputs.records import (
@@ -39,60 +39,51 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # without it, a file cut off betwe
 
 
 def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> list[int]:
-    """Return the rows at which to cut a parquet file: between row groups, and inside those that are too large.
+    """Return the rows at which to cut a parquet file, between row groups; an Arrow file is one chunk.
 
-    An Arrow file is one chunk. Raises DataError or ConfigError if a column is missing.
+    Raises DataError or ConfigError if a column is missing.
     """
     with _named_damage(chunk), ExitStack() as stack:
+        groups = []
         if chunk.format == "arrow":
-            schema, _ = stack.enter_context(_open_arrow(chunk.path))
-            groups = []
+            source, open_reader, _ = stack.enter_context(_open_arrow(chunk.path))
+            schema = open_reader(source).schema
         else:
             file = stack.enter_context(_open_parquet(chunk.path))
             schema, groups = file.schema_arrow, [file.metadata.row_group(n) for n in range(file.num_row_groups)]
-        _find_column(chunk.path, schema, settings.text_key)
-        for key in settings.record_keys or ():
-            _find_column(chunk.path, schema, key, of_text=False)
-        cuts, row, held = [], 0, 0  # held: bytes since the latest cut
-        for group in groups:
-            columns = map(group.column, range(group.num_columns))
-            size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == settings.text_key)
-            if held and held + size > chunk_bytes:
-                cuts.append(row)
-                held = 0
-            pieces = max(1, min(-(-size // chunk_bytes), group.num_rows))
-            cuts += [row + group.num_rows * piece // pieces for piece in range(1, pieces)]
-            held = size // pieces + (held if pieces == 1 else 0)
-            row += group.num_rows
+        _find_columns(chunk.path, schema, settings)
+    cuts, row, held = [], 0, 0  # held: bytes since the latest cut
+    for group in groups:
+        columns = map(group.column, range(group.num_columns))
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == settings.text_key)
+        if held and held + size > chunk_bytes:
+            cuts.append(row)
+            held = 0
+        held += size
+        row += group.num_rows
     return cuts
 
 
 def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
-    """Read the texts of the rows [start, end) of a parquet or Arrow file."""
-    read = _parquet_rows if chunk.format == "parquet" else _arrow_rows
+    """Read the texts of the rows [start, end) of a parquet or Arrow file, with the fields of --record-key."""
+    keys, limit = settings.record_keys, settings.max_document_bytes
+    batch, row = RecordBatch(), chunk.start
     with _named_damage(chunk):
-        # Each field in a reading of its own.
-        fields = {
-            key: chain.from_iterable(_python_values(column) for column, _ in read(chunk, key, of_text=False))
-            for key in settings.record_keys or ()
-        }
-        batch, row, limit = RecordBatch(), chunk.start, settings.max_document_bytes
-        for column, progress in read(chunk, settings.text_key):
-            for raw in _raw_values(column):
+        for columns, progress in (_parquet_rows if chunk.format == "parquet" else _arrow_rows)(chunk, settings):
+            fields = zip(*map(_python_values, columns[1:]), strict=True) if keys else repeat(())
+            for raw, values in zip(_raw_values(columns[0]), fields, strict=False):
                 size = len(raw or b"")
                 is_full = batch.utf8_bytes + size > BATCH_BYTES or batch.numbers >= _RECORD_BATCH_ROWS
                 if is_full and batch.numbers:
                     yield batch
                     batch = RecordBatch(progress=batch.progress)
-                origin = None
-                if settings.record_keys is not None:
-                    origin = Origin(row, {key: next(values) for key, values in fields.items()})
                 if raw is None:
                     reject(batch, NULL_TEXT, row, "null", b"")
                 elif size > limit:
                     reject(batch, TOO_LONG, row, f"{size:,} bytes", raw)
                 else:
                     text, repaired = decode(raw)
+                    origin = None if keys is None else Origin(row, dict(zip(keys, values, strict=True)))
                     add_text(batch, text, repaired=repaired, origin=origin, size=None if repaired else size)
                 batch.numbers += 1
                 row += 1
@@ -105,11 +96,19 @@ def _raw_values(column: "pa.Array") -> Iterator[bytes | None]:
     """Yield the values of a column of texts as bytes, since what is no UTF-8 is repaired later."""
     import pyarrow as pa
 
-    starts = range(0, len(column), _DECODED_ROWS)
-    for piece in (column[first : first + _DECODED_ROWS] for first in starts):
+    for first in range(0, len(column), _DECODED_ROWS):
+        piece = column[first : first + _DECODED_ROWS]
         if pa.types.is_dictionary(piece.type):
             piece = piece.dictionary_decode()
-        yield from piece.cast(pa.large_binary()).to_pylist()
+        yield from _as_bytes(piece).to_pylist()
+
+
+def _as_bytes(column: "pa.Array") -> "pa.Array":
+    """Return a column of texts as one of bytes, which is no copy: a cast takes longer than decoding short texts."""
+    import pyarrow as pa
+
+    types = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    return column.view(types.get(column.type, column.type))
 
 
 def _python_values(column: "pa.Array") -> list[Any]:
@@ -122,8 +121,7 @@ def _python_values(column: "pa.Array") -> list[Any]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:  # strings that are none
-        raw = column.cast(pa.large_binary()).to_pylist()
-        return [value if value is None else decode(value)[0] for value in raw]
+        return [value if value is None else decode(value)[0] for value in column.cast(pa.large_binary()).to_pylist()]
 
 
 @contextmanager
@@ -137,33 +135,29 @@ def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
         yield file
 
 
-def _parquet_rows(chunk: Chunk, key: str, *, of_text: bool = True) -> "Iterator[tuple[pa.Array, float]]":
-    """Yield some values of a column, and the share of the chunk that is read with them."""
+def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
+    """Yield some values of all columns that are read, and the share of the chunk that is read with them."""
     import pyarrow as pa
 
     with _open_parquet(chunk.path) as file:
-        names, arrow_type = _find_column(chunk.path, file.schema_arrow, key, of_text=of_text)
-        end = file.metadata.num_rows if chunk.end is None else chunk.end
+        found = _find_columns(chunk.path, file.schema_arrow, settings)
+        end, row = file.metadata.num_rows if chunk.end is None else chunk.end, chunk.start
         numbers = range(file.num_row_groups)
         begins = list(accumulate((file.metadata.row_group(number).num_rows for number in numbers), initial=0))
-        groups = [number for number in numbers if begins[number + 1] > chunk.start and begins[number] < end]
-        row = begins[groups[0]] if groups else end
+        groups = [number for number in numbers if chunk.start <= begins[number] < end]
         # A dictionary comes whole with every batch, and its values are not decoded here.
-        batch_rows = _ROWS if pa.types.is_dictionary(arrow_type) else _DECODED_ROWS
-        for batch in file.iter_batches(batch_rows, groups, columns=[key], use_threads=False):
-            column = _take_column(batch, names)[max(0, chunk.start - row) : max(0, end - row)]
+        batch_rows = _ROWS if pa.types.is_dictionary(found[0][1]) else _DECODED_ROWS
+        keys = [settings.text_key, *(settings.record_keys or ())]
+        for batch in file.iter_batches(batch_rows, groups, columns=keys, use_threads=False):
             row += batch.num_rows
-            if len(column):
-                yield column, (min(row, end) - chunk.start) / (end - chunk.start)
-            if row >= end:
-                break
+            yield [_take_column(batch, names) for names, _ in found], (row - chunk.start) / (end - chunk.start)
         if row < end:
             raise DataError(f"{chunk.path}: damaged parquet file (row {row} of {end} is missing); fetch the file again")
 
 
 @contextmanager
-def _open_arrow(path: str) -> Iterator[tuple["pa.Schema", Callable[[list[str]], Any]]]:
-    """Open an Arrow file or stream, mapped if it is local; yield its schema, and a function that reads one column."""
+def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
+    """Open an Arrow file or stream, mapped if it is local; yield it, the function that reads it, and its bytes."""
     import pyarrow as pa
 
     with open_input(path) as file:
@@ -177,28 +171,28 @@ def _open_arrow(path: str) -> Iterator[tuple["pa.Schema", Callable[[list[str]], 
             source = pa.PythonFile(file, "r")
         else:
             source = pa.BufferReader(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
-        open_reader = pa.ipc.open_file if is_file else pa.ipc.open_stream
+        yield source, pa.ipc.open_file if is_file else pa.ipc.open_stream, size
+
+
+def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
+    import pyarrow as pa
+
+    with _open_arrow(chunk.path) as (source, open_reader, size):
         schema = open_reader(source).schema
-
-        def read(names: list[str]) -> "Iterator[tuple[pa.Array, float]]":
-            # No other column is read, which would be decompressed.
-            options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(names[0])])
-            source.seek(0)
-            reader = open_reader(source, options=options)
-            for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-                batch.validate()  # damage might end the process otherwise
-                column = _take_column(batch, names)
+        found = _find_columns(chunk.path, schema, settings)
+        # No other column is read, which would be decompressed.
+        fields = sorted({schema.get_field_index(names[0]) for names, _ in found})
+        options = pa.ipc.IpcReadOptions(included_fields=fields)
+        source.seek(0)
+        reader = open_reader(source, options=options)
+        is_stream = open_reader is pa.ipc.open_stream
+        for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
+            batch.validate()  # damage might end the process otherwise
+            columns = [_take_column(batch, names) for names, _ in found]
+            for column in columns:
                 _check_offsets(column)
-                for first in range(0, len(column), _ROWS):
-                    yield column[first : first + _ROWS], source.tell() / size
-
-        yield schema, read
-
-
-def _arrow_rows(chunk: Chunk, key: str, *, of_text: bool = True) -> "Iterator[tuple[pa.Array, float]]":
-    with _open_arrow(chunk.path) as (schema, read):
-        names, _ = _find_column(chunk.path, schema, key, of_text=of_text)
-        yield from read(names)
+            for first in range(0, batch.num_rows, _ROWS):
+                yield [column[first : first + _ROWS] for column in columns], source.tell() / size
 
 
 def _check_offsets(column: "pa.Array") -> None:
@@ -211,11 +205,8 @@ def _check_offsets(column: "pa.Array") -> None:
     if pa.types.is_dictionary(column.type):
         _check_offsets(column.dictionary)
         pa.DictionaryArray.from_arrays(column.indices, column.dictionary)  # looks whether the indices are within
-        return
-    bytes_of = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-    column.view(bytes_of.get(column.type, column.type)).validate(
-        full=True
-    )  # bytes, since UTF-8 is repaired, not refused
+    else:
+        _as_bytes(column).validate(full=True)  # bytes, since UTF-8 is repaired, not refused
 
 
 @contextmanager
@@ -241,8 +232,8 @@ def _take_column(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.Array":
     return pc.struct_field(column, list(names[1:])) if names[1:] else column
 
 
-def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = True) -> "tuple[list[str], pa.DataType]":
-    """Return the names that lead to the column (those of the structs around it, and its own), and its type.
+def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "list[tuple[list[str], pa.DataType]]":
+    """Return the names that lead to the columns of --text-key and --record-key, through structs, and their types.
 
     Of a column that is called `a.b` and one `b` within the struct `a`, the first is meant. A missing column of
     --record-key is a ConfigError, not a DataError, which --quarantine would answer by leaving the file out.
@@ -256,17 +247,18 @@ def _find_column(path: str, schema: "pa.Schema", key: str, *, of_text: bool = Tr
         if pa.types.is_struct(arrow_type):
             waiting += [([*names, field.name], field.type) for field in arrow_type]
     texts = [name for name, (_, arrow_type) in found.items() if _holds_text(arrow_type)]
-    if key not in found and not of_text:
-        raise ConfigError(
-            f"{path} has no column '{key}'; its columns: {', '.join(found)}; choose among them with --record-key"
-        )
     remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
+    key, others = settings.text_key, settings.record_keys or ()
     if key not in found:
         raise DataError(f"{path} has no column '{key}'; {remedy}")
-    names, arrow_type = found[key]
-    if of_text and not _holds_text(arrow_type) and not pa.types.is_null(arrow_type):
-        raise DataError(f"{path}: column '{key}' holds {arrow_type}, not strings; {remedy}")
-    return names, arrow_type
+    if not _holds_text(found[key][1]) and not pa.types.is_null(found[key][1]):
+        raise DataError(f"{path}: column '{key}' holds {found[key][1]}, not strings; {remedy}")
+    for other in others:
+        if other not in found:
+            raise ConfigError(
+                f"{path} has no column '{other}'; its columns: {', '.join(found)}; choose among them with --record-key"
+            )
+    return [found[name] for name in (key, *others)]
 
 
 def _holds_text(arrow_type: Any) -> bool:

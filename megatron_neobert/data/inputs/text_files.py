@@ -10,7 +10,7 @@ its ends included.
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -33,7 +33,6 @@ from megatron_neobert.data.inputs.records import (
     utf8_size,
 )
 from megatron_neobert.data.inputs.stream import (
-    BATCH_BYTES,
     Chunk,
     ChunkStream,
     InputDigest,
@@ -138,78 +137,53 @@ def _look_up(record: dict[str, object], key: str) -> object:
 def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
     """Read plain text. What is blank between two separators is no record, just as a blank line among JSON lines."""
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
-    too_long = f"more than {limit:,} bytes"
     with ChunkStream(chunk, digest) as stream:
+        groups: Iterable[Records]
         if separator is None:
-            content = b""
-            while len(content) <= limit and (block := stream.read(max(BATCH_BYTES, len(content)))):
-                content += block
-            batch = RecordBatch(numbers=1, progress=1.0)
-            if len(content) > limit:
-                reject(batch, TOO_LONG, 1, too_long, content)
-            else:
-                text, repaired = decode(content)
-                add_text(batch, text, repaired=repaired, origin=_without_fields(1, settings))
-            yield batch
-            return
-        for documents in read_records(stream, separator=separator.encode(), limit=limit):
+            content = stream.read(limit + 1)
+            is_whole = len(content) <= limit and not stream.read(1)  # which raises what broke it off
+            groups = [[content if is_whole else TooLong(content[:RAW_BYTES])]]
+        else:
+            groups = read_records(stream, separator=separator.encode(), limit=limit)
+        for documents in groups:
             batch = RecordBatch(numbers=len(documents), progress=stream.progress)
             for document in documents:
                 number += 1
                 if isinstance(document, TooLong):
-                    reject(batch, TOO_LONG, number, too_long, document.head)
+                    reject(batch, TOO_LONG, number, f"more than {limit:,} bytes", document.head)
                     continue
                 text, repaired = decode(document)
                 if text and not text.isspace():
-                    add_text(batch, text, repaired=repaired, origin=_without_fields(number, settings))
+                    origin = (
+                        None if settings.record_keys is None else Origin(number, dict.fromkeys(settings.record_keys))
+                    )
+                    add_text(batch, text, repaired=repaired, origin=origin)
             yield batch
 
 
-def _without_fields(number: int, settings: ReadSettings) -> Origin | None:
-    return None if settings.record_keys is None else Origin(number, dict.fromkeys(settings.record_keys))
-
-
 def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterator[Records]:
-    """Yield what is between the separators, in groups of about BATCH_BYTES.
+    """Yield what is between the separators, in groups; the rest after the last separator is a record unless empty.
 
-    No record of more than `limit` bytes is held, and the rest after the last separator is a record unless empty.
+    No record of more than `limit` bytes is held for longer than a block.
     """
     rest = b""
     head: bytes | None = None  # of a record that is too long; then `rest` is what may be the beginning of its separator
     begun = len(separator) - 1  # bytes at the end of `rest` that may belong to a separator
-    while block := stream.read(max(BATCH_BYTES, len(rest))):  # growing, or a long record would be copied too often
-        records: Records = []
-        *whole, rest = (rest + block).split(separator)
-        records += whole
-        if head is not None and whole:
-            records[0], head = TooLong(head), None
+    while block := stream.read():
+        *records, rest = (rest + block).split(separator)
+        group: Records = [TooLong(each[:RAW_BYTES]) if len(each) > limit else each for each in records]
+        if head is not None and group:
+            group[0], head = TooLong(head), None
         if head is None and len(rest) - begun > limit:
             head = rest[: len(rest) - begun][:RAW_BYTES]
         if head is not None:
             rest = rest[max(0, len(rest) - begun) :]
-        if records:
-            yield from group_records(records, limit)
+        if group:
+            yield group
     if head is not None:
         yield [TooLong(head)]
     elif rest:
-        yield from group_records([rest], limit)
-
-
-def group_records(records: Records, limit: int) -> Iterator[Records]:
-    """Yield the same in groups of about BATCH_BYTES, in which those above `limit` bytes are TooLong."""
-    if sum(map(len, records)) <= min(2 * BATCH_BYTES, limit):
-        yield records
-        return
-    group: Records = []
-    held = 0
-    for record in records:
-        if group and held + len(record) > BATCH_BYTES:
-            yield group
-            group, held = [], 0
-        held += len(record)
-        group.append(TooLong(record[:RAW_BYTES]) if isinstance(record, bytes) and len(record) > limit else record)
-    if group:
-        yield group
+        yield [TooLong(rest[:RAW_BYTES]) if len(rest) > limit else rest]
 
 
 def find_cuts(path: str, *, chunk_bytes: int) -> list[int]:

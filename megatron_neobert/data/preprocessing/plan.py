@@ -88,11 +88,12 @@ class PreprocessSettings:
         "leave damaged input files out, whole, and list them in the manifest; without it a run finishes all other "
         "files, names every damaged one, and ends with exit code 65",
     )
-    keep_shards: bool = option(
-        False, "one .bin and .idx for each input file, under one manifest", group="what is written"
-    )
     shard_size: int | None = option(
-        None, "a new .bin and .idx after so many bytes, under one manifest", metavar="SIZE", read=read_size
+        None,
+        "a new .bin and .idx after so many bytes, under one manifest",
+        metavar="SIZE",
+        read=read_size,
+        group="what is written",
     )
     resume: bool = option(False, "keep what an earlier run of the same command has finished")
     overwrite: bool = option(False, "replace an existing corpus, and chunks of another run")
@@ -300,7 +301,7 @@ def is_complete(plan: Plan) -> bool:
         and (settings.quarantine or not manifest.quarantined)
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
-        and (len(manifest.volumes) == 1 or settings.keep_shards or settings.shard_size is not None)
+        and (len(manifest.volumes) == 1 or settings.shard_size is not None)
         and (largest <= (settings.shard_size or largest) or cannot_be_cut)
         and all(is_unchanged(*shard) for shard in plan.versions.items())
     )
@@ -314,8 +315,8 @@ def _read_whole(files: CorpusFiles) -> Manifest | None:
         return None
     recorded = [
         (file, record.bytes)
-        for volume in manifest.volumes
-        for file, record in zip(files.volume_files(volume.name), (volume.bin, volume.idx), strict=True)
+        for pair, volume in zip(files.volume_files(len(manifest.volumes)), manifest.volumes, strict=True)
+        for file, record in zip(pair, (volume.bin, volume.idx), strict=True)
     ]
     if manifest.attributes is not None:
         recorded.append((files.attributes, manifest.attributes.bytes))
@@ -325,8 +326,6 @@ def _read_whole(files: CorpusFiles) -> Manifest | None:
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
     if not 0.0 <= settings.max_error_rate <= 1.0:
         yield f"--max-error-rate {settings.max_error_rate} is not a fraction of the records; use 0 to 1"
-    if settings.keep_shards and settings.shard_size is not None:
-        yield "--keep-shards cuts the corpus at the shards, --shard-size at a size; choose one"
     if not 0.0 <= settings.split_validation < 1.0:
         yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     yield from check_record_keys(settings.read.record_keys or ())

@@ -172,7 +172,6 @@ def _join_chunks(
         _chunk_files(jobs, records),
         OutputSettings(
             files=plan.files,
-            keep_shards=settings.keep_shards,
             shard_bytes=settings.shard_size,
             validation_fraction=settings.split_validation,
             deduplicate=settings.deduplicate is not None,

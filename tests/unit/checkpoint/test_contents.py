@@ -13,7 +13,7 @@ from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.state import TrainState
 
-PROGRESS = TrainState(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3), recent_updates=((2.5, 0.5),))
+PROGRESS = TrainState(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3))
 
 
 @pytest.mark.parametrize("optimizer", [{"param_groups": [{"step": 7, "lr": 0.1 + 0.2}]}, None])
@@ -23,7 +23,8 @@ def test_progress_that_a_run_saves_is_read_back(tmp_path: Path, optimizer: dict[
 
 
 def test_progress_of_an_older_version_is_read(tmp_path: Path):
-    state = {"progress": {"corpus_sha256": "ab", "iteration": 7, "cursor": asdict(Cursor())}, "optimizer": {}}
+    progress = {"corpus_sha256": "ab", "iteration": 7, "cursor": asdict(Cursor()), "recent_updates": [[2.5, 0.5]]}
+    state = {"progress": progress, "optimizer": {}}
     (tmp_path / "train_state.json").write_text(json.dumps(state))
     assert read_train_state(tmp_path) == (TrainState(corpus_sha256="ab", iteration=7), {})
 
@@ -32,16 +33,13 @@ def test_progress_of_an_older_version_is_read(tmp_path: Path):
     ("change", "message"),
     [
         (lambda state: state.pop("progress"), r"KeyError: 'progress'"),
-        (lambda state: state.update(optimizer=[1]), r"optimizer a list"),
-        (lambda state: state["progress"].pop("iteration"), r"KeyError: 'iteration'"),
+        (lambda state: state.update(optimizer=[1]), r"Expected `object | null`, got `array`"),
         (lambda state: state["progress"].update(iteration=-5), r"iteration is -5, no count"),
-        (lambda state: state["progress"].update(iteration="7"), r"iteration is '7', no count"),
-        (lambda state: state["progress"].update(cursor={"epoch": "a"}), r"epoch is 'a', no count"),
-        (lambda state: state["progress"].update(cursor={"sources": 3, "row": ()}), r"TypeError: .*'sources'"),
-        (lambda state: state["progress"].update(recent_updates=((1.0,),)), r"ValueError: not enough values"),
-        (lambda state: state["progress"].update(recent_updates=((1.0, "a"),)), r"recent_updates holds more"),
-        (lambda state: state["progress"].update(corpus_sha256=3), r"corpus_sha256 is 3"),
-        (lambda state: state["progress"].update(more=1), r"TypeError: .*'more'"),
+        (lambda state: state["progress"].update(iteration="7"), r"got `str` - at `\$\.iteration`"),
+        (lambda state: state["progress"].update(iteration=True), r"got `bool` - at `\$\.iteration`"),
+        (lambda state: state["progress"].update(cursor={"epoch": "a"}), r"got `str` - at `\$\.cursor\.epoch`"),
+        (lambda state: state["progress"].update(cursor={"row": 1 << 62}), r"row is \d+, no count"),
+        (lambda state: state["progress"].update(corpus_sha256=3), r"got `int` - at `\$\.corpus_sha256`"),
     ],
 )
 def test_progress_that_no_run_saves_is_refused(

@@ -17,7 +17,7 @@ from megatron_neobert.config.cli import (
     write_record,
 )
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
+from megatron_neobert.errors import CheckpointError, ConfigError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 
@@ -81,12 +81,7 @@ def test_problems_of_file_and_flags_arrive_together(tmp_path):
     config = write(tmp_path, "model:\n  hidden_sise: 1\noptimizer:\n  lr: fast\n")
     with pytest.raises(ConfigError) as caught:
         parse("--config", config, "--train-iters", "many", "--bff16")
-    assert len(caught.value.problems) == 6  # corpus and tokenizer are not there either
-
-
-def test_a_missing_config_file_is_a_missing_input():
-    with pytest.raises(MissingInputError, match=r"--config nowhere\.yaml: no such file"):
-        parse("--config", "nowhere.yaml")
+    assert len(caught.value.problems) == 4
 
 
 @pytest.mark.parametrize(
@@ -111,12 +106,6 @@ def test_yaml_that_cannot_be_read_is_named_by_line_and_column_without_an_excerpt
         parse(*arguments)
     assert place in str(refused.value)
     assert "<unicode string>" not in str(refused.value)
-
-
-def test_the_record_of_a_run_reads_back_as_the_same_settings(tmp_path):
-    settings = parse("--lr", "3e-4", "--bf16", "--save", "runs/a b", "--lr-decay-iters", "900000")
-    write_record(settings, tmp_path / "settings.yaml")
-    assert read_record(tmp_path / "settings.yaml") == settings
 
 
 @pytest.mark.parametrize(
@@ -152,8 +141,8 @@ def test_record_of_the_version_with_104_settings_is_read():
     ("removed", "problem"),
     [
         ("logging:\n  tensorboard_dir: /elsewhere\n", None),
-        ("training:\n  loss_spike_window: 128\n", None),
-        ("training:\n  loss_spike_window: 64\n", r"training\.loss_spike_window was 64, and is always 128 now"),
+        ("training:\n  loss_spike_sigma: null\n", None),
+        ("training:\n  loss_spike_sigma: 6.0\n", r"training\.loss_spike_sigma was 6\.0, and is always None now"),
     ],
 )
 def test_record_with_a_setting_of_an_earlier_version_is_read_unless_the_run_would_become_another(
@@ -167,26 +156,6 @@ def test_record_with_a_setting_of_an_earlier_version_is_read_unless_the_run_woul
             read_record(path)
     with pytest.raises(ConfigError, match="unknown setting"):
         parse("--config", str(path))
-
-
-def test_a_damaged_record_is_a_checkpoint_error(tmp_path):
-    with pytest.raises(CheckpointError, match=r"unknown setting model\.layers"):
-        read_record(Path(write(tmp_path, "model:\n  layers: 3\n")))
-
-
-def test_missing_inputs_are_said_with_whatever_else_is_wrong(tiny_corpus):
-    there = ["--data-path", str(tiny_corpus.prefix), "--tokenizer-model", str(tiny_corpus.tokenizer)]
-    absent = ["--data-path", "0.5", str(tiny_corpus.prefix), "0.5", "no/corpus:min=9", "--tokenizer-model", "no/words"]
-    with pytest.raises(ConfigError) as refused:
-        parse_command_line([*absent, "--num-layers", "0"], world_size=1)
-    assert [problem.split()[0:2] for problem in refused.value.problems] == [
-        ["--num-layers", "0"],
-        ["--data-path", "no/corpus:"],
-        ["--tokenizer-model", "no/words:"],
-    ]
-    with pytest.raises(ConfigError) as refused:
-        parse_command_line([*there, "--num-layers", "0"], world_size=1)
-    assert len(refused.value.problems) == 1
 
 
 def test_help_shows_what_people_set_first_and_help_all_every_setting(capsys):

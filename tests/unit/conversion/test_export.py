@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from saved_model import MODEL, SHAPE, WORDS, SavedModel, convert
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoTokenizer
 
 from checkpoint_conversion.checkpoint import model_shape
 from checkpoint_conversion.compare import Checks
@@ -94,26 +92,6 @@ def test_report_names_the_source_its_settings_and_the_difference(exported: Any):
     assert report["compared"]["weights"] == 16
     assert {"rotary_base", "norm_epsilon"} <= set(report["compared"]["settings"])
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
-
-
-def test_llama_folder_is_an_encoder_with_its_head_beside_it(exported: Any):
-    folder, _ = exported(layout="llama")
-    model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
-    tokens_bs = torch.arange(len(WORDS))[None]
-    changed_bs = tokens_bs.clone()
-    changed_bs[0, -1] = 5
-    with torch.no_grad():
-        first, second = (model(tokens).last_hidden_state[0, 0] for tokens in (tokens_bs, changed_bs))
-    assert not torch.allclose(first, second), "the first token does not see the last one"
-    assert set(load_file(folder / "mlm_head" / "model.safetensors")) == {"decoder.weight", "decoder.bias"}
-
-
-def test_neobert_folder_carries_the_modelling_file_and_maps_every_class_to_it(exported: Any):
-    folder, _ = exported(layout="neobert")
-    source = (REPOSITORY / "megatron_neobert" / "huggingface" / "modeling_neobert.py").read_text()
-    assert (folder / "modeling_neobert.py").read_text() == source
-    config = json.loads((folder / "config.json").read_text())
-    assert all(f"class {name.removeprefix('modeling_neobert.')}(" in source for name in config["auto_map"].values())
 
 
 @pytest.mark.parametrize("longest", [16, 48])

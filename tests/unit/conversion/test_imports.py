@@ -147,9 +147,12 @@ def test_a_wrong_mapping_is_refused_and_leaves_nothing(exported, tmp_path, monke
 
 
 def test_the_command_says_what_to_continue_with(exported, tmp_path):
-    arguments = ("--load", exported("llama"), "--output", tmp_path / "imported")
+    model = exported("llama")
+    change_config(model, mask_token_id=5)
+    arguments = ("--load", model, "--output", tmp_path / "imported")
     code, shown, complaints = call("convert", "hf-to-megatron", *arguments)
-    assert (code, complaints) == (0, "")
+    assert code == 0 and complaints.count("\n") == 1
+    assert "the tokenizer's [MASK] is id 4, and mask_token_id of config.json is 5" in complaints
     assert f"--continue-from {tmp_path / 'imported'}" in shown
     assert "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48" in shown
     assert "--rotary-base 5000" in shown

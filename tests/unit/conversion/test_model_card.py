@@ -3,11 +3,9 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import yaml
@@ -15,7 +13,7 @@ from commands import call
 from huggingface_hub import EvalResult, ModelCard
 from huggingface_hub.repocard_data import eval_results_to_model_index
 from saved_model import MODEL, SHAPE, WORDS, build_reference
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from checkpoint_conversion.card import MARKER, NO_MODEL_ID, CardOptions, read_results, write_model_card
 from checkpoint_conversion.config_json import FolderSpec
@@ -24,7 +22,6 @@ from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError, OutputError
 from megatron_neobert.evaluation.models import fingerprint
-from megatron_neobert.huggingface.auto_classes import register_neobert
 
 FIGURES = {
     "tokens": 222,
@@ -131,32 +128,6 @@ def test_example_of_the_llama_layout_predicts_with_the_head_beside_it(copy, monk
     assert capsys.readouterr().out.splitlines()[-1] == f"['{WORDS[predicted]}']"
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("layout", ["eurobert", "neobert"])
-def test_classifier_trained_with_the_cards_lora_settings_is_the_same_after_reloading(copy, layout, tmp_path):
-    """Without them peft draws the first layer of the head anew, without a word."""
-    folder = copy(layout)
-    write_model_card(CardOptions(model=folder))
-    register_neobert()
-    (block,) = re.findall(r"^```python\n(from peft .*?)^```$", text_of(folder), flags=re.DOTALL | re.MULTILINE)
-    settings: dict[str, Any] = {}
-    exec(block, settings)
-    differences = {}
-    for name, modules in {"card": settings["lora"].modules_to_save, "none": None}.items():
-        lora = replace(settings["lora"], modules_to_save=modules)
-        model = peft.get_peft_model(AutoModelForSequenceClassification.from_pretrained(folder), lora).eval()
-        for path, parameter in model.named_parameters():
-            if "modules_to_save" in path or "lora_B" in path:
-                parameter.normal_()  # trained
-        model.save_pretrained(tmp_path / "adapter")
-        fresh = AutoModelForSequenceClassification.from_pretrained(folder)
-        again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
-        tokens_bs = torch.arange(len(WORDS))[None]
-        differences[name] = float((again(tokens_bs).logits - model(tokens_bs).logits).abs().max())
-    assert differences["card"] == 0.0
-    assert differences["none"] > 0.1
-
-
 @pytest.mark.parametrize("layout", ["eurobert", "neobert"])
 def test_examples_of_a_sentence_transformers_folder_run(copy, layout, monkeypatch, capsys):
     folder = copy(layout, sentences=True)
@@ -214,6 +185,8 @@ def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_wri
         (("--model", "nowhere"), 66, "--model nowhere: no such folder"),
         (("--model", ".", "--base-model", "runs/stage 1"), 2, "'runs/stage 1' cannot be a name on the Hub"),
         (("--model", ".", "--dataset", "a/b/c"), 2, "--dataset 'a/b/c' cannot be a name on the Hub"),
+        (("--model", ".", "--license", "Apache 2.0"), 2, "'Apache 2.0' cannot be a licence's identifier on the Hub"),
+        (("--model", ".", "--language", "en", "English"), 2, "cannot be codes of languages; expected ISO 639"),
         (("--model", ".", "--name", '"); import os'), 2, "cannot be a name on the Hub; expected owner/name."),
     ],
 )

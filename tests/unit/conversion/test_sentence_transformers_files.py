@@ -57,10 +57,10 @@ def test_text_is_cut_at_max_seq_length_with_sep_at_its_end(model: SentenceTransf
     torch.testing.assert_close(encode(model, [text]), encode(model, [fitting]), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.48.0")])
+@pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.57.3")])
 def test_versions_of_transformers_that_cannot_compute_it_are_refused(tmp_path: Path, layout: str, oldest: str):
     write_sentence_transformers_files(tmp_path, layout, MODEL, max_seq_length=64)
     settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
     supported = SpecifierSet(settings["requirements"]["transformers"]["specifier"])
-    versions = ("4.47.1", "4.48.0", "4.57.3", "5.2.0", "5.3.0", "5.23.0")
+    versions = ("4.47.1", "4.56.2", "4.57.3", "5.2.0", "5.3.0", "5.23.0")
     assert next(version for version in versions if version in supported) == oldest

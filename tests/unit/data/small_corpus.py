@@ -101,7 +101,7 @@ def made_up_draft(chunks: Sequence[ChunkFiles], tokenizer: Tokenizer, **facts: A
 
 def output_settings(files: CorpusFiles, **changes: Any) -> OutputSettings:
     """One volume with all documents in it."""
-    plain = {"keep_shards": False, "shard_bytes": None, "validation_fraction": 0.0, "deduplicate": False}
+    plain = {"shard_bytes": None, "validation_fraction": 0.0, "deduplicate": False}
     return OutputSettings(files=files, **{**plain, **changes})
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from unit.evaluation.pseudo_perplexity_models import write_model
 
-from megatron_neobert.evaluation.fine_tune import Point
-from megatron_neobert.evaluation.glue import GlueRun
+from megatron_neobert.evaluation.fine_tune import Point, Run
+from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.options import GlueOptions
 
 HEADERS = {
@@ -73,9 +73,9 @@ def build_options(place: Path, *tasks: str, output: str = "output", **changes: A
     return GlueOptions(**{**given, **changes})
 
 
-def build_run(place: Path, task: str, *, point: Point = POINT, start: Path | None = None, **changes: Any) -> GlueRun:
-    return GlueRun(
-        task=task,
+def build_run(place: Path, task: str, *, point: Point = POINT, start: Path | None = None, **changes: Any) -> Run:
+    return Run(
+        task=TASKS[task],
         point=point,
         start=start or place / "model",
         folder=place / "runs" / f"{task}-{point.name}",

@@ -18,7 +18,7 @@ def own_cache(tmp_path, monkeypatch):
 def test_both_forms_give_the_same_rows_and_a_changed_file_is_read_again(tmp_path):
     write_jsonl(tmp_path / "A.jsonl", ROWS)
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "B.parquet")
-    paths = find_local(tmp_path, ["A", "B"], skip_missing=False)
+    paths = find_local(tmp_path, ["A", "B"])
     assert [load_pairs(path).to_list() for path in paths.values()] == [ROWS, ROWS]
     assert load_pairs(paths["A"], limit=3).to_list() == ROWS[:3]
     write_jsonl(paths["A"], ROWS[:2])

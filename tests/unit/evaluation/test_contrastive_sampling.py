@@ -8,7 +8,7 @@ from scipy.stats import chisquare
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
 
 from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.embed_sampling import SamplingPlan, TaskBatchSampler, distinct_batches
+from megatron_neobert.evaluation.embed import SamplingPlan, TaskBatchSampler, distinct_batches
 
 
 def make_rows(count: int, *, distinct: int, name: str = "") -> list[dict]:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from unit.evaluation.glue_place import build_options, make_place
 
-from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
+from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation import glue
 from megatron_neobert.evaluation.glue import evaluate
 from megatron_neobert.evaluation.ledger import LEDGER, Ledger, read_record
@@ -153,13 +153,3 @@ def test_transfer_without_a_finished_mnli_sweep_is_refused_with_the_ways_out(pla
     run(dataclasses.replace(options, tasks=("mnli",), seeds=(0, 1)), 1)
     with pytest.raises(ConfigError, match=r"--tasks: .* no sweep of MNLI is finished .*--no-transfer"):
         evaluate(options, Recorder())
-
-
-def test_missing_data_and_unsuitable_models_are_refused_before_anything_is_run(place, tmp_path):
-    recorder = Recorder()
-    with pytest.raises(MissingInputError, match="no folder QNLI or qnli"):
-        evaluate(build_options(place, "rte", "qnli"), recorder)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
-    with pytest.raises(ConversionError, match="cannot load it"):
-        evaluate(build_options(place, "rte", model=tmp_path), recorder)
-    assert recorder.runs == []

@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation.glue_tasks import TASKS, GlueSplit, read_task
+from megatron_neobert.evaluation.glue import TASKS, GlueSplit, read_task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 ROWS = {
@@ -82,11 +82,11 @@ def test_only_scores_are_numbers_and_a_score_that_is_none_is_refused(tmp_path):
 
 
 def test_missing_task_and_missing_split_are_named_with_the_command_that_fetches_them(tmp_path):
-    with pytest.raises(MissingInputError, match=r"no folder QNLI or qnli.*neobert fetch glue"):
+    with pytest.raises(MissingInputError, match=r"no folder QNLI or qnli.*hf download"):
         read_task(tmp_path, TASKS["qnli"], "train")
     write(tmp_path, "QNLI/train.tsv", "index\tquestion\tsentence\tlabel\n")
     with pytest.raises(
-        MissingInputError, match=r"no train\.parquet, .* or train\.csv.*fetch glue.*TSV files are not read"
+        MissingInputError, match=r"no train\.parquet, .* or train\.csv.*hf download.*TSV files are not read"
     ):
         read_task(tmp_path, TASKS["qnli"], "train")
 

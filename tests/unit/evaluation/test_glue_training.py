@@ -12,9 +12,15 @@ from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation import fine_tune as fine_tuning
-from megatron_neobert.evaluation.fine_tune import WEIGHTS, evaluation_interval, fine_tune, rate_factor, run_all
-from megatron_neobert.evaluation.glue import load_classifier
-from megatron_neobert.evaluation.glue_tasks import TASKS
+from megatron_neobert.evaluation.fine_tune import (
+    WEIGHTS,
+    PaperTrainer,
+    evaluation_interval,
+    fine_tune,
+    rate_factor,
+    run_all,
+)
+from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
@@ -46,7 +52,7 @@ def test_evaluations_are_a_tenth_of_an_epoch_apart_and_at_most_500_steps(batches
 
 
 def test_optimizer_and_evaluations_are_the_papers(place):
-    arguments = build_run(place, "rte").build_trainer().args
+    arguments = PaperTrainer(build_run(place, "rte")).args
     assert (arguments.adam_beta1, arguments.adam_beta2, arguments.adam_epsilon) == (0.9, 0.95, 1e-8)
     assert (arguments.max_grad_norm, arguments.eval_steps, arguments.metric_for_best_model) == (0.0, 1, "accuracy")
 
@@ -54,9 +60,9 @@ def test_optimizer_and_evaluations_are_the_papers(place):
 def test_scores_are_those_of_the_weights_that_are_kept(place, mnli):
     folder, outcome = mnli
     run = build_run(place, "mnli")
-    model, tokenizer = load_classifier(folder, TASKS["mnli"], LoadOptions()), load_tokenizer(folder)
+    model, tokenizer = TASKS["mnli"].load(folder, LoadOptions()), load_tokenizer(folder)
     for split, metric in (("validation_matched", "accuracy"), ("validation_mismatched", "accuracy_mismatched")):
-        rows = run.tokenize(split, tokenizer, 40)
+        rows = run.task.encode(split, run.options, tokenizer, 40).data
         with torch.no_grad():
             logits = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0].tolist() for row in rows]
         right = sum(logit.index(max(logit)) == row["labels"] for logit, row in zip(logits, rows, strict=True))
@@ -92,9 +98,9 @@ def test_stsb_is_a_regression_also_from_the_mnli_model(place, mnli):
 def test_our_exports_keep_the_dense_layer_of_their_head_from_mnli(tmp_path, kind):
     write_model(tmp_path / "pretrained", kind)
     torch.manual_seed(0)
-    source = load_classifier(tmp_path / "pretrained", TASKS["mnli"], LoadOptions())
+    source = TASKS["mnli"].load(tmp_path / "pretrained", LoadOptions())
     source.save_pretrained(tmp_path / "mnli")
-    found = load_classifier(tmp_path / "mnli", TASKS["rte"], LoadOptions()).state_dict()
+    found = TASKS["rte"].load(tmp_path / "mnli", LoadOptions()).state_dict()
     different = {name for name, value in source.state_dict().items() if not torch.equal(found[name], value)}
     assert different == {"classifier.weight"} | ({"classifier.bias"} & different)
     assert torch.equal(found["dense.weight"], source.state_dict()["dense.weight"])
@@ -117,4 +123,4 @@ def test_head_that_reads_the_last_token_is_refused(tmp_path):
     )
     transformers.LlamaModel(config).save_pretrained(tmp_path)
     with pytest.raises(ConversionError, match="LlamaForSequenceClassification classifies by the last token"):
-        load_classifier(tmp_path, TASKS["rte"], LoadOptions())
+        TASKS["rte"].load(tmp_path, LoadOptions())

@@ -21,6 +21,13 @@ def test_unit_is_done_for_the_same_unit_only_and_its_result_is_read_as_written(t
         assert read.find({**UNIT, **changed}) is None
 
 
+def test_line_without_an_origin_is_read_as_one_of_an_unknown_machine(tmp_path):
+    line = {"key": "a", "unit": {"task": "a"}, "result": {"score": 1}}
+    (tmp_path / LEDGER).write_text(json.dumps(line) + "\n")
+    origin = {"machine": "unknown", "versions": {}}
+    assert list(Ledger(tmp_path).lines.values()) == [line | {"origin": origin}]
+
+
 def test_unit_that_is_added_again_becomes_the_last_one(tmp_path):
     with open_ledger(tmp_path) as ledger:
         for name, score in (("a", 1), ("b", 2), ("a", 3)):

@@ -14,17 +14,15 @@ import transformers
 from seqeval.metrics import f1_score
 from unit.evaluation.pseudo_perplexity_models import write_model
 
-from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation import fine_tune
-from megatron_neobert.evaluation.fine_tune import Point
+from megatron_neobert.errors import DataError
+from megatron_neobert.evaluation.fine_tune import PaperTrainer, Point, Run
 from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.ner import (
-    NerRun,
+    NerTask,
     Sentence,
     evaluate,
     find_data_sets,
-    load_tagger,
     read_sentences,
     to_rows,
 )
@@ -110,31 +108,22 @@ def test_every_form_gives_the_same_sentences(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("content", "reason"),
     [
         ("cat\n", "line 1: 'cat' is one field; a line has a word first, its tag last"),
         ("the O\ncat ANIMAL\n", "train row 0: 'ANIMAL' is no tag"),
         ("\n\n", "train has no rows"),
-    ],
-)
-def test_text_that_is_no_tagged_text_is_refused_with_its_line(tmp_path, text, reason):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.txt").write_text(text)
-    with pytest.raises(DataError, match=reason):
-        read(tmp_path / "set")
-
-
-@pytest.mark.parametrize(
-    ("columns", "reason"),
-    [
         ({"tokens": [["a"]], "ner_tags": [[1]]}, "tag 1 has no name, since the file names none"),
         ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "row 0 has 2 words, but 1 tags"),
         ({"text": ["a"]}, "has the columns text, but no tokens, ner_tags"),
     ],
 )
-def test_rows_without_names_or_tags_are_refused(tmp_path, columns, reason):
+def test_data_without_words_tags_or_names_is_refused_with_its_place(tmp_path, content, reason):
     (tmp_path / "set").mkdir()
-    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "set" / "train.parquet")
+    if isinstance(content, str):
+        (tmp_path / "set" / "train.txt").write_text(content)
+    else:
+        pyarrow.parquet.write_table(pa.table(content), tmp_path / "set" / "train.parquet")
     with pytest.raises(DataError, match=reason):
         read(tmp_path / "set")
 
@@ -202,11 +191,13 @@ def test_first_token_of_a_word_carries_its_tag_and_a_word_without_a_token_is_out
     (row,) = tagged.rows
     firsts = {
         tokenizer.decode([token]): word
-        for token, word in zip(row["input_ids"], row["word_places"], strict=True)
-        if word >= 0
+        for word, place in enumerate(row["word_tokens"])
+        if place >= 0
+        for token in [row["input_ids"][place]]
     }
     assert firsts == tokens
-    expected_labels = [-100 if word < 0 else TAGS.index(sentence.tags[word]) for word in row["word_places"]]
+    tag_of = {place: TAGS.index(tag) for place, tag in zip(row["word_tokens"], sentence.tags, strict=True)}
+    expected_labels = [tag_of.get(place, -100) for place in range(len(row["input_ids"]))]
     assert row["labels"] == expected_labels and -100 in expected_labels
     given = np.array([[max(label, 0) for label in row["labels"]]])
     assert tagged.to_tags(given) == [
@@ -220,32 +211,26 @@ def test_words_beyond_the_longest_input_count_as_outside_and_are_named(place):
     assert tagged.to_tags(np.full((1, 4), TAGS.index("B-THING"))) == [["B-THING", "B-THING", "O", "O"]]
 
 
+def test_validation_set_is_looked_at_after_every_epoch(place, tmp_path):
+    task = NerTask("animals", ("train", "validation"), ("f1",), ("O", *sorted(TAGS[1:])))
+    point = Point(batch_size=8, learning_rate=1e-3, weight_decay=1e-5, seed=0)
+    run = Run(task=task, point=point, start=place / "model", folder=tmp_path, options=build(place, "animals"))
+    assert PaperTrainer(run).args.eval_strategy == "epoch"
+
+
 def test_scores_are_seqevals_of_the_weights_that_are_kept(place):
     evaluation = build(place, "animals", "untested", epochs=16)
     evaluate(evaluation, lambda *_: None)
     results = results_of(evaluation)
     weights = Path(results["animals"]["kept"])
-    model, tokenizer = load_tagger(weights, ["O", *sorted(TAGS[1:])], LoadOptions()), load_tokenizer(weights)
+    labels = ("O", *sorted(TAGS[1:]))
+    task = NerTask("animals", ("train", "validation", "test"), ("f1",), labels)
+    model, tokenizer = task.load(weights, LoadOptions()), load_tokenizer(weights)
     for split, prefix in (("test", "test_"), ("validation", "")):
-        rows = to_rows(read(place / "data" / "animals", split), ["O", *sorted(TAGS[1:])], tokenizer, 40)
+        rows = to_rows(read(place / "data" / "animals", split), labels, tokenizer, 40)
         with torch.no_grad():
             found = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0].argmax(-1) for row in rows.rows]
         expected = f1_score([sentence.tags for sentence in rows.sentences], rows.to_tags(found))
         assert results["animals"]["metrics"][f"{prefix}f1"]["mean"] == expected > 0.5
     assert "test_f1" not in results["untested"]["metrics"]
     assert "| animals |" in (folder_of(evaluation) / "ner.md").read_text()
-
-
-def test_validation_set_is_looked_at_after_every_epoch(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(fine_tune, "evaluation_interval", lambda *_: 5)  # as in an epoch of more than 500 batches
-    point = Point(batch_size=8, learning_rate=1e-3, weight_decay=1e-5, seed=0)
-    options = build(place, "animals", epochs=2)
-    run = NerRun(task="animals", point=point, start=place / "model", folder=tmp_path / "run", options=options)
-    training = run.build_trainer()
-    training.train()
-    assert [entry["step"] for entry in training.state.log_history if "eval_f1" in entry] == [12, 24]
-
-
-def test_data_set_that_is_not_there_is_named_before_anything_is_run(place):
-    with pytest.raises(MissingInputError, match="cats has no train: expected"):
-        evaluate(build(place, "cats"), lambda *_: None)

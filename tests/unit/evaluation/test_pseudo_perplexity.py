@@ -32,7 +32,6 @@ def options(models, tmp_path) -> PerplexityOptions:
         model=(models["Bert"],),
         data=(str(path),),
         output=tmp_path,
-        length_bins=(16, 64),
         min_length=1,
         batch_tokens=100,
         device="cpu",
@@ -103,7 +102,7 @@ def test_documents_are_measured_again_with_other_settings_and_not_with_another_c
         return len(results_in(tmp_path))
 
     assert measured_after(limit=4) == 4
-    assert measured_after(limit=2, length_bins=(8, 16, 32)) == 4
+    assert measured_after(limit=2) == 4
     assert measured_after(seed=1, limit=4) == 4  # draws nothing
     assert measured_after(positions_per_doc=3, limit=4) == 8
     assert measured_after(positions_per_doc=3, seed=1, limit=4) == 12

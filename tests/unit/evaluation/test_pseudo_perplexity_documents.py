@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 from unit.evaluation.pseudo_perplexity_models import make_texts, write_tokenizer
 
-from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.pseudo_perplexity import draw_positions, select_documents
@@ -30,7 +29,7 @@ def write_lines(path, texts):
 
 
 def select(path, tokenizer, max_length=40, **choice):
-    given = {"min_length": 1, "length_bins": (), **choice}
+    given = {"min_length": 1, **choice}
     options = PerplexityOptions(model=(), output="out", data=(str(path),), **given)
     return select_documents(options, tokenizer, max_length)
 
@@ -77,28 +76,12 @@ def test_document_met_twice_is_measured_once(tokenizer, tmp_path):
     assert selection[1] == {"met before": 1}
 
 
-def test_short_and_surplus_documents_are_left_out_and_counted(tokenizer, tmp_path):
+def test_short_documents_are_left_out_and_counted_and_reading_ends_at_the_limit(tokenizer, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
-    selection = select(path, tokenizer, min_length=4, length_bins=(5, 10), documents_per_bin=1)
-    assert lengths(selection) == [5, 11]  # the one of 4 shares a bin with the one of 5
-    assert selection[1] == {"shorter than --min-length": 1, "beyond --documents-per-bin": 1}
+    selection = select(path, tokenizer, min_length=4)
+    assert lengths(selection) == [5, 4, 11]
+    assert selection[1] == {"shorter than --min-length": 1}
     assert lengths(select(path, tokenizer, limit=2)) == [5, 4]
-
-
-def test_reading_ends_when_every_length_has_its_documents(tokenizer, tmp_path):
-    write_lines(tmp_path / "a.jsonl", TEXTS)
-    (tmp_path / "b.jsonl").write_text("no JSON\n")
-    pattern, choice = str(tmp_path / "*.jsonl"), {"min_length": 4, "max_length": 11, "length_bins": (5,)}
-    assert lengths(select(pattern, tokenizer, **choice, documents_per_bin=1)) == [5, 11]
-    assert "shorter than --min-length" not in select(pattern, tokenizer, **choice, documents_per_bin=1)[1]
-    assert sum(select(pattern, tokenizer, **choice)[1].values()) == 2, "the short text and the line that is none"
-
-
-def test_files_without_a_document_to_measure_are_refused_with_the_reasons(tokenizer, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"content": "cat"}\n{"text": "the cat sat"}\n')
-    with pytest.raises(DataError, match=r"no document to measure .*1 x missing key, 1 x shorter than --min-length"):
-        select(path, tokenizer, min_length=10)
 
 
 def test_drawn_positions_depend_on_document_and_seed_alone():

@@ -50,23 +50,23 @@ def test_each_document_counts_with_its_tokens_however_many_were_drawn():
     assert average_over_tokens([short, result_of([4.0], tokens=100)])["standard_error"] is None
 
 
-def test_bin_holds_documents_up_to_its_end_and_a_last_one_what_is_longer():
-    results = [result_of([1.0], length=length) for length in (1, 8, 9, 16, 17, 99)]
-    bins = average_by_length(results, [8, 16, 32, 64])
+def test_bin_holds_documents_up_to_its_end():
+    results = [result_of([1.0], length=length) for length in (1, 128, 129, 256, 257, 9000)]
+    bins = average_by_length(results)
     assert [(b["above"], b["up_to"], b["documents"]) for b in bins] == [
-        (0, 8, 2),
-        (8, 16, 2),
-        (16, 32, 1),
-        (64, None, 1),
+        (0, 128, 2),
+        (128, 256, 2),
+        (256, 512, 1),
+        (8192, 16384, 1),
     ]
-    assert [b["mean_length"] for b in bins] == [4.5, 12.5, 17, 99]
+    assert [b["mean_length"] for b in bins] == [64.5, 192.5, 257, 9000]
 
 
 def test_band_is_students_interval_over_documents_and_is_not_given_for_a_few():
     means = [1.0, 2.5, 1.5, 3.0, 2.2, 0.9]
-    [few] = average_by_length([result_of([1.0]), result_of([2.0])], [32])
+    [few] = average_by_length([result_of([1.0]), result_of([2.0])])
     assert (few["documents"], few["low"], few["high"]) == (2, None, None)
-    [point] = average_by_length([result_of([mean - 0.5, mean + 0.5]) for mean in means], [32])
+    [point] = average_by_length([result_of([mean - 0.5, mean + 0.5]) for mean in means])
     low, high = stats.t.interval(0.95, len(means) - 1, loc=fmean(means), scale=stats.sem(means))
     assert (point["low"], point["high"]) == pytest.approx((math.exp(low), math.exp(high)))
     assert point["pseudo_perplexity"] == pytest.approx(math.exp(fmean(means)))

@@ -45,10 +45,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_embeddings_equal_those_of_the_librarys_own_loading(folder: Path, change):
+def test_embeddings_and_prompts_equal_those_of_the_librarys_own_loading(folder: Path, change):
+    good.write_json(folder / "config_sentence_transformers.json", {"prompts": {"query": "a cab: "}})
     change(folder)
-    expected = encode(SentenceTransformer(str(folder), device="cpu"))
-    assert torch.equal(encode(load(folder)), expected)
+    expected = SentenceTransformer(str(folder), device="cpu")
+    assert torch.equal(encode(load(folder)), encode(expected))
+    assert load(folder).prompts["query"] == "a cab: "
+    if (folder / "modules.json").exists():  # without it the library reads no prompts
+        assert expected.prompts["query"] == "a cab: "
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,7 @@ def test_embeddings_equal_those_of_the_librarys_own_loading(folder: Path, change
         ),
         ("sentence_bert_config.json", {"backend": "onnx"}, "unknown field `backend`"),
         ("1_Pooling/config.json", {"pooling_mode": "own"}, "pooling_mode"),
+        ("config_sentence_transformers.json", {"prompts": {"query": ["a"]}}, r"at `\$.prompts"),
     ],
 )
 def test_setting_that_is_passed_to_a_loader_or_does_not_fit_is_refused(folder: Path, path: str, changes, said: str):

@@ -1,22 +1,19 @@
-"""Speeds: batches, of which only tokens of documents count, memory that ends, and resuming. Nothing is timed."""
+"""Speeds: tokens by seconds, memory that ends, and resuming. Nothing is timed."""
 
 import json
-import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
-from unit.evaluation.pseudo_perplexity_models import LONGEST, write_model
+from unit.evaluation.pseudo_perplexity_models import write_model
 from unit.huggingface.tiny_neobert import build_model
 
 from megatron_neobert.evaluation import throughput
 from megatron_neobert.evaluation.ledger import LEDGER
 from megatron_neobert.evaluation.options import ThroughputOptions
-from megatron_neobert.evaluation.throughput import build_batch, draw_lengths, evaluate, find_gaps, measure
+from megatron_neobert.evaluation.report import fastest, speed_cell
+from megatron_neobert.evaluation.throughput import evaluate, measure
 
 CPU = torch.device("cpu")
-CONFIG = SimpleNamespace(vocab_size=101, pad_token_id=0)
-LENGTHS = [5, 2, 9]
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +29,11 @@ def options_of(folder, output, **changes):
 def test_memory_that_ends_leaves_out_larger_batches_and_is_tried_again_by_the_next_start(folder, tmp_path, monkeypatch):
     run_steps, tried, most_rows = throughput._run_steps, [], 2
 
-    def run_out(model, inputs, *args, **kwargs):
-        tried.append(inputs["input_ids"].shape)
-        if len(inputs["input_ids"]) > most_rows:
+    def run_out(model, options, *, length, batch_size, device):
+        tried.append((batch_size, length))
+        if batch_size > most_rows:
             torch.empty(1 << 50, dtype=torch.uint8)
-        return run_steps(model, inputs, *args, **kwargs)
+        return run_steps(model, options, length=length, batch_size=batch_size, device=device)
 
     monkeypatch.setattr(throughput, "_run_steps", run_out)
     options = options_of(folder, tmp_path, lengths=(8, 16))
@@ -61,50 +58,25 @@ def test_other_errors_than_those_of_memory_are_raised(folder):
     model, options = build_model(), options_of(folder, folder)
     model.config.vocab_size = 10_000  # ids beyond the embedding
     with pytest.raises((IndexError, RuntimeError)):
-        measure(model, options, "padded", "forward", length=8, batch_size=2, device=CPU)
+        measure(model, options, length=8, batch_size=2, device=CPU)
 
 
-def test_speeds_are_tokens_of_documents_by_seconds(folder, tmp_path, monkeypatch):
+def test_speeds_are_tokens_by_seconds(folder, tmp_path, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))  # every step takes a second
-    model = build_model()
-    options = options_of(folder, tmp_path, lengths_distribution="web")
-    found = measure(model, options, "padded", "forward+backward", length=1000, batch_size=5, device=CPU)
-    tokens = sum(draw_lengths(5, longest=1000, distribution="web", seed=0))
-    assert tokens < 5000 and found == {"tokens": tokens, "tokens_per_second": [tokens] * 3, "peak_bytes": None}
-    assert model.training
-    measure(model, options, "padded", "forward", length=8, batch_size=1, device=CPU)
-    assert not model.training
+    found = measure(build_model(), options_of(folder, tmp_path), length=100, batch_size=5, device=CPU)
+    assert found == {"tokens_per_second": [500] * 3, "peak_bytes": None}
 
 
-def test_what_a_model_cannot_compute_is_named(folder):
-    bert = throughput.load_model(folder, "AutoModel")
-    asked = {"attention": "sdpa", "dtype": "float32"}
-    gaps = find_gaps(bert, ["padded", "packed"], [LONGEST, LONGEST + 1], **asked)
-    assert set(gaps) == {"packed", f"{LONGEST + 1}"} and "cu_seqlens" in gaps["packed"]
-    assert find_gaps(build_model(), ["packed"], [1 << 20], **asked) == {}
-    assert "bfloat16" in find_gaps(bert, ["padded"], [8], attention="flash_attention_2", dtype="float32")["padded"]
-
-
-def build(layout: str, config=CONFIG, lengths=LENGTHS, labels=True):
-    return build_batch(lengths, layout=layout, labels=labels, config=config, seed=0, device="cpu")
-
-
-def test_padded_and_packed_batches_have_the_same_loss_and_without_their_starts_documents_have_another():
-    model = build_model()
-    padded, packed = (build(layout, model.config) for layout in ("padded", "packed"))
-    assert (padded["input_ids"].numel(), packed["input_ids"].numel()) == (3 * 9, 5 + 2 + 9)
-    with torch.no_grad():
-        expected, found = model(**padded).loss.item(), model(**packed).loss.item()
-        joined = model(input_ids=packed["input_ids"], labels=packed["labels"]).loss.item()
-    assert found == pytest.approx(expected, rel=1e-5)  # measured 1e-7
-    assert joined != pytest.approx(expected, rel=1e-3)
-
-
-def test_web_lengths_are_log_normal_with_the_median_and_mean_of_refinedweb_and_truncated():
-    lengths = draw_lengths(50_000, longest=1 << 30, distribution="web", seed=0)
-    assert statistics.median(lengths) == pytest.approx(368, rel=0.02)
-    assert statistics.fmean(lengths) == pytest.approx(640, rel=0.03)
-    few, many = (draw_lengths(count, longest=300, distribution="web", seed=1) for count in (4, 64))
-    assert many[:4] == few, "a larger batch begins with the smaller one"
-    assert max(many) == 300 and min(many) < 300
+def test_fastest_batch_size_stands_for_a_length_and_its_cell_says_where_memory_ended():
+    speeds = {(512, 1): 100.0, (512, 2): 150.0, (512, 4): 120.0, (512, 8): None, (1024, 1): None}
+    rows = [
+        {
+            "length": length,
+            "batch_size": size,
+            "measured": speed and {"tokens_per_second": [speed - 10, speed, speed + 10], "peak_bytes": 1 << 29},
+        }
+        for (length, size), speed in speeds.items()
+    ]
+    cells = {length: speed_cell(row["batch_size"], row["measured"]) for length, row in fastest(rows).items()}
+    assert cells == {512: "150 (140 to 160), batch 2, 512.0 MiB", 1024: "out of memory (batch 1)"}

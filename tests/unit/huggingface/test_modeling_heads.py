@@ -10,22 +10,12 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from megatron_neobert.huggingface.modeling_neobert import (
-    NeoBERT,
     NeoBERTForMaskedLM,
-    NeoBERTForQuestionAnswering,
     NeoBERTForSequenceClassification,
-    NeoBERTForTokenClassification,
 )
 
 DOCUMENTS = build_documents()
 BATCH = pad(DOCUMENTS)
-HEADS = (
-    NeoBERT,
-    NeoBERTForMaskedLM,
-    NeoBERTForSequenceClassification,
-    NeoBERTForTokenClassification,
-    NeoBERTForQuestionAnswering,
-)
 
 
 def build_labels() -> Tensor:
@@ -71,18 +61,6 @@ def test_sequence_classification_reads_the_first_token_of_every_document():
     row = lay_end_to_end(DOCUMENTS)
     assert gap(model(**row).logits, expected) < 1e-5
     assert gap(model(row["input_ids"], cu_seq_lens_q=row["cu_seqlens"]).logits, expected) < 1e-5
-
-
-def test_answers_outside_the_row_are_ignored():
-    model = build_model(NeoBERTForQuestionAnswering)
-    starts, ends = torch.tensor([2, 0, 900]), torch.tensor([[4], [0], [901]])
-    output = model(**BATCH, start_positions=starts, end_positions=ends)
-    both = [
-        F.cross_entropy(logits[:2], positions[:2].flatten())
-        for logits, positions in ((output.start_logits, starts), (output.end_logits, ends))
-    ]
-    assert output.start_logits.shape == (3, 9)
-    assert torch.allclose(output.loss, sum(both) / 2)
 
 
 @pytest.mark.parametrize("kind", [NeoBERTForMaskedLM, NeoBERTForSequenceClassification])

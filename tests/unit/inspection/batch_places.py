@@ -1,4 +1,4 @@
-"""A small corpus whose tokenizer knows words that would act if they were not shown as text, and runs over it."""
+"""A small corpus whose tokenizer knows words that would act on a terminal, and runs over it."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,8 @@ from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerCon
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
-SCRIPT, ATTRIBUTE = "<script>alert(1)</script>", '"onmouseover="alert(2)'
 RED, REVERSED = "\x1b[31mred", "\u202edesrever"
-PIECES = [SCRIPT, ATTRIBUTE, RED, REVERSED, "</p></article>", "&amp;", "##ly", *(f"word{n}" for n in range(40))]
+PIECES = [RED, REVERSED, "##ly", *(f"word{n}" for n in range(40))]
 LENGTHS = [1 + 7 * number % 90 for number in range(200)]
 
 

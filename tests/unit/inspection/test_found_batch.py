@@ -9,8 +9,8 @@ from unit.inspection.batch_places import LENGTHS, settings_of, write_checkpoint
 from megatron_neobert.config.schema import CheckpointConfig, PhaseChange
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError
-from megatron_neobert.inspection.batch_rows import describe, rows_of
-from megatron_neobert.inspection.found_batch import NO_LABEL, find_batch
+from megatron_neobert.inspection.batch_rows import NO_LABEL, describe, rows_of
+from megatron_neobert.inspection.found_batch import find_batch
 
 CLS, SEP, MASK = 2, 3, 4  # places in small_corpus.SPECIAL
 
@@ -23,20 +23,21 @@ def contents(found):
 def test_the_text_of_every_piece_is_its_document_once_the_labels_are_put_back(place, layout):
     found = find_batch(settings_of(place, batch_layout=layout, mask_replacement="bert"), 3, place=None)
     corpus = Corpus(place / "P")
-    fates = set()
+    kinds = set()
     for row in rows_of(found):
         assert row.used_slots <= 64
         for piece in row.pieces:
             original = np.where(piece.labels_s == NO_LABEL, piece.seen_s, piece.labels_s)
             last = piece.first_token + piece.text_tokens
             expected = corpus.document(piece.document)[piece.first_token : last].tolist()
-            head, tail = [CLS] * piece.has_cls, [SEP] * (len(original) - piece.has_cls - piece.text_tokens)
-            assert original.tolist() == head + expected + tail
+            head = [CLS] * bool(original[0] == CLS)
+            tail = [SEP] * (len(original) - len(head) - piece.text_tokens)
+            assert original.tolist() == head + expected + tail and len(head) == (piece.first_token == 0)
             assert piece.document_tokens == LENGTHS[piece.document]
             for seen, label in zip(piece.seen_s.tolist(), piece.labels_s.tolist(), strict=True):
                 if label != NO_LABEL:
-                    fates.add("masked" if seen == MASK else "kept" if seen == label else "replaced")
-    assert fates == {"masked", "kept", "replaced"}
+                    kinds.add("masked" if seen == MASK else "kept" if seen == label else "replaced")
+    assert kinds == {"masked", "kept", "replaced"}
 
 
 def test_a_checkpoint_shortens_the_way_to_the_same_batch(place, tmp_path):

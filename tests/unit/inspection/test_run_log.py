@@ -49,6 +49,9 @@ def test_what_a_killed_run_repeats_replaces_what_it_said_before(tmp_path):
     assert run.restarts == [10]
     again = read(tmp_path, *before, restarted(20), interval(30), restarted(20), interval(30), restarted(10))
     assert (again.restarts, list(again.values)) == ([10], [10])
+    before_first_checkpoint = read(tmp_path, interval(10, 5.0), validation(10), restarted(0), interval(10, 4.5))
+    assert before_first_checkpoint.series("loss") == ([10], [4.5])
+    assert (before_first_checkpoint.restarts, before_first_checkpoint.series("validation_loss")) == ([0], ([], []))
 
 
 def test_a_last_line_that_is_being_written_is_left_out_without_a_word(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_neobert.config.schema import ComputeConfig, Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.kernels import (
     Hardware,
@@ -21,10 +21,9 @@ from megatron_neobert.model.kernels import (
     detect_hardware,
 )
 from megatron_neobert.model.neobert import NeoBERTModel
-from megatron_neobert.model.transformer_config import to_transformer_config
 
 CPU = Hardware()
-H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), cuda=(13, 0), transformer_engine=Library(version="2.11.0"))
+H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), transformer_engine=Library(version="2.11.0"))
 BARE_H100 = replace(H100, transformer_engine=Library(why_not="transformer_engine.pytorch cannot be imported: no"))
 A100 = replace(H100, gpu="NVIDIA A100", capability=(8, 0))
 V100 = replace(BARE_H100, gpu="NVIDIA V100", capability=(7, 0))
@@ -73,6 +72,14 @@ def test_what_needs_transformer_engine_is_refused_without_it(compute, flag):
         settings(**compute), BARE_H100
     )
     check_hardware(settings(**compute), H100)
+    if "transformer_impl" not in compute:
+        assert f"{flag} needs Transformer Engine: --tr" in refusal(settings(**compute, transformer_impl="local"), H100)
+
+
+def test_cudnn_is_refused_for_heads_of_another_width():
+    assert "--hidden-size / --num-attention-heads = 84;" in refusal(
+        settings(attention_backend="fused", hidden_size=1008), H100
+    )
 
 
 def test_flash_attn_is_refused_where_it_is_missing_or_there_is_no_gpu():
@@ -82,30 +89,11 @@ def test_flash_attn_is_refused_where_it_is_missing_or_there_is_no_gpu():
     check_hardware(flash, replace(H100, flash_attn=Library(version="2.8.3")))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "capability", "cuda", "possible"),
-    [
-        ("delayed", (8, 9), (12, 8), True),
-        ("tensorwise", (8, 9), (12, 8), True),
-        ("tensorwise", (8, 0), (13, 0), False),
-        ("delayed", (8, 6), (13, 0), False),
-        ("blockwise", (9, 0), (12, 9), True),
-        ("blockwise", (9, 0), (12, 8), False),
-        ("blockwise", (8, 9), (13, 0), False),
-        ("mxfp8", (10, 0), (13, 0), True),
-        ("mxfp8", (9, 0), (13, 0), False),
-        ("mxfp8", (12, 0), (13, 0), False),
-    ],
-)
-def test_a_recipe_of_fp8_runs_on_gpus_that_have_it(recipe, capability, cuda, possible):
-    asked = settings(fp8_format="hybrid", fp8_recipe=recipe)
-    hardware = replace(H100, capability=capability, cuda=cuda)
-    if possible:
-        check_hardware(asked, hardware)
-    else:
-        found = f"(compute capability {capability[0]}.{capability[1]}, CUDA {cuda[0]}.{cuda[1]})"
-        assert f"--fp8-recipe {recipe} needs" in refusal(asked, hardware)
-        assert found in refusal(asked, hardware)
+def test_a_recipe_of_fp8_is_refused_with_the_reason_of_transformer_engine_and_the_recipes_that_run():
+    hardware = replace(H100, fp8_refusals={"mxfp8": "Compute capability 10.0 or higher required.", "blockwise": "No."})
+    said = refusal(settings(fp8_format="hybrid", fp8_recipe="mxfp8"), hardware)
+    assert "(compute capability 9.0): Compute capability 10.0 or higher required. Use --fp8-recipe tensor" in said
+    check_hardware(settings(fp8_format="hybrid"), hardware)
 
 
 def test_bfloat16_is_refused_on_gpus_whose_attention_kernels_lack_it():
@@ -145,29 +133,10 @@ def test_nvidia_s_apex_is_not_refused(site):
     assert detect_hardware().foreign_apex is None
 
 
-def test_fp8_reaches_megatron_s_configuration_and_nothing_of_it_without_a_format():
-    compute = ComputeConfig(fp8_format="hybrid", fp8_recipe="delayed")
-    config = to_transformer_config(Settings(compute=compute).with_section("training", bf16=True))
-    assert (config.fp8, config.fp8_recipe) == ("hybrid", "delayed")
-    assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo) == (1024, "max")
-    assert not (config.fp8_dot_product_attention or config.fp8_multi_head_attention)  # attention stays in bf16
-    assert to_transformer_config(Settings()).fp8 is None
-
-
-@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
-def test_the_attention_backend_reaches_megatron_as_its_own_kind(backend):
-    """A plain text would be ignored without a word: Megatron compares with the members of its enumeration."""
-    asked = settings(transformer_impl="transformer_engine", attention_backend=backend)
-    assert to_transformer_config(asked).attention_backend is AttnBackend[backend]
-
-
-def test_the_environment_lets_transformer_engine_choose_fused_attention_alone(monkeypatch, capsys):
+def test_the_environment_lets_transformer_engine_choose_fused_attention_alone(monkeypatch):
     for name in ("FLASH", "FUSED", "UNFUSED"):
         monkeypatch.setenv(f"NVTE_{name}_ATTN", "1")  # as an operator may have set them
     for backend, allowed in (("auto", "110"), ("flash", "100"), ("fused", "010")):
         model = SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend[backend]))
         NeoBERTModel._set_attention_backend(model)
         assert "".join(os.environ[f"NVTE_{name}_ATTN"] for name in ("FLASH", "FUSED", "UNFUSED")) == allowed
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first == "warning: NVTE_UNFUSED_ATTN=1 of the environment is now 0, as --attention-backend auto asks for"
-    assert len(others) == 3  # of the other backends, in this process

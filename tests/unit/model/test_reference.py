@@ -29,15 +29,6 @@ def small_model() -> ReferenceNeoBERT:
     return model
 
 
-def test_default_model_has_the_parameters_of_the_published_checkpoint():
-    """28 (4 h² + 3 f h + 2 h) + h + 2 v h + v with h = 768, f = 2,048, v = 30,522."""
-    h, f, v = 768, 2048, 30_522
-    with torch.device("meta"):
-        model = ReferenceNeoBERT(ReferenceConfig())
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == 28 * (4 * h * h + 3 * f * h + 2 * h) + h + 2 * v * h + v == 245_136_954
-
-
 def test_default_model_has_the_names_and_shapes_of_the_published_checkpoint(shared_data: Path):
     lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text().splitlines()
     published = {name: shape for name, shape, _ in (line.split("\t") for line in lines)}

@@ -10,7 +10,7 @@ from processes import run_on_ranks
 from tolerances import ENGINE_GRADIENT, ENGINE_LOSS
 
 from megatron_neobert.config.schema import ModelConfig, Settings, TrainingConfig
-from megatron_neobert.model import transformer_config
+from megatron_neobert.model import kernels, transformer_config
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
 from megatron_neobert.training.setup import wrap_model
@@ -150,6 +150,15 @@ def compare_alone(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
 def test_a_document_has_the_same_answers_alone_and_packed(recipe):
     on_the_engine(compare_alone, recipe)
+
+
+def ask_for_recipes() -> None:
+    distributed.initialize(Settings())
+    assert list(kernels.fp8_refusals()) == ["mxfp8"]  # of an H200
+
+
+def test_transformer_engine_says_which_recipes_this_gpu_cannot_run():
+    on_the_engine(ask_for_recipes)
 
 
 def accumulate_gradients() -> None:

@@ -23,12 +23,6 @@ def test_a_token_of_the_250m_model_keeps_24_632_bytes_per_layer_under_transforme
     assert layer_bytes(recomputed) == (24_632 * 64 * 1024, 2 * 768 * 64 * 1024)
 
 
-@pytest.mark.parametrize("size", ["context_parallel_size", "tensor_model_parallel_size"])
-def test_context_and_tensor_parallel_ranks_keep_their_share(size):
-    settings = Settings().with_section("training", bf16=True)
-    assert layer_bytes(settings.with_section("parallel", **{size: 2}))[0] == layer_bytes(settings)[0] // 2
-
-
 def test_the_first_of_four_stages_keeps_seven_layers_of_four_micro_batches():
     settings = Settings().with_section("training", bf16=True).with_section("parallel", pipeline_model_parallel_size=4)
     plan = plan_memory(settings, vocab_size=VOCAB, world_size=4, masked_tokens=13_107)
@@ -60,14 +54,6 @@ def test_the_distributed_optimizer_splits_moments_and_main_weights():
     assert state_bytes(settings, world_size=8) == padded * 6 + padded * 12 // 8
     whole = settings.with_section("parallel", use_distributed_optimizer=False)
     assert state_bytes(whole, world_size=8) == padded * 18
-
-
-def test_with_one_micro_batch_the_fullest_pipeline_stage_is_that_of_the_head():
-    """It has a bias and a norm more than the embedding, and no stage has more than one micro-batch in flight."""
-    settings = Settings().with_section("parallel", pipeline_model_parallel_size=4, use_distributed_optimizer=False)
-    settings = settings.with_section("training", micro_batch_size=1, global_batch_size=1)
-    stage = 7 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768 + 30_592 * 768 + 30_592
-    assert state_bytes(settings, world_size=4) == stage * 16
 
 
 def test_tensor_parallel_ranks_share_the_weights_and_context_parallel_ranks_only_the_optimizer():

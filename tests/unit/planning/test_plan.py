@@ -111,27 +111,6 @@ def test_time_on_a_gpu_is_the_models_operations_over_the_stated_rate(tiny_corpus
     assert "fits" in line
 
 
-@pytest.mark.parametrize("case", ["a small model", "a huge batch", "stages"])
-def test_plan_fits_80_columns_and_no_table_is_broken(case, tiny_corpus, capsys):
-    settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 10**7})
-    if case == "a huge batch":
-        settings = settings.with_section("training", micro_batch_size=2**16, global_batch_size=2**16)
-        settings = settings.with_section("data", seq_length=8)
-    if case == "stages":
-        settings = settings.with_section("parallel", pipeline_model_parallel_size=2)
-    lines = plan_of(settings, capsys, world_size=2).splitlines()
-    (run,) = [number for number, line in enumerate(lines) if line.startswith("run ")]  # above, paths may be longer
-    assert max(map(len, lines[run:])) <= 80
-    (header,) = [number for number, line in enumerate(lines) if line.startswith("memory ")]
-    for line in lines[header + 1 : header + 8]:
-        assert re.fullmatch(r" {12}\w.*?  +[\d,]+\.\d\d GiB", line), line
-    (header,) = [number for number, line in enumerate(lines) if line.startswith("GPUs ")]
-    for line in lines[header + 1 : header + 4]:
-        assert re.fullmatch(
-            r" {12}[\w ]+(-[\w-]+)?( +[\d,]+ \w+( \d+ \w+)?){3}  (fits, [\d.,]+ free|lacks [\d.,]+)", line
-        )
-
-
 @pytest.mark.parametrize(("epochs", "warns"), [(4.0, 0), (27.0, 1)])
 def test_plan_states_epochs_and_warns_of_many(epochs, warns, tiny_corpus, capsys):
     settings = tiny_settings(tiny_corpus, training={"global_batch_size": 2, "micro_batch_size": 1})

@@ -16,53 +16,43 @@ from megatron_neobert.commands.environment import (
     PROBLEM,
     WARNING,
     find_all,
-    known_bad_findings,
-    machine_facts,
+    folder_findings,
+    installed_packages,
+    machine_findings,
     requirement_findings,
+    trap_findings,
 )
 
-WELL = {"GiB of memory": "64", "MiB of /dev/shm": "4096", "open files (ulimit -n)": "65536", "/dev/infiniband": "no"}
 NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n"
 
 
-def complaints(facts):
-    return [
-        (finding.level, finding.subject) for finding in known_bad_findings({**WELL, **facts}) if finding.level != OK
-    ]
-
-
-# --- the table
-
-
 @pytest.mark.parametrize(
-    ("subject", "bad", "good", "beside"),
+    ("installed", "cuda", "bad"),
     [
-        ("apex", "0.9.10.dev0", "0.1", {}),
-        ("transformer-engine", "2.20.2", "2.11.0", {"megatron-core": "0.16.1"}),
-        ("nvidia-dali-cuda120", "2.4.0", "", {"CUDA": "13.0"}),
-        ("GiB free at --save", "15", "16", {}),
-        ("KiB of locked memory (ulimit -l)", "64", "", {"/dev/infiniband": "yes"}),
-        ("file system of --save", "tmpfs", "ext2/ext3", {}),
-        ("CUDA_LAUNCH_BLOCKING", "1", "0", {}),
-        ("RANK", "0", "", {}),
+        ({"apex": "0.9.10.dev0"}, "", True),
+        ({"apex": "0.1"}, "", False),
+        ({"transformer-engine": "2.20.2", "megatron-core": "0.16.1"}, "13.0", True),
+        ({"transformer-engine": "2.20.2", "megatron-core": "0.19.2"}, "13.0", False),
+        ({"transformer-engine": "2.11.0", "megatron-core": "0.16.1"}, "13.0", False),
+        ({"transformer-engine-cu12": "2.11.0"}, "13.0", True),
+        ({"nvidia-dali-cuda130": "2.4.0"}, "12.8", True),
+        ({"transformer-engine-cu13": "2.11.0", "nvidia-dali-cuda130": "2.4.0"}, "13.0", False),
+        ({"transformer-engine-cu13": "2.11.0"}, "", False),  # torch for a CPU
     ],
 )
-def test_known_trap_is_named_and_neither_its_neighbour_nor_half_of_a_pair_is(subject, bad, good, beside):
-    assert f"{subject} {bad}" in [subject for _, subject in complaints({**beside, subject: bad})]
-    for facts in [{**beside, subject: good}] + ([{subject: bad}] if beside else []):
-        assert complaints(facts) == []
+def test_packages_that_do_not_fit_each_other_are_named(installed, cuda, bad):
+    found = list(trap_findings(installed, cuda))
+    assert len(found) == bad and all(finding.subject.split()[0] in installed for finding in found)
 
 
-def test_machine_that_is_well_gets_no_complaint():
-    assert complaints({"CUDA": "13.0", "megatron-core": "0.16.1", "transformer-engine": "2.11.0"}) == []
-
-
-# --- what the project asks for
+def test_variable_of_a_launcher_is_named():
+    assert [finding.subject for finding in machine_findings({"RANK": "0"})][:1] == ["RANK 0"]
+    assert "RANK 0" not in [finding.subject for finding in machine_findings({})]
 
 
 @pytest.fixture
 def installed():
-    return machine_facts(None)
+    return installed_packages()
 
 
 @pytest.mark.parametrize(
@@ -90,24 +80,14 @@ def test_environment_of_the_tests_meets_the_ranges_and_absent_extras_are_no_comp
     assert "transformer-engine" not in installed
 
 
-# --- the machine
-
-
-def test_folder_that_is_not_there_yet_is_judged_by_the_one_it_will_lie_in(tmp_path):
-    facts = machine_facts(tmp_path / "runs" / "first")
-    assert facts["--save can be written to"] == "yes" and int(facts["GiB free at --save"]) >= 0
-    assert facts["file system of --save"] != ""
-
-
-def test_place_that_is_a_file_or_lies_in_one_or_is_a_link_to_nothing_is_no_place_for_a_run(tmp_path):
+def test_folder_of_a_run_is_judged_by_the_nearest_that_exists(tmp_path):
+    assert next(folder_findings(tmp_path / "runs" / "first")).level == OK
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch()
     link.symlink_to(tmp_path / "nothing")
     for place in (file, file / "runs" / "first", link, link / "first"):
-        assert (PROBLEM, "--save can be written to no") in complaints(machine_facts(place))
-
-
-# --- what torch finds
+        ((level, _, words, _),) = folder_findings(place)
+        assert level == PROBLEM and "could not write a checkpoint below" in words
 
 
 def test_what_training_would_compute_with_is_what_training_checks():
@@ -147,18 +127,15 @@ def test_gpu_test_without_a_gpu_is_a_problem(capfd):
     assert '@["problem", "--gpu-test", "there is no GPU to test"' in capfd.readouterr().out
 
 
-# --- the command
-
-
 @pytest.mark.slow
-def test_this_machine_can_train_and_no_variable_but_a_trap_is_printed(tmp_path):
+def test_this_machine_can_train_and_no_other_variable_is_printed(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
-    variables = {**ENVIRONMENT, "MY_TOKEN": "do-not-tell", "CUDA_LAUNCH_BLOCKING": "1"}
+    variables = {**ENVIRONMENT, "MY_TOKEN": "do-not-tell", "RANK": "0"}
     code, output, errors = run("check environment", "--save", tmp_path / "run", env=variables)
     assert (code, errors) == (0, "") and "Training can start; " in output
-    assert "warning CUDA_LAUNCH_BLOCKING 1: waits for every kernel" in output and "do-not-tell" not in output
+    assert "warning RANK 0: is what a launcher gives" in output and "do-not-tell" not in output
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     code, output, _ = run("check environment", env={**variables, "PATH": path})
     assert code == 69 and "problem GPU: nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but" in output

@@ -40,7 +40,6 @@ def test_models_are_measured_one_after_the_other_and_not_again(place, tmp_path):
     ("models", "flags", "code", "problem"),
     [
         (["bert"], ("--positions-per-doc", 0), 2, "--positions-per-doc 0 is below 1"),
-        (["bert"], ("--length-bins", 64, 64), 2, "--length-bins 64 64 must increase"),
         (["bert", "bert"], (), 2, "two folders are called bert"),
         (["bert"], ("--data", "none.parquet"), 66, "none.parquet: no file matches"),
         (["no model"], (), 66, "no model holds no tokenizer"),

@@ -1,9 +1,8 @@
-"""What holds for every command: whose package it runs, without an environment, with a misspelt flag, with Ctrl-C."""
+"""What holds for every command: without an environment, with a misspelt flag, before torch, with Ctrl-C."""
 
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -43,30 +42,9 @@ def start(*words: object, packages: Path | None = None, options: tuple[str, ...]
     return ended.returncode, ended.stderr
 
 
-def make_clone(folder: Path) -> Path:
-    """Copy what `tools/preprocess_data.py` imports first; errors.py ends the process with the folder's name."""
-    own = [f"megatron_neobert/{name}.py" for name in ("__init__", "text", "commands/__init__", "cli", "__main__")]
-    for name in (*own, "tools/preprocess_data.py"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / name, folder / name)
-    errors = (REPOSITORY / "megatron_neobert" / "errors.py").read_text()
-    (folder / "megatron_neobert" / "errors.py").write_text(f'{errors}\nraise SystemExit("{folder.name}")\n')
-    return folder
-
-
-# --- whose package
-
-
-def test_script_runs_the_package_of_its_own_checkout_though_another_is_installed(tmp_path):
-    first, second = make_clone(tmp_path / "first"), make_clone(tmp_path / "second")
-    script = second / "tools" / "preprocess_data.py"
-    assert start(script, packages=first) == (1, "second\n")
-    script.write_text(script.read_text().replace(OWN_CHECKOUT, ""))
-    assert start(script, packages=first) == (1, "first\n"), "the control: without that line"
-
-
 @every_script
-def test_every_script_has_that_line_before_its_first_import_of_this_project(script):
+def test_every_script_puts_its_own_checkout_before_its_first_import_of_this_project(script):
+    """So it does not run a package that is installed; tests/distributed/test_launch.py tries it."""
     source = script.read_text(encoding="utf-8")
     assert OWN_CHECKOUT in re.split(r"\nfrom (?:megatron_neobert|checkpoint_conversion)\b", source)[0]
 
@@ -83,12 +61,7 @@ def test_every_script_can_be_read_by_a_python_that_has_no_packages():
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        (REPOSITORY / "tools/preprocess_data.py",),
-        ("validate", "corpus"),
-    ],
-    ids=lambda words: str(words[0]).rpartition("/")[2],
+    "words", [(REPOSITORY / "tools/preprocess_data.py",), ("validate", "corpus")], ids=["script", "command"]
 )
 def test_command_started_without_the_environment_says_what_helps_and_ends_with_69(words):
     code, errors = start(*words, options=("-S",))
@@ -149,16 +122,8 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
             ["unknown flag --laod; did you mean '--load'?",
              "--load is missing: folder that training was given as --save."],
         ),
-        ("convert hf-to-megatron", "--load x --output y --no-verfication",
-         ["unknown flag --no-verfication; did you mean '--no-verification'?"]),
-        ("validate", "corpus --xyz", ["unknown flag --xyz; see --help for the list."]),
         ("validate", "corpus another",
          ["'another' is not the value of any flag; check the spelling before it, and quote a value that has a space."]),
-        (
-            "replay", "--load x --iteratoin=5 --micro-batch-size 2",
-            ["unknown flag --iteratoin; did you mean '--iteration'?",
-             "--iteration is missing: whose batch; the first iteration is 1."],
-        ),
         ("inspect batch", "--iteration 5 --micro-batch-sise 2 --rowz -1",
          ["unknown flag --micro-batch-sise; did you mean '--micro-batch-size'?",
           "unknown flag --rowz; did you mean '--rows'?"]),
@@ -221,9 +186,7 @@ def test_input_that_is_not_there_is_found_before_torch_is_imported(tmp_path, wor
     ("words", "package"),
     [
         ("preprocess", "numpy"),
-        ("inspect data corpus", "numpy"),
         (("train-tokenizer", "--input", __file__, "--output", "out"), "orjson"),
-        ("replay --load . --iteration 1", "yaml"),
         ("check parity", "torch"),
     ],
 )

@@ -57,29 +57,10 @@ def test_texts_that_differ_in_case_and_space_only_are_kept_once(tmp_path):
     assert len(choose(tmp_path, files)) == 1
 
 
-def test_unreadable_source_is_passed_over(tmp_path):
-    (tmp_path / "latin1.py").write_bytes(b'"""caf\xe9"""\n')
-    files = {"good.py": f'"""{PROSE}"""\n', "python2.py": 'print "old"\n'}
-    assert urls(choose(tmp_path, files)) == {"python-package://good.py"}
-
-
 def test_same_packages_in_another_place_give_the_same_documents(tmp_path):
     first, second = (choose(tmp_path / place, FUNCTIONS) for place in "ab")
     assert first == second
     assert [document.url for document in first] != sorted(urls(first))  # shuffled: a contiguous part is a fair sample
-
-
-def test_collection_stops_at_the_first_file_that_reaches_the_budget(tmp_path):
-    assert len(choose(tmp_path, FUNCTIONS, budget_bytes=3 * len(PROSE))) == 3
-
-
-def test_shards_hold_every_document_once_in_order(tmp_path):
-    documents = [tool.Document(content=f"text {number}", url=f"u{number}") for number in range(10)]
-    tool.write_shards(documents, tmp_path / "corpus", shards=3)
-    paths = sorted((tmp_path / "corpus").iterdir())
-    assert [path.name for path in paths] == ["part-0000.parquet", "part-0001.parquet", "part-0002.parquet"]
-    rows = [row for path in paths for row in pq.read_table(path).to_pylist()]
-    assert rows == [{"content": document.content, "url": document.url} for document in documents]
 
 
 def test_installed_packages_give_the_documents_asked_for(tmp_path):

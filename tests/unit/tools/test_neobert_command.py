@@ -5,18 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from commands import ENVIRONMENT, REPOSITORY
+from commands import ENVIRONMENT, run
 
 from megatron_neobert import __main__ as neobert
 from megatron_neobert import __version__, pretrain
-
-
-def type_in(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_neobert", *words]
-    environment = {**ENVIRONMENT, **variables}
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
 
 
 def test_overview_names_every_command_and_imports_no_package():
@@ -34,28 +26,28 @@ print(sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys
 
 
 def test_overview_of_a_group_names_its_commands_alone():
-    ended = type_in("evaluate", "--help")
-    assert ended.returncode == 0
-    assert re.findall(r"^  (\S+ \S+) ", ended.stdout, re.MULTILINE) == [
+    code, output, _ = run("evaluate --help")
+    assert code == 0
+    assert re.findall(r"^  (\S+ \S+) ", output, re.MULTILINE) == [
         f"evaluate {word}" for word in ("glue", "mteb", "ner", "ppl", "throughput")
     ]
 
 
 def test_version_is_the_packages():
-    assert type_in("--version").stdout == f"neobert {__version__}\n"
+    assert run("--version") == (0, f"neobert {__version__}\n", "")
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["evalate", "glue"], "neobert evalate: no such command; did you mean 'evaluate'?"),
-        (["inspect", "batches"], "neobert inspect: data or batch must follow; did you mean 'batch'?"),
-        (["verify", "--tolerence", "1"], "unknown flag --tolerence; did you mean '--tolerance'?"),
+        ("evalate glue", "neobert evalate: no such command; did you mean 'evaluate'?"),
+        ("inspect batches", "neobert inspect: data or batch must follow; did you mean 'batch'?"),
+        ("verify --tolerence 1", "unknown flag --tolerence; did you mean '--tolerance'?"),
     ],
 )
 def test_what_no_command_is_called_is_a_sentence(words, sentence):
-    ended = type_in(*words)
-    assert ended.returncode == 2 and sentence in ended.stderr and "Traceback" not in ended.stderr
+    code, _, errors = run(words)
+    assert code == 2 and sentence in errors and "Traceback" not in errors
 
 
 @pytest.mark.parametrize(

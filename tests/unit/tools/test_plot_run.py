@@ -17,15 +17,21 @@ def write_run(folder, *, last=40, killed_at=None):
 
 
 def test_the_command_draws_runs_that_still_go_on_without_a_display(tmp_path):
-    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", last=30, killed_at=10)
+    first, second = (
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", last=30, killed_at=0),
+    )  # before its first checkpoint
     code, said, errors = call("plot", first, second / "metrics.jsonl", "--output", tmp_path / "new" / "plots")
     assert (code, errors) == (0, "")
     assert said.splitlines()[:2] == [
         "a: iteration 40 | 4,000 tokens | loss 0.2500 nats",
         "b: iteration 30 | 3,000 tokens | loss 0.3333 nats | restarts: 1",
     ]
-    names = sorted(path.name for path in (tmp_path / "new" / "plots").iterdir())
-    assert names == ["curves.csv", "curves.png"]
+    assert [path.name for path in (tmp_path / "new" / "plots").iterdir()] == ["curves.png"]
+    again = call("plot", first, second, "--output", tmp_path)
+    content = (tmp_path / "curves.png").read_bytes()
+    assert again[0] == 0 and content[:4] == b"\x89PNG"
+    assert content == (tmp_path / "new" / "plots" / "curves.png").read_bytes()
 
 
 def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path):

@@ -32,8 +32,8 @@ def test_tensorboard_has_the_values_of_the_record_in_groups(tmp_path):
     tags = {
         "train/loss": 2.5,
         "train/lr": 0.125,
-        "speed/mfu": 0.5,
-        "memory/memory_gib": 3.0,
+        "machine/mfu": 0.5,
+        "machine/memory_gib": 3.0,
         "validation/loss_web": 4.0,
     }
     assert found == {tag: [(7, value)] for tag, value in tags.items()}

@@ -57,7 +57,7 @@ def test_documents_are_those_that_megatron_was_given(tmp_path, monkeypatch, dtyp
     assert (tmp_path / "M.bin").samefile(f"{prefix}_documents.bin") == (eod_id is None), "it is no copy"
     again = indexed_dataset.IndexedDataset(f"{prefix}_documents")
     assert [again[number].tolist() for number in range(len(again))] == DOCUMENTS
-    assert adopt(prefix, TOKENIZER)[1] == adopt(f"{prefix}_documents", TOKENIZER)[1] == "nothing is left to do"
+    assert adopt(prefix, TOKENIZER)[0].manifest == manifest, "it is there already"
 
 
 def only_some_end(prefix):
@@ -116,6 +116,6 @@ def test_every_reader_names_the_command_that_makes_a_corpus_of_such_files(tmp_pa
     assert refused.refused(65) and command in refused.output
     code, output = run_forked("adopt", prefix, "--tokenizer-model", tiny_corpus.tokenizer)
     assert code == 0, output
-    assert "M_documents is a corpus: 3 documents, one sequence each, nothing at their end, 0 empty" in output
+    assert "M_documents is a corpus: 3 documents\n" in output
     assert run_forked("validate", f"{prefix}_documents", "--full").code == 0
     assert run_forked("adopt", tmp_path / "none", "--tokenizer-model", tiny_corpus.tokenizer).refused(66)

@@ -37,7 +37,7 @@ def joined(folder, *chunks, chosen=None):
         ([1, "a", True, 2.5], [None], pa.string(), ["1", "a", "true", "2.5", None]),
         ([1], ["a"], pa.string(), ["1", "a"]),
         ([1, 2.5], ["a"], pa.string(), ["1", "2.5", "a"]),
-        ([1.0, "a"], [1.0, 1e300], pa.string(), ["1", "a", "1", str(int(1e300))]),
+        ([1.0, "a"], [1.0, 1e300], pa.string(), ["1", "a", "1", "1e+300"]),
         ([True], [1], pa.string(), ["true", "1"]),
         ([[1], {"a": 1}, 3], [], pa.int64(), [None, None, 3]),
         ([datetime.date(2024, 1, 31), b"a\xff", "\ud800"], [], pa.string(), ["2024-01-31", "a\ufffd", "?"]),

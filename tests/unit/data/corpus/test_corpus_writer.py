@@ -28,7 +28,7 @@ def place(tmp_path):
 
 
 @pytest.mark.parametrize("small_windows", [False, True])
-@pytest.mark.parametrize("layout", [{}, {"keep_shards": True}, {"shard_bytes": 30}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"shard_bytes": 30}], ids=str)
 @pytest.mark.parametrize("deduplicate", [False, True])
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.4])
 def test_documents_are_those_that_a_plain_loop_selects(
@@ -73,27 +73,18 @@ def test_bytes_do_not_depend_on_the_chunks_that_the_documents_came_in(tmp_path, 
     assert len(cut.corpus_bytes()) == (9 if options else 5)
 
 
-def test_kept_shards_are_a_corpus_shard_each_and_those_without_documents_none(place):
-    """An input file that is one whole chunk is linked, where the file system has links, and another one copied."""
-    manifest = place.write(keep_shards=True).manifest
-    assert [volume.name for volume in manifest.volumes] == ["P_00000", "P_00001", "P_00002"]
-    assert [volume.documents for volume in manifest.volumes] == [5, 4, 11]
-    assert not (place.folder / "P.bin").exists()
-    assert [(place.folder / f"P_{number:05d}.bin").stat().st_nlink for number in range(3)] == [1, 2, 1]
-    assert (place.folder / "P_00001.bin").samefile(place.files.partial / "000002.ids")
-
-
-def test_file_system_without_links_gives_the_same_files(tmp_path, monkeypatch):
+def test_corpus_shard_of_one_whole_chunk_is_linked_or_copied_where_the_file_system_has_no_links(tmp_path, monkeypatch):
     linking, copying = Place(tmp_path / "a"), Place(tmp_path / "b")
-    linking.write(keep_shards=True)
+    linking.write(shard_bytes=2)
 
     def refuse(*_):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", refuse)
-    copying.write(keep_shards=True)
+    copying.write(shard_bytes=2)
     assert linking.corpus_bytes() == copying.corpus_bytes()
-    assert (copying.folder / "P_00001.bin").stat().st_nlink == 1
+    assert (linking.folder / "P_00002.bin").samefile(linking.files.partial / "000002.ids")
+    assert (copying.folder / "P_00002.bin").stat().st_nlink == 1
 
 
 @pytest.mark.parametrize("shard_bytes", [2, 40, 90, 1 << 20])
@@ -123,18 +114,24 @@ def test_rejects_are_joined_in_order_and_have_no_file_where_there_are_none(place
     assert not clean.files.rejects.exists()
 
 
-def test_files_of_other_corpora_with_similar_names_are_left_alone(place):
-    names = ("P_1.bin", "P_00000x.bin", "PP.bin", "P_00000.json", "P_test.idx", "P_20240101.bin", "P_20240101.idx")
-    others = [place.folder / name for name in names]
+@pytest.mark.parametrize("shards_before", [0, 1, 2])
+def test_files_of_other_corpora_with_similar_names_are_left_alone(place, shards_before):
+    if shards_before:
+        place.write(shard_bytes={1: None, 2: 90}[shards_before])
+    own_corpus = {0: "P_00000", 1: "P_00000", 2: "P_00002"}[shards_before]
+    names = ("P_1.bin", "P_00000x.bin", "PP.bin", "P_test.idx", "P_20240101.bin", "P_00012.bin", "P_00012.idx")
+    others = [place.folder / name for name in (*names, *(f"{own_corpus}.{end}" for end in ("bin", "idx", "json")))]
     for other in others:
         other.write_text("keep")
-    refuse_existing(place.files, overwrite=False)
-    for _ in range(2):  # with no corpus there, and with one
-        place.write()
-        assert all(other.read_text() == "keep" for other in others)
+    refuse_existing(place.files, overwrite=bool(shards_before))
+    place.write()
+    assert all(other.read_text() == "keep" for other in others)
+    with pytest.raises(OutputError, match=rf"{own_corpus}.bin belongs to another corpus; move it away"):
+        place.write(shard_bytes=2)
+    assert all(other.read_text() == "keep" for other in others) and documents_of(place.folder / "P") == place.documents
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_shards": True, "validation_fraction": 0.4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shard_bytes": 30, "validation_fraction": 0.4}], ids=str)
 def test_all_of_the_new_corpus_is_on_disk_before_anything_of_the_old_is_removed(place, monkeypatch, options):
     place.write(shard_bytes=30, validation_fraction=0.4)
     synced, before_removal = {file.stat().st_ino for file in place.files.partial.glob("*.ids")}, []  # they are complete
@@ -153,12 +150,12 @@ def test_all_of_the_new_corpus_is_on_disk_before_anything_of_the_old_is_removed(
     monkeypatch.setattr(os, "unlink", note_removal)
     place.write(**options)
     new = {name: (place.folder / name).stat().st_ino for name in place.corpus_bytes()}
-    assert len(new) == (13 if options else 5)
+    assert len(new) == (17 if options else 5)
     assert {name for name, inode in new.items() if inode not in before_removal[0]} == set()
 
 
 @pytest.mark.parametrize(
-    "name", ["P.bin", "P.idx", "P.json", "P.attributes.parquet", "P_00017.bin", "P_validation.json"]
+    "name", ["P.bin", "P.idx", "P.json", "P.attributes.parquet", "P_00000.bin", "P_validation.json"]
 )
 def test_each_piece_of_a_corpus_is_replaced_only_when_asked(tmp_path, name):
     files = corpus_files(tmp_path / "P")
@@ -209,15 +206,15 @@ def killed_before(change_number, place, **options):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
-KEPT_AND_SPLIT = {"keep_shards": True, "deduplicate": True, "validation_fraction": 0.4}
+SHARDS_AND_SPLIT = {"shard_bytes": 30, "deduplicate": True, "validation_fraction": 0.4}
 
 
 @pytest.mark.parametrize(
     ("old_options", "new_options"),
     [
         ({}, {}),
-        pytest.param(KEPT_AND_SPLIT, KEPT_AND_SPLIT, marks=pytest.mark.slow),
-        pytest.param(KEPT_AND_SPLIT, {}, marks=pytest.mark.slow),
+        pytest.param(SHARDS_AND_SPLIT, SHARDS_AND_SPLIT, marks=pytest.mark.slow),
+        pytest.param(SHARDS_AND_SPLIT, {}, marks=pytest.mark.slow),
         pytest.param({}, {"shard_bytes": 40}, marks=pytest.mark.slow),
     ],
     ids=["one over one", "split over split", "one over split", "corpus shards over one"],

@@ -136,9 +136,7 @@ def test_manifest_names_inputs_with_size_and_checksum_and_the_tokenizer(place):
     assert (manifest.documents, manifest.tokens, manifest.dtype, manifest.text_key) == (2, 2, "uint16", "content")
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"keep_shards": True}, {"deduplicate": "exact", "split_validation": 0.4}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"shard_size": 1}, {"deduplicate": "exact", "split_validation": 0.4}], ids=str)
 def test_manifest_counts_what_each_input_has_in_the_corpus(place, changes):
     words = {"a.jsonl": "hello", "b.jsonl": "world", "c.jsonl": "zy", "d.jsonl": "hello"}
     for name, word in words.items():

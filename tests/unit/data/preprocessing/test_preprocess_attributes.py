@@ -63,7 +63,6 @@ def kept(records, *, filtered=False, deduplicate=False):
 
 CASES = {
     "all": ({}, {}),
-    "kept shards": ({"keep_shards": True}, {}),
     "shards by size and workers": ({"shard_size": 100, "workers": 2}, {}),
     "duplicates": ({"deduplicate": "exact"}, {"deduplicate": True}),
     "filter": ({"filter": (f"{__file__}:shortened",)}, {"filtered": True}),
@@ -116,7 +115,6 @@ def test_headers_of_web_archives_are_attributes(place):
 def test_corpus_that_replaces_one_with_attributes_leaves_none_of_them(place):
     place.run("fresh")
     place.run(record_keys=("meta.from",))
-    place.corpus().files.manifest.with_suffix(".sources").touch()  # of an earlier version
     with pytest.raises(OutputError, match=r"content_document\.attributes\.parquet"):
         place.run()
     place.run(overwrite=True)

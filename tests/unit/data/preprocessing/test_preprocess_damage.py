@@ -45,7 +45,7 @@ def test_damaged_shards_are_reported_together_when_all_others_are_finished(place
 def test_quarantined_shards_are_left_out_whole_and_named_in_the_manifest(place, monkeypatch):
     add_damaged_shards(place)
     pq.write_table(pa.table({"text": ["hello"]}), place.shards / "f.parquet")  # as the plan sees already
-    pq.write_table(pa.table({"content": [f"hello {number}" for number in range(500)]}), place.shards / "g.parquet")
+    pq.write_table(pa.table({"content": [f"hello {number}" for number in range(500)]}), place.shards / "g.parquet", 100)
     content = (place.shards / "g.parquet").read_bytes()
     (place.shards / "g.parquet").write_bytes(content[:1000] + bytes(200) + content[1200:])
     cut_small(monkeypatch, 2000)

@@ -38,7 +38,6 @@ def test_held_out_documents_are_chosen_by_their_text_and_not_by_their_place(plac
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep_shards": True, "shard_size": 10}, "--keep-shards cuts .* choose one"),
         ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
         ({"text_separator": ""}, "--text-separator is empty"),
         ({"max_error_rate": 1.5}, "--max-error-rate 1.5 is not a fraction of the records"),

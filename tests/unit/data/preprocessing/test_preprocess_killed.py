@@ -107,7 +107,7 @@ def all_bytes(place, name):
     return {file.name.removeprefix(name): file.read_bytes() for file in place.glob(f"{name}_*")}
 
 
-JOIN = ("--workers", 2, "--keep-shards", "--split-validation", "0.05")
+JOIN = ("--workers", 2, "--shard-size", 1, "--split-validation", "0.05")
 
 
 @needs_proc
@@ -146,7 +146,7 @@ def test_worker_killed_while_it_joins_ends_the_run_with_74_and_chunks_are_kept(p
 def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_bytes(place, number):
     """More moments: KILLS=20 python -m pytest tests/unit/data/preprocessing/test_preprocess_killed.py -k any_moment."""
     large_shards(place, shards=8, megabytes=0.5)
-    more = ("--workers", 2, "--deduplicate", "exact", "--split-validation", "0.05", "--keep-shards")
+    more = ("--workers", 2, "--deduplicate", "exact", "--split-validation", "0.05", "--shard-size", 1)
     started = time.monotonic()
     finish(place, "--output-prefix", place / "whole", *more)
     whole_run = time.monotonic() - started

@@ -106,13 +106,13 @@ def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
     place.add_texts("a.jsonl", "hello")
     place.add_texts("b.jsonl", "world")
     inputs = tuple(str(place.shards / name) for name in ("a.jsonl", "b.jsonl"))
-    place.run(inputs=inputs, keep_shards=True)
-    same = {"inputs": inputs, "keep_shards": True, "resume": True}
+    place.run(inputs=inputs, shard_size=1)
+    same = {"inputs": inputs, "shard_size": 1, "resume": True}
     assert is_complete(plan_preprocessing(place.settings(**same)))
     if change == "order":
         same["inputs"] = inputs[::-1]
     elif change == "layout":
-        same["keep_shards"] = False
+        same["shard_size"] = None
     elif change == "volume":
         (place.folder / "out" / "run_content_document_00001.bin").unlink()
     elif change == "attributes":

@@ -1,7 +1,7 @@
 """--tokenizer-type: what each type takes, and that a type is not stretched to fit a file."""
 
 import pytest
-from bad_inputs.small_sentencepiece import write_model
+from security.small_sentencepiece import write_model
 from unit.data.small_corpus import byte_level_backend, write_vocabulary
 
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -59,10 +59,10 @@ def outcome_of(call: Callable[[], Any]) -> tuple[int, list[str]]:
 
 
 def assert_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None:
-    """Assert that the call ends with the code, in short sentences of one line that hold all the words."""
+    """Assert that the call ends with the code, in short printable sentences that hold all the words."""
     code, sentences = outcome_of(call)
     assert code == exit_code, f"ended with {code} {sentences}, expected {exit_code}"
-    assert all("\n" not in sentence and len(sentence) <= _LONGEST_SENTENCE for sentence in sentences), sentences
+    assert all(sentence.isprintable() and len(sentence) <= _LONGEST_SENTENCE for sentence in sentences), sentences
     assert all(word in "\n".join(sentences) for word in words), f"expected {words} in: {sentences}"
 
 

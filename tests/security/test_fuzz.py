@@ -4,15 +4,16 @@ No input may end a reader in another exception, a hang, or a gigabyte of memory:
 another person.
 """
 
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from bad_inputs.fuzzing import NUMBERS, TEXTS, examples, mutated_file
-from bad_inputs.refusals import bounded
-from bad_inputs.targets import REQUIRED, TARGETS, Target, check_settings
+from fuzzing import NUMBERS, TEXTS, examples, mutated_file
 from hypothesis import given
 from hypothesis import strategies as st
+from readers import KINDS, Kind, read_settings
+from refusals import bounded
 
 from megatron_neobert.cli import flag_of
 from megatron_neobert.config.data_path import parse_data_path, whole_weights
@@ -21,39 +22,39 @@ from megatron_neobert.errors import ConfigError, NeoBERTError
 
 pytestmark = pytest.mark.slow
 
+REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 LONGEST = 5000  # characters of a problem; ConfigError has several
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return TARGETS[request.param](tmp_path_factory.mktemp("sound"))
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("changed") / "input"
-
-
-def test_unchanged_input_is_read(target: Target, place: Path):
-    for name in target.files:
-        target.copy_to(place, name, (target.folder / name).read_bytes())
-        target.read(place, name)
+def sound(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    kind.write(folder)
+    return folder
 
 
 @examples(300)
 @given(data=st.data())
-def test_changed_input_is_refused_in_a_sentence_or_read_as_it_says(target: Target, place: Path, data: st.DataObject):
-    name = data.draw(st.sampled_from(target.files))
-    target.copy_to(place, name, data.draw(mutated_file(name, (target.folder / name).read_bytes())))
+def test_changed_input_is_refused_in_a_sentence_or_read_as_it_says(kind: Kind, sound: Path, data: st.DataObject):
+    copy = sound.with_name(f"{sound.name}_changed")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(sound, copy)
+    changed = data.draw(st.sampled_from(sorted(path for path in copy.rglob("*") if path.is_file())))
+    changed.write_bytes(data.draw(mutated_file(changed.name, changed.read_bytes())))
     try:
         with bounded():
-            target.read(place, name)
+            kind.read(copy)
     except NeoBERTError as error:
         assert_short(error)
 
 
 def assert_short(error: NeoBERTError) -> None:
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    problems = error.problems if isinstance(error, ConfigError) else str(error).split("\n  - ")
     assert all("\n" not in problem and len(problem) < LONGEST for problem in problems), problems
     assert error.exit_code in (2, 65, 66, 78)
 
@@ -78,7 +79,7 @@ def test_odd_words_on_the_command_line_are_refused_or_mean_settings(
         return
     try:
         with bounded():
-            check_settings([*REQUIRED, *words], world_size, tmp_path_factory.getbasetemp())
+            read_settings([*REQUIRED, *words], tmp_path_factory.getbasetemp(), world_size=world_size)
     except NeoBERTError as error:
         assert_short(error)
     except OSError:  # a name longer than any file has

@@ -1,0 +1,136 @@
+"""Valid folders of each kind of input, and readers in this process, which accept them or raise a NeoBERTError.
+
+What a reader accepts it also uses: ids must be those of the corpus or legal, and settings survive being saved.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import good_inputs as good
+import torch
+from hostile import seal
+from small_sentencepiece import write_model as write_sentencepiece
+from unit.conversion.saved_model import SHAPE, build_reference, save_model
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+
+from checkpoint_conversion.checkpoint import model_shape, read_checkpoint
+from checkpoint_conversion.imports import read_folder
+from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal
+from megatron_neobert.config.cli import parse_command_line, read_record, write_record
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+
+LENGTHS, VOCAB = (3, 1, 4, 2), 100
+CHECKPOINT = "checkpoints/iter_0000030"
+
+
+class Kind(NamedTuple):
+    """A kind of input.
+
+    Attributes:
+        write: Writes a valid input into an empty folder.
+        read: Reads such a folder.
+        exit_code: That of a refusal.
+    """
+
+    write: Callable[[Path], object]
+    read: Callable[[Path], object]
+    exit_code: int
+
+
+def write_small_corpus(folder: Path, *, shard_bytes: int | None = None) -> None:
+    """Write a corpus of uint16 and its tokenizer."""
+    tokenizer = numbered_tokenizer(VOCAB)
+    folder.mkdir(exist_ok=True)
+    write_corpus(folder / "small", random_documents(list(LENGTHS), VOCAB), tokenizer, shard_bytes=shard_bytes)
+    tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=16)
+
+
+def check_corpus(folder: Path) -> None:
+    """Run the checks of `neobert validate --full` and of the start of a run."""
+    opened = Corpus(folder / "small")
+    opened.check_tokenizer(numbered_tokenizer(VOCAB))
+    opened.manifest.describe()
+    found = [opened.document(number).tolist() for number in range(len(opened))]
+    check_content(opened)
+    assert found == [document.tolist() for document in random_documents(list(LENGTHS), VOCAB)]
+
+
+def load_and_use(path: Path) -> str:
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode_batch(
+        ["w5 \u2603 zz", "", "a b ab [MASK]", "\u00e9\u0301 \u4e2d", "A\0\u200bb </s><mask>"]
+    ).ids
+    never = {*tokenizer.special_ids} - {tokenizer.unk_id}
+    assert all(0 <= id_ < tokenizer.vocab_size and id_ not in never for id_ in ids.tolist())
+    return tokenizer.fingerprint
+
+
+def write_checkpoint(folder: Path) -> None:
+    save_model(folder, to_internal(build_reference().state_dict(), SHAPE, NEOBERT))
+
+
+def read_sealed_checkpoint(folder: Path) -> None:
+    """Read a checkpoint whose manifest fits its files, as an attacker would write it."""
+    seal(folder / CHECKPOINT)
+    read_checkpoint(folder / "checkpoints").build_reference(torch.float32)
+
+
+def read_model(folder: Path) -> None:
+    found = read_folder(folder)
+    shape = model_shape(Settings(model=found.model), vocab_size=found.tokenizer.vocab_size)
+    to_internal(found.weights, shape, TABLES[found.layout])
+
+
+def read_settings(arguments: list[str], place: Path, *, world_size: int = 1) -> None:
+    """Parse a command line; what is accepted must have finite values and survive being saved."""
+    found = parse_command_line(arguments, world_size=world_size).settings
+    values = [value for section in asdict(found).values() for value in section.values()]
+    assert all(math.isfinite(value) for value in values if isinstance(value, float))
+    assert all(abs(value) < 2**63 for value in values if isinstance(value, int))
+    write_record(found, place / "record.yaml")
+    assert read_record(place / "record.yaml") == found
+
+
+def write_all_settings(folder: Path) -> None:
+    good.write_json(folder / "run.yaml", asdict(Settings()))  # JSON is YAML
+
+
+def read_yaml(folder: Path) -> None:
+    flags = ["--tokenizer-model", "tokenizer"]  # and --data-path only where the file has none
+    flags += [] if b"data_path: *" in (folder / "run.yaml").read_bytes() else ["--data-path", "corpus"]
+    read_settings([*flags, "--config", str(folder / "run.yaml")], folder)
+
+
+def tokenizer_file(name: str, write: Callable[[Path], Any]) -> Kind:
+    """Return the kind of a file that is a tokenizer by itself."""
+
+    def write_alone(folder: Path) -> None:
+        write(folder)
+        for path in folder.iterdir():
+            if path.name != name:
+                path.unlink()
+
+    return Kind(write_alone, lambda folder: load_and_use(folder / name), 65)
+
+
+KINDS = {
+    "corpus": Kind(write_small_corpus, check_corpus, 65),
+    "corpus of several shards": Kind(lambda folder: write_small_corpus(folder, shard_bytes=8), check_corpus, 65),
+    "tokenizer": Kind(
+        lambda folder: good.write_tokenizer(folder / "tokenizer"), lambda folder: load_and_use(folder / "tokenizer"), 65
+    ),
+    "tokenizer.json": tokenizer_file("tokenizer.json", good.write_tokenizer),
+    "vocab.txt": tokenizer_file("vocab.txt", good.write_tokenizer),
+    "tokenizer.model": tokenizer_file(
+        "tokenizer.model", lambda folder: write_sentencepiece(folder / "tokenizer.model")
+    ),
+    "checkpoint": Kind(write_checkpoint, read_sealed_checkpoint, 78),
+    "model": Kind(good.write_model, read_model, 78),
+    "neobert model": Kind(good.write_neobert, read_model, 78),
+    "YAML": Kind(write_all_settings, read_yaml, 2),
+}

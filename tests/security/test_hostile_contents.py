@@ -1,0 +1,163 @@
+"""Files and command lines that lie, are damaged or are something else are refused with the reason and the exit code."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import good_inputs as good
+import pytest
+from commands import ENVIRONMENT, run
+from hostile import Canary
+from hostile_contents import CONTENTS, Change, edit, leave_the_vocabulary_and
+from processes import run_command
+from readers import KINDS, check_corpus, load_and_use
+from refusals import assert_refused, start_checks
+from transformers import AutoModelForMaskedLM
+
+from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder with a valid input of a kind, made once; only to be read."""
+
+    @cache
+    def write(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("valid")
+        KINDS[kind].write(folder)
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_valid_input_is_read(valid: Callable[[str], Path], tmp_path: Path, kind: str):
+    KINDS[kind].read(Path(shutil.copytree(valid(kind), tmp_path / "copy")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        pytest.param(kind, change, words, id=f"{kind}: {words[:40]}")
+        for kind, changes in CONTENTS.items()
+        for change, words in changes
+    ],
+)
+def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kind(
+    valid: Callable[[str], Path], tmp_path: Path, kind: str, change: Change, words: str
+):
+    folder = Path(shutil.copytree(valid(kind), tmp_path / "copy"))
+    change(folder)
+    assert_refused(lambda: KINDS[kind].read(folder), KINDS[kind].exit_code, words)
+
+
+COMMAND_LINES = [
+    (["--bf16=false"], 2, "ignored explicit argument 'false'"),
+    (["--train-iters", "²"], 2, "'²' is not a whole number"),
+    (["--train-iters", "1e19"], 2, "is beyond 9223372036854775807"),
+    (["--hidden-size", "1000000000001"], 2, "--hidden-size 1000000000001 is not a multiple"),
+    (["--save", os.fsdecode(b"caf\xe9")], 2, "--save 'caf\\udce9' is not a text in UTF-8"),
+    (["--unknown-" + "x" * 9999], 2, "unknown flag --unknown-xxx"),
+    (["--"], 2, "unknown flag --"),
+    (["--data-path", "a:min=٣"], 2, "':min=٣' is not a limit"),
+    (["--data-path", "1", "a", "1", "a"], 2, "names a 2 times; name it once"),
+    (["--data-path", *["1", "a"] * 1025], 2, "names 1,025 corpora, more than 1,024"),
+    (["--data-path", "1/3", "a", "1", "b"], 2, "'1/3', where the weight of a should stand, is no number"),
+    (["--data-path", "{corpus}"], 66, "no corpus"),
+    (["--data-path", "{corpus}/small.bin"], 66, "did you mean 'small'?"),
+    (["--data-path", "{corpus}/small.bin/deeper"], 66, "no corpus"),
+    (["--data-path", "{corpus}/" + "x" * 300], 74, "File name too long"),
+    *(([f"--split={split}"], 2, f"--split {split} is not one to three") for split in ("nan", "inf", "-1,2", "0,0")),
+    (["--split=1,1e9"], 2, "leaves part 1"),
+    (["--split=0,1"], 65, "leaves none of the 4 documents"),
+    (["--config", "{corpus}"], 66, "is a folder"),
+    (["--config", ""], 66, "is a folder"),
+    (["--config", "{corpus}/none.yaml"], 66, "no such file"),
+    (["--save", "{corpus}/small.bin/run"], 73, "small.bin/run cannot be created"),
+    (["--save", "{corpus}/small.bin"], 73, "cannot be created"),
+    (["--save", "{corpus}/" + "x" * 300], 74, "File name too long"),
+    *((["--load", f"{{corpus}}/{where}"], 66, "--load") for where in ("small.bin", "nowhere", ".")),
+]  # fmt: skip
+
+
+def flags_of(corpus: Path) -> list[str]:
+    return ["--data-path", f"{corpus}/small", "--tokenizer-model", f"{corpus}/tokenizer", "--split", "100"]
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "sentence"), COMMAND_LINES, ids=[" ".join(words)[:40] for words, _, _ in COMMAND_LINES]
+)
+def test_command_line_that_nobody_meant_is_refused_before_the_run_starts(corpus, words, exit_code, sentence):
+    named = [word.replace("{corpus}", str(corpus)) for word in words]
+    assert_refused(lambda: start_checks(*flags_of(corpus), *named), exit_code, sentence)
+
+
+# --- odd files and names that mean something
+
+
+@pytest.mark.parametrize("text", ["", "model:\n", "\ufeffmodel: {}\n", "---\n...\n", "null\n"])
+def test_yaml_that_says_nothing_leaves_the_defaults(tmp_path, text):
+    path, required = tmp_path / "run.yaml", ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
+    path.write_text(text, encoding="utf-8")
+    found, expected = (
+        parse_command_line([*required, *words], world_size=1).settings for words in (["--config", str(path)], [])
+    )
+    assert found == expected
+
+
+def test_manifest_cannot_lead_to_a_file_outside_its_folder(corpus):
+    edit("small.json", volumes={"name": "../../elsewhere"})(corpus)
+    assert [volume.bin.name for volume in Corpus(corpus / "small").volumes] == ["small.bin"]
+
+
+@pytest.mark.parametrize("config", [{"auto_map": 5}, {"auto_map": {}}, {"strip_accents": None}])
+def test_configuration_of_a_tokenizer_that_decides_nothing_changes_nothing(corpus, config):
+    expected = load_and_use(corpus / "tokenizer")
+    leave_the_vocabulary_and(json.dumps({"do_lower_case": True, **config}))(corpus)
+    assert load_and_use(corpus / "tokenizer") == expected
+
+
+def test_template_without_the_text_does_not_lose_it(corpus):
+    path = corpus / "tokenizer" / "tokenizer.json"
+    expected = load_tokenizer(path).encode_batch(["w5 w6"]).ids.tolist()
+    state = json.loads(path.read_text())
+    for place in ("single", "pair"):
+        template = state["post_processor"][place]
+        state["post_processor"][place] = [entry for entry in template if "SpecialToken" in entry]
+    path.write_text(json.dumps(state))
+    assert load_tokenizer(path).encode_batch(["w5 w6"]).ids.tolist() == expected != []
+
+
+def test_corpus_in_a_folder_with_spaces_and_other_scripts_is_read_and_one_whose_path_is_no_text_is_named(
+    corpus, tmp_path
+):
+    check_corpus(corpus)
+    folder = tmp_path / "mit Leerzeichen, 日本語 ' \" $HOME ünïcode"
+    shutil.copytree(corpus, folder)
+    start_checks(*flags_of(corpus), "--data-path", f"{folder}/../{folder.name}/small", "--save", str(folder / "runs"))
+    no_text = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(corpus, no_text)
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
+    code, output, errors = run("validate", no_text / "small", env=environment)
+    assert (code, errors) == (0, "") and "caf\\udce9/small is sound" in output
+
+
+@pytest.mark.usefixtures("only_remote_code")
+def test_code_that_a_neobert_folder_brings_is_left_alone(tmp_path: Path, canary: Canary):
+    folder = good.write_neobert(tmp_path / "model")
+    (folder / "own_code.py").write_text(
+        f"{canary.source}from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM\n"
+    )
+    classes = {"AutoConfig": "own_code.NeoBERTConfig", "AutoModelForMaskedLM": "own_code.NeoBERTForMaskedLM"}
+    edit("config.json", auto_map=classes, trust_remote_code=True)(folder)
+    words = ("hf-to-megatron", "--load", folder, "--output", folder.parent / "imported")
+    result = run_command("checkpoint_conversion.convert", *words)  # registers our class, in a process of its own
+    assert result.code == 0, result.output
+    assert not canary.has_run
+    AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
+    assert canary.has_run
