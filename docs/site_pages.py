@@ -1,9 +1,8 @@
-"""Hook of mkdocs: files of the repository that the documentation links to become pages of the site.
+"""Hook of mkdocs: README.md becomes the start page, and files that the pages link to become pages of the site.
 
-On GitHub `../SECURITY.md` and `../examples/slurm/pretrain.sh` are links to files; a site that is read without a network
-and without the repository has to bring them along. Markdown files are rendered, other text is shown as it is. Their own
-links are followed too, so that what one page says about another can be read. Links to what does not exist are left as
-they are, and the strict build refuses them.
+On GitHub `../SECURITY.md` and `../examples/slurm/pretrain.sh` are links to files. The site is read without the
+repository, so it includes these files: Markdown rendered, other text as code. Links in these files are followed too.
+Links to missing files stay as they are, and the strict build refuses them.
 """
 
 import os
@@ -15,15 +14,19 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 PREFIX = "repository/"
+START = "README.md"
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 LANGUAGES = {".def": "text", ".sh": "bash", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".txt": "text"}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Adds a page for every file outside docs/ that a page links to, or a page of such a page."""
+    """Add the start page, and a page for every file outside docs/ that a page links to, directly or through others."""
     root = Path(config.config_file_path).parent
     docs = Path(config.docs_dir).name
     waiting = [f"{docs}/{file.src_uri}" for file in files.documentation_pages()]
+    if (root / START).is_file():
+        files.append(File.generated(config, site_path(START, docs), content=as_page(root, START, docs)))
+        waiting.append(START)
     seen = set(waiting)
     while waiting:
         page = waiting.pop()
@@ -36,15 +39,15 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Points the links of a page of docs/ at the pages that stand for files outside."""
+    """Point the links of a page of docs/ at the site's pages for files outside docs/."""
     root, docs = Path(config.config_file_path).parent, Path(config.docs_dir).name
-    if page.file.src_uri.startswith(PREFIX):
-        return markdown  # done when it was made
+    if page.file.src_uri.startswith(PREFIX) or page.file.src_uri == site_path(START, docs):
+        return markdown  # `as_page` has done this
     return with_site_links(markdown, root=root, page=f"{docs}/{page.file.src_uri}", docs=docs)
 
 
 def linked_files(root: Path, page: str) -> list[str]:
-    """Files of the repository that a Markdown file links to, as paths from the root."""
+    """Return the files of the repository that a Markdown file links to, as paths from the root."""
     if not page.endswith(".md"):
         return []
     targets = [resolve(page, link) for link in LINK.findall((root / page).read_text(encoding="utf-8"))]
@@ -60,7 +63,9 @@ def is_text(target: str) -> bool:
 
 
 def site_path(target: str, docs: str) -> str:
-    """Where the site has a file of the repository; other files than Markdown are pages that show them."""
+    """Return the site's path for a file of the repository; a file that is not Markdown gets a page that shows it."""
+    if target == START:
+        return "index.md"
     if target.startswith(f"{docs}/"):
         return target.removeprefix(f"{docs}/")
     return PREFIX + target + ("" if target.endswith(".md") else ".md")
@@ -71,7 +76,8 @@ def with_site_links(markdown: str, *, root: Path, page: str, docs: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         target = resolve(page, match[1])
-        if "://" in match[1] or not (root / target).is_file() or not is_text(target):
+        in_site = target.startswith(f"{docs}/") or is_text(target)
+        if "://" in match[1] or not (root / target).is_file() or not in_site:
             return match[1]
         return os.path.relpath(site_path(target, docs), here or ".")
 

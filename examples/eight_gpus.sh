@@ -4,7 +4,7 @@
 #   bash examples/eight_gpus.sh CORPUS TOKENIZER RUN [flags]
 #
 # The model of 250 million parameters fits on each GPU, so every rank takes rows of its own (data parallelism), and only
-# the optimizer's state is divided. docs/launching.md tells how to use several machines, docs/memory.md when to divide more.
+# the optimizer's state is divided. docs/cluster.md explains several machines, and when to divide more.
 set -euo pipefail
 
 if [[ ${1-} == -h || ${1-} == --help ]]; then sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0; fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How fast recipes reach a validation loss: fixed data, fixed target, ten seeds of each in turn (docs/speedrun.md).
+# How fast recipes reach a validation loss: fixed data and target, ten seeds of each in turn (docs/performance.md).
 #
 #   bash examples/speedrun.sh examples/configs/speedrun/laptop_plain.yaml examples/configs/speedrun/laptop.yaml
 #   DATA=PREFIX VALIDATION=PREFIX TOKENIZER=FOLDER TARGET=X bash examples/speedrun.sh RECIPE.yaml ...

@@ -4,7 +4,7 @@ Checks the flags before any process is started, hands the script to torchrun, an
 that failed first: torchrun itself always ends with 1, which does not tell a preempted run from a broken one.
 
 Environment: NPROC_PER_NODE (default: the number of GPUs, or 1), NNODES (1), NODE_RANK, MASTER_ADDR and MASTER_PORT
-(needed with more than one node; srun gives the first two), RENDEZVOUS_TIMEOUT_SECONDS (600). See docs/launching.md.
+(needed with more than one node; srun gives the first two), RENDEZVOUS_TIMEOUT_SECONDS (600). See docs/cluster.md.
 """
 
 import logging

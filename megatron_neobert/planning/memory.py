@@ -1,7 +1,7 @@
 """Memory of a rank by arithmetic, for the fullest rank.
 
 Weights, gradients and optimizer state are exact. Activations are one formula: what Transformer Engine's layers keep of
-a forward pass (docs/memory.md states its error; tests/gpu_path counts tensors). FP8 counts as bfloat16. What CUDA and
+a forward pass (docs/cluster.md states its error; tests/gpu_path counts tensors). FP8 counts as bfloat16. What CUDA and
 NCCL take besides tensors is an assumption.
 """
 

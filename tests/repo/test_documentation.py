@@ -1,6 +1,9 @@
 """Links lead somewhere, quoted messages are those of the code, and the site builds without the network."""
 
 import ast
+import html
+import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -116,3 +119,14 @@ def test_layouts_that_the_support_table_calls_tested_are_those_that_are_trained(
 def test_tests_that_a_page_names_exist(page):
     for module, name in set(re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", read(page))):
         assert f"def {name}" in read(REPOSITORY / module), f"{module}::{name}"
+
+
+def test_figure_of_the_readme_shows_the_numbers_of_the_performance_page():
+    """`python docs/figures.py` draws the figure again."""
+    source = importlib.util.spec_from_file_location("figures", REPOSITORY / "docs" / "figures.py")
+    figures = importlib.util.module_from_spec(source)
+    source.loader.exec_module(figures)
+    shown = re.search(r"<dc:description>(.*?)</dc:description>", read(figures.OVERVIEW), flags=re.DOTALL)[1]
+    page = read(REPOSITORY / "docs" / "performance.md")
+    assert json.loads(html.unescape(shown)) == figures.read_numbers(page)
+    assert json.loads(html.unescape(shown)) != figures.read_numbers(page.replace("| 717 |", "| 718 |"))

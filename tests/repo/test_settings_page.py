@@ -1,4 +1,4 @@
-"""docs/settings.md is what the code says: every flag of a run, its default, its legal values and what it changes."""
+"""docs/settings.md and docs/commands.md list the settings and commands of the code."""
 
 import os
 from argparse import ArgumentParser
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_neobert.__main__ import COMMANDS
 from megatron_neobert.cli import flag_of, plain_type
 from megatron_neobert.config import cli
 
@@ -19,12 +20,12 @@ MEGATRON_NAMES = dict.fromkeys((
     "loss_normalization": "--calculate-per-token-loss",
     "keep_every": "--save-retain-interval",
 }  # fmt: skip
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
-START = "<!-- written by tests/repo/test_settings_page.py -->\n"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+START, END = "<!-- written by tests/repo/test_settings_page.py -->\n", "<!-- end of the commands -->\n"
 
 
-def render() -> str:
-    """A table for each section, in the order of --help-all."""
+def render_settings() -> str:
+    """Return a table for each section, in the order of --help-all."""
     parts = []
     for section, config in cli.SECTIONS.items():
         subject = (config.__doc__ or "").partition("\n")[0]
@@ -57,12 +58,25 @@ def values_of(item) -> str:
     return words if minimum is None else f"{words} from {minimum:g}"
 
 
-def test_settings_page_is_what_the_code_says():
-    """WRITE_DOCUMENTATION=1 writes it."""
-    before, start, written = PAGE.read_text(encoding="utf-8").partition(START)
-    assert start, "docs/settings.md has no place for the tables"
+def render_commands() -> str:
+    """Return a table for each group of `neobert --help`."""
+    parts = []
+    for group, commands in COMMANDS.items():
+        rows = [f"| `neobert {name}` | {purpose} |" for name, (_, purpose) in commands.items()]
+        parts.append("\n".join([f"\n## {group}\n", "| command | purpose |", "| --- | --- |", *rows]) + "\n")
+    return "".join(parts) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "render", "end"), [("settings.md", render_settings, ""), ("commands.md", render_commands, END)]
+)
+def test_generated_page_lists_what_the_code_has(page, render, end):
+    """WRITE_DOCUMENTATION=1 writes the page."""
+    before, start, rest = (DOCS / page).read_text(encoding="utf-8").partition(START)
+    assert start and end in rest, f"docs/{page} has no place for the tables"
+    written, _, after = rest.partition(end) if end else (rest, "", "")
     if os.environ.get("WRITE_DOCUMENTATION"):
-        PAGE.write_text(before + start + render(), encoding="utf-8")
+        (DOCS / page).write_text(before + start + render() + end + after, encoding="utf-8")
     else:
         assert written == render(), "run WRITE_DOCUMENTATION=1 python -m pytest tests/repo/test_settings_page.py"
 

@@ -32,7 +32,7 @@ from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, s
 from megatron_neobert.runtime.new_file import FileRecord
 
 LIMIT_BYTES = 100 * 10**9  # of the blocks of a folder
-BLOCK_BYTES = 256 << 10  # docs/training.md has the cost of other sizes
+BLOCK_BYTES = 256 << 10  # docs/recipes.md has the cost of other sizes
 _LOOKS = 32  # a process looks at the size of all blocks once for each such part of the limit that it writes
 _CRC_BYTES = 4  # of zlib's checksum at the end of each block
 _COPIED_BYTES = 16 << 20  # of an index, at a time

@@ -68,7 +68,7 @@ def test_tensor_parallel_ranks_share_the_weights_and_context_parallel_ranks_only
 
 # ---- the page
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "memory.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "cluster.md"
 STAGE_1 = read_settings(PAGE.parents[1] / "examples" / "configs" / "neobert_stage1.yaml")
 ROWS_OF_PAGE = {
     "as it is": {},
