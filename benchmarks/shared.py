@@ -64,9 +64,7 @@ def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any
         order.reverse()
 
 
-def write_corpus(
-    folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int, sigma: float = SIGMA
-) -> tuple[str, str]:
+def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int) -> tuple[str, str]:
     """Write documents of random words by the real preprocessing; return the corpus prefix and the vocabulary's path.
 
     Words stand for one token each and carry no meaning: what benchmarks need of a corpus are its lengths. These are
@@ -84,7 +82,7 @@ def write_corpus(
     vocabulary.write_text("".join(f"{word}\n" for word in (*SPECIAL, *words)), encoding="utf-8")
     with shard.open("w", encoding="utf-8") as stream:
         for _ in range(documents):
-            length = min(int(rng.lognormvariate(math.log(median_tokens), sigma)) + 1, longest)
+            length = min(int(rng.lognormvariate(math.log(median_tokens), SIGMA)) + 1, longest)
             stream.write(json.dumps({"content": " ".join(rng.choices(words, k=length))}) + "\n")
     settings = PreprocessSettings((str(shard),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
     preprocess(plan_preprocessing(settings))

@@ -1,4 +1,4 @@
-"""Writes a small corpus of real English prose: the documentation texts of Python packages, by default those installed.
+"""The command `neobert sample-corpus`: a small corpus of English prose, the documentation texts of Python packages.
 
 Source files are parsed, never imported. A document is the docstring of a module, the docstrings of a public class and
 its methods, the docstring of a public function, or a package's own README. The shards have RefinedWeb's shape: parquet
@@ -63,7 +63,7 @@ def write_sample_corpus(options: SampleCorpusOptions) -> None:
 
 
 def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Document]:
-    """Documents of files taken in the order of a keyed hash until their texts reach the budget, then shuffled.
+    """Return documents of files in the order of a keyed hash, until their texts reach the budget, shuffled.
 
     Texts that differ only in case or white space count once.
     """
@@ -82,7 +82,7 @@ def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Docu
 
 
 def read_documents(path: Path, *, name: str) -> Iterator[Document]:
-    """The texts of one Python source file, or the README inside one package's METADATA; none if it cannot be read."""
+    """Yield the texts of a Python source file, or the README in a package's METADATA; none if it cannot be read."""
     try:
         source = path.read_bytes().decode("utf-8")
         # A package's long description follows the header fields after an empty line.
@@ -96,7 +96,7 @@ def read_documents(path: Path, *, name: str) -> Iterator[Document]:
 
 
 def write_shards(documents: list[Document], output: Path, *, shards: int) -> None:
-    """Writes `output`/part-0000.parquet and so on; the folder appears under its name when all are complete.
+    """Write `output`/part-0000.parquet and so on; the folder appears under its name when all are complete.
 
     Raises:
         OutputError: The folder exists and is not empty.
@@ -125,7 +125,7 @@ def _keyed_hash(text: str) -> bytes:
 
 
 def _source_texts(source: str) -> list[tuple[str, str]]:
-    """Pairs of a name ('' for the module itself) and its documentation."""
+    """Return pairs of a name ('' for the module itself) and its documentation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in other people's strings
         warnings.simplefilter("ignore", DeprecationWarning)  # the same before Python 3.12
@@ -138,7 +138,7 @@ def _source_texts(source: str) -> list[tuple[str, str]]:
 
 
 def _docstrings(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, *, name: str) -> Iterator[str]:
-    """The docstring of a function, or of a class and then of its public members, each under its name."""
+    """Yield the docstring of a function, or of a class and then of its public members, each under its name."""
     if docstring := ast.get_docstring(node):
         yield f"{name}\n{docstring}"
     if isinstance(node, ast.ClassDef):
@@ -148,7 +148,7 @@ def _docstrings(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, *, 
 
 
 def _clean(text: str) -> str:
-    """Without rulers and markup lines that hold no letter, and with at most one empty line in a row."""
+    """Return a text without rulers and markup lines that hold no letter, and with at most one empty line in a row."""
     lines = [line.rstrip() for line in text.splitlines()]
     lines = [line for line in lines if not line or any(character.isalnum() for character in line)]
     return "\n".join(line for before, line in zip(["", *lines], lines, strict=False) if before or line).strip()

@@ -4,6 +4,7 @@ neobert plot runs/first --output plots
 neobert plot runs/first runs/second --output plots --x iteration --metrics loss grad_norm
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,16 +57,17 @@ def plot(options: PlotOptions) -> None:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of each path that tells the runs apart."""
+    """Return the folder of each run as seen from the folder that holds them all.
+
+    Raises:
+        ConfigError: A run is named twice.
+    """
     folders = [path.parent if path.name == "metrics.jsonl" else path for path in (one.resolve() for one in paths)]
-    for parts in range(1, max(len(folder.parts) for folder in folders)):
-        names = ["/".join(folder.parts[-parts:]) for folder in folders]
-        if len(set(names)) == len(set(folders)):
-            break
     if len(set(folders)) < len(folders):
         twice = next(path for path, folder in zip(paths, folders, strict=True) if folders.count(folder) > 1)
         raise ConfigError(f"{twice} is named more than once; name each run once.")
-    return names
+    place = os.path.commonpath([folder.parent for folder in folders])
+    return [str(folder.relative_to(place)) for folder in folders]
 
 
 def choose_metrics(wanted: Sequence[str] | None, runs: Sequence["RunLog"]) -> list[str]:

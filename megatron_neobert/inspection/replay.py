@@ -74,12 +74,18 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
 
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
 
+    from megatron_neobert.checkpoint.load import load_from
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join
     from megatron_neobert.training.step import compute_gradients
 
     run = build_run(settings, *join(settings))
-    stream = stream_at(run, iteration, weights=weights, place=place)
+    if place is not None:
+        load_from(run, place)
+    state = run.state  # before it becomes that of other weights
+    if weights is not None and weights != place:
+        load_from(run, weights)
+    stream = replace(run.training_stream, iteration=state.iteration, cursor=state.cursor).from_iteration(iteration)
     reports, grad_norm = compute_gradients(run, next(stream.steps()))
     sums = {number: report[:2].tolist() for number, report in enumerate(reports)}  # nats and masked tokens
     gradients = {name: parameter.main_grad for name, parameter in run.unwrapped_model.named_parameters()}
@@ -95,19 +101,6 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
         if not bool(gradient.isfinite().all()):
             print(f"gradient NOT FINITE: {name}")
     distributed.shut_down()
-
-
-def stream_at(run: Any, iteration: int, *, weights: Path | None, place: Path | None) -> Any:
-    """Load the weights and return the batches from that of the iteration on."""
-    from megatron_neobert.checkpoint.load import load_from
-
-    if place is not None:
-        load_from(run, place)
-    state = run.state
-    if weights is not None and weights != place:
-        load_from(run, weights)
-    stream = replace(run.training_stream, iteration=state.iteration, cursor=state.cursor)
-    return stream.from_iteration(iteration)
 
 
 def print_findings(stream: Any, sums: dict[int, list[float]], grad_norm: float) -> None:

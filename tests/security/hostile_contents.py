@@ -81,7 +81,7 @@ CORPORA = [
     (make_huge("small.json"), f"{HUGE} a manifest has"),
     (manifest(format_version="2" * 9999), "format_version 2, found"),
     (manifest(tokens=True), "Expected `int`, got `bool` - at `$.tokens`"),
-    (manifest(volumes=[]), "of length >= 1 - at `$.volumes`"),
+    (manifest(volumes=[]), "Expected `array` of length >= 1 - at `$.volumes`"),
     (manifest(vocab_size=2**33), "Expected `int` <= 2147483648 - at `$.vocab_size`"),
     (manifest(vocab_size=101), "expected vocab_size 100 of tokenizer"),
     (manifest(special_ids=[0, 1, 2, 3, 400]), "400] are not all below vocab_size"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_model import MODEL
 
 from checkpoint_conversion.config_json import FolderConfig, read_model_config
 from megatron_neobert.config.schema import ModelConfig
@@ -31,15 +32,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA_LIKE, "model_type": "llama", "is_causal": False},
     "neobert": {**SIZES, "model_type": "neobert", "intermediate_size": 72, "norm_eps": 1e-5, "rope_theta": 5000.0},
 }
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    ffn_hidden_size=48,
-    max_position_embeddings=64,
-    rotary_base=5000,
-    norm_epsilon=1e-5,
-)
 
 
 def read(layout: str, **changes: Any) -> FolderConfig:
