@@ -8,7 +8,7 @@ help:
 	@echo "make test         ruff, mypy and the tests that guard every promise once: about ten minutes on two idle cores"
 	@echo "make test-all     the same with everything: every layout, storms of kills, fuzzing, the walk through the README"
 	@echo "make test-current the engine on Python 3.12 with the newest Megatron-Core, in .venv-current; checkpoints of both lines"
-	@echo "make test-gpu-path training steps on fake CUDA tensors: waits and copies"
+	@echo "make test-gpu-path a full training step on fake CUDA tensors: waits, copies, and the bytes in docs/performance.md"
 	@echo "make golden       write the golden curves anew: tests/distributed/golden_curves.json; CHANGELOG.md says why"
 	@echo "make fuzz         mutated corpora, settings, tokenizers, checkpoints and model folders; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) times as many as in the suite"
 	@echo "make lint         ruff and mypy alone"
@@ -39,7 +39,7 @@ test-current:
 	OTHER_PYTHON="$$other" "$$python" -m pytest -n auto --dist worksteal -m "not slow" $(engine)
 
 test-gpu-path:
-	@$(environment) && "$$python" -m pytest tests/gpu_path
+	@$(environment) && export WRITE_DOCUMENTATION=1 && "$$python" -m pytest tests/gpu_path && "$$python" -m pytest tests/repo/test_roofline.py
 
 golden:
 	@$(environment) && WRITE_GOLDEN=1 "$$python" -m pytest tests/distributed/test_golden_curves.py -k has_its_golden_curve

@@ -14,8 +14,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ LEARNING_RATE = 1e-4  # any: neither speed nor memory depends on it
 LAYOUTS = ("packed", "padded", "reference")
 DOCUMENTS = 4096  # one window: as well packed as a large corpus
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
+_WAITED = "called a synchronizing CUDA operation"  # what torch warns of
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ def main() -> int:
     add("--bf16", action="store_true", help="bfloat16; the reference by autocast")
     add("--peak-tflops", type=float, metavar="X", help="of the processor, for MFU; known for A100, H100 SXM and H200")
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="leave some out (default: none)")
+    add("--profile", action="store_true", help="also list a packed step's operations, and where it waits for a GPU")
     add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
     arguments, flags = parser.parse_known_args()
     if problems := parser.unknown_flags():
@@ -109,6 +114,10 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
         for number, passes in enumerate(steps_in_each_layout(run, seq_length, arguments)):
             steps = [bench.time_step(seq_length, layout, passes) for layout in arguments.layouts]
             timings += steps if number else []  # the first steps allocate what later ones reuse
+    inside: dict[str, Any] = {}
+    if arguments.profile:
+        step = partial(bench.time_step, seq_length, "packed", passes)
+        inside = {"waits": find_waits(step) if on_gpu else None, "profile": profile_step(step, on_gpu=on_gpu)}
     distributed.shut_down()
 
     gpu = find_gpu(device) if on_gpu and arguments.bf16 else None
@@ -117,10 +126,13 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     print_table(table)
     if reference is not None:
         print(f"losses within {largest_loss_gap(timings):.1e} of the reference's")
+    if arguments.profile:
+        print_table(inside["profile"])
+        print(f"waits for the GPU: {inside['waits'] if on_gpu else 'there is none'}")
     machine = describe_machine(PACKAGES) | {"device": device, "kernels": kernels}
     figures: dict[str, Any] = {"machine": machine, "attention": engine_attention(), "parameters": parameters}
     given = {**{key: str(value) for key, value in vars(arguments).items()}, "flags of a run": flags}
-    figures |= {"table": table, "steps": [asdict(one) for one in timings], "arguments": given}
+    figures |= {"table": table, "steps": [asdict(one) for one in timings], **inside, "arguments": given}
     write_figures(arguments.output, figures)
     return 0
 
@@ -180,6 +192,55 @@ class Bench:
             loss=loss,
             peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         )
+
+
+def find_waits(step: Callable[[], Any]) -> dict[str, int]:
+    """Return how often a step waits for the GPU by line of Python; calls named synchronize are not among them."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lines = (f"{Path(one.filename).name}:{one.lineno}" for one in caught if _WAITED in str(one.message))
+    return dict(Counter(lines))
+
+
+def profile_step(step: Callable[[], Any], *, on_gpu: bool, rows: int = 30) -> list[dict[str, Any]]:
+    """Return the operations that take longest in a step, those that start no other counted alone.
+
+    Returns:
+        Name, calls, milliseconds of the GPU (of the CPU without one) and percent of all, the longest first; on a GPU
+        also the calls of CUDA's own functions that wait for it.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as found:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = found.key_averages()
+
+    def microseconds(event: Any) -> float:
+        return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+
+    total = sum(map(microseconds, events)) or 1.0
+    longest = sorted(events, key=microseconds, reverse=True)[:rows]
+    waiting = [event for event in events if on_gpu and event.key.startswith("cuda") and "ynchronize" in event.key]
+    return [
+        {
+            "operation": event.key[:100],
+            "calls": event.count,
+            "ms": microseconds(event) / 1e3,
+            "% of all": 100 * microseconds(event) / total,
+        }
+        for event in dict.fromkeys([*longest, *waiting])
+    ]
 
 
 def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[str, Any]]:

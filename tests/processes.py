@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from megatron_neobert.runtime.store import serve_store
 
 _SERVERS: dict[str, forkserver.ForkServer] = {}
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 
 
 class Ended(NamedTuple):
@@ -71,11 +71,10 @@ def run_command(
         preload: Module that the process has imported; each has a server of its own.
         limit_seconds: Kill the process after this time; its exit code is then -9.
     """
-    clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS and "SLURM" not in name}
     with tempfile.TemporaryFile() as output:
         words = [str(argument) for argument in arguments]
         streams = (output.fileno(), output.fileno())
-        call = _Call(_run_main, (module, words), {**clean, **(environment or {})}, streams)
+        call = _Call(_run_main, (module, words), {**clean_environment(), **(environment or {})}, streams)
         use_server(preload)
         process = get_context("forkserver").Process(target=_run, args=(call,))
         process.start()
@@ -86,6 +85,11 @@ def run_command(
         output.seek(0)
         assert process.exitcode is not None
         return Ended(process.exitcode, output.read().decode())
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without what a launcher or a Slurm job left in it."""
+    return {name: value for name, value in os.environ.items() if name not in _LAUNCHERS and "SLURM" not in name}
 
 
 def use_server(preload: str = "preloaded") -> None:

@@ -4,11 +4,10 @@
     python tools/accept_gpu.py --output acceptance --phases parity speed
     python tools/accept_gpu.py --output rehearsal --device cpu      # a tiny model: tries the command, shows no GPU
 
-Seven phases, each of ten minutes at most, on one GPU. Each starts commands of this project and holds their figures
+Eight phases, each of ten minutes at most, on one GPU. Each starts commands of this project and holds their figures
 against a limit; one that fails does not stop the others. Started again with the same output folder, what has passed
-with the same GPU and versions is kept, and the rest is run. The folder gets report.md, the figures of each phase as
-JSON, and everything that was printed. Exit code 0: all phases that were asked for have passed; 1: one failed, or could
-not be run here.
+with the same GPU and versions is kept, and the rest is run. The folder gets report.md, report.json and everything that
+was printed. Exit code 0: all phases that were asked for have passed; 1: one failed, or could not be run here.
 """
 
 import datetime
@@ -139,7 +138,7 @@ def verdict(results: dict[str, dict[str, Any]], asked: list[str], machine: dict[
 
 
 def write_report(output: Path, machine: dict[str, str]) -> None:
-    """Write report.md of all phases that have ended."""
+    """Write report.md and report.json of all phases that have ended."""
     from megatron_neobert.evaluation.pages import code, heading, paragraph
 
     results = read_results(output, machine)
@@ -158,6 +157,8 @@ def write_report(output: Path, machine: dict[str, str]) -> None:
             parts += [paragraph(f"{title}:"), to_table(rows)] if rows else []
         parts += [code("\n".join(result["commands"]))] if result["commands"] else []
     replace_file(output / "report.md", "\n\n".join(parts) + "\n")
+    content = {"verdict": outcome, "command": command, "machine": machine, "phases": results}
+    replace_file(output / "report.json", json.dumps(content, indent=1) + "\n")
 
 
 def to_table(rows: list[dict[str, Any]]) -> str:

@@ -205,28 +205,27 @@ def speed_cell(batch_size: int, measured: dict[str, Any] | None) -> str:
     return f"{middle:,.0f} ({lower:,.0f} to {upper:,.0f}), batch {batch_size}{memory}"
 
 
-_POINT = ("batch size", "learning rate", "weight decay", "seeds", "points", "hours", "weights kept")
-
-
-def _point(result: dict[str, Any]) -> list[str]:
-    """Return the cells of _POINT. The weights are of the best single run, which may be of another point."""
-    point = [f"{result['best_point'][name]:g}" for name in ("batch_size", "learning_rate", "weight_decay")]
-    seeds, hours = " ".join(map(str, result["seeds"])), f"{result['seconds'] / 3600:.2f}"
-    return [*point, seeds, str(result["points"]), hours, result["kept"] or "–"]
-
-
-def _sweep_differences(runs: Sequence[Record]) -> list[str]:
-    compared: dict[str, list[dict[str, Any]]] = {}
+def _best_points(runs: Sequence[Record]) -> list[str]:
+    """Return the best point of every task. The weights are of the best single run, which may be of another point."""
+    rows, compared = [], dict[str, list[dict[str, Any]]]()
     for run in runs:
+        for task, result in run.results["tasks"].items():
+            metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
+            point = [f"{result['best_point'][name]:g}" for name in ("batch_size", "learning_rate", "weight_decay")]
+            cost = [" ".join(map(str, result["seeds"])), str(result["points"]), f"{result['seconds'] / 3600:.2f}"]
+            rows.append(
+                [run.model.name, task, _percent(result["score"]), metrics, *point, *cost, result["kept"] or "–"]
+            )
         for task, settings in run.settings.items():
             own = {name: settings.get(name) for name in ("grid", "seeds", "data", "from_mnli")}
             compared.setdefault(task, []).append(settings["protocol"] | own)
-    return _differences(*compared.values())
+    names = ("batch size", "learning rate", "weight decay", "seeds", "points", "hours", "weights kept")
+    return [table(("model", "task", "score", "metrics", *names), rows), *_differences(*compared.values())]
 
 
 def glue(runs: Sequence[Record], output: Path) -> list[str]:
     """Return the paper's table with measured rows above, then the best points."""
-    reported, measured, points = paper.GLUE, [], []
+    reported, measured = paper.GLUE, []
     for run in runs:
         tasks, average = run.results["tasks"], run.results["average"]
         limits = {settings["protocol"]["limit"] for settings in run.settings.values()} - {None}
@@ -234,36 +233,22 @@ def glue(runs: Sequence[Record], output: Path) -> list[str]:
         cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in GLUE_TASKS]
         last = f"– ({run.results['no_average']})" if average is None else f"{100 * average:.1f}"
         measured.append([name, *cells, last])
-        for task, result in tasks.items():
-            metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
-            start = "MNLI" if run.settings[task]["from_mnli"] else "the model"
-            score = _percent(result["score"])
-            points.append([run.model.name, task, score, metrics, start, *_point(result)])
     return [
         table(("model", *reported.columns), measured, _reported_rows(reported)),
-        *_sweep_differences(runs),
         paragraph(f"Reported rows: {reported.title}; {reported.note}."),
         "Best point of each task's grid:",
-        table(("model", "task", "score", "metrics", "start", *_POINT), points),
+        *_best_points(runs),
     ]
 
 
 def ner(runs: Sequence[Record], output: Path) -> list[str]:
-    """Return the entity F1 of every data set, of its test set if it has one, with the best point."""
-    rows = []
-    for run in runs:
-        for task, result in run.results["tasks"].items():
-            of_test = "test_" if "test_f1" in result["metrics"] else ""
-            shown = ["–" if not of_test else _percent(result["metrics"]["test_f1"]), _percent(result["score"])]
-            shown += [_percent(result["metrics"][of_test + name]) for name in ("precision", "recall")]
-            rows.append([run.model.name, task, *shown, *_point(result)])
+    """Return the scores of every data set, those of its test set included, with the best point."""
     return [
-        table(("model", "data set", "test F1", "validation F1", "precision", "recall", *_POINT), rows),
-        *_sweep_differences(runs),
         paragraph(
-            "F1 of entities by seqeval, both bounds and the kind right. The validation set has chosen step and point. "
-            "Precision and recall are of the test set where there is one. The paper has no numbers of this kind."
+            "F1 of entities by seqeval, both bounds and the kind right. The validation set has chosen step and point, "
+            "and gives the score; test_f1 is of the test set where there is one. The paper has no numbers of this kind."
         ),
+        *_best_points(runs),
     ]
 
 

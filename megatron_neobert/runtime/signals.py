@@ -5,19 +5,18 @@ nothing to save, so a signal ends the rank at once. No torch: this has to hold b
 """
 
 import contextlib
-import functools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megatron_neobert.config.schema import Settings, TrainingConfig
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE
+from megatron_neobert.runtime.environment import is_rank_zero
 
 _NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
 _REASONS = ("", "--exit-duration-in-mins is over", "the file STOP in --save asked for it", "a signal asked for it")
@@ -162,19 +161,11 @@ def requested_stop(settings: Settings, *, has_trained: bool = True) -> int:
     limit, save = settings.training.exit_duration_in_mins, settings.checkpoint.save
     if _signals_received:
         return _SIGNAL
-    if save is not None and os.environ.get("RANK", "0") == "0" and _has_stop_file(save, int(time.monotonic())):
+    # Unlike Path.exists, false for any error: a network file system is asked again in the next iteration.
+    if save is not None and is_rank_zero() and os.path.exists(f"{save}/STOP"):  # noqa: PTH110
         return _STOP_FILE
     is_over = has_trained and limit is not None and time.monotonic() - _started_seconds >= 60 * limit
     return _TIME_LIMIT if is_over else _NOTHING
-
-
-@functools.lru_cache(maxsize=1)
-def _has_stop_file(save: str, second: int) -> bool:
-    """Look for STOP in the save folder once in each `second`: a network file system answers in milliseconds."""
-    try:
-        return Path(save, "STOP").exists()
-    except OSError:  # the network file system is asked again in a second
-        return False
 
 
 def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:

@@ -1,10 +1,11 @@
 """The training command as a user starts it, and the environment that it is started in."""
 
-import os
 import socket
 import sys
 from dataclasses import fields
 from pathlib import Path
+
+from processes import clean_environment
 
 from megatron_neobert.config.schema import Settings
 
@@ -13,14 +14,10 @@ SCRIPT = str(REPOSITORY / "examples" / "pretrain_neobert.sh")
 BASH = ["bash", SCRIPT]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-
 
 def environment(ranks: int, **more: object) -> dict[str, str]:
-    """This process's, without what a launcher or a Slurm job left in it."""
-    clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS and "SLURM" not in name}
     own = {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "NPROC_PER_NODE": str(ranks)}
-    return {**clean, **own, **{name: str(value) for name, value in more.items()}}
+    return {**clean_environment(), **own, **{name: str(value) for name, value in more.items()}}
 
 
 def flags_of(settings: Settings) -> list[str]:

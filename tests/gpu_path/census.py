@@ -1,4 +1,4 @@
-"""What a training step does to a device that is not there: waits, and copies."""
+"""What a training step does to a device that is not there: waits, copies, kernels, and the bytes that these move."""
 
 import collections
 import contextlib
@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 COALESCED = {
     f"c10d.{name}_coalesced_.default" for name in ("allreduce", "allgather_into_tensor", "reduce_scatter_tensor")
 }
+GATHERING = {f"aten.{name}" for name in ("gather.default", "index.Tensor", "index_select.default", "embedding.default")}
+FREE = ("aten.empty", "aten.detach", "aten._unsafe_view", "prim.", "aten.new_empty")  # they move nothing
 
 
 class Census(TorchDispatchMode):
@@ -27,6 +29,8 @@ class Census(TorchDispatchMode):
         super().__init__()
         self.waits: collections.Counter[str] = collections.Counter()
         self.copies: collections.Counter[str] = collections.Counter()
+        self.bytes: collections.Counter[str] = collections.Counter()
+        self.kernels: collections.Counter[str] = collections.Counter()
         self.kept: dict[int, Tensor] = {}  # by its storage, what autograd keeps for a backward pass
         self.is_inside_kernel = False
 
@@ -41,11 +45,20 @@ class Census(TorchDispatchMode):
         if name in ("aten._to_copy.default", "aten.copy_.default"):
             self.note_copy(name, args, kwargs)
         try:
-            return FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
+            result = FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
         except Exception as error:
             if "DynamicOutputShape" in type(error).__name__ or "DataDependent" in type(error).__name__:
                 self.waits[f"{name}: {place()}"] += 1
             raise
+        outputs = tensors_of(result)
+        if (on_device or any(tensor.is_cuda for tensor in outputs)) and not self.is_inside_kernel:
+            storages = {storage_of(tensor) for tensor in inputs}
+            is_view = not func._schema.is_mutable and any(storage_of(tensor) in storages for tensor in outputs)
+            if not is_view and not name.startswith(FREE):
+                returned = {storage_of(tensor) for tensor in outputs}
+                changed = [tensor for tensor in changed_by(func, args) if storage_of(tensor) not in returned]
+                self.note_kernel(name, inputs, [*outputs, *changed])
+        return result
 
     def note_copy(self, name: str, args: Any, kwargs: Any) -> None:
         if name == "aten.copy_.default":
@@ -57,6 +70,15 @@ class Census(TorchDispatchMode):
         if source.type != target.type:
             what = f"{source.type} to {target.type}: {place()}"
             (self.copies if is_asynchronous else self.waits)[what] += 1
+
+    def note_kernel(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if name in GATHERING:  # reads as much as it writes
+            inputs = outputs
+        elif name == "aten.index_put_.default":  # writes the values alone
+            inputs, outputs = inputs[-1:], inputs[-1:]
+        # An expanded tensor repeats what its storage has once.
+        self.bytes[name] += sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in (*inputs, *outputs))
+        self.kernels[name] += 1
 
     def keep(self, tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
@@ -72,8 +94,8 @@ class Census(TorchDispatchMode):
             self.is_inside_kernel = outer
 
     def clear(self) -> None:
-        self.waits.clear()
-        self.copies.clear()
+        for counter in (self.waits, self.copies, self.bytes, self.kernels):
+            counter.clear()
 
 
 def place() -> str:
@@ -102,3 +124,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def changed_by(func: Any, args: Any) -> list[Tensor]:
+    """The arguments that an operation writes into."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return [tensor for argument, value in pairs if argument.is_write for tensor in tensors_of(value)]

@@ -3,10 +3,13 @@
 A process of its own, since it lets torch believe in a device: `python fake_step.py LIBRARY CASES RESULTS`, with the
 library that test_fake_cuda.py builds of fake_cuda.cpp, and two JSON files. What runs is the project's own model, step
 and optimizer under megatron.core's data parallelism; tensors on different devices raise, as they would on a GPU. Of the
-second step of each case it is written down where the host waits for the device and what it copies.
+second step of each case it is written down where the host waits for the device and what it copies, and per operation
+how many kernels were started and how many bytes they read and wrote.
 
-A function that is compiled, by megatron.core or by us, is one kernel: of its arguments autograd keeps what backward
-reads. The same holds for torch's fused RMSNorm, whose CUDA kernel a build for CPU does not have.
+A function that is compiled, by megatron.core or by us, counts as one kernel that reads its arguments and writes its
+results, and backward reads arguments and incoming gradients and writes their gradients: what Inductor makes of
+elementwise functions and reductions at best. The same holds for torch's fused RMSNorm, whose CUDA kernel a build for
+CPU does not have.
 """
 
 import ctypes
@@ -35,15 +38,16 @@ CENSUS = Census()
 
 
 class OneKernel(torch.autograd.Function):
-    """A function of tensors that keeps arguments for its backward pass, and no intermediate results."""
+    """A function of tensors, counted as one kernel forward and one backward."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], options: Any, keeps: bool, *args: Any) -> Any:
-        ctx.function, ctx.options = function, options
+    def forward(ctx: Any, function: Callable[..., Any], name: str, options: Any, keeps: bool, *args: Any) -> Any:
+        ctx.function, ctx.name, ctx.options = function, name, options
         ctx.args = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
         with CENSUS.inside_kernel():
             result = function(*args, **options)
         if not CENSUS.is_inside_kernel:
+            CENSUS.note_kernel(name, tensors_of((args, options)), tensors_of(result))
             for tensor in read_again(function, ctx.args, options) if keeps else ():
                 CENSUS.keep(tensor)
         return result
@@ -55,9 +59,11 @@ class OneKernel(torch.autograd.Function):
             results = tensors_of(ctx.function(*ctx.args, **ctx.options))
             pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
             found = torch.autograd.grad([one for one, _ in pairs], wanted, [gradient for _, gradient in pairs])
+        read = read_again(ctx.function, ctx.args, ctx.options)
+        CENSUS.note_kernel(f"{ctx.name}, backward", [*read, *tensors_of(gradients)], list(found))
         own = iter(found)
         return (
-            *[None] * 3,
+            *[None] * 4,
             *(next(own) if isinstance(arg, Tensor) and arg.requires_grad else None for arg in ctx.args),
         )
 
@@ -73,14 +79,15 @@ def read_again(function: Callable[..., Any], args: list[Any], options: Any) -> l
     return [tensor for tensor in all_tensors if not is_enough or storage_of(tensor) in needed]
 
 
-def as_one_kernel(function: Callable[..., Any] | None = None, **compiler_options: Any) -> Any:
+def as_one_kernel(function: Callable[..., Any] | None = None, name: str = "", **compiler_options: Any) -> Any:
     """In place of torch.compile."""
     if function is None:
-        return as_one_kernel
+        return functools.partial(as_one_kernel, name=name)
+    name = name or f"compiled {function.__name__}"
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        return OneKernel.apply(function, options, torch.is_grad_enabled(), *args)
+        return OneKernel.apply(function, name, options, torch.is_grad_enabled(), *args)
 
     return call
 
@@ -135,7 +142,7 @@ def believe_in_cuda() -> None:
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
     torch.version.cuda = "13.0"
     torch.compile = as_one_kernel
-    torch.nn.functional.rms_norm = as_one_kernel(torch.nn.functional.rms_norm)
+    torch.nn.functional.rms_norm = as_one_kernel(torch.nn.functional.rms_norm, name="fused rms_norm")
     torch.nn.Module._apply = replace_tensors
     torch.Tensor.type = functools.partialmethod(type_name, torch.Tensor.type)
     torch.tensor = functools.partial(build_tensor, torch.tensor)
@@ -235,6 +242,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a case: `num_layers`, `world_size`, `rank`, sections of settings; controls come last."""
     from megatron_neobert.data.batches.rows import usual_masked
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+    from megatron_neobert.model.kernels import choose_kernels
     from megatron_neobert.planning.memory import plan_memory
     from megatron_neobert.runtime import distributed
     from megatron_neobert.state import Run, TrainState
@@ -281,14 +289,17 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         for _ in range(2):
             CENSUS.clear()
             reports.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+        counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
         kept = kept_bytes(model, batches[0].to(device)) if case.get("counts_kept_bytes") else 0
     distributed.shut_down()
     assert [report.skip_reason for report in reports] == [None, None]
     plan = plan_memory(settings, vocab_size=VOCAB, world_size=RANKS["world_size"], masked_tokens=masked)
     return {
+        "summary": choose_kernels(settings).summary,
         "waits": waits,
         "copies": copies,
+        "counts": counts,
         "kept": kept,
         "planned": plan.activations + plan.head,
     }

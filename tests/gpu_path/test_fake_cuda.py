@@ -1,7 +1,8 @@
-"""Where the host waits for a GPU in a training step, found without a GPU (fake_step.py).
+"""Where the host waits for a GPU in a training step, and what the step moves, found without a GPU (fake_step.py).
 
 The exact list of waits and copies is asserted, for one rank and for ranks of every kind of parallelism, with local
-layers and with Transformer Engine's; tensors on different devices would raise.
+layers and with Transformer Engine's; tensors on different devices would raise. The bytes per operation of the full
+model stand in docs/performance.md: `make test-gpu-path` writes them there.
 """
 
 import json
@@ -19,6 +20,7 @@ from megatron.core import package_info
 
 FOLDER = Path(__file__).resolve().parent
 REPOSITORY = FOLDER.parents[1]
+PERFORMANCE = REPOSITORY / "docs" / "performance.md"
 IS_OLDEST_LINE = package_info.__version__.startswith("0.16")
 LAYERS = 2
 WAIT = {"cuda to cpu: training/step.py _over_all_ranks": 1}
@@ -144,3 +146,43 @@ def test_every_layout_waits_for_the_device_once(library, tmp_path, compute):
         cases |= {recipe: {"num_layers": LAYERS, "compute": FP8[recipe]} for recipe in FP8}
     for label, case in run_cases(library, cases, tmp_path).items():
         assert (case["waits"], case["copies"]) == (WAIT, COPIES), label
+
+
+@pytest.mark.slow
+@emulated_engine.needs_sources
+def test_bytes_of_the_full_model_stand_in_the_documentation(library, tmp_path):
+    """28 x 768, two micro-batches of 65,536 tokens, one rank. WRITE_DOCUMENTATION=1 writes what it finds."""
+    engine = {"Transformer Engine": {"compute": ENGINE}, "FP8 tensorwise": {"compute": FP8["tensorwise"]}}
+    found = {}
+    for cases in ({"local": {}}, engine):  # megatron.core looks for Transformer Engine once in a process
+        found |= run_cases(library, {label: {"num_layers": 28, **case} for label, case in cases.items()}, tmp_path)
+    for label, case in found.items():
+        assert (case["waits"], case["copies"]) == (WAIT, COPIES), label
+    table = table_of({label: case["counts"] for label, case in found.items()})
+    before, start, rest = PERFORMANCE.read_text().partition("<!-- counted by tests/gpu_path -->\n")
+    written, end, after = rest.partition("<!-- end of the count -->\n")
+    assert start and end, "docs/performance.md has no place for the count"
+    if os.environ.get("WRITE_DOCUMENTATION"):
+        PERFORMANCE.write_text(before + start + table + end + after)
+    elif IS_OLDEST_LINE:
+        assert written == table, "run make test-gpu-path"
+
+
+def table_of(counts: dict[str, dict[str, list[int]]]) -> str:
+    """One line per operation above 1 GB in one of the cases, then the others, as Markdown."""
+    names = {name for case in counts.values() for name in case}
+    sizes = {name: [case.get(name, [0, 0])[1] for case in counts.values()] for name in names}
+    large = sorted((name for name in names if max(sizes[name]) >= 1e9), key=lambda name: (-max(sizes[name]), name))
+    columns = [column for label in counts for column in (f"{label}: kernels", "GB")]
+    lines = [f"| operation | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    for title, members in (
+        *((name.removeprefix("aten.").removesuffix(".default").lstrip("_"), {name}) for name in large),
+        ("others", names - {*large}),
+        ("all", names),
+    ):
+        cells = []
+        for case in counts.values():
+            kernels, size = (sum(case.get(name, [0, 0])[column] for name in members) for column in (0, 1))
+            cells += [f"{kernels:,}", f"{size / 1e9:.1f}"] if kernels else ["", ""]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(["", *lines, "", ""])

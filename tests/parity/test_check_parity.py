@@ -11,9 +11,12 @@ from tolerances import (
     EUROBERT_LOGITS,
     MEGATRON_LOGITS,
     MODELING_LOGITS,
+    STEP_GRADIENT,
+    STEP_LOSS,
 )
 
 from checkpoint_conversion.mapping import TABLES
+from megatron_neobert.commands import check_parity
 
 Figures = dict[str, dict[str, Any]]
 SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "203"]
@@ -22,7 +25,7 @@ SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     output = tmp_path_factory.mktemp("parity") / "figures.json"
-    result = run_command("megatron_neobert.__main__", "check", "parity", *SMALL, "--json", output)
+    result = run_command("megatron_neobert.__main__", "check", "parity", *SMALL, "--step", "--json", output)
     assert result.code == 0, result.output
     assert "as expected, the controls included" in result.output
     return json.loads(output.read_text())
@@ -44,6 +47,16 @@ def test_written_export_computes_the_logits_of_the_reference(figures: Figures, l
 @pytest.mark.parametrize("control", ["padding attended to", "rotary pairs not permuted"])
 def test_controls_are_far_away(figures: Figures, control: str):
     assert figures[f"control: {control}"]["relative"] > 1000 * MEGATRON_LOGITS.gate
+
+
+def test_a_step_has_the_loss_and_the_gradients_of_the_reference(figures: Figures):
+    """In fp32; what needs a GPU is not run and says why."""
+    step = figures["step"]
+    exact, control = step["local layers, float32"], step["control: rotary pairs not permuted"]
+    assert exact["loss"] <= STEP_LOSS.gate < control["loss"] / 1000
+    assert exact["gradient"] <= STEP_GRADIENT.gate < control["gradient"] / 1000
+    assert {"local layers, bfloat16", *figures["not run"]} == set(check_parity.STEPS) - {"local layers, float32"}
+    assert all("Transformer Engine" in reason for reason in figures["not run"].values())
 
 
 def test_heads_of_odd_width_are_refused_before_anything_is_built():

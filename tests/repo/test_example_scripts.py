@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import clean_environment
 from security.good_inputs import write_eurobert
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -16,14 +17,18 @@ SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *REPOSITORY.glob("tools/*.sh"), REPOS
 WITH_HELP = ["examples/quickstart.sh", "examples/speedrun.sh", "tools/prepare_environment.sh"]
 WITH_USAGE = ["stage1", "single_gpu", "eight_gpus", "stage2", "continue_pretraining", "custom_language", "glue", "mteb"]
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 
 
 def start(script: str | Path, *words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     # `python` as with the environment active, which is what glue.sh and mteb.sh begin with.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**clean, "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "PATH": path, **variables}
+    environment = {
+        **clean_environment(),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(REPOSITORY),
+        "PATH": path,
+        **variables,
+    }
     command = ["bash", str(EXAMPLES / script), *map(str, words)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300)
 

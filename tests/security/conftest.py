@@ -1,7 +1,6 @@
 """Small valid inputs, a checkpoint that training wrote, and a mark that shows whether something ran."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from good_inputs import TRAINING
@@ -11,24 +10,11 @@ from readers import write_small_corpus
 from tests_tiny import TinyCorpus
 
 
-class SmallCorpus(NamedTuple):
-    """A corpus of four documents, with its tokenizer beside it."""
-
-    folder: Path
-
-    @property
-    def prefix(self) -> Path:
-        return self.folder / "small"
-
-    @property
-    def flags(self) -> list[str]:
-        return ["--data-path", str(self.prefix), "--tokenizer-model", f"{self.folder}/tokenizer", "--split", "100"]
-
-
 @pytest.fixture
-def corpus(tmp_path: Path) -> SmallCorpus:
+def corpus(tmp_path: Path) -> Path:
+    """Return a folder with the corpus `small` and its tokenizer."""
     write_small_corpus(tmp_path / "corpus")
-    return SmallCorpus(tmp_path / "corpus")
+    return tmp_path / "corpus"
 
 
 @pytest.fixture(scope="session")

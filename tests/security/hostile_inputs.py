@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import datasets
 import good_inputs as good
 import numpy as np
-import pyarrow as pa
 import torch
 import yaml
 from hostile import Canary, Spoil, change_json, each, edit_json, in_place_of, pipe_in_place_of
@@ -93,37 +92,18 @@ def pickle_the_weights(folder: Path, canary: Canary) -> None:
     good.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 32, "model_args": UNSAFE})
 
 
-def nest_a_model(module: str, place: str, names: tuple[str, ...], config: dict[str, object]) -> Spoil:
-    """Return a change that puts a pickled model below a module whose own configuration names its class.
-
-    Args:
-        place: Folder of the nested model below that of the module.
-        names: Files that the configuration is written to.
-    """
-
-    def spoil(folder: Path, canary: Canary) -> None:
-        outer = folder / "1_Pooling"
-        shutil.rmtree(outer)
-        inner = outer / place
-        shutil.copytree(folder, inner, ignore=shutil.ignore_patterns("1_*", "2_*", "3_*", "modules.json"))
-        pickle_the_weights(inner, canary)
-        entry = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
-        good.write_json(inner / "modules.json", [entry])
-        for name in names:
-            good.write_json(outer / name, config)
-        modules = json.loads((folder / "modules.json").read_text())
-        modules[1]["type"] = f"sentence_transformers.models.{module}"
-        good.write_json(folder / "modules.json", modules)
-
-    return spoil
-
-
-NESTED = "sentence_transformers.SentenceTransformer"
-ROUTES = {
-    "types": {"0_Own": NESTED},
-    "structure": {"query": ["0_Own"], "document": ["0_Own"]},
-    "parameters": {"default_route": "query"},
-}
+def nest_a_model(folder: Path, canary: Canary) -> None:
+    """Put a pickled model below a Router module, whose own configuration names the class of the nested model."""
+    outer = folder / "1_Pooling"
+    shutil.rmtree(outer)
+    inner = outer / "0_Own"
+    shutil.copytree(folder, inner, ignore=shutil.ignore_patterns("1_*", "2_*", "3_*", "modules.json"))
+    pickle_the_weights(inner, canary)
+    good.write_modules(inner, {"": "Transformer"})
+    routes = {"types": {"0_Own": "sentence_transformers.SentenceTransformer"}}
+    routes |= {"structure": {"query": ["0_Own"], "document": ["0_Own"]}, "parameters": {"default_route": "query"}}
+    good.write_json(outer / "router_config.json", routes)
+    good.write_modules(folder, {"": "Transformer", "1_Pooling": "Router", "2_Normalize": "Normalize"})
 
 
 def pickle_a_dense_module(folder: Path, canary: Canary) -> None:
@@ -250,14 +230,6 @@ def numpy_objects(canary: Canary) -> bytes:
     return content.getvalue()
 
 
-def write_arrow_type(folder: Path, canary: Canary) -> None:
-    """Write a column whose extension type Arrow once unpickled when it opened the file."""
-    extension = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(canary)}
-    schema = pa.schema([pa.field("content", pa.string(), metadata=extension)])
-    with pa.OSFile(str(folder / "c.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_table(pa.table({"content": ["a bad cab"]}, schema=schema))
-
-
 # --- hostile records
 
 
@@ -291,13 +263,7 @@ def pipe_for_figure(folder: Path, canary: Canary) -> None:
 
 
 HOSTILE = (
-    Hostile("model", "modules: router of a nested model", nest_a_model(
-        "Router", "0_Own", ("router_config.json",), ROUTES), SENTENCE_TRANSFORMERS),
-    Hostile("model", "modules: asym of a nested model", nest_a_model(
-        "Asym", "0_Own", ("router_config.json", "config.json"), ROUTES), SENTENCE_TRANSFORMERS),
-    Hostile("model", "modules: word embeddings of a nested model", nest_a_model(
-        "WordEmbeddings", ".", ("wordembedding_config.json",), {"tokenizer_class": NESTED, "max_seq_length": 8}),
-        SENTENCE_TRANSFORMERS),
+    Hostile("model", "modules: router of a nested model", nest_a_model, SENTENCE_TRANSFORMERS),
     Hostile("model", "settings that allow pickles", pickle_the_weights),
     Hostile("model", "index that names a pickle", name_a_pickle_in_the_index),
     Hostile("model", "own code", bring_code(), (
@@ -375,7 +341,6 @@ HOSTILE = (
     Hostile("texts", "pipes", pipe_in_place_of("a.jsonl", "b.parquet")),
     *(Hostile("texts", kind, in_place_of("a.jsonl", content=content)) for kind, content in (
         ("tar archive", tar_archive), ("zip archive", zip_archive), ("NumPy objects", numpy_objects))),
-    Hostile("texts", "Arrow type that is a pickle", write_arrow_type, NOBODY),
     Hostile("texts", "nested", in_place_of("a.jsonl", content=nested)),
     Hostile("tokenizer", "own code", bring_tokenizer_code),
     Hostile("tokenizer", "pickles", in_place_of("*", content=pickle.dumps)),

@@ -222,8 +222,6 @@ def load_with_code(auto_class: str) -> Callable[[Path], object]:
 
 TRUSTING = {
     "modules: router of a nested model": load_sentence_transformer,
-    "modules: asym of a nested model": load_sentence_transformer,
-    "modules: word embeddings of a nested model": load_sentence_transformer,
     "settings that allow pickles": load_sentence_transformer,
     "own architecture": load_with_code("AutoModelForMaskedLM"),
     "own code": load_with_code("AutoTokenizer"),

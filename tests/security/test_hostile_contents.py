@@ -85,12 +85,16 @@ COMMAND_LINES = [
 ]  # fmt: skip
 
 
+def flags_of(corpus: Path) -> list[str]:
+    return ["--data-path", f"{corpus}/small", "--tokenizer-model", f"{corpus}/tokenizer", "--split", "100"]
+
+
 @pytest.mark.parametrize(
     ("words", "exit_code", "sentence"), COMMAND_LINES, ids=[" ".join(words)[:40] for words, _, _ in COMMAND_LINES]
 )
 def test_command_line_that_nobody_meant_is_refused_before_the_run_starts(corpus, words, exit_code, sentence):
-    named = [word.replace("{corpus}", str(corpus.folder)) for word in words]
-    assert_refused(lambda: start_checks(*corpus.flags, *named), exit_code, sentence)
+    named = [word.replace("{corpus}", str(corpus)) for word in words]
+    assert_refused(lambda: start_checks(*flags_of(corpus), *named), exit_code, sentence)
 
 
 # --- odd files and names that mean something
@@ -107,19 +111,19 @@ def test_yaml_that_says_nothing_leaves_the_defaults(tmp_path, text):
 
 
 def test_manifest_cannot_lead_to_a_file_outside_its_folder(corpus):
-    edit("small.json", volumes={"name": "../../elsewhere"})(corpus.folder)
-    assert [volume.bin.name for volume in Corpus(corpus.prefix).volumes] == ["small.bin"]
+    edit("small.json", volumes={"name": "../../elsewhere"})(corpus)
+    assert [volume.bin.name for volume in Corpus(corpus / "small").volumes] == ["small.bin"]
 
 
 @pytest.mark.parametrize("config", [{"auto_map": 5}, {"auto_map": {}}, {"strip_accents": None}])
 def test_configuration_of_a_tokenizer_that_decides_nothing_changes_nothing(corpus, config):
-    expected = load_and_use(corpus.folder / "tokenizer")
-    leave_the_vocabulary_and(json.dumps({"do_lower_case": True, **config}))(corpus.folder)
-    assert load_and_use(corpus.folder / "tokenizer") == expected
+    expected = load_and_use(corpus / "tokenizer")
+    leave_the_vocabulary_and(json.dumps({"do_lower_case": True, **config}))(corpus)
+    assert load_and_use(corpus / "tokenizer") == expected
 
 
 def test_template_without_the_text_does_not_lose_it(corpus):
-    path = corpus.folder / "tokenizer" / "tokenizer.json"
+    path = corpus / "tokenizer" / "tokenizer.json"
     expected = load_tokenizer(path).encode_batch(["w5 w6"]).ids.tolist()
     state = json.loads(path.read_text())
     for place in ("single", "pair"):
@@ -132,12 +136,12 @@ def test_template_without_the_text_does_not_lose_it(corpus):
 def test_corpus_in_a_folder_with_spaces_and_other_scripts_is_read_and_one_whose_path_is_no_text_is_named(
     corpus, tmp_path
 ):
-    check_corpus(corpus.folder)
+    check_corpus(corpus)
     folder = tmp_path / "mit Leerzeichen, 日本語 ' \" $HOME ünïcode"
-    shutil.copytree(corpus.folder, folder)
-    start_checks(*corpus.flags, "--data-path", f"{folder}/../{folder.name}/small", "--save", str(folder / "runs"))
+    shutil.copytree(corpus, folder)
+    start_checks(*flags_of(corpus), "--data-path", f"{folder}/../{folder.name}/small", "--save", str(folder / "runs"))
     no_text = tmp_path / os.fsdecode(b"caf\xe9")
-    shutil.copytree(corpus.folder, no_text)
+    shutil.copytree(corpus, no_text)
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
     code, output, errors = run("validate", no_text / "small", env=environment)
     assert (code, errors) == (0, "") and "caf\\udce9/small is sound" in output

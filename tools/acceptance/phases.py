@@ -36,6 +36,11 @@ KERNELS = {
 }
 FP8 = (*ENGINE, "--fp8-format", "hybrid", "--fp8-recipe")
 RUNS = {"bf16": ENGINE, "bf16 again": ENGINE, **{name: (*FP8, name) for name in ("tensorwise", "delayed", "blockwise")}}
+# One forward and backward pass of Transformer Engine alone: a build that does not fit torch or the driver fails here.
+ENGINE_ONCE = """import torch, transformer_engine.pytorch as te
+layer = te.LayerNormLinear(768, 768, params_dtype=torch.bfloat16, device="cuda")
+layer(torch.randn(128, 768, dtype=torch.bfloat16, device="cuda")).sum().backward()
+assert layer.weight.grad.isfinite().all()"""
 
 Curve = dict[int, dict[str, Any]]  # lines of a run's metrics.jsonl, by iteration
 
@@ -51,7 +56,7 @@ class Sizes:
     seq_length: int
     rows: int  # of a run's global batch
     iterations: int  # of a run whose losses are compared
-    lengths: tuple[int, ...]  # of a benchmark's rows
+    lengths: tuple[int, ...]  # of a benchmark's rows; the second is that of a single measurement
     tokens: int  # of a benchmark's micro-batch, two of which make a step
     corpus_megabytes: float
 
@@ -139,13 +144,12 @@ class Phase:
             raise Failed(f"exit code {code}: {(telling or lines)[-1][:300]}; see {log}")
         return printed
 
-    def benchmark(self, name: str, *flags: str) -> dict[str, Any]:
+    def benchmark(self, name: str, *flags: str, lengths: tuple[int, ...]) -> dict[str, Any]:
         """Return the figures of benchmarks/benchmark_step.py about packed steps."""
         figures, sizes = self.output / "figures.json", self.sizes
         batches = ("--micro-batch-tokens", sizes.tokens, "--global-batch-tokens", 2 * sizes.tokens)
         model = (*sizes.model, "--vocab-size", sizes.vocab_size, *self.precision)
-        rows = ("--layouts", "packed", "--seq-length", *sizes.lengths)
-        command = ("benchmarks/benchmark_step.py", *model, *batches, *rows)
+        command = ("benchmarks/benchmark_step.py", *model, *batches, "--layouts", "packed", "--seq-length", *lengths)
         self.run(name, *command, "--output", figures, *flags)
         return dict(parse_json(figures.read_text(encoding="utf-8")))
 
@@ -221,23 +225,31 @@ def check_environment(phase: Phase) -> None:
 
 
 def check_kernels(phase: Phase) -> None:
-    """The tests of tests/gpu."""
-    printed = phase.run("tests", "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider")
-    counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|skipped)", printed)}
-    phase.tables["tests/gpu"] = [counts]
-    phase.notes += re.findall(r"^SKIPPED [^\n]*", printed, flags=re.MULTILINE)
-    if not counts.get("passed"):
-        raise Failed("no test has passed")
+    """Transformer Engine alone, then tests/gpu."""
+    with phase.case("Transformer Engine"):
+        phase.run("engine", "-c", ENGINE_ONCE)
+    with phase.case("tests/gpu"):
+        printed = phase.run("tests", "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider")
+        counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|skipped)", printed)}
+        phase.tables["tests/gpu"] = [counts]
+        phase.notes += re.findall(r"^SKIPPED [^\n]*", printed, flags=re.MULTILINE)
+        if not counts.get("passed"):
+            raise Failed("no test has passed")
 
 
 def check_parity(phase: Phase) -> None:
-    """Logits against the plain model in fp32 on the CPU."""
+    """Logits, loss and gradients against the plain model in fp32 on the CPU."""
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
-    phase.run("parity", "-m", "megatron_neobert", "check", "parity", *flags)
+    phase.run("parity", "-m", "megatron_neobert", "check", "parity", "--step", *flags)
     found = parse_json(figures.read_text(encoding="utf-8"))
     logits = found["Megatron model, packed"]
     phase.tables["logits in fp32"] = [{name: logits[name] for name in ("tokens", "relative", "argmax_agreement")}]
+    phase.tables["a step"] = [
+        {"kernels": name, "loss, relative": gap["loss"], "1 - cosine": gap["gradient"], "furthest": gap["tensor"]}
+        for name, gap in found["step"].items()
+    ]
+    phase.notes += [f"{name}: {why}" for name, why in found["not run"].items()]
 
 
 def measure_speed(phase: Phase) -> None:
@@ -248,7 +260,7 @@ def measure_speed(phase: Phase) -> None:
             phase.notes.append(f"{name}: not measured, flash-attn is not installed")
             continue
         with phase.case(name):
-            figures = phase.benchmark(name, *flags)
+            figures = phase.benchmark(name, *flags, lengths=phase.sizes.lengths)
             columns = ("row", "tokens/s", "TFLOP/s", "% MFU", "peak GiB")
             taken = {"kernels": name, "attention": figures["attention"]}
             rows += [{**taken, **{column: row[column] for column in columns}} for row in figures["table"]]
@@ -305,6 +317,18 @@ def check_move(phase: Phase) -> None:
     expect("losses on the CPU or after it differ", there + home, MOVED_LOSS)
 
 
+def profile_step(phase: Phase) -> None:
+    """Where the host waits for the GPU in a step, once, and what a step spends its time in."""
+    for name in ("local layers", "Transformer Engine") if phase.device == "cuda" else ("local layers",):
+        with phase.case(name):
+            figures = phase.benchmark(name, *KERNELS[name], "--profile", lengths=phase.sizes.lengths[1:2])
+            phase.tables[name], waits = figures["profile"], figures["waits"]
+            if waits is not None:
+                phase.notes.append(f"{name}: the host waits at {waits}")
+                if sum(waits.values()) != 1:
+                    raise Failed(f"the host waits {sum(waits.values())} times in a step, and once is enough: {waits}")
+
+
 PHASES: dict[str, Callable[[Phase], None]] = {
     "environment": check_environment,
     "kernels": check_kernels,
@@ -313,5 +337,6 @@ PHASES: dict[str, Callable[[Phase], None]] = {
     "fp8": compare_fp8,
     "resume": check_resume,
     "move": check_move,
+    "profile": profile_step,
 }
 CUDA_ALONE = ("kernels", "fp8", "move")

@@ -147,9 +147,7 @@ class BatchStream:
     @property
     def steps_ahead(self) -> int:
         """How many steps before a step is built its documents are announced; 0: not at all."""
-        if any(source.corpus.is_remote for source in self.sources):
-            return _REMOTE_STEPS_AHEAD
-        return int(self.settings.document_block_size > 1)
+        return _REMOTE_STEPS_AHEAD if any(source.corpus.is_remote for source in self.sources) else 0
 
     @property
     def _slots(self) -> int:
@@ -165,11 +163,10 @@ class BatchStream:
         return [self._build(part) for part in self.own_micro_batches(rows)]
 
     def announce(self, rows: PackedRows) -> None:
-        """Has this rank's part of a global batch read into page cache or cache folder, without waiting for it."""
+        """Have this rank's part of a global batch fetched from object storage, without waiting for it."""
         for part in self.own_micro_batches(rows):
             for corpus, members in _group_by_corpus(self.sources, part.segments):
-                in_blocks = self.settings.document_block_size > 1
-                corpus.will_need(part.segments.numbers_n[members], with_neighbours=in_blocks)
+                corpus.will_need(part.segments.numbers_n[members])
 
     def own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
         """The rows of each of this rank's micro-batches of a global batch."""

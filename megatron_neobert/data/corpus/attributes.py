@@ -33,6 +33,7 @@ _STEP = 1 << 18  # documents that an expression is evaluated for at a time
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")  # of each byte
 _BITS_SET = _BITS.sum(axis=1, dtype=np.uint8)
 _SET_BITS_FIRST = np.argsort(1 - _BITS, axis=1, kind="stable")  # [byte, n]: the place of its n-th bit that is set
+_DERIVED = {"length": "a number", "input": "a text"}  # attributes that need no column
 _TYPES = ("a number", "a text", "true or false", "null")  # null: no document has a value
 _COMPARE = {
     ast.Eq: "equal",
@@ -111,13 +112,7 @@ def attribute_types(corpus: Corpus) -> dict[str, str]:
     if corpus.manifest.attributes is not None:
         with _open_attributes(corpus) as file:
             stored = {field.name: _type_of(field.type) for field in file.schema_arrow}
-    return stored | _derived_types(corpus)
-
-
-def _derived_types(corpus: Corpus) -> dict[str, str]:
-    inputs = corpus.manifest.inputs.values()
-    are_counted = inputs and all(record.documents is not None for record in inputs)
-    return {"length": "a number"} | ({"input": "a text"} if are_counted else {})
+    return stored | _DERIVED
 
 
 @contextmanager
@@ -135,7 +130,7 @@ def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile
 
 def _chunks(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
     """Yield the number of the first document of each chunk, and the columns of these names."""
-    stored = sorted(names - _derived_types(corpus).keys())
+    stored = sorted(names - _DERIVED.keys())
     types = attribute_types(corpus) if stored else {}
     if unknown := [name for name in stored if types.get(name) not in _TYPES]:
         found = ", ".join(f"{name} ({kind})" for name, kind in types.items())
@@ -168,7 +163,7 @@ def _derived(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[st
         columns["length"] = pa.array(corpus.lengths_between(first, stop))
     if "input" in names:
         inputs = corpus.manifest.inputs
-        counts = [record.documents or 0 for record in inputs.values()]
+        counts = [record.documents for record in inputs.values()]
         numbers = np.searchsorted([*accumulate(counts)], np.arange(first, stop), side="right")
         utf8_names = pa.array([name.encode(errors="backslashreplace").decode() for name in inputs], pa.string())
         columns["input"] = pa.DictionaryArray.from_arrays(numbers, utf8_names)

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,19 +61,22 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
             f"{path} is not a drop list that begins with a line of JSON and {_FORMAT!r} ({error!r:.200}); name the "
             "file that neobert find-duplicates has written"
         ) from error
-    sizes = [_mask_bytes(corpus.documents) for corpus in corpora]
-    expected, size = len(header) + sum(sizes), path.stat().st_size
-    if size != expected:
-        raise DataError(
-            f"drop list {path}: expected {expected:,} bytes for {len(sizes)} corpora, found {size:,}; {_DAMAGED}"
-        )
-    offsets = [len(header) + before for before in accumulate(sizes, initial=0)]
-    for entry, offset, mask_bytes in zip(corpora, offsets, sizes, strict=False):
+    offset, found = len(header), None
+    for entry in corpora:
+        mask_bytes = -(-entry.documents // 8)
         if entry.documents_sha256 == manifest.documents_sha256 and entry.documents == manifest.documents:
-            mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", offset, mask_bytes)
-            if hashlib.sha256(mask.data).hexdigest() != entry.mask_sha256:
-                raise DataError(f"drop list {path}: expected sha256 {entry.mask_sha256} of its bits; {_DAMAGED}")
-            return entry, mask
+            found = entry, offset, mask_bytes
+        offset += mask_bytes
+    if (size := path.stat().st_size) != offset:
+        raise DataError(
+            f"drop list {path}: expected {offset:,} bytes for {len(corpora)} corpora, found {size:,}; {_DAMAGED}"
+        )
+    if found is not None:
+        entry, offset, mask_bytes = found
+        mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", offset, mask_bytes)
+        if hashlib.sha256(mask.data).hexdigest() != entry.mask_sha256:
+            raise DataError(f"drop list {path}: expected sha256 {entry.mask_sha256} of its bits; {_DAMAGED}")
+        return entry, mask
     names = ", ".join(f"{entry.prefix} ({entry.documents_sha256[:12]})" for entry in corpora[:5])
     raise DataError(
         f"drop list {path} is of {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
@@ -110,7 +112,3 @@ def write_drop_list(
         for mask in masks:
             stream.write(mask.data)
     return entries
-
-
-def _mask_bytes(documents: int) -> int:
-    return -(-documents // 8)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.cli import option
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.text import visible
 
 if TYPE_CHECKING:  # a missing package is reported by run_command
@@ -131,8 +131,6 @@ def print_inputs(corpus: "Corpus") -> None:
     first, total = 0, corpus.manifest.tokens
     print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
     for name, record in corpus.manifest.inputs.items():
-        if record.documents is None or record.tokens is None:
-            raise DataError(f"{corpus.files.manifest} does not count its inputs; preprocess again for that")
         print(
             f"{first:>13,} {record.documents:>13,} {record.tokens:>17,} {record.tokens / total:>7.2%}  {visible(name)}"
         )

@@ -21,6 +21,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, Volume, corpus_files, read_manifest
 from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_in
 from megatron_neobert.data.inputs.stream import named_errors
@@ -185,10 +188,10 @@ class RemoteFile:
         content = blocks[0] if len(blocks) == 1 else b"".join(blocks)
         return memoryview(content)[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
-    def will_need(self, begin: int, end: int) -> None:
-        """Have threads fetch the blocks of these bytes."""
+    def will_need(self, positions: NDArray[np.int64]) -> None:
+        """Have threads fetch the blocks of the bytes at these positions."""
         fetching = self.storage.fetching
-        for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        for number in np.unique(positions // BLOCK_BYTES).tolist():
             path = self.path(number)
             if path not in fetching.ordered and not path.exists():
                 fetching.ordered[path] = fetching.threads.submit(self.load, number)

@@ -127,12 +127,11 @@ class Corpus:
             begins[here], lengths[here] = self.volumes[number].find(documents[here] - self._firsts[number])
         return _Places(volumes, begins, lengths)
 
-    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
-        """Have the operating system, or threads, start to read these documents, which does not wait for them."""
+    def will_need(self, documents: NDArray[np.int64]) -> None:
+        """Have threads fetch these documents, if the corpus is remote, without waiting for them."""
         at = np.searchsorted(self._ends, documents, side="right")
         for number in np.unique(at).tolist():
-            volume = self.volumes[number]
-            volume.will_need(documents[at == number] - self._firsts[number], with_neighbours=with_neighbours)
+            self.volumes[number].will_need(documents[at == number] - self._firsts[number])
 
     def lengths_between(self, first: int, stop: int) -> NDArray[np.int32]:
         """Return the tokens of documents [first, stop), much faster than by `lengths`."""

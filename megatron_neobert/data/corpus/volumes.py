@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, Volume
-from megatron_neobert.data.corpus.object_storage import RemoteFile
+from megatron_neobert.data.corpus.object_storage import BLOCK_BYTES, RemoteFile
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.new_file import NewFile
 
@@ -30,8 +30,6 @@ HEADER = struct.Struct("<9sQBQQ")
 _CHUNK = 1 << 20  # documents handled at a time
 _SCANNED_BYTES = 2 << 20  # of ids, at a time
 _ORDERED_CHUNKS = 8  # of those ids, where they are remote
-_READ_THROUGH_BYTES = 64 << 10  # a gap that costs less to read than to skip
-_NEIGHBOURS_BYTES = 256 << 10  # read around a document whose neighbours are soon needed; the size of a remote block
 
 
 def write_index(
@@ -97,13 +95,7 @@ class MappedVolume:
                 raise DataError(
                     f"{manifest}: expected {name} {found} as in {idx_path.name}, found {recorded}; {DAMAGED}"
                 )
-        self._mapped: mmap.mmap | None = None  # if it is remote
-        self.content: RemoteFile | memoryview  # sliced by bytes
-        if isinstance(bin_, Path):
-            self._mapped = _map(bin_)
-            self.content = memoryview(self._mapped)
-        else:
-            self.content = bin_
+        self.content = memoryview(_map(bin_)) if isinstance(bin_, Path) else bin_  # sliced by bytes
 
     def find(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return first byte and tokens of documents. DataError if one does not end where the next one begins."""
@@ -122,25 +114,12 @@ class MappedVolume:
             raise damage(self.idx, HEADER.size + 4 * self.lengths.size + 8 * int(documents[at]), wanted, found)
         return begins, lengths
 
-    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
-        """Have the operating system, or threads, start to read these documents, adjacent ones in one go.
-
-        `with_neighbours`: read what is around them too, if the file is local. A remote one is read by blocks anyway.
-        """
-        first = np.sort(documents)
-        begins = self.pointers[first]
-        ends = begins + self.lengths[first].astype(np.int64) * self.dtype.itemsize
-        if with_neighbours and self._mapped is not None:
-            begins = begins - begins % _NEIGHBOURS_BYTES
-            ends = np.minimum(-(-ends // _NEIGHBOURS_BYTES) * _NEIGHBOURS_BYTES, self.end)
-        gaps = np.flatnonzero(begins[1:] - ends[:-1] > _READ_THROUGH_BYTES)
-        starts, stops = np.append(0, gaps + 1), np.append(gaps, len(first) - 1)
-        for begin, end in zip(begins[starts].tolist(), ends[stops].tolist(), strict=True):
-            if isinstance(self.bin, RemoteFile):
-                self.bin.will_need(begin, end)
-            elif self._mapped is not None:
-                page = begin - begin % mmap.PAGESIZE
-                self._mapped.madvise(mmap.MADV_WILLNEED, page, end - page)
+    def will_need(self, documents: NDArray[np.int64]) -> None:
+        """Have threads fetch these documents, if they are remote. The blocks inside of a long one are not announced."""
+        if isinstance(self.bin, RemoteFile):
+            begins = self.pointers[documents]
+            lasts = begins + self.lengths[documents].astype(np.int64) * self.dtype.itemsize - 1
+            self.bin.will_need(np.append(begins, lasts))
 
     def read_ids(self) -> Iterator[NDArray[Any]]:
         """Yield all of the .bin, some ids at a time; a local one is read and not mapped, so that it takes no memory."""
@@ -150,7 +129,7 @@ class MappedVolume:
                     yield ids
             return
         for begin in range(0, self.end, _SCANNED_BYTES):
-            self.bin.will_need(begin, min(begin + _ORDERED_CHUNKS * _SCANNED_BYTES, self.end))
+            self.bin.will_need(np.arange(begin, min(begin + _ORDERED_CHUNKS * _SCANNED_BYTES, self.end), BLOCK_BYTES))
             yield np.frombuffer(bytearray(self.bin[begin : begin + _SCANNED_BYTES]), self.dtype)
 
 

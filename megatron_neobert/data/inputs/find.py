@@ -105,10 +105,11 @@ def _walk(top: Path) -> Iterator[str]:
     entered = {os.path.realpath(top)}
     for folder, inner, files in os.walk(top, followlinks=True, onerror=refuse):
         yield from (Path(folder, name).relative_to(top).as_posix() for name in files)
-        targets = {name: os.path.realpath(Path(folder, name)) for name in inner if name[0] not in "._"}
-        new = {targets[name]: name for name in sorted(targets, reverse=True) if targets[name] not in entered}
-        entered |= new.keys()
-        inner[:] = sorted(new.values())
+        targets: dict[str, str] = {}
+        for name in sorted(name for name in inner if name[0] not in "._"):
+            targets.setdefault(os.path.realpath(Path(folder, name)), name)
+        inner[:] = [name for target, name in targets.items() if target not in entered]
+        entered |= targets.keys()
 
 
 def file_system_of(url: str) -> tuple[Any, str]:

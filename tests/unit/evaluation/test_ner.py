@@ -108,31 +108,22 @@ def test_every_form_gives_the_same_sentences(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("content", "reason"),
     [
         ("cat\n", "line 1: 'cat' is one field; a line has a word first, its tag last"),
         ("the O\ncat ANIMAL\n", "train row 0: 'ANIMAL' is no tag"),
         ("\n\n", "train has no rows"),
-    ],
-)
-def test_text_that_is_no_tagged_text_is_refused_with_its_line(tmp_path, text, reason):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.txt").write_text(text)
-    with pytest.raises(DataError, match=reason):
-        read(tmp_path / "set")
-
-
-@pytest.mark.parametrize(
-    ("columns", "reason"),
-    [
         ({"tokens": [["a"]], "ner_tags": [[1]]}, "tag 1 has no name, since the file names none"),
         ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "row 0 has 2 words, but 1 tags"),
         ({"text": ["a"]}, "has the columns text, but no tokens, ner_tags"),
     ],
 )
-def test_rows_without_names_or_tags_are_refused(tmp_path, columns, reason):
+def test_data_without_words_tags_or_names_is_refused_with_its_place(tmp_path, content, reason):
     (tmp_path / "set").mkdir()
-    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "set" / "train.parquet")
+    if isinstance(content, str):
+        (tmp_path / "set" / "train.txt").write_text(content)
+    else:
+        pyarrow.parquet.write_table(pa.table(content), tmp_path / "set" / "train.parquet")
     with pytest.raises(DataError, match=reason):
         read(tmp_path / "set")
 

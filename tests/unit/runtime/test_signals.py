@@ -111,11 +111,9 @@ def test_stop_file_and_time_limit_are_requests_to_stop(tmp_path, monkeypatch):
     assert reason_of(signals.requested_stop(saving_to(tmp_path))) is None
     assert reason_of(signals.requested_stop(settings)) == "--exit-duration-in-mins is over"
     assert reason_of(signals.requested_stop(settings, has_trained=False)) is None
-    (tmp_path / "second").mkdir()
-    (tmp_path / "second" / "STOP").touch()
-    stopped = saving_to(tmp_path / "second")
-    code = signals.requested_stop(stopped)
+    (tmp_path / "STOP").touch()
+    code = signals.requested_stop(saving_to(tmp_path))
     assert reason_of(code) == "the file STOP in --save asked for it"
     assert reason_of(code, iteration=TrainingConfig().train_iters) is None, "the run has ended by itself"
     monkeypatch.setenv("RANK", "1")
-    assert reason_of(signals.requested_stop(stopped)) is None
+    assert reason_of(signals.requested_stop(saving_to(tmp_path))) is None

@@ -19,7 +19,7 @@ from tools.acceptance import phases
 from tools.acceptance.phases import Failed, Phase
 
 QUICK = ("environment", "resume")
-WITHOUT_GPU = ("environment", "parity", "speed", "resume")
+WITHOUT_GPU = ("environment", "parity", "speed", "resume", "profile")
 
 
 def accept(output: Path, *names: str) -> Ended:
@@ -27,9 +27,7 @@ def accept(output: Path, *names: str) -> Ended:
 
 
 def results_of(output: Path) -> dict[str, dict]:
-    """What each phase has found, in the order of the phases."""
-    found = {name: output / "phases" / f"{name}.json" for name in phases.PHASES}
-    return {name: json.loads(file.read_text()) for name, file in found.items() if file.exists()}
+    return json.loads((output / "report.json").read_text())["phases"]
 
 
 def start_and_interrupt(output: Path) -> int:
@@ -173,10 +171,26 @@ def test_what_is_run_on_a_gpu_are_settings_that_a_run_takes(flags):
     assert parse_command_line(words, world_size=1).settings.training.bf16
 
 
+@pytest.mark.parametrize(
+    ("waits", "problems"),
+    [
+        ({"step.py:95": 1}, []),
+        ({"step.py:95": 1, "loss.py:7": 2}, ["local layers: the host waits 3 times in a step, and once is enough: "]),
+        ({}, ["local layers: the host waits 0 times in a step, and once is enough: "]),
+    ],
+)
+def test_a_step_that_does_not_wait_once_fails(waits, problems, tmp_path, monkeypatch):
+    figures = {"waits": waits, "profile": [{"operation": "aten::mm", "calls": 1}]}
+    monkeypatch.setattr(Phase, "benchmark", lambda *_, **__: figures)
+    phase = Phase("profile", tmp_path, "cpu")
+    phases.profile_step(phase)
+    assert [problem.partition("{")[0] for problem in phase.problems] == problems
+
+
 def test_fast_kernels_that_compute_something_else_fail(tmp_path, monkeypatch):
     row = {"row": 1024, "tokens/s": 1.0, "TFLOP/s": 1.0, "% MFU": None, "peak GiB": 1.0}
 
-    def figures(phase: Phase, name: str, *flags: str) -> dict:
+    def figures(phase: Phase, name: str, *flags: str, lengths: object) -> dict:
         loss = 9.0 * (1.02 if name == "Transformer Engine, cuDNN" else 1.0)
         return {"attention": None, "table": [row], "steps": [{"loss": loss}]}
 
@@ -211,5 +225,6 @@ def test_all_phases_that_a_cpu_can_run_pass_and_fill_the_report(tmp_path):
     results = results_of(tmp_path)
     assert list(results) == list(WITHOUT_GPU)
     assert [row["row"] for row in results["speed"]["tables"]["steps"]] == [64, 128]
-    assert results["parity"]["tables"]["logits in fp32"][0]["relative"] < 1e-4
+    assert {row["kernels"] for row in results["parity"]["tables"]["a step"]} >= {"local layers, float32"}
+    assert results["profile"]["tables"]["local layers"][0]["ms"] > 0
     assert (tmp_path / "report.md").read_text().count("\n## ") == len(WITHOUT_GPU)

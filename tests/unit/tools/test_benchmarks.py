@@ -5,12 +5,14 @@ import json
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
 from benchmarks import benchmark_loader, benchmark_step
@@ -148,17 +150,33 @@ def test_flops_of_a_step_are_those_of_its_documents_and_the_loss_gap_that_of_the
     assert benchmark_step.largest_loss_gap(timings) == pytest.approx(0.1)
 
 
-def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags(tmp_path):
+def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled(tmp_path):
     file = tmp_path / "figures.json"
     model = ("--num-layers", 1, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 128, "--global-batch-tokens", 128, "--median-tokens", 30, "--seq-length", 64)
-    flags = ("--layouts", "packed", "--rounds", 1, "--output", file, "--recompute-granularity", "full")
+    flags = ("--layouts", "packed", "--rounds", 1, "--profile", "--output", file, "--recompute-granularity", "full")
     ended = run_forked("benchmarks/benchmark_step.py", *model, *batches, *flags)
     assert ended.code == 0, ended.output
     figures = json.loads(file.read_text())
     assert [(row["row"], row["layout"]) for row in figures["table"]] == [(64, "packed")]
     assert figures["machine"]["kernels"].startswith("kernels on CPU: local layers")
+    assert figures["waits"] is None and figures["profile"][0]["ms"] >= figures["profile"][1]["ms"] > 0
     assert "--recompute-granularity" in figures["arguments"]["flags of a run"]
+
+
+def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
+    """torch's warning, raised by hand: there is no GPU to wait for; another warning is none."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def step() -> None:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    line = step.__code__.co_firstlineno + 2
+    assert benchmark_step.find_waits(step) == {f"{Path(__file__).name}:{line}": 2}
+    assert modes == ["warn", "default"]
 
 
 # --- loading
@@ -181,3 +199,15 @@ def test_every_loader_prepares_the_batches_that_were_asked_for(tmp_path):
         assert turn["rows"] % 8 == 0 and turn["rows"] > 0
         assert turn["real_tokens"] <= turn["capacity"] <= turn["rows"] * 256
     assert table[full]["% unused"] == 0 < table[ours]["% unused"] < table[padded]["% unused"]
+
+
+@pytest.mark.slow
+def test_the_table_of_checkpoints_shows_what_each_way_of_saving_costs_and_the_speed_of_verifying(tmp_path):
+    options = ["--num-layers", "1", "--hidden-size", "64", "--iterations", "2", "--rounds", "1"]
+    code, output, complaints = run("benchmarks/benchmark_checkpoint.py", *options, "--folder", tmp_path)
+    assert code == 0, complaints
+    rows = [line.split(" | ") for line in output.splitlines() if " | " in line]
+    assert [row[0].strip() for row in rows] == ["checkpoint", "none", "synchronous", "asynchronous"]
+    assert float(rows[1][3]) == 0.0, "the round without a checkpoint costs nothing"
+    assert "MiB/s" in output
+    assert list(tmp_path.iterdir()) == []

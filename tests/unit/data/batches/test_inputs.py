@@ -70,7 +70,7 @@ def test_each_of_several_corpora_for_validation_is_known_by_its_end_or_else_by_i
 def test_corpus_for_validation_needs_the_same_tokenizer_and_must_exist(place):
     for path, words in (
         (Path(place.corpus().prefix).with_name("run_body_document"), "did you mean 'run_content_document'"),
-        (place.vocab, "that is a file; neobert preprocess makes one of texts"),
+        (place.vocab, r"no corpus .*vocab\.txt: expected vocab\.txt\.bin"),
     ):
         with pytest.raises(MissingInputError, match=words):
             open_inputs(settings(place, valid_data_path=(str(path),)))

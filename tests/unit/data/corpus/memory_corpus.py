@@ -32,7 +32,7 @@ class MemoryCorpus:
         end = self.ends[number]
         return self.ids[end - self.lengths[number] : end]
 
-    def will_need(self, documents: NDArray[np.int64], *, with_neighbours: bool = False) -> None:
+    def will_need(self, documents: NDArray[np.int64]) -> None:
         self.announced.append(documents)
 
     def gather(

@@ -138,14 +138,6 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
         choose_documents(Corpus(tmp_path / "C"), ["score>=3"], None)
 
 
-@pytest.mark.parametrize("value", [[1], {"a": 1}, b"x"])
-def test_attribute_of_a_type_that_expressions_do_not_have_is_refused(tmp_path, value):
-    write_corpus(tmp_path / "C", [[5, 6, 7]], numbered_tokenizer(100))
-    write_attributes(tmp_path / "C", {"score": [value]})
-    with pytest.raises(ConfigError, match="no attribute score of numbers, texts, or true and false"):
-        choose_documents(Corpus(tmp_path / "C"), ["score>=3"], None)
-
-
 # --- drop lists
 
 

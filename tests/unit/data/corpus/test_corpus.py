@@ -13,7 +13,6 @@ from megatron_neobert.data.corpus.format import (
     PERCENTS,
     count_lengths,
     length_statistics,
-    token_dtype,
     write_manifest,
 )
 from megatron_neobert.data.corpus.reader import Corpus, check_content, check_indexes
@@ -50,10 +49,6 @@ def test_files_equal_those_of_megatrons_own_builder_byte_for_byte(tmp_path, voca
     builder.finalize(str(tmp_path / "theirs.idx"))
     for end in ("bin", "idx"):
         assert (tmp_path / f"ours.{end}").read_bytes() == (tmp_path / f"theirs.{end}").read_bytes()
-
-
-def test_item_type_follows_megatrons_rule_at_its_threshold():
-    assert (token_dtype(65_499), token_dtype(65_500)) == (np.uint16, np.int32)
 
 
 @pytest.mark.parametrize(

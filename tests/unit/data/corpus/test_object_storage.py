@@ -14,7 +14,7 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents, write_a
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.batches.stream import BatchStream, Source
-from megatron_neobert.data.corpus import object_storage, volumes
+from megatron_neobert.data.corpus import object_storage
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
@@ -39,7 +39,6 @@ def original(tmp_path_factory):
 def server(original, tmp_path, monkeypatch):
     """Serves a copy of them, which tests may change."""
     monkeypatch.setattr(object_storage, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(volumes, "_READ_THROUGH_BYTES", 64)  # as always less than a block
     monkeypatch.setattr(object_storage, "_WAITS_SECONDS", (0.01,) * 4)
     shutil.copytree(original, tmp_path / "bucket")
     with ObjectServer(tmp_path / "bucket").running() as running:

@@ -174,13 +174,6 @@ def test_empty_file_whose_name_promises_more_is_refused(tmp_path, suffix):
     assert read(tmp_path / "part-00000.jsonl").numbers == read(tmp_path / "part.jsonl.gz").numbers == 0
 
 
-def test_text_with_some_bytes_of_another_encoding_is_still_text(tmp_path):
-    (tmp_path / "shard").write_bytes("Ein schöner Tag in München, sagte der Mann zu mir.".encode("latin-1"))
-    reading = read(tmp_path / "shard")
-    assert reading.texts == ["Ein sch\ufffdner Tag in M\ufffdnchen, sagte der Mann zu mir."]
-    assert reading.repaired == 1
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

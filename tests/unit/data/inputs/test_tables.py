@@ -11,7 +11,7 @@ from unit.data.inputs.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import EMPTY_TEXT, NULL_TEXT, TOO_LONG, ReadSettings
-from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk
+from megatron_neobert.data.inputs.stream import Chunk
 from megatron_neobert.errors import DataError
 
 
@@ -146,15 +146,6 @@ def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, rows):
         assert split.dropped == whole.dropped
 
 
-def test_batches_have_about_a_mebibyte_and_a_long_document_comes_alone(tmp_path, write):
-    sizes = [1000] * 3000 + [3 * BATCH_BYTES] + [1000] * 3000 + [100, BATCH_BYTES + 1, 100]
-    write(tmp_path / "shard", texts_table(["x" * size for size in sizes]))
-    reading = read(tmp_path / "shard")
-    assert [len(text) for text in reading.texts] == sizes
-    assert [batch.utf8_bytes for batch in reading.batches if batch.utf8_bytes > BATCH_BYTES] == [sizes[3000], sizes[-2]]
-    assert len(reading.batches) <= 12  # of 6 MiB in short documents, which the long ones interrupt
-
-
 def test_large_row_group_is_streamed_not_loaded(tmp_path):
     values = [f"{number} " + "x" * 10_000 for number in range(4000)]
     path = tmp_path / "shard"
@@ -275,6 +266,3 @@ def test_parquet_page_with_flipped_bytes_is_refused(tmp_path):
     (tmp_path / "shard").write_bytes(content)
     with pytest.raises(DataError, match="damaged parquet file"):
         read(tmp_path / "shard")
-
-
-# --- real shards

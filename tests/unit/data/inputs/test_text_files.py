@@ -71,12 +71,6 @@ def test_harmless_variants_of_json_lines_give_the_same_texts(tmp_path, content):
     assert texts_of(tmp_path / "shard.jsonl") == TEXTS
 
 
-def test_blank_lines_count_as_lines_and_as_nothing_else(tmp_path):
-    (tmp_path / "shard").write_bytes(b'\n \n{"content": "x"}\n\r\n{}\n')
-    reading = read(tmp_path / "shard")
-    assert (reading.texts, reading.faults, reading.numbers) == (["x"], [(MISSING_KEY, 5)], 5)
-
-
 @pytest.mark.parametrize("other", ["", ', "n": NaN'])  # read by orjson, and by the standard library
 @pytest.mark.parametrize(
     ("line", "text"),
@@ -197,15 +191,6 @@ def test_file_is_one_document_exactly_as_it_is(tmp_path):
     assert texts_of(tmp_path / "shard.txt") == [text]
     (tmp_path / "shard.txt").write_bytes(gzip.compress(text.encode()))
     assert texts_of(tmp_path / "shard.txt") == [text]
-
-
-def test_file_above_the_limit_is_rejected(tmp_path):
-    content = b"word " * 100_000
-    (tmp_path / "shard").write_bytes(content)
-    assert len(texts_of(tmp_path / "shard", max_document_bytes=500_000)) == 1
-    (rejected,) = read(tmp_path / "shard", max_document_bytes=499_999).rejected
-    assert (rejected.reason, rejected.number, rejected.raw) == (TOO_LONG, 1, content[:RAW_BYTES])
-    assert rejected.detail == "more than 499,999 bytes"
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n", "<|endoftext|>", "—"])
