@@ -4,9 +4,6 @@ import pytest
 from commands import run_forked
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
-from megatron_neobert.config.cli import parse_command_line
-from megatron_neobert.errors import MissingInputError
-
 
 @pytest.fixture
 def prefix(tmp_path):
@@ -35,11 +32,3 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(prefix, tmp_path, argume
     ended = run_forked("find-duplicates", prefix, *arguments, "--output", tmp_path / "list")
     assert ended.refused(code) and message in ended.output
     assert not list(tmp_path.glob("list*"))
-
-
-def test_missing_drop_lists_are_named_before_a_run_with_all_else_that_is_missing(tiny_corpus):
-    words = ["--data-path", f"{tiny_corpus.prefix}:drop=no.drop", "--tokenizer-model", "no/words", "--dry-run"]
-    with pytest.raises(
-        MissingInputError, match=r"--data-path :drop=no\.drop: no such file; check the path\.\n.*no/words"
-    ):
-        parse_command_line(words, world_size=1)
