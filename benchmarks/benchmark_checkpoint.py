@@ -1,4 +1,4 @@
-"""How long does training stand still for a checkpoint, and how long does it take to be verified?
+"""Measure how long training waits for a checkpoint, and how long verifying a checkpoint takes.
 
     python benchmarks/benchmark_checkpoint.py
 

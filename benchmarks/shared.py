@@ -1,4 +1,4 @@
-"""What the benchmarks share: a made-up corpus, turns, and how figures are shown and saved.
+"""Shared parts of the benchmarks: a generated corpus, taking turns, and output of figures.
 
 Imports the standard library alone, so that a benchmark whose tools are processes of their own holds none of their
 libraries' pages.

@@ -1,4 +1,4 @@
-"""How long recipes take to a validation loss: the table of a speedrun, out of the logs of their runs.
+"""Print the table of a speedrun: the time that recipes take to a validation loss, from the logs of their runs.
 
     python benchmarks/speedrun.py speedrun_run/runs/laptop_plain speedrun_run/runs/laptop --target 5.25
 

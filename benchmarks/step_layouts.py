@@ -1,4 +1,4 @@
-"""What benchmark_step.py trains: the same documents packed and padded, and the plain model beside this project's."""
+"""Models and batches of benchmark_step.py: the same documents packed and padded, and the plain reference model."""
 
 import itertools
 from dataclasses import replace

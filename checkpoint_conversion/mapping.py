@@ -1,4 +1,4 @@
-"""Which weight is which: one table per published layout, read in both directions.
+"""Names and shapes of weights: one table per published format, read in both directions.
 
 The internal side is the Megatron model, one tensor per layer under the names that its checkpoints use (those of
 Transformer Engine, from any classes that trained it). The published sides are NeoBERT's own names, and those of Hugging

@@ -246,7 +246,7 @@ class Parser(argparse.ArgumentParser):
         self._also, self._words = tuple(also), [""]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; a shell that asks for completions is answered here."""
+        """Parse like argparse, after answering a shell that asks for completions."""
         if "_ARGCOMPLETE" in os.environ and not Parser._completes:
             import argcomplete
 

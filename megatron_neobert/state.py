@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # conversion reads TrainState without megatron.core, whose im
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run has come: with weights and optimizer state, everything that resuming needs."""
+    """Progress of a run. With weights and optimizer state, resuming needs nothing else."""
 
     corpus_sha256: str  # of the corpus, or blend of corpora, that `cursor` points into; that of the last iteration
     iteration: int = 0

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a safetensors file per rank, as torch.distributed.checkpoint reads and writes it, and JSON.
+"""Contents of a checkpoint: one safetensors file per rank, in the layout of torch.distributed.checkpoint, and JSON.
 
 Every tensor has one name in the whole model, and each rank stores the part that it holds. The header of its file has
 the offsets of each part, so that another number of ranks or another layout finds what it needs; torch's

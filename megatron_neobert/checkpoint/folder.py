@@ -66,7 +66,7 @@ def _list_folders(save: Path) -> list[Path]:
 
 
 def iteration_of(checkpoint: Path) -> int:
-    """By the name of its folder."""
+    """Return the iteration in the name of a checkpoint folder."""
     return int(checkpoint.name.removeprefix("iter_"))
 
 

@@ -1,4 +1,4 @@
-"""What of a run is saved, and loading it again.
+"""State of a run that is saved, and loading of a checkpoint.
 
 Which part of which tensor a rank holds is megatron.core's knowledge (its ShardedTensors), where the parts lie that of
 contents.py; so another number of ranks or another layout reads what it needs. Every rank reads for itself.
@@ -101,7 +101,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
 
 def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
-    """What is written or read. Tensors are known by their names in the whole model, in any layout."""
+    """Return the state that is written or read. Tensors have their names in the whole model, in any layout."""
     model = _sharded_model(run.unwrapped_model)
     optimizer = run.optimizer.sharded_state_dict({_MODEL: model}, is_loading=loading, metadata=_STATE_FORMAT)
     if len(run.optimizer.chained_optimizers) > 1:
@@ -174,7 +174,7 @@ def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
 
 
 def _state_of_weights(run: Run) -> dict[str, Any]:
-    """Where the weights alone are read to, in fp32 also for a bfloat16 model: main weights must not be rounded."""
+    """Return fp32 tensors to read weights into, also for a bfloat16 model: main weights must not be rounded."""
     model = _sharded_model(run.unwrapped_model)
     for tensor in model.values():
         tensor.data = torch.empty(tensor.data.shape, dtype=torch.float32, device=tensor.data.device)

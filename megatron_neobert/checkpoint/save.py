@@ -196,7 +196,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _first_problem(problem: str | None) -> str | None:
-    """That of the lowest rank that has one, the same on all ranks. Collective: all ranks."""
+    """Return the problem of the lowest rank that has one, the same on all ranks. Collective: all ranks."""
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)
     return next((text for text in problems if text is not None), None)

@@ -1,4 +1,4 @@
-"""What torch finds on this machine, and what training would compute with. Started by environment.py.
+"""Report the devices that torch finds and the kernels that training would use. Started by environment.py.
 
     python probe.py               looks
     python probe.py --gpu-test    computes on every GPU, and between them

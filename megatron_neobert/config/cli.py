@@ -46,7 +46,7 @@ _NOW_IGNORED = {
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for."""
+    """Request of a command line."""
 
     settings: Settings
     dry_run: bool

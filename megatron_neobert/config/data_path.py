@@ -1,4 +1,4 @@
-"""What `--data-path` names: corpora, their shares of the documents, and which of their documents are read.
+"""Parsing of `--data-path`: corpora, their shares of the documents, and the choice of their documents.
 
 Text alone: nothing is opened, and the standard library suffices. Shares are fractions, so that 0.2 is a fifth and
 proportions can be kept exactly.

@@ -1,4 +1,4 @@
-"""Whether a checkpoint and the settings of a start belong together. Needs no torch.
+"""Checks that a checkpoint and the settings of a start belong to the same run. Needs no torch.
 
 Three kinds of settings: with other values of the first the weights or the optimizer's state do not fit; with other
 values of the second they fit, but the run becomes another one, so it takes --continue-from and a folder of its own; all

@@ -1,4 +1,4 @@
-"""Whether the settings of a run can stand together: every reason why not, before anything is started.
+"""Rules between the settings of a run. All violations are reported together, before anything is started.
 
 Standard library only. Each message names the values, the rule and the remedy.
 """
@@ -76,7 +76,7 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
 
 
 def find_record_problems(settings: Settings) -> list[str]:
-    """What no run can have been started with, in any version; a record of one is damaged or made up."""
+    """Return the problems that no version would have accepted; a record that has one is damaged or forged."""
     return list(value_problems(settings)) or list(head_problems(settings.model))
 
 
@@ -91,7 +91,7 @@ def value_problems(settings: Settings) -> Iterator[str]:
 
 
 def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
-    """What is wrong with the run before its first phase, then what each phase adds to that."""
+    """Yield the problems of the run before its first phase, then the further problems of each phase."""
     counts = [phase.after_iters for phase in settings.training.phases]
     if counts != sorted(set(counts)) or counts[0] < 1:
         yield (
@@ -196,7 +196,7 @@ def pipeline_problems(settings: Settings) -> Iterator[str]:
 
 
 def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
-    """How ranks share a global batch and the tokens of a micro-batch."""
+    """Yield problems with the division of a global batch among ranks, and of tokens within a micro-batch."""
     parallel, training = settings.parallel, settings.training
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,

@@ -66,7 +66,7 @@ class ModelConfig:
 
     @property
     def is_neobert(self) -> bool:
-        """Whether the layers are NeoBERT's and not those of an ablation: what the published layouts can express."""
+        """True if the layers are NeoBERT's and not an ablation's, so that the published formats can express the model."""
         return self.swiglu and self.normalization == "RMSNorm" and self.position_embedding_type == "rope"
 
     def padded_vocab_size(self, vocab_size: int, *, tensor_parallel: int) -> int:
@@ -77,7 +77,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks share the work. What the other dimensions leave over is data parallelism."""
+    """Parallel layout. Ranks that the other dimensions leave over are data parallel."""
 
     tensor_model_parallel_size: int = setting(1, "tensor-parallel size: GPUs that share layers and tokens", minimum=1)
     pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size: stages of consecutive layers", minimum=1)
@@ -89,7 +89,7 @@ class ParallelConfig:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tensor-parallel ranks also share the tokens between the matrix products."""
+        """True if tensor-parallel ranks also divide the tokens between the matrix products."""
         return self.tensor_model_parallel_size > 1
 
     @property
@@ -100,7 +100,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """With which kernels and in which precision a rank computes. Nothing here changes what is computed."""
+    """Kernels and precision of a rank. These settings do not change the function that is computed."""
 
     transformer_impl: str = setting(
         "auto",
@@ -121,7 +121,7 @@ class ComputeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which documents are read and what a packed sequence is made of."""
+    """Documents that are read, and the composition of packed sequences."""
 
     data_path: tuple[str, ...] = path_setting(
         (),
@@ -253,7 +253,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where a run is saved and what it continues from."""
+    """Folders that a run saves to and continues from."""
 
     save: str | None = path_setting(None, "checkpoint folder to write to")
     load: str | None = path_setting(None, "checkpoint folder to resume from; may be empty if it is also --save")
@@ -269,7 +269,7 @@ class CheckpointConfig:
 
     @property
     def loads_save(self) -> bool:
-        """Whether --load is the folder of --save, so that the same command resumes after a stop."""
+        """True if --load is the folder of --save, so that the same command resumes after a stop."""
         if self.load is None or self.save is None:
             return False
         return Path(self.load).resolve() == Path(self.save).resolve()
@@ -277,7 +277,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What the run logs and where."""
+    """Logging of a run."""
 
     log_interval: int = setting(100, "log interval in iterations", minimum=1)
     profile: str | None = setting(None, "iterations to profile on rank 0, as 10-12: a trace in SAVE/profile")

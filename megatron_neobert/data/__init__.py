@@ -1,1 +1,1 @@
-"""From raw input files to the global batches of training; one folder per step, none imports training code."""
+"""Data path from raw input files to global batches: one folder per step, none of which imports training code."""

@@ -1,4 +1,4 @@
-"""What the paper reports, to stand beside what is measured here; never to be averaged with it.
+"""Numbers that the paper reports, shown beside measured numbers and never averaged with them.
 
 Source: Le Breton et al. 2025, "NeoBERT: A Next-Generation BERT", arXiv 2502.19587v2, tables 3, 4, 6 and 10. The
 pseudo-perplexities of its figure 2 are drawn and not printed, so they are not here. NeoBERT-1024 and NeoBERT-4096 are

@@ -41,7 +41,7 @@ class _Model(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """What `neobert` writes of one evaluation of one model."""
+    """Record of one evaluation of one model."""
 
     kind: str
     model: _Model

@@ -147,7 +147,7 @@ class HeadLinear(nn.Linear):
 
 
 class NeoBERTPreTrainedModel(PreTrainedModel):
-    """What every NeoBERT tells transformers, and the forward of those whose head answers with logits."""
+    """Base of every NeoBERT class, with the forward of classes whose head returns logits."""
 
     config_class = NeoBERTConfig
     base_model_prefix = "model"
@@ -351,12 +351,12 @@ class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
 
 
 def is_tracing() -> bool:
-    """Whether values cannot be looked at, because the forward is being compiled or exported."""
+    """Return True while the forward is compiled or exported, when tensor values are not available."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def find_documents(inputs: dict[str, Any]) -> Tensor | None:
-    """Where documents start, under either of its names."""
+    """Return the starts of documents, given under either name."""
     starts = inputs.get("cu_seqlens")
     return inputs.get("cu_seq_lens_q") if starts is None else starts
 

@@ -1,1 +1,1 @@
-"""What a person looks at: the batch of an iteration as text or as a page, and the curves of runs."""
+"""Views for people: the batch of an iteration as text, and the curves of runs."""

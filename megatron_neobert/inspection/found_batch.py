@@ -39,7 +39,7 @@ class FoundBatch:
 
 
 class FoundMicroBatch(NamedTuple):
-    """What the model gets in one forward pass, and of which rows it was made."""
+    """Input of one forward pass, and the rows that it was made of."""
 
     number: int  # in the global batch
     rows: PackedRows

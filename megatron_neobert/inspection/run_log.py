@@ -28,7 +28,7 @@ RESTARTED = "restarted"  # a line with this key: the run resumed behind this ite
 
 @dataclass(frozen=True)
 class RunLog:
-    """What a run has logged, by iteration."""
+    """Logged values of a run by iteration."""
 
     name: str
     values: dict[int, dict[str, float]]  # increasing iterations; only what the line of that iteration has

@@ -1,4 +1,4 @@
-"""What stands round the attention kernel: rotary angles, and the exchange between context-parallel ranks.
+"""Steps around the attention kernel: rotary angles, and the exchange between context-parallel ranks.
 
 A context-parallel rank holds a contiguous slice of a packed row and all heads; attention needs whole documents but
 not all heads. So tokens are exchanged for heads before the kernel and heads for tokens after it (DeepSpeed's Ulysses
@@ -28,7 +28,7 @@ from megatron_neobert.model.kernels import compiled_on_cuda
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Where the documents of a row lie, as Megatron's layers pass it on, and by which angle each token is turned."""
+    """Document bounds of a row in the form that Megatron's layers pass on, and the rotary angle of each token."""
 
     # Cosines and sines of the whole row, [t, 1, e] fp32; None: the model has learned positions.
     rotation: tuple[Tensor, Tensor] | None = None

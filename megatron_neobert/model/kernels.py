@@ -1,4 +1,4 @@
-"""Which kernels compute the model on this machine, and why not others.
+"""Choice of the kernels that compute the model on this machine, with the reasons against others.
 
 `detect_hardware` looks once; the rules are functions of what it found and of the settings. Megatron is not imported
 here: it imports any package called apex, and the wrong package of that name has to be refused first.
@@ -31,7 +31,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What this process could compute with. The default is a machine without a GPU."""
+    """Hardware and packages of this process. The default is a machine without a GPU."""
 
     gpu: str | None = None
     capability: tuple[int, int] = (0, 0)
@@ -45,7 +45,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What will serve."""
+    """Chosen kernels."""
 
     transformer_impl: str  # "transformer_engine" or "local"
     attention: str  # "transformer_engine", "torch" or "flash_attn"
@@ -151,7 +151,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
 
 
 def uses_engine(settings: Settings, hardware: Hardware) -> bool:
-    """Whether the layers are Transformer Engine's."""
+    """True if the layers are Transformer Engine's."""
     if settings.compute.transformer_impl == "auto":
         # In float32 Transformer Engine has no packed attention but one that writes out all scores.
         return settings.training.bf16 and hardware.transformer_engine.version is not None

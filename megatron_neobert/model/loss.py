@@ -83,7 +83,7 @@ def largest_logits(logits_mv: Tensor) -> Tensor:
 
 @compiled_on_cuda
 def sum_exponentials(logits_mv: Tensor, column_m: Tensor, here_m: Tensor, largest_m: Tensor) -> Tensor:
-    """Of each position the sum of exponentials below the largest logit, and the label's logit or 0; [2, m] fp32."""
+    """Return for each position the sum of exp(logit - largest logit) and the label's logit or 0; [2, m] fp32."""
     total_m = (logits_mv.float() - largest_m.unsqueeze(1)).exp().sum(1)
     label_logits_m = logits_mv.gather(1, column_m.unsqueeze(1)).squeeze(1).float().masked_fill(~here_m, 0.0)
     return torch.stack([total_m, label_logits_m])
@@ -101,6 +101,6 @@ def logits_gradient(
 
 
 def _reduce(tensor: Tensor, operation: Any) -> None:
-    """In place over the tensor-parallel group. Collective: that group."""
+    """Reduce in place over the tensor-parallel group. Collective: that group."""
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         torch.distributed.all_reduce(tensor, op=operation, group=parallel_state.get_tensor_model_parallel_group())

@@ -95,5 +95,5 @@ def _attend_packed(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, row: P
 
 
 def _bounds(row: PackedSeqParams) -> tuple[Any, ...]:
-    """Where documents lie, as the variable-length kernels take it by position: starts twice, longest twice."""
+    """Return the document bounds as positional arguments of variable-length kernels: starts twice, longest twice."""
     return row.cu_seqlens_q, row.cu_seqlens_kv, row.max_seqlen_q, row.max_seqlen_kv

@@ -114,7 +114,7 @@ def _mark_for_gradient_reduction(norm: nn.Module, config: TransformerConfig) -> 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What an implementation puts into the slots of a layer."""
+    """Modules of one implementation for the slots of a layer."""
 
     norm_before_linear: Any
     first_linear: Any

@@ -1,4 +1,4 @@
-"""Which rank this process is, or which node this launcher starts, by the environment. Standard library only."""
+"""Rank of this process, or node of this launcher, read from the environment. Standard library only."""
 
 import os
 from collections.abc import Mapping

@@ -131,7 +131,7 @@ class _TrackingContext(SpawnContext):
 
 
 def _exit_with_parent() -> None:
-    """In a worker process: exit when the parent does."""
+    """Exit with the parent; called in a worker process."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is a worker"
 

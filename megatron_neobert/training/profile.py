@@ -1,4 +1,4 @@
-"""What the host and the GPU do in some iterations: a trace of torch's profiler, with Megatron's NVTX ranges on GPUs."""
+"""Profile of some iterations: a trace of torch's profiler, with Megatron's NVTX ranges on GPUs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

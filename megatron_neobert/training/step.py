@@ -67,7 +67,7 @@ def validation_step(run: Run, batches: StepBatches) -> StepResult:
 
 
 def share_status(run: Run) -> RankStatus:
-    """What all ranks report, without a step. Collective: all ranks."""
+    """Return the statuses of all ranks without a training step. Collective: all ranks."""
     return _over_all_ranks(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device))[2]
 
 

@@ -1,4 +1,4 @@
-"""Where the values of a run are kept beside its log: a JSON line each, TensorBoard, and Weights & Biases if asked for.
+"""Trackers of logged values: JSON lines, TensorBoard, and optionally Weights & Biases.
 
 Rank 0 alone keeps them. In `SAVE/metrics.jsonl` a run that was killed and resumes repeats the iterations since its
 checkpoint, and the later lines count; a line with "restarted" marks where it resumed. A run at Weights & Biases is

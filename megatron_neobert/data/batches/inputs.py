@@ -29,7 +29,7 @@ _MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [
 
 @dataclass(frozen=True)
 class Inputs:
-    """What training reads."""
+    """Opened corpora and tokenizer of a run."""
 
     tokenizer: Tokenizer
     training: tuple[Source, ...]
@@ -99,7 +99,7 @@ def open_phases(settings: Settings) -> list[Inputs]:
 
 
 def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
-    """What batches need of a tokenizer."""
+    """Return the token ids that batches need."""
     return TokenIds(
         vocab_size=tokenizer.vocab_size,
         cls=tokenizer.cls_id,
@@ -111,7 +111,7 @@ def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
 
 
 def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
-    """What decides the batches of a run."""
+    """Return the settings that decide the batches of a run."""
     mask, random, keep = _MASKING[settings.data.mask_replacement]
     return BatchSettings(
         seq_length=settings.data.seq_length,
@@ -130,7 +130,7 @@ def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bo
 def _split_sources(
     components: Sequence[Component], split: str, open_corpus: Callable[[str], Corpus]
 ) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """For training, and for validation if --split gives it a share."""
+    """Return the sources of training, and of validation if --split gives it a share."""
     parts: tuple[list[Source], list[Source]] = ([], [])
     for component, weight in zip(components, whole_weights(components), strict=True):
         corpus = open_corpus(component.prefix)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ _TENSORS = tuple(field.name for field in fields(PackedBatch) if field.type is to
 
 
 class Stream(Protocol):
-    """What has steps: a BatchStream, or all phases of a run."""
+    """Source of steps: a BatchStream, or all phases of a run."""
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
         """Steps first, first + every, ..."""
@@ -47,7 +48,7 @@ class _Steps(IterableDataset[StepBatches]):
         self.stream = stream
 
     def __iter__(self) -> Iterator[Any]:
-        """Of a worker its steps, and then the error that ends them as a value: DataLoader would make it a traceback."""
+        """Yield a worker's steps, then its error as a value, since DataLoader would raise the error as a traceback."""
         worker = get_worker_info()
         if worker is None:
             yield from self.stream.steps()
@@ -92,14 +93,14 @@ def build_loader(stream: Stream, *, num_workers: int) -> Iterator[StepBatches]:
         _Steps(stream),
         batch_size=None,
         num_workers=num_workers,
-        worker_init_fn=_leave_the_run_alone if num_workers else None,
+        worker_init_fn=partial(_leave_the_run_alone, parent=os.getpid()) if num_workers else None,
         pin_memory=torch.cuda.is_available(),
     )
     return _checked(iter(loader))
 
 
-def _leave_the_run_alone(worker: int) -> None:
-    """Leaves the network to the parent, and it to the parent to end this worker.
+def _leave_the_run_alone(worker: int, *, parent: int) -> None:
+    """Detach a forked worker: close inherited sockets, ignore stop signals, exit with the parent.
 
     A forked worker inherits the parent's sockets, those that listen too: they would outlive the parent, and strangers'
     connections would wait in them unseen.
@@ -113,7 +114,7 @@ def _leave_the_run_alone(worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens the model has to predict, and what stands in their place.
+"""Selection of the tokens that the model has to predict, and their replacements.
 
 A token's fate depends on the seed, the epoch, its document and its place in the document: not on where the document is
 packed, on how it is cut, on the micro-batch size or on the rank. It is drawn with 16 bits, so rates are exact to
@@ -24,7 +24,7 @@ _BLOCK_TOKENS = 8  # four 32-bit words give eight draws of 16 bits
 
 @dataclass(frozen=True)
 class MaskingScheme:
-    """How many tokens are selected, and which shares of them, 1 in sum, become [MASK], a random token, or stay.
+    """Share of tokens that are selected, and shares of these (sum 1) that become [MASK], a random token, or stay.
 
     Raises:
         ConfigError: The probability selects nothing or more than everything.

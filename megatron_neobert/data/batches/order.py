@@ -1,4 +1,4 @@
-"""Which document comes next: the shares of training and validation, and the order of an epoch.
+"""Order of documents: the division into training and validation, and the permutation of an epoch.
 
 The order is a permutation that is computed, not stored: any index of a billion documents costs the same few
 operations and no memory, on every rank and in every worker alike (about 7 M indices per second on one core). A corpus
@@ -27,7 +27,7 @@ _ROUNDS = 12  # at 8, the orders of six documents are visibly uneven; from 12 on
 
 
 def windows_of_epoch(documents: int, *, window_documents: int, block_size: int) -> int:
-    """How many windows `documents_of_window` cuts an epoch into."""
+    """Return the number of windows that `documents_of_window` cuts an epoch into."""
     blocks = -(-documents // block_size)
     return -(-blocks // _blocks_per_window(window_documents, block_size))
 

@@ -1,4 +1,4 @@
-"""Which pieces of which documents share a row.
+"""Packing of documents, or pieces of documents, into rows (packed sequences).
 
 Pure functions of lengths: they read no token. A window of documents is cut into segments that fit a row together with
 their [CLS] and [SEP], the segments are packed by best-fit decreasing, and the rows are shuffled (best-fit decreasing

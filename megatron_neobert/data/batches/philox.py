@@ -25,7 +25,7 @@ _STREAM_SHIFT = np.uint64(30)  # the two highest bits of counter word 2, above t
 
 
 class Stream(IntEnum):
-    """What a draw is for. Draws of different streams share no counter."""
+    """Purpose of a draw. Draws of different streams share no counter."""
 
     DOCUMENT_ORDER = 0
     ROW_ORDER = 1

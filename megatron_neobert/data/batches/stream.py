@@ -72,7 +72,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What one rank trains on in one training step."""
+    """Micro-batches of one rank for one training step."""
 
     micro_batches: list[PackedBatch]
     # Where the next step starts, on every rank: what a checkpoint stores once this step is done.
@@ -146,12 +146,12 @@ class BatchStream:
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps before a step is built its documents are announced; 0: not at all."""
+        """Number of steps by which documents are announced before their step is built; 0: never."""
         return _REMOTE_STEPS_AHEAD if any(source.corpus.is_remote for source in self.sources) else 0
 
     @property
     def _slots(self) -> int:
-        """Of a micro-batch, over all context-parallel ranks."""
+        """Token slots of a micro-batch over all context-parallel ranks."""
         return self.settings.micro_batch_size * self.settings.seq_length
 
     @cached_property

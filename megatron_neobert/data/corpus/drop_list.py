@@ -27,7 +27,7 @@ _LONGEST_HEADER = 1 << 24  # bytes; 300 for each of the corpora
 
 @dataclass(frozen=True)
 class DroppedOf:
-    """What a drop list takes from one corpus."""
+    """Documents of one corpus that a drop list leaves out."""
 
     prefix: str  # as it was given; it may have moved
     documents_sha256: str  # of the manifest

@@ -44,7 +44,7 @@ class ChunkFiles:
 
 @dataclass
 class ShardCounts:
-    """What the documents of a corpus shard, or of several, count for in a manifest."""
+    """Counts that the documents of one or more corpus shards contribute to a manifest."""
 
     unknown_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)  # documents by length

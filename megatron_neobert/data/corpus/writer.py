@@ -58,7 +58,7 @@ _VALIDATION = "held_out"  # name of the job that writes the corpus for validatio
 
 @dataclass(frozen=True)
 class OutputSettings:
-    """Which documents become a corpus, and in what files."""
+    """Documents of a new corpus, and its files."""
 
     files: CorpusFiles
     shard_bytes: int | None  # limit of a corpus shard's .bin, unless one chunk exceeds it; None: no limit

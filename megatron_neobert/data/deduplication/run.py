@@ -164,7 +164,7 @@ class PairJob(Job[None]):
     buckets: int
 
     def work(self, files: Mapping[str, NewFile]) -> None:
-        """Of documents that share a key, compare each one with the first of them and with the one before it.
+        """Compare each document with the first and with the previous document that share its key.
 
         All pairs of n documents would be n^2 / 2, and one text may occur a million times. What neither of the two is
         like may still be found in another band.

@@ -84,7 +84,7 @@ class ReadSettings:
 
 
 class Origin(NamedTuple):
-    """Where a text comes from, for filters and counts by source."""
+    """Origin of a text, for filters and counts by source."""
 
     number: int  # of the record, as in Rejected
     fields: dict[str, Any]  # by record key; None where the record has no such field

@@ -55,7 +55,7 @@ class Chunk:
 
     @property
     def unit(self) -> str:
-        """What its records are called in messages."""
+        """Word for its records in messages."""
         units = {"parquet": "row", "arrow": "row", "jsonl": "line", "text": "document"}
         return units.get(self.format, "record")
 
@@ -221,7 +221,7 @@ class ChunkStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """For io.BufferedReader, which reads lines."""
+        """Read into a buffer, for io.BufferedReader."""
         content = self.read(len(buffer))
         buffer[: len(content)] = content
         return len(content)

@@ -46,7 +46,7 @@ _READ_BYTES = 64 << 10  # at a time, in search of line ends
 
 
 class TooLong(NamedTuple):
-    """In place of a record above the limit."""
+    """Placeholder for a record above the limit."""
 
     head: bytes  # its first RAW_BYTES
 

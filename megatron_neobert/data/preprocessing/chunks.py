@@ -45,7 +45,7 @@ class ChunkSettings:
 
 @dataclass
 class Counts:
-    """What became of the records read so far: records = documents + rejected + dropped."""
+    """Counts of the records read so far: records = documents + rejected + dropped."""
 
     documents: int = 0
     tokens: int = 0
@@ -75,7 +75,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What a run has to know of a finished chunk besides its files."""
+    """Facts about a finished chunk that its files do not hold."""
 
     counts: Counts
     input_sha256: str | None  # of the whole input file, with its first chunk; None for some URLs too

@@ -22,7 +22,7 @@ from megatron_neobert.runtime.atomic_files import sha256_of
 
 
 class Record(NamedTuple):
-    """What a filter is given. Its text is not empty and valid Unicode."""
+    """Argument of a filter. The text is not empty and is valid Unicode."""
 
     text: str
     shard: str  # path or URL

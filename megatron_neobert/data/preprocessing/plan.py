@@ -116,7 +116,7 @@ class PreprocessSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will read and write."""
+    """Inputs and outputs of a run."""
 
     settings: PreprocessSettings
     files: CorpusFiles

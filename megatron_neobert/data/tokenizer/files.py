@@ -76,7 +76,7 @@ def find_tokenizer_file(path: Path, tokenizer_type: str) -> Path:
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """By the name, or because the file begins as a message whose first field is a message that begins with a string."""
+    """Return True for a SentencePiece model, by its name or by the first bytes of its protobuf message."""
     with path.open("rb") as file:
         head = file.read(3)
     return path.suffix == ".model" or head[:1] == head[2:] == b"\n"
@@ -221,7 +221,7 @@ def _find_character_maps(normalizer: Any) -> list[bytes]:
 
 
 def is_character_map(rules: bytes) -> bool:
-    """Whether the lengths in SentencePiece's compiled rules add up: the library would allocate them, and abort."""
+    """Return True if the lengths in SentencePiece's compiled rules add up; the library would allocate wrong ones and abort."""
     if len(rules) < 4:
         return False
     (table_bytes,) = struct.unpack_from("<I", rules)

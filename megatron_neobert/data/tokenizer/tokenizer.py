@@ -306,7 +306,7 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
 
 
 def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
-    """Those that cover _CHARACTER_COVERAGE of the normalised texts, and all of ASCII, in code point order."""
+    """Return the characters that cover _CHARACTER_COVERAGE of the normalised texts, and all of ASCII, sorted."""
     normalize = backend.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for text in texts:
