@@ -66,7 +66,7 @@ class ModelConfig:
 
     @property
     def is_neobert(self) -> bool:
-        """True if the layers are NeoBERT's and not an ablation's, so that the published formats can express the model."""
+        """True if the layers are NeoBERT's and not an ablation's: the published formats can express the model."""
         return self.swiglu and self.normalization == "RMSNorm" and self.position_embedding_type == "rope"
 
     def padded_vocab_size(self, vocab_size: int, *, tensor_parallel: int) -> int:

@@ -79,7 +79,7 @@ def install_signal_handlers() -> None:
 
 
 def remember_signals() -> None:
-    """Let stop signals finish the iteration and save from now on; a second Ctrl-C aborts. Call after the group is formed."""
+    """Let stop signals finish the iteration and save; a second Ctrl-C aborts. Call after the group is formed."""
     _group_stands.set()
 
 

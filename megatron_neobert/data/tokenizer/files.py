@@ -221,7 +221,7 @@ def _find_character_maps(normalizer: Any) -> list[bytes]:
 
 
 def is_character_map(rules: bytes) -> bool:
-    """Return True if the lengths in SentencePiece's compiled rules add up; the library would allocate wrong ones and abort."""
+    """Return True if the lengths in SentencePiece's compiled rules add up; the library aborts on wrong ones."""
     if len(rules) < 4:
         return False
     (table_bytes,) = struct.unpack_from("<I", rules)
