@@ -209,16 +209,21 @@ def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointE
 
 def quarantine(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, so that it neither counts nor is in the way of its successor."""
-    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)
+    names = (f"{checkpoint.name}.damaged{number}" for number in ("", *map(str, range(2, 1000))))
+    aside = next(path for path in map(checkpoint.with_name, names) if not path.exists())
     return checkpoint.rename(aside)
+
+
+def leftovers(save: Path) -> list[Path]:
+    """Return the folders that crashes have left and that the next save deletes."""
+    return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
 
 
 def prepare_folder(temporary: Path) -> None:
     """Create the folder that a checkpoint is written to; remove what crashes have left beside it."""
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
-    for leftover in (*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")):
+    for leftover in leftovers(save):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in save.glob(f"{POINTER}.*"):  # of replace_file
         leftover.unlink(missing_ok=True)
@@ -251,16 +256,27 @@ def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Make a sealed folder a checkpoint by one rename, and the newest one by one replacement."""
+    """Make a sealed folder a checkpoint by one rename, and the newest one by one replacement.
+
+    A folder of the same iteration, which was not readable when the run resumed, is moved away first and deleted last.
+    """
+    older = _out_of_the_way(final) if final.exists() else None
     temporary.rename(final)
     sync_to_disk(final.parent)
     replace_file(final.parent / POINTER, str(iteration_of(final)))
+    if older is not None:
+        shutil.rmtree(older, ignore_errors=True)  # the next save deletes the rest
 
 
 def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:
     """Delete all but the newest checkpoints, and those of every so many iterations."""
     for checkpoint in list_checkpoints(save)[keep_last:]:
         if keep_every is None or iteration_of(checkpoint) % keep_every:
-            going = checkpoint.with_name(f".old-{checkpoint.name}")  # no checkpoint while it is being deleted
-            shutil.rmtree(going, ignore_errors=True)
-            shutil.rmtree(checkpoint.rename(going))
+            shutil.rmtree(_out_of_the_way(checkpoint))
+
+
+def _out_of_the_way(checkpoint: Path) -> Path:
+    """Rename a folder so that it is no checkpoint while it is being deleted, and return the new path."""
+    going = checkpoint.with_name(f".old-{checkpoint.name}")
+    shutil.rmtree(going, ignore_errors=True)
+    return checkpoint.rename(going)

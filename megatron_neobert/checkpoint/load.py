@@ -196,7 +196,7 @@ def _load_main_weights(run: Run, state: dict[str, Any]) -> None:
 def _choose(settings: Settings, load: str) -> Path | None:
     """Return the newest whole checkpoint, the same on all ranks, or None; warn of newer ones that are not whole.
 
-    Those are quarantined where this run is going to save, so that the same iteration can be saved again.
+    Damaged checkpoints are renamed where this run is going to save, so that they do not count as kept.
 
     Collective: all ranks.
     """
@@ -207,8 +207,10 @@ def _choose(settings: Settings, load: str) -> Path | None:
         try:
             choice[0], problems = find_good_checkpoint(Path(load))
             for folder, problem in problems:
-                aside = f" It is now {quarantine(folder).name}." if owns else ""
-                print(f"warning: skipped a damaged checkpoint: {problem}{aside}", flush=True)
+                is_damaged = isinstance(problem, CheckpointError)  # an unreadable one may be readable tomorrow
+                aside = f" It is now {quarantine(folder).name}." if owns and is_damaged else ""
+                kind = "a damaged" if is_damaged else "an unreadable"
+                print(f"warning: skipped {kind} checkpoint: {problem}{aside}", flush=True)
         except (CheckpointError, OSError) as error:
             choice[0] = error
     torch.distributed.broadcast_object_list(choice)  # collective: all ranks read the same one, or none does

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_neobert.checkpoint.folder import (
     TRAIN_STATE,
     iteration_of,
+    leftovers,
     list_checkpoints,
     verify_files,
 )
@@ -58,6 +59,8 @@ def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
         return
     save, size = Path(checkpoint.save).resolve(), checkpoint_bytes(settings, vocab_size=vocab_size)
     free = shutil.disk_usage(existing_parent(save)).free
+    if free < size:  # the first save deletes what crashes have left
+        free += sum(path.stat().st_size for folder in leftovers(save) for path in folder.rglob("*") if path.is_file())
     if free < size:
         raise SaveError(
             f"a checkpoint of this run takes {in_bytes(size)}, but --save {checkpoint.save} has {in_bytes(free)} free; "

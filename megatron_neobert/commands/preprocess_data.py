@@ -6,10 +6,12 @@ writes corpus/web_content_document.bin, .idx and .json, byte for byte the same f
 restart (--resume).
 """
 
+import itertools
 import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import groupby
 from types import FrameType
@@ -26,7 +28,8 @@ from megatron_neobert.text import counted, duration, percent, visible, with_pref
 
 # English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
 _UNKNOWN_WARNING = 0.02
-_SAMPLE_BYTES = 1 << 20  # of text of the first chunk, for --dry-run
+_SAMPLE_BYTES = 1 << 20  # of text, for --dry-run
+_SAMPLE_CHUNKS = 100  # at most, if they hold less
 _SHARDS_SHOWN = 20  # by --dry-run; more are counted
 
 
@@ -112,27 +115,31 @@ def print_plan(plan: Plan) -> None:
 def print_sample(plan: Plan) -> None:
     """Print two documents with their ids, and estimates for the run.
 
-    About 1 MB of text of the first chunk is tokenized, and the rest is taken to be alike.
+    About 1 MB of text is tokenized, from the first chunk on, and the rest is taken to be alike.
 
     Raises:
         DataError: No document is found there.
         ConfigError: A fast back end differs from the reference tokenizer.
     """
-    started, chunk = time.perf_counter(), plan.chunks[0]
-    documents, tokens, text_bytes, progress = 0, 0, 0, 0.0
-    for unfiltered in read_chunk(chunk, plan.settings.read):
-        batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
-        encoded = plan.encoder.encode_batch(batch.texts)
-        for at in range(documents, min(2, documents + len(batch.texts))):
-            first, length = encoded.lengths[: at - documents].sum(), encoded.lengths[at - documents]
-            print_document(batch.texts[at - documents], encoded.ids[first : first + length].tolist())
-        documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
-        text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
+    started, chunks_of = time.perf_counter(), Counter(chunk.path for chunk in plan.chunks)
+    documents, tokens, text_bytes, input_bytes = 0, 0, 0, 0.0
+    for chunk in itertools.islice(plan.chunks, _SAMPLE_CHUNKS):
+        progress = 0.0
+        for unfiltered in read_chunk(chunk, plan.settings.read):
+            batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
+            encoded = plan.encoder.encode_batch(batch.texts)
+            for at in range(documents, min(2, documents + len(batch.texts))):
+                first, length = encoded.lengths[: at - documents].sum(), encoded.lengths[at - documents]
+                print_document(batch.texts[at - documents], encoded.ids[first : first + length].tolist())
+            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
+            text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
+            if text_bytes >= _SAMPLE_BYTES:
+                break
+        input_bytes += progress * plan.versions[chunk.path].bytes / chunks_of[chunk.path]
         if text_bytes >= _SAMPLE_BYTES:
             break
-    input_bytes = progress * plan.versions[chunk.path].bytes / sum(one.path == chunk.path for one in plan.chunks)
     if not documents or not input_bytes:
-        raise DataError(f"no document in the first chunk of {input_label(chunk.path)}; check --input and --text-key")
+        raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input and --text-key")
     factor, workers = sum(version.bytes for version in plan.versions.values()) / input_bytes, plan.settings.workers or 1
     bin_bytes = tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize
     print(

@@ -30,13 +30,14 @@ _LARGEST_FILE_BYTES = 1 << 18
 _MOST_PHASES = 100  # each is checked and planned as a run of its own
 # Settings of earlier versions that the record of a run may hold. Some changed what a run computes; their value is fixed
 # now. The others may differ when a run resumes.
-_NOW_FIXED = {"muon_momentum": 0.95, "loss_spike_sigma": None}
+_NOW_FIXED = {"muon_momentum": 0.95}
 _NOW_IGNORED = {
     *("allow_changed", "attention_bounds", "check_for_nan"),
     *("check_weight_hash_across_dp_replicas_interval", "cross_entropy_fusion_impl"),
     *("cross_entropy_loss_fusion", "first_last_layers_bf16", "fp8_amax_compute_algo"),
     *("fp8_amax_history_len", "fp8_margin", "fp8_param_gather", "gradient_accumulation_fusion"),
-    *("loss_spike_window", "max_skipped_iters", "num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16"),
+    *("loss_spike_sigma", "loss_spike_window", "max_skipped_iters"),
+    *("num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16"),
     *("num_layers_per_virtual_pipeline_stage", "object_storage_cache_gb", "overlap_param_gather"),
     *("probe_data_path", "profile_step_end", "profile_step_start", "recompute_method"),
     *("recompute_num_layers", "resume", "save_initial", "sequence_parallel", "tensorboard_dir"),

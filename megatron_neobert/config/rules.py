@@ -68,7 +68,8 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *need_problems(settings),
         *model_problems(settings),
         *layout_problems,
-        *([] if layout_problems else fp8_problems(settings)),  # which divides by the layout's sizes
+        *([] if layout_problems else kernel_problems(settings)),  # which divide by the layout's sizes
+        *([] if layout_problems else fp8_problems(settings)),
         *data_problems(settings.data),
         *schedule_problems(settings),
         *folder_problems(settings),
@@ -224,6 +225,27 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
             f"--global-batch-size {training.global_batch_size} is not a multiple of --micro-batch-size "
             f"{training.micro_batch_size} x {dp} data-parallel ranks = {rows} packed sequences. "
             f"Use {max(rows, round(training.global_batch_size / rows) * rows)}."
+        )
+
+
+def kernel_problems(settings: Settings) -> Iterator[str]:
+    compute, model = settings.compute, settings.model
+    if compute.transformer_impl == "local":
+        if compute.attention_backend == "fused":
+            yield (
+                "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local; use "
+                "--transformer-impl transformer_engine or --attention-backend auto."
+            )
+        if compute.fp8_format is not None:
+            yield (
+                f"--fp8-format {compute.fp8_format} is Transformer Engine's, not with --transformer-impl local; use "
+                "--transformer-impl transformer_engine."
+            )
+    width = model.hidden_size // model.num_attention_heads
+    if compute.attention_backend == "fused" and width % HEAD_WIDTH_MULTIPLE:
+        yield (
+            f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not --hidden-size / "
+            f"--num-attention-heads = {width}; use --attention-backend auto."
         )
 
 

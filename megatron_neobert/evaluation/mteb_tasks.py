@@ -129,7 +129,7 @@ class LocalRetrieval(_Local, AbsTaskRetrieval):
         titles = corpus["title"] if "title" in corpus.column_names else [""] * len(ids)
         relevant: dict[str, dict[str, int]] = {}
         for query, document, score in zip(*_read(folder / "qrels.tsv", "query-id", "corpus-id", "score"), strict=True):
-            relevant.setdefault(query, {})[document] = int(score)
+            relevant.setdefault(query, {})[document] = int(_number(folder / "qrels.tsv", score))
         queries = zip(*_read(folder / "queries.jsonl", "_id", "text"), strict=True)
         judged = {str(id): str(text) for id, text in queries if str(id) in relevant}
         documents = {"id": ids, "title": [title or "" for title in titles], "text": texts}
@@ -167,7 +167,8 @@ class LocalSTS(_Local, AbsTaskSTS):
 
     def read(self, folder: Path) -> DatasetDict:
         first, second, scores = _read(folder / "test.tsv", "sentence1", "sentence2", "score")
-        columns = {"sentence1": first, "sentence2": second, "score": list(map(float, scores))}
+        numbers = [_number(folder / "test.tsv", score) for score in scores]
+        columns = {"sentence1": first, "sentence2": second, "score": numbers}
         return DatasetDict({"test": Dataset.from_dict(columns)})
 
 
@@ -317,3 +318,10 @@ def _settings(task: AbsTask) -> dict[str, Any]:
     """Return what loading may change besides the data: some tasks set how many documents they cluster."""
     plain = (bool, int, float, str, type(None))
     return {key: value for key, value in vars(task).items() if key not in _NOT_DATA and isinstance(value, plain)}
+
+
+def _number(path: Path, text: Any) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise DataError(f"{path}: the score {text!r} is no number.") from error

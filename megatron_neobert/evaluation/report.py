@@ -189,7 +189,11 @@ def throughput(runs: Sequence[Record], output: Path) -> list[str]:
 def fastest(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the row of the fastest batch size by length; `measured` is None where no batch size fitted into memory."""
     best: dict[int, dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: (row["length"], row["batch_size"])):
+    # Earlier versions also measured packed rows and the backward pass.
+    forward = [
+        row for row in rows if row.get("layout", "padded") == "padded" and row.get("passes", "forward") == "forward"
+    ]
+    for row in sorted(forward, key=lambda row: (row["length"], row["batch_size"])):
         before, found = best.get(row["length"]), row["measured"]
         if before is None or (found and found["tokens_per_second"][1] > before["measured"]["tokens_per_second"][1]):
             best[row["length"]] = row
@@ -291,8 +295,9 @@ def contrastive(runs: Sequence[Record], output: Path) -> list[str]:
     for run in runs:
         losses = [f"{run.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
         rows.append([run.model.name, *losses, ", ".join(run.results["datasets"])])
-        steps, values = zip(*run.results["losses_nats"], strict=True)
-        curves.append(Curve(run.model.name, steps, values))
+        if found := run.results.get("losses_nats"):  # which earlier versions wrote into a file of its own
+            steps, values = zip(*found, strict=True)
+            curves.append(Curve(run.model.name, steps, values))
     plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")
     return [
         table(("model", "first loss, nats", "last loss, nats", "datasets"), rows),

@@ -70,6 +70,11 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
     if not lengths:
         raise ConfigError(f"{name}: nothing can be measured ({next(iter(not_run.values()))}); give shorter --lengths.")
     limit = math.inf if device.type == "cuda" else max(CPU_MAX_TOKENS, *options.lengths)
+    for length in [length for length in lengths if length * min(options.batch_sizes) > limit]:
+        not_run[f"{length:,}"] = f"batches of {min(options.batch_sizes)} exceed {limit:,} tokens, the limit on a CPU"
+        lengths.remove(length)
+    if not lengths:
+        raise ConfigError(f"{name}: nothing can be measured ({next(iter(not_run.values()))}); give --batch-sizes 1.")
     rows, lines, full = list[dict[str, Any]](), list[Line](), set[int]()
     with open_ledger(options.output / name / "throughput", device) as ledger:
         for length, size in itertools.product(lengths, sorted(options.batch_sizes)):

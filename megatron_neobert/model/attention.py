@@ -23,7 +23,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.kernels import compiled_on_cuda
+
+_NO_ENGINE_KERNEL = (
+    "Transformer Engine has no fused attention kernel for this model on this GPU, and its unfused one, which stores "
+    "all scores, is never used. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints its reasons; use --transformer-impl local, or "
+    "install flash-attn."
+)
 
 
 @dataclass
@@ -112,9 +119,14 @@ class CoreAttention(MegatronModule):
         query, key, value = (self._gather_tokens(tensor) for tensor in (query_tnd, key_tnd, value_tnd))
         if packed_seq_params.rotation is not None:
             query, key = rotate(query, key, *packed_seq_params.rotation)
-        context = self.kernel(
-            query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params
-        )
+        try:
+            context = self.kernel(
+                query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params
+            )
+        except ValueError as error:
+            if "No dot product attention backend" in str(error):  # Transformer Engine 2.9 to 2.20
+                raise ConfigError(_NO_ENGINE_KERNEL) from error
+            raise
         return self._gather_heads(
             context.unflatten(-1, (heads // self.group.size(), -1)) if context.dim() == 2 else context
         )

@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class Hardware:
 
     gpu: str | None = None
     capability: tuple[int, int] = (0, 0)
-    fp8_refusals: dict[str, str] = field(default_factory=dict)  # recipe -> Transformer Engine's reason against it
     transformer_engine: Library = Library()
     flash_attn: Library = Library()
     apex_weight_gradients: Library = Library()
@@ -63,7 +62,6 @@ def detect_hardware() -> Hardware:
     return Hardware(
         gpu=torch.cuda.get_device_name(),
         capability=torch.cuda.get_device_capability(),
-        fp8_refusals=fp8_refusals() if engine.version else {},
         transformer_engine=engine,
         flash_attn=_try_import("flash_attn", distribution="flash-attn"),
         apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
@@ -73,7 +71,7 @@ def detect_hardware() -> Hardware:
 
 
 def fp8_refusals() -> dict[str, str]:
-    """Return the FP8 recipes that Transformer Engine cannot run on this GPU, with its reasons."""
+    """Return the FP8 recipes that the installed Transformer Engine cannot run on this GPU, with its reasons."""
     from transformer_engine.pytorch import quantization
 
     checks = {
@@ -191,8 +189,8 @@ def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     """Yield what the settings want of Transformer Engine by name, and how to do without it."""
     compute = settings.compute
     if compute.transformer_impl == "local":
-        missing = "--transformer-impl local leaves it out"
-    elif hardware.gpu is None:
+        return  # rules.py refuses the contradictions
+    if hardware.gpu is None:
         missing = "this machine has no CUDA device"
     elif hardware.transformer_engine.version is None:
         missing = f"{hardware.transformer_engine.why_not} (pip install 'megatron-neobert[gpu]')"
@@ -208,12 +206,6 @@ def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
 
 
 def attention_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
-    width = settings.model.hidden_size // settings.model.num_attention_heads
-    if settings.compute.attention_backend == "fused" and width % HEAD_WIDTH_MULTIPLE:
-        yield (
-            f"--attention-backend fused needs heads of a width divisible by {HEAD_WIDTH_MULTIPLE}, not --hidden-size / "
-            f"--num-attention-heads = {width}; use --attention-backend auto."
-        )
     if settings.compute.attention_backend != "flash":
         return
     if hardware.gpu is None:
@@ -234,8 +226,10 @@ def precision_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
             f"--bf16 needs compute capability 8.0 or higher for the packed attention kernels, not {here}; use "
             "--no-bf16."
         )
-    recipe, refusals = settings.compute.fp8_recipe, hardware.fp8_refusals
-    if settings.compute.fp8_format is not None and recipe in refusals:
+    if settings.compute.fp8_format is None or hardware.transformer_engine.version is None:
+        return
+    recipe, refusals = settings.compute.fp8_recipe, fp8_refusals()
+    if recipe in refusals:
         possible = [name for name in FP8_BLOCK if name not in refusals]
         remedy = f"Use --fp8-recipe {' or '.join(possible)}." if possible else "Leave out --fp8-format."
         yield f"--fp8-recipe {recipe} cannot run on {here}: {refusals[recipe]} {remedy}"

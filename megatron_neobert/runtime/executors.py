@@ -3,8 +3,10 @@
 import logging
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -172,6 +174,8 @@ class RayCluster:
         import ray
 
         environment: dict[str, Any] = {"py_modules": [str(Path(megatron_neobert.__file__).parent)]}
+        if " " in sys.executable:  # Ray starts workers by a shell, and without quotes waits for them for ever
+            environment["py_executable"] = shlex.quote(sys.executable)
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             # Where nothing listens at host:port, Ray would try for minutes, and then end the process.

@@ -36,15 +36,17 @@ def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore
     """Connect to the store of node 0 as soon as it listens; torch's own waiting prints the frames of its C++.
 
     Raises:
-        OSError: It does not listen in time.
+        OSError, torch.distributed.DistError: It does not answer in time.
     """
     from torch.distributed import TCPStore
 
     until = time.monotonic() + timeout_seconds
     while True:
         try:
-            socket.create_connection((address, port), timeout=max(0.5, until - time.monotonic())).close()
-            return TCPStore(address, port, is_master=False, wait_for_workers=False)
+            remaining = max(0.5, until - time.monotonic())
+            socket.create_connection((address, port), timeout=remaining).close()
+            timeout = datetime.timedelta(seconds=remaining)
+            return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
         except OSError:
             if time.monotonic() > until:
                 raise

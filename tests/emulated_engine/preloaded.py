@@ -15,7 +15,6 @@ from megatron_neobert.model import kernels  # noqa: E402
 hardware = kernels.Hardware(
     gpu=emulated_engine.GPU,
     capability=emulated_engine.CAPABILITY,
-    fp8_refusals=kernels.fp8_refusals(),
     transformer_engine=kernels.Library(version="2 or newer, over an emulated extension"),
 )
 kernels.detect_hardware = lambda: hardware

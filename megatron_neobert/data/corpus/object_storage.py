@@ -84,7 +84,7 @@ class ObjectStorage:
         above, _, name = prefix.rpartition("/")
         url = f"{prefix}.json"
         try:
-            content = _attempt(url, lambda file_system, path, limits: file_system.cat_file(path, **limits))
+            content = _attempt(url, lambda file_system, path, limits: file_system.cat_file(path, **limits), final=True)
         except MissingInputError as error:
             raise MissingInputError(
                 f"no corpus {prefix}: there is no {url}; give the prefix without .bin, as neobert preprocess printed it"
@@ -261,16 +261,19 @@ def _version_of(url: str) -> InputVersion:
     return _attempt(url, lambda file_system, path, limits: version_in(file_system.info(path, **limits), url))
 
 
-def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result]) -> _Result:
-    """Call `action` with file system, path and options of a call; after several failures raise StorageError."""
+def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, final: bool = False) -> _Result:
+    """Call `action` with file system, path and options of a call; after several failures raise StorageError.
+
+    `final`: a missing object ends the attempts. An overloaded server may report existing objects as missing.
+    """
     for wait in (*_WAITS_SECONDS, None):
         try:
             with named_errors(url):
                 file_system, path = file_system_of(url)
                 limits = {"timeout": _TIMEOUT_SECONDS} if file_system.async_impl else {}
                 return action(file_system, path, limits)
-        except (OSError, MissingInputError) as error:  # a server with too much to do may report objects as missing
-            if wait is None and isinstance(error, MissingInputError):
+        except (OSError, MissingInputError) as error:
+            if final and isinstance(error, MissingInputError):
                 raise
             if wait is None:
                 raise StorageError(

@@ -46,6 +46,10 @@ _FORMAT_MAGIC: dict[bytes, Format] = {
     b"WARC/": "warc",
 }
 _MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
+_REFUSED_CONTENT = {
+    b"filedesc://": ("an ARC archive", "convert it to WARC"),
+    b"%PDF-": ("a PDF document", "extract its text"),
+}
 _REFUSED_NAMES = {  # what cannot be told from plain text by its content
     (".csv", ".tsv"): ("a CSV or TSV table", "write it again as parquet or JSON lines"),
     (".htm", ".html", ".xhtml", ".xml"): (
@@ -135,6 +139,9 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     """Tell JSON lines from plain text. Raise DataError for JSON that spans lines, and for what is neither."""
+    for magic, (kind, remedy) in _REFUSED_CONTENT.items():
+        if head.startswith(magic):
+            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without a record

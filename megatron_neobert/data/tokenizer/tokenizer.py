@@ -35,6 +35,8 @@ from megatron_neobert.text import parse_json
 
 # Of a training text; a word with one of the rarer characters is unknown. SentencePiece's default is 0.9995, but its
 # words survive an unknown character.
+# Characters of one call of the backend, which holds about 130 bytes of memory for each.
+_ENCODE_CHARACTERS = 1 << 16
 _CHARACTER_COVERAGE = 0.9999
 _PROBES = ["a b. 1", "\u00e9\u0301 \ufb01\u4e2d", "\U0010fffd\0\u200b", "\ue000"]  # the last: known to no vocabulary
 
@@ -137,18 +139,22 @@ class Tokenizer:
             DataError: The library fails at what the tokenizer's file holds.
         """
         self.backend.encode_special_tokens = True  # here: a pickled or copied backend has lost the setting
-        try:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except BaseException as error:
-            raise_unless_library(error)
-            raise DataError(
-                f"the tokenizer with {self.special_names['mask']!r} among {self.vocab_size:,} ids cannot encode a "
-                f"text ({error}); its file is damaged or incomplete: fetch it again"
-            ) from error
-        lengths = np.array([len(encoding) for encoding in encodings], dtype=np.int32)
-        flat = chain.from_iterable(encoding.ids for encoding in encodings)
-        ids = np.fromiter(flat, dtype=np.int32, count=int(lengths.sum(dtype=np.int64)))
-        return EncodedBatch(self.without_special_ids(ids), lengths)
+        ids, lengths = [], np.zeros(len(texts), dtype=np.int32)
+        for owners, pieces in self._bounded_calls(texts):
+            try:
+                encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+            except BaseException as error:
+                raise_unless_library(error)
+                raise DataError(
+                    f"the tokenizer with {self.special_names['mask']!r} among {self.vocab_size:,} ids cannot encode a "
+                    f"text ({error}); its file is damaged or incomplete: fetch it again"
+                ) from error
+            counts = [len(encoding) for encoding in encodings]
+            np.add.at(lengths, owners, counts)
+            flat = chain.from_iterable(encoding.ids for encoding in encodings)
+            ids.append(np.fromiter(flat, dtype=np.int32, count=sum(counts)))
+        joined = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
+        return EncodedBatch(self.without_special_ids(joined), lengths)
 
     def without_special_ids(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
         """The ids a model gave, changed in place where it knows a special token's literal as an ordinary piece."""
@@ -218,6 +224,22 @@ class Tokenizer:
         table[list(self.special_ids)] = True
         table[self.unk_id] = False
         return table
+
+    def _bounded_calls(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+        """Yield the pieces of texts for one call of the backend each, and the number of the text of each piece."""
+        owners: list[int] = []
+        pieces: list[str] = []
+        characters = 0
+        for owner, text in enumerate(texts):
+            for piece in _split_at_spaces(text) if self.is_bert_wordpiece else (text,):
+                if characters and characters + len(piece) > _ENCODE_CHARACTERS:
+                    yield owners, pieces
+                    owners, pieces, characters = [], [], 0
+                owners.append(owner)
+                pieces.append(piece)
+                characters += len(piece)
+        if pieces:
+            yield owners, pieces
 
 
 def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
@@ -324,6 +346,21 @@ def _with_special_tokens(backend: tokenizers.Tokenizer, names: dict[str, str]) -
     # Not those already declared special: declaring again would drop their lstrip and rstrip, which inference needs.
     backend.add_special_tokens([name for name in names.values() if name not in declared])
     return Tokenizer(backend, names)
+
+
+def _split_at_spaces(text: str) -> Iterator[str]:
+    """Yield pieces of at most _ENCODE_CHARACTERS, cut before a space or line feed; a longer word stays whole."""
+    start = 0
+    while len(text) - start > _ENCODE_CHARACTERS:
+        end = start + _ENCODE_CHARACTERS
+        cut = max(text.rfind(" ", start + 1, end), text.rfind("\n", start + 1, end))
+        if cut < 0:
+            later = [found for found in (text.find(" ", end), text.find("\n", end)) if found >= 0]
+            cut = min(later, default=len(text))
+        yield text[start:cut]
+        start = cut
+    if start < len(text) or not text:
+        yield text[start:]
 
 
 def _canonical(value: Any) -> Any:

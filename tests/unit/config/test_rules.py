@@ -53,6 +53,21 @@ REFUSED = [
         "the feed-forward width (--ffn-hidden-size) 2056 is not. Use 2064.",
         "--bf16 --fp8-format hybrid --ffn-hidden-size 2064",
     ),
+    (
+        "--bf16 --attention-backend fused --transformer-impl local",
+        "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local",
+        "--bf16 --attention-backend fused --transformer-impl auto",
+    ),
+    (
+        "--bf16 --attention-backend fused --hidden-size 1008",
+        "--hidden-size / --num-attention-heads = 84; use --attention-backend auto.",
+        "--bf16 --hidden-size 1008",
+    ),
+    (
+        "--bf16 --fp8-format e4m3 --transformer-impl local",
+        "--fp8-format e4m3 is Transformer Engine's, not with --transformer-impl local",
+        "--bf16 --fp8-format e4m3 --transformer-impl transformer_engine",
+    ),
 ]
 
 
