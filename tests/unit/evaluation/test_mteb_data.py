@@ -145,7 +145,7 @@ def test_document_that_repeats_its_query_is_found_first(encoder, tmp_path):
         ({}, MissingInputError, "is no folder with corpus.jsonl"),
         ({"test.tsv": "a\tb\n1\t2\n"}, DataError, "has the columns a, b, but no sentence1, sentence2, score"),
         ({"test.tsv": "sentence1\tsentence2\tscore\n"}, DataError, "has no rows"),
-        ({"test.tsv": "sentence1\tsentence2\tscore\na\tb\thigh\n"}, DataError, "float: 'high'"),
+        ({"test.tsv": "sentence1\tsentence2\tscore\na\tb\thigh\n"}, DataError, "the score 'high' is no number"),
         ({"train.csv": "text,label\na,b\n", "test.csv": "text,label\na,c\n"}, DataError, "train.csv lacks: c"),
         ({"train.csv": "text,topic\na,b\n", "test.csv": "text,topic\na,b\n"}, DataError, "but no label"),
         ({"corpus.jsonl": "{}\n", "queries.jsonl": "", "qrels.tsv": ""}, DataError, "but no _id, text"),

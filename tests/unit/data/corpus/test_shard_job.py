@@ -3,6 +3,7 @@
 import multiprocessing
 import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import pytest
 from unit.data.corpus.made_up_chunks import TOKENIZER, Place
@@ -11,6 +12,7 @@ from unit.data.small_corpus import made_up_draft, output_settings, write_chunk
 from megatron_neobert.data.corpus import shard_job, writer
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.writer import write_corpus
+from megatron_neobert.runtime import jobs
 
 SPLIT = {"shard_bytes": 30, "deduplicate": True, "validation_fraction": 0.4}
 
@@ -28,14 +30,14 @@ def stopped(tmp_path, monkeypatch):
     """Two of the corpus shards are finished: the one for validation and the first for training."""
     place, whole, done = Place(tmp_path / "place"), Place(tmp_path / "whole"), []
 
-    def stop_after_two(job, run=writer.run_job):
+    def stop_after_two(job):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(job)
-        return run(job)
+        return jobs.run_job(job)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "run_job", stop_after_two)
+        patch.setattr(writer, "finish_jobs", partial(jobs.finish_jobs, function=stop_after_two))
         with pytest.raises(KeyboardInterrupt):
             place.write(**SPLIT)
     whole.write(**SPLIT)
@@ -51,11 +53,11 @@ def test_finished_corpus_shards_are_kept_after_an_interrupt_and_the_others_are_w
     for file in unfinished:
         file.touch()
 
-    def run(job, run=writer.run_job):
+    def run(job):
         assert not any(file.exists() for file in unfinished), "they would take as much room as the corpus"
-        return run(job)
+        return jobs.run_job(job)
 
-    monkeypatch.setattr(writer, "run_job", run)
+    monkeypatch.setattr(writer, "finish_jobs", partial(jobs.finish_jobs, function=run))
     place.write(**SPLIT)
     assert place.corpus_bytes() == whole.corpus_bytes()
     assert finished == {(place.folder / name).stat().st_ino for name in ("P_00000.bin", "P_validation.bin")}
