@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
 
 from megatron_neobert.cli import Parser
-from megatron_neobert.errors import DataError, run_command
+from megatron_neobert.errors import ConfigError, DataError, run_command
 from megatron_neobert.text import parse_json
 
 BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
@@ -47,7 +47,13 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
     shards = find_inputs(patterns)
     documents = text_bytes = 0
     for shard in shards:
-        parquet = pq.ParquetFile(shard)
+        try:
+            parquet = pq.ParquetFile(shard)
+        except pa.ArrowInvalid as error:
+            raise ConfigError(f"{shard} is not a parquet file; the tools are compared on parquet shards.") from error
+        if text_key not in parquet.schema_arrow.names:
+            found = ", ".join(parquet.schema_arrow.names)
+            raise ConfigError(f"{shard}: no column is named '{text_key}'; it has {found}. Use --text-key.")
         for batch in parquet.iter_batches(columns=[text_key]):
             documents += batch.num_rows
             text_bytes += pc.sum(pc.binary_length(batch[text_key])).as_py() or 0

@@ -182,7 +182,8 @@ def trap_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Finding]:
     for package, (major, other) in BUILDS.items():
         if package in installed and cuda and cuda.split(".")[0] != major:
             why = f"is built for CUDA {major}, and torch brings CUDA {cuda}"
-            yield Finding(PROBLEM, f"{package} {installed[package]}", why, f"pip uninstall {package}; install {other}")
+            level = WARNING if package.startswith("nvidia-dali") else PROBLEM  # DALI is used on request only
+            yield Finding(level, f"{package} {installed[package]}", why, f"pip uninstall {package}; install {other}")
 
 
 def machine_findings(variables: Mapping[str, str]) -> Iterator[Finding]:

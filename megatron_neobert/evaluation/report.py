@@ -298,11 +298,11 @@ def contrastive(runs: Sequence[Record], output: Path) -> list[str]:
         if found := run.results.get("losses_nats"):  # which earlier versions wrote into a file of its own
             steps, values = zip(*found, strict=True)
             curves.append(Curve(run.model.name, steps, values))
-    plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")
-    return [
-        table(("model", "first loss, nats", "last loss, nats", "datasets"), rows),
-        figure(path, "Loss of contrastive fine-tuning"),
-    ]
+    blocks = [table(("model", "first loss, nats", "last loss, nats", "datasets"), rows)]
+    if curves:
+        plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")
+        blocks.append(figure(path, "Loss of contrastive fine-tuning"))
+    return blocks
 
 
 SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {
