@@ -29,7 +29,7 @@ from megatron_neobert.text import counted, duration, percent, visible, with_pref
 # English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
 _UNKNOWN_WARNING = 0.02
 _SAMPLE_BYTES = 1 << 20  # of text, for --dry-run
-_SAMPLE_CHUNKS = 100  # at most, if they hold less
+_SAMPLE_CHUNKS = 100  # that are searched for a document
 _SHARDS_SHOWN = 20  # by --dry-run; more are counted
 
 
@@ -115,7 +115,7 @@ def print_plan(plan: Plan) -> None:
 def print_sample(plan: Plan) -> None:
     """Print two documents with their ids, and estimates for the run.
 
-    About 1 MB of text is tokenized, from the first chunk on, and the rest is taken to be alike.
+    About 1 MB of text of the first chunk with documents is tokenized, and the rest is taken to be alike.
 
     Raises:
         DataError: No document is found there.
@@ -136,7 +136,7 @@ def print_sample(plan: Plan) -> None:
             if text_bytes >= _SAMPLE_BYTES:
                 break
         input_bytes += progress * plan.versions[chunk.path].bytes / chunks_of[chunk.path]
-        if text_bytes >= _SAMPLE_BYTES:
+        if documents:
             break
     if not documents or not input_bytes:
         raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input and --text-key")
