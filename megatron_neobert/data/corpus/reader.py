@@ -120,6 +120,8 @@ class Corpus:
         """Return where documents are. Raise DataError if the index contradicts itself about one of them."""
         if documents.size and not 0 <= documents.min() <= documents.max() < len(self):
             raise IndexError(f"documents {documents.min()} to {documents.max()} of {len(self)}")
+        if len(self.volumes) == 1:  # faster, and the usual corpus
+            return _Places(np.zeros_like(documents), *self.volumes[0].find(documents))
         volumes = np.searchsorted(self._ends, documents, side="right")
         begins, lengths = np.empty(documents.size, np.int64), np.empty(documents.size, np.int32)
         for number in np.unique(volumes).tolist():
