@@ -229,7 +229,11 @@ def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> 
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=tool_environment(scratch)
         )
         os.sched_setaffinity(0, allowed)
-        _, status, usage = os.wait4(process.pid, 0)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:  # Ctrl-C: the tool must not run on
+            process.kill()
+            raise
         wall_seconds = time.perf_counter() - started
     process.returncode = os.waitstatus_to_exitcode(status)
     figures = {

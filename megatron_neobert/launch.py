@@ -119,15 +119,14 @@ def _meet_at_store(node: Node, *, timeout_seconds: int) -> "TCPStore":
     """Return the store of a run of several nodes: node 0 serves it, and the others wait for that."""
     from torch.distributed import DistError
 
-    if node.rank == 0:
-        store = serve_store(node.address, node.port, nodes=node.nodes)
-    else:
-        started = time.monotonic()
-        try:
-            store = reach_store(node.address, node.port, timeout_seconds=timeout_seconds)
-        except (OSError, DistError) as error:
-            raise ConnectionError(_no_meeting(node, time.monotonic() - started, error)) from error
-    if store.add(f"launchers of node {node.rank}", 1) > 1:
+    started = time.monotonic()
+    store = serve_store(node.address, node.port, nodes=node.nodes) if node.rank == 0 else None
+    try:
+        store = store or reach_store(node.address, node.port, timeout_seconds=timeout_seconds)
+        launchers = store.add(f"launchers of node {node.rank}", 1)
+    except (OSError, DistError) as error:
+        raise ConnectionError(_no_meeting(node, time.monotonic() - started, error)) from error
+    if launchers > 1:
         raise LauncherError(
             f"NODE_RANK {node.rank} was given to two nodes, or node {node.rank} was started twice; number the nodes "
             f"from 0 to {node.nodes - 1}, and start all of them again."

@@ -68,8 +68,8 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *need_problems(settings),
         *model_problems(settings),
         *layout_problems,
-        *([] if layout_problems else kernel_problems(settings)),  # which divide by the layout's sizes
-        *([] if layout_problems else fp8_problems(settings)),
+        *([] if layout_problems else kernel_problems(settings)),
+        *([] if layout_problems else fp8_problems(settings)),  # which divides by the layout's sizes
         *data_problems(settings.data),
         *schedule_problems(settings),
         *folder_problems(settings),

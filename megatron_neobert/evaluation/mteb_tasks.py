@@ -13,6 +13,7 @@ import copy
 import hashlib
 import json
 import shutil
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -106,9 +107,9 @@ class _Local(AbsTask):
         self.metadata, self._folder = metadata, folder
         super().__init__()
 
+    @abstractmethod
     def read(self, folder: Path) -> Any:
         """Return the data as mteb's tasks of this type hold it."""
-        raise NotImplementedError
 
     def load_data(self, num_proc: int | None = None, **kwargs: Any) -> None:
         with reading(self._folder):

@@ -63,18 +63,20 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
         "device": str(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
+    limit = math.inf if device.type == "cuda" else max(CPU_MAX_TOKENS, *options.lengths)
     not_run = find_gaps(model, options.lengths)
+    smallest = min(options.batch_sizes)
+    for length in options.lengths:
+        if length * smallest > limit:
+            not_run.setdefault(f"{length:,}", f"batches of {smallest} exceed {limit:,} tokens, the limit on a CPU")
     for gap, reason in not_run.items():
         print(f"not measured: {name}, {gap}: {reason}", flush=True)
     lengths = sorted(length for length in options.lengths if f"{length:,}" not in not_run)
     if not lengths:
-        raise ConfigError(f"{name}: nothing can be measured ({next(iter(not_run.values()))}); give shorter --lengths.")
-    limit = math.inf if device.type == "cuda" else max(CPU_MAX_TOKENS, *options.lengths)
-    for length in [length for length in lengths if length * min(options.batch_sizes) > limit]:
-        not_run[f"{length:,}"] = f"batches of {min(options.batch_sizes)} exceed {limit:,} tokens, the limit on a CPU"
-        lengths.remove(length)
-    if not lengths:
-        raise ConfigError(f"{name}: nothing can be measured ({next(iter(not_run.values()))}); give --batch-sizes 1.")
+        reason = next(iter(not_run.values()))
+        raise ConfigError(
+            f"{name}: nothing can be measured ({reason}); give shorter --lengths or smaller --batch-sizes."
+        )
     rows, lines, full = list[dict[str, Any]](), list[Line](), set[int]()
     with open_ledger(options.output / name / "throughput", device) as ledger:
         for length, size in itertools.product(lengths, sorted(options.batch_sizes)):

@@ -1,4 +1,4 @@
-"""NeoBERT for transformers 4.57 to 5.23, in one file that lies beside the weights and needs PyTorch besides.
+"""NeoBERT for transformers 4.57 to 5.23 and PyTorch, in one file that is stored beside the weights.
 
 Parameter names and conventions are those of the published checkpoint. A batch is padded (`attention_mask`) or one row
 of documents laid end to end (`cu_seqlens`), which then never attend to each other under any attention.

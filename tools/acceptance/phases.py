@@ -47,7 +47,7 @@ Curve = dict[int, dict[str, Any]]  # lines of a run's metrics.jsonl, by iteratio
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is computed: model, batches, lengths and durations."""
+    """Sizes of the computed model, batches, lengths and durations."""
 
     layers: int
     hidden: int
@@ -318,7 +318,7 @@ def check_move(phase: Phase) -> None:
 
 
 def profile_step(phase: Phase) -> None:
-    """Where the host waits for the GPU in a step, once, and what a step spends its time in."""
+    """Places where the host waits for the GPU in a step, of which one is allowed, and the time of each operation."""
     for name in ("local layers", "Transformer Engine") if phase.device == "cuda" else ("local layers",):
         with phase.case(name):
             figures = phase.benchmark(name, *KERNELS[name], "--profile", lengths=phase.sizes.lengths[1:2])

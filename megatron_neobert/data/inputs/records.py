@@ -68,7 +68,7 @@ class ReadSettings:
         metavar="STRING",
         read=read_separator,
     )
-    # The limit bounds the memory: the reference tokenizer takes 130 times the size of a text.
+    # The limit bounds the memory: a text without spaces takes some 100 times its size.
     max_document_bytes: int = option(
         16 << 20, "longer documents are rejected; bounds the memory (default 16MiB)", metavar="SIZE", read=read_size
     )

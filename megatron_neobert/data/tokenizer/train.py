@@ -6,7 +6,6 @@ writes a folder that neobert preprocess takes as --tokenizer-model and Hugging F
 same shards in the same order give the same vocabulary.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,11 @@ class TrainTokenizerOptions:
     text_key: str = option("content", "column or JSON key of the text")
     vocab_size: int = option(30522, "upper bound of the number of ids", minimum=1)
     min_frequency: int = option(2, "rarer pairs of pieces stay apart", minimum=1)
+    max_error_rate: float = option(
+        0.001,
+        "share of the records that may be in error (malformed, no such key, null), as in preprocessing",
+        metavar="FRACTION",
+    )
     lowercase: bool = option(
         True, "ignore case and accents, as bert-base-uncased does (default); --no-lowercase keeps them"
     )
@@ -41,12 +45,14 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
 
     Raises:
         ConfigError: A number is out of its range.
-        DataError: There is no document.
+        DataError: Too many records are in error, or there is no document.
         OutputError: The folder has a tokenizer already.
     """
     for name in ("vocab_size", "min_frequency"):
         if (number := getattr(options, name)) >= 2**31:
             raise ConfigError(f"--{name.replace('_', '-')} {number} is not a number from 1 to {2**31 - 1}; change it")
+    if not 0 <= options.max_error_rate <= 1:
+        raise ConfigError(f"--max-error-rate {options.max_error_rate} is not a fraction of the records; use 0 to 1")
     folder = options.output
     for name in ("tokenizer.json", "vocab.txt"):
         if (folder / name).exists():
@@ -56,7 +62,8 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     from megatron_neobert.data.inputs.records import ReadSettings
     from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
-    texts = ShardTexts(find_inputs(options.input), ReadSettings(text_key=options.text_key))
+    read = ReadSettings(text_key=options.text_key)
+    texts = ShardTexts(find_inputs(options.input), read, max_error_rate=options.max_error_rate)
     tokenizer = train_wordpiece(
         texts,
         vocab_size=options.vocab_size,
@@ -64,31 +71,39 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         min_frequency=options.min_frequency,
     )
     tokenizer.save_tokenizer_files(folder, model_max_length=MODEL_MAX_LENGTH)
-    left_out = describe_reasons(texts.left_out)
-    print(f"{texts.documents:,} documents | {tokenizer.vocab_size:,} ids | left out: {left_out} | wrote {folder}")
+    left_out = describe_reasons(texts.counts.rejected + texts.counts.dropped)
+    print(
+        f"{texts.counts.documents:,} documents | {tokenizer.vocab_size:,} ids | left out: {left_out} | wrote {folder}"
+    )
 
 
 class ShardTexts:
-    """The texts of all shards, as often as they are iterated over; the counts are those of the latest time."""
+    """The texts of all shards, as often as they are iterated over; `counts` are those of the latest time."""
 
-    def __init__(self, shards: list[str], settings: "ReadSettings") -> None:
-        self._shards, self._settings = shards, settings
+    def __init__(self, shards: list[str], settings: "ReadSettings", *, max_error_rate: float) -> None:
+        self._shards, self._settings, self._max_error_rate = shards, settings, max_error_rate
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the texts. Raise DataError at the end if there was none."""
+        """Yield the texts. Raise DataError at the end if too many records were in error, or there is no document."""
         from tqdm import tqdm
 
         from megatron_neobert.data.corpus.format import describe_reasons
         from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
+        from megatron_neobert.data.preprocessing.chunks import Counts
+        from megatron_neobert.data.preprocessing.run import check_error_rate
 
-        self.documents, self.left_out = 0, Counter[str]()
+        self.counts = counts = Counts()
+        first_error = None
         for shard in tqdm(self._shards, "shards", unit="shard", leave=False, disable=None):  # on a terminal
             for part in split_into_chunks(shard, self._settings):
                 for batch in read_chunk(part, self._settings):
-                    self.documents += len(batch.texts)
-                    self.left_out.update(record.reason for record in batch.rejected)
-                    self.left_out.update(batch.dropped)
+                    counts.documents += len(batch.texts)
+                    counts.rejected.update(record.reason for record in batch.rejected)
+                    counts.dropped.update(batch.dropped)
+                    if first_error is None and batch.rejected:
+                        first_error = batch.rejected[0].describe(part, shard)
                     yield from batch.texts
-        if not self.documents:
-            shards, reasons = counted(len(self._shards), "shard"), describe_reasons(self.left_out)
-            raise DataError(f"no document in {shards} ({reasons}); check --input and --text-key")
+        check_error_rate(counts, self._max_error_rate, first_error, records=counts.records)
+        if not counts.documents:
+            shards, reasons = counted(len(self._shards), "shard"), describe_reasons(counts.dropped)
+            raise DataError(f"no document in {shards} ({reasons}); check --input")

@@ -137,3 +137,16 @@ def test_trained_tokenizer_is_the_same_every_time_and_preprocesses_its_shards(pl
         assert (place / "one" / file).read_bytes() == (place / "two" / file).read_bytes()
     assert run_forked("preprocess", *arguments_of(place, "--tokenizer-model", place / "one")).code == 0
     assert json.loads((place / "run_content_document.json").read_text())["unknown_tokens"] == 0
+
+
+def test_vocabulary_is_not_learned_from_what_a_wrong_key_has_left(place):
+    """The rule of preprocessing, and its words; before anything is written."""
+    more = ("--output", place / "trained", "--vocab-size", "200")
+    (place / "shards" / "b.jsonl").write_text('{"text": "hello"}\n' * 2 + '{"content": ""}\n')
+    ended = run_forked("train-tokenizer", "--input", place / "shards", *more)
+    assert ended.refused(65)
+    assert "2 of 5 records have no usable text (40.00 %), more than --max-error-rate 0.001" in ended.output
+    assert "b.jsonl, line 1: missing key (no key 'content'; keys found: text)" in ended.output
+    assert not (place / "trained").exists()
+    ended = run_forked("train-tokenizer", "--input", place / "shards", *more, "--max-error-rate", "0.4")
+    assert ended.code == 0 and "left out: 2 missing key, 1 empty text" in ended.output
