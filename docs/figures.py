@@ -186,10 +186,9 @@ def draw_packing(data: dict[str, Any]) -> Figure:
         for number, (row, length) in enumerate(zip(rows, data["lengths"], strict=True)):
             axes.barh(row, length, left=ends[row], color=SHADES[number % len(SHADES)], edgecolor="white", height=0.8)
             ends[row] += length
-        axes.set_title(
-            f"{layout}: {len(ends)} sequences; unused in a window of 4,096 documents: {data[f'unused when {layout}, %']} %",
-            fontsize=9.5, color=INK, loc="left",
-        )  # fmt: skip
+        unused = data[f"unused when {layout}, %"]
+        title = f"{layout}: {len(ends)} sequences; unused in a window of 4,096 documents: {unused} %"
+        axes.set_title(title, fontsize=9.5, color=INK, loc="left")
         axes.axis("off")
     panels[0].invert_yaxis()
     figure.subplots_adjust(left=0.01, right=0.99, top=0.9, bottom=0.02, wspace=0.04)

@@ -23,10 +23,13 @@ LONGEST = 300  # characters; a value counts as its name
 VALUE = re.compile(r"\*|(^|\s)--?[a-z]")  # a formatted value, or a flag with the value it was given
 # What tells the user how to continue: a verb in the imperative, the rule that the value must follow, or a formatted
 # remedy at the end.
+VERBS = (
+    "add average call check choose convert correct create decompress delete drop evaluate export fetch free give "
+    "install keep leave load lower make measure mount move name number omit pass pick preprocess put raise remove "
+    "rename repeat replace restart run see set shorten split start stop train try upgrade use wait write"
+).replace(" ", "|")
 REMEDY = re.compile(
-    r"(^|[.:;,)*?] |\b(or|and|then|to|it|files?|node) )(add|average|call|check|choose|convert|correct|create|decompress|delete"
-    r"|drop|evaluate|export|fetch|free|give|install|keep|leave|load|lower|make|measure|mount|move|name|number|omit|pass"
-    r"|pick|preprocess|put|raise|remove|rename|repeat|replace|restart|run|see|set|shorten|split|start|stop|train|try|upgrade|use|wait|write)\b"
+    rf"((^|[.:;,)*?] )|\b(or|and|then|to|it|files?|node) )({VERBS})\b"
     r"|\b(must|expected|needs?|only|at most|at least)\b|\*\.?$",
     re.IGNORECASE,
 )
