@@ -122,8 +122,8 @@ def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
 def our_stream(job: Job) -> Any:
     from megatron_neobert.data.batches.inputs import token_ids_of
     from megatron_neobert.data.batches.masking import MaskingScheme
-    from megatron_neobert.data.batches.rows import Source
     from megatron_neobert.data.batches.stream import BatchSettings, BatchStream
+    from megatron_neobert.data.batches.windows import Source
 
     settings = BatchSettings(
         seq_length=job.seq_length,

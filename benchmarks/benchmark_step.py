@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     import torch
 
     from benchmarks.shared import describe_machine, print_table, write_figures
-    from megatron_neobert.inspection.found_batch import replace_by_flags
+    from megatron_neobert.inspection.global_batch import replace_by_flags
     from megatron_neobert.model.flops import count_parameters
     from megatron_neobert.model.gpus import find_gpu
     from megatron_neobert.model.kernels import check_hardware, choose_kernels, engine_attention
