@@ -22,16 +22,9 @@ if TYPE_CHECKING:
 class PlotOptions:
     """Options of `neobert plot`."""
 
-    runs: tuple[Path, ...] = option(
-        help="folder of a run (its --save), or a metrics.jsonl", positional=True, metavar="RUN"
-    )
+    runs: tuple[Path, ...] = option(help="folder of a run (--save), or a metrics.jsonl", positional=True, metavar="RUN")
     output: Path = option(help="folder for curves.png", metavar="DIR")
-    metrics: tuple[str, ...] | None = option(
-        None,
-        "metrics to draw, by their names in the logs; default: loss, accuracy, learning rate, gradient norm and "
-        "throughput",
-        metavar="NAME",
-    )
+    metrics: tuple[str, ...] | None = option(None, "metrics to draw; default: see above", metavar="NAME")
     x: Literal["tokens", "iteration"] = option("tokens", "horizontal axis")
 
 
@@ -53,7 +46,7 @@ def plot(options: PlotOptions) -> None:
         write_curves(options.output / "curves.png", runs, metrics, x=options.x)
     except OSError as error:
         raise OutputError(
-            f"--output {options.output} cannot be written ({error.strerror}). Name a folder that can be written."
+            f"--output {options.output} cannot be written ({error.strerror}); name another folder."
         ) from error
     for run in runs:
         print(describe(run))

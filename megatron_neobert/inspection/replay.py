@@ -26,9 +26,7 @@ class ReplayOptions:
 
     load: Path = option(help="folder of the run (its --save)", metavar="SAVE")
     iteration: int = option(help="iteration of the batch; the first is 1", metavar="K", minimum=1)
-    checkpoint_iteration: int | None = option(
-        None, "iteration of the checkpoint with the weights; default: the newest checkpoint before K"
-    )
+    checkpoint_iteration: int | None = option(None, "checkpoint with the weights; default: the newest before K")
 
 
 def replay(options: ReplayOptions, flags: list[str]) -> None:

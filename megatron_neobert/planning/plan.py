@@ -25,7 +25,10 @@ from megatron_neobert.runtime.atomic_files import existing_parent
 from megatron_neobert.text import counted, duration, in_bytes, percent
 
 _INDENT = 12  # columns for the name of a section
-_COLUMNS = 80  # width of a terminal
+# Terminals have at least 80 columns.
+_WRAPPER = textwrap.TextWrapper(
+    width=80 - _INDENT, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
 _MOST_WINDOWS = 8  # 32,768 documents
 _LARGE_TRUNCATION = 0.1  # share of truncated tokens from which on the plan warns
 _MANY_EPOCHS = 5  # epochs above which the plan warns
@@ -109,7 +112,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         ("checkpoints", [checkpoint_line(settings, vocab_size=vocab_size)]),
     ]
     for name, lines in sections:
-        for number, line in enumerate(itertools.chain.from_iterable(map(_fold, lines))):
+        for number, line in enumerate(itertools.chain.from_iterable(map(_WRAPPER.wrap, lines))):
             print(f"{'' if number else name:<{_INDENT}}{line}".rstrip())
     return 0
 
@@ -258,13 +261,13 @@ def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
     sequences, squares, offered_tokens, text_tokens = 0, 0, 0, 0
     documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
     for window in range(min(count_windows(sources, batch), _MOST_WINDOWS)):
-        _, _, lengths_n = documents_in_window(sources, batch, epoch=0, window=window)
+        documents = documents_in_window(sources, batch, epoch=0, window=window)
         packed = pack_window(sources, batch, epoch=0, window=window)
         segments, packed_lengths_n = packed.segments, packed.segments.packed_lengths_n
         # A document that is cut has one first segment.
         is_first_n = segments.has_cls_n & (segments.starts_n == 0)
         sequences += len(packed)
-        offered_tokens += int(lengths_n.sum())
+        offered_tokens += int(documents.lengths_n.sum())
         text_tokens += int(segments.lengths_n.sum())
         documents_c += np.bincount(segments.components_n[is_first_n], minlength=len(sources))
         tokens_c += np.bincount(segments.components_n, weights=packed_lengths_n, minlength=len(sources))
@@ -283,13 +286,4 @@ def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
         attended_tokens=squares / tokens,
         token_shares=tuple((tokens_c / tokens).tolist()),
         epochs=tuple((share * documents_c / sizes).tolist()),
-    )
-
-
-def _fold(line: str) -> list[str]:
-    """Wrap a line at the width of a terminal. A shorter line is not changed, nor is a long word."""
-    if len(line) <= _COLUMNS - _INDENT:
-        return [line]
-    return textwrap.wrap(
-        line, width=_COLUMNS - _INDENT, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

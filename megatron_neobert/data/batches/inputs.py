@@ -98,9 +98,10 @@ def open_phases(settings: Settings) -> list[Inputs]:
     return [opened[data.data_path] for data in data_of_phases]
 
 
-def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
-    """Return the vocabulary size and the special token ids of a tokenizer."""
-    return TokenIds(
+def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
+    """Return the settings that the batches of a run depend on."""
+    mask_share, random_share = _MASKING[settings.data.mask_replacement]
+    token_ids = TokenIds(
         vocab_size=tokenizer.vocab_size,
         cls=tokenizer.cls_id,
         sep=tokenizer.sep_id,
@@ -108,18 +109,13 @@ def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
         mask=tokenizer.mask_id,
         special=tuple(tokenizer.special_ids),
     )
-
-
-def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
-    """Return the settings that the batches of a run depend on."""
-    mask_share, random_share = _MASKING[settings.data.mask_replacement]
     return BatchSettings(
         seq_length=settings.data.seq_length,
         micro_batch_size=settings.training.micro_batch_size,
         global_batch_size=settings.training.global_batch_size,
         long_documents=settings.data.long_documents,  # type: ignore[arg-type]
         masking=MaskingScheme(settings.data.mask_prob, mask_share=mask_share, random_share=random_share),
-        token_ids=token_ids_of(tokenizer),
+        token_ids=token_ids,
         seed=settings.training.seed,
         batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
         document_block_size=settings.data.document_block_size,

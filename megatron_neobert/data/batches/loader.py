@@ -168,6 +168,8 @@ def build_dali_loader(stream: Stream, *, num_workers: int, device: torch.device)
 
 
 def _copy_ahead(steps: Iterator[StepBatches], device: torch.device) -> Iterator[StepBatches]:
+    from nvidia.dali import Pipeline, fn
+
     # Steps whose tensors are in the pipeline. Their other fields wait here.
     in_flight: deque[StepBatches] = deque()
 
@@ -178,18 +180,9 @@ def _copy_ahead(steps: Iterator[StepBatches], device: torch.device) -> Iterator[
                 # For DALI, every array is a batch of one sample. DALI would require a CUDA stream for torch tensors.
                 yield [[getattr(batch, name).numpy()] for name in _TENSORS]
 
-    pipeline = _build_pipeline(next_tensors(), device)
-    while True:
-        # The first run calls next_tensors ahead, which fills in_flight.
-        first = _run(pipeline)
-        step = in_flight.popleft()
-        tensors = [first, *(_run(pipeline) for _ in step.micro_batches[1:])]
-        batches = [replace(batch, **values) for batch, values in zip(step.micro_batches, tensors, strict=True)]
-        yield replace(step, micro_batches=batches)
-
-
-def _build_pipeline(source: Iterator[list[list[NDArray[Any]]]], device: torch.device) -> Any:
-    from nvidia.dali import Pipeline, fn
+    def next_micro_batch() -> dict[str, Any]:
+        # The tensors share memory with DALI's outputs.
+        return {name: torch.from_dlpack(output[0]) for name, output in zip(_TENSORS, pipeline.run(), strict=True)}
 
     on_gpu = device.type == "cuda"
     pipeline = Pipeline(
@@ -200,12 +193,12 @@ def _build_pipeline(source: Iterator[list[list[NDArray[Any]]]], device: torch.de
         exec_dynamic=True,  # memory of an output is reused only after the caller has released it
     )
     with pipeline:
-        outputs = fn.external_source(source, num_outputs=len(_TENSORS), batch=True)
+        outputs = fn.external_source(next_tensors(), num_outputs=len(_TENSORS), batch=True)
         pipeline.set_outputs(*(output.gpu() if on_gpu else output for output in outputs))
-    return pipeline
-
-
-def _run(pipeline: Any) -> dict[str, Any]:
-    """Return the tensors of the next micro-batch by name. They share memory with DALI's outputs."""
-    outputs = pipeline.run()
-    return {name: torch.from_dlpack(output[0]) for name, output in zip(_TENSORS, outputs, strict=True)}
+    while True:
+        # The first run calls next_tensors ahead, which fills in_flight.
+        first = next_micro_batch()
+        step = in_flight.popleft()
+        tensors = [first, *(next_micro_batch() for _ in step.micro_batches[1:])]
+        batches = [replace(batch, **values) for batch, values in zip(step.micro_batches, tensors, strict=True)]
+        yield replace(step, micro_batches=batches)

@@ -7,6 +7,7 @@ A corpus that is larger than the page cache is shuffled in blocks of neighbourin
 once, and the documents of a block are spread over the next windows.
 """
 
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
@@ -28,101 +29,95 @@ _SPREAD_WINDOWS = 64
 _ROUNDS = 12
 
 
-def windows_of_epoch(documents: int, *, window_documents: int, block_size: int) -> int:
-    """Return the number of windows that `documents_of_window` divides an epoch into."""
-    blocks = -(-documents // block_size)
-    return -(-blocks // _blocks_per_window(window_documents, block_size))
+@dataclass(frozen=True, kw_only=True)
+class DocumentOrder:
+    """Random order of the documents of a corpus or of one component of a blend.
 
-
-def documents_of_window(
-    window: int, *, documents: int, window_documents: int, block_size: int, seed: int, epoch: int, component: int = 0
-) -> NDArray[np.int64]:
-    """Return the indices of a window's documents, in [0, documents), in the order of an epoch.
+    Every epoch is another permutation of [0, documents), and is divided into windows.
 
     With a block size above 1, the blocks are permuted and divided into groups, one group per window. The documents of
     group g are permuted and dealt to windows g to g + _SPREAD_WINDOWS - 1, modulo the windows of an epoch. A window
     therefore has documents of _SPREAD_WINDOWS groups, and is the first window to read one of these groups.
-
-    Args:
-        window_documents: Documents per window. The last window of an epoch, and windows that share the incomplete
-            group, have fewer.
-        block_size: Neighbouring documents that are read together. A window has at least one block.
-        component: Index of the component in a blend, below 2^14; each component has a different order.
     """
-    item = component << COMPONENT_SHIFT
-    blocks, per_window = -(-documents // block_size), _blocks_per_window(window_documents, block_size)
-    windows = -(-blocks // per_window)
-    spread = min(_SPREAD_WINDOWS, windows, block_size)
-    groups = (window - np.arange(spread)) % windows
-    block_indices = groups[:, None] * per_window + np.arange(per_window)
-    flat_indices = np.minimum(block_indices, blocks - 1).reshape(-1)
-    chosen = permute(flat_indices, size=blocks, seed=seed, epoch=epoch, item=item)
-    if block_size == 1:
-        return chosen[block_indices[0] < blocks]
-    # Indices past the last block get the number `blocks`, which has no documents. After sorting, they are last in their
-    # group, behind the incomplete block.
-    chosen = np.where(block_indices < blocks, chosen.reshape(block_indices.shape), blocks)
-    chosen.sort(axis=1)
-    sizes = np.clip(documents - chosen * block_size, 0, block_size).sum(axis=1)
-    begins, ends = (sizes * share // spread for share in (np.arange(spread), np.arange(1, spread + 1)))
-    dealt = ends - begins
-    group_of = np.repeat(np.arange(spread), dealt)
-    index_in_share = np.arange(dealt.sum()) - np.repeat(np.cumsum(dealt) - dealt, dealt)
-    position = index_in_share + begins[group_of]
-    # All groups have the same size, except the incomplete one.
-    for size in np.unique(sizes).tolist():
-        of_size = sizes[group_of] == size
-        items = item + groups[group_of[of_size]] + 1
-        position[of_size] = permute(position[of_size], size=size, seed=seed, epoch=epoch, item=items)
-    indices = chosen[group_of, position // block_size] * block_size + position % block_size
-    # The groups take turns.
-    return indices[np.lexsort((group_of, index_in_share))]
 
+    documents: int
+    window_documents: int  # documents per window; the last window, and those of an incomplete group, have fewer
+    block_size: int  # neighbouring documents that are read together; a window has at least one block
+    seed: int
+    component: int = 0  # index in the blend, below 2^14; each component has another order
 
-def _blocks_per_window(window_documents: int, block_size: int) -> int:
-    return max(1, window_documents // block_size)
+    @property
+    def windows(self) -> int:
+        """Number of windows in an epoch."""
+        return -(-self._blocks // self._blocks_per_window)
 
+    @property
+    def _blocks(self) -> int:
+        return -(-self.documents // self.block_size)
 
-def documents_between(
-    first: int, stop: int, *, documents: int, window_documents: int, block_size: int, seed: int, component: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return documents [first, stop) of a component's endless order, which is one epoch after another.
+    @property
+    def _blocks_per_window(self) -> int:
+        return max(1, self.window_documents // self.block_size)
 
-    An epoch has the order of `documents_of_window`, except that the documents after the last whole window come last and
-    are shuffled among themselves. All other windows then have the same size, so a division finds any position.
+    def window(self, number: int, *, epoch: int) -> NDArray[np.int64]:
+        """Return the indices of a window's documents, in [0, documents), in the order of an epoch."""
+        blocks, per_window, block_size = self._blocks, self._blocks_per_window, self.block_size
+        item = self.component << COMPONENT_SHIFT
+        spread = min(_SPREAD_WINDOWS, self.windows, block_size)
+        groups = (number - np.arange(spread)) % self.windows
+        block_indices = groups[:, None] * per_window + np.arange(per_window)
+        flat_indices = np.minimum(block_indices, blocks - 1).reshape(-1)
+        chosen = permute(flat_indices, size=blocks, seed=self.seed, epoch=epoch, item=item)
+        if block_size == 1:
+            return chosen[block_indices[0] < blocks]
+        # Indices past the last block get the number `blocks`, which has no documents. After sorting, they are last in
+        # their group, behind the incomplete block.
+        chosen = np.where(block_indices < blocks, chosen.reshape(block_indices.shape), blocks)
+        chosen.sort(axis=1)
+        sizes = np.clip(self.documents - chosen * block_size, 0, block_size).sum(axis=1)
+        begins, ends = (sizes * share // spread for share in (np.arange(spread), np.arange(1, spread + 1)))
+        dealt = ends - begins
+        group_of = np.repeat(np.arange(spread), dealt)
+        index_in_share = np.arange(dealt.sum()) - np.repeat(np.cumsum(dealt) - dealt, dealt)
+        position = index_in_share + begins[group_of]
+        # All groups have the same size, except the incomplete one.
+        for size in np.unique(sizes).tolist():
+            of_size = sizes[group_of] == size
+            items = item + groups[group_of[of_size]] + 1
+            position[of_size] = permute(position[of_size], size=size, seed=self.seed, epoch=epoch, item=items)
+        indices = chosen[group_of, position // block_size] * block_size + position % block_size
+        # The groups take turns.
+        return indices[np.lexsort((group_of, index_in_share))]
 
-    Args:
-        window_documents: Documents per window; best about stop - first, because whole windows are computed.
+    def between(self, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return documents [first, stop) of the endless order, which is one epoch after another.
 
-    Returns:
-        Indices in [0, documents), and the epoch of each.
-    """
-    window_documents = _blocks_per_window(window_documents, block_size) * block_size
-    in_whole_windows = documents if block_size == 1 else documents - documents % window_documents
-    indices, epochs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    while first < stop:
-        epoch, position = divmod(first, documents)
-        if position < in_whole_windows:
-            window, skipped = divmod(position, window_documents)
-            ordered = documents_of_window(
-                window,
-                documents=in_whole_windows,
-                window_documents=window_documents,
-                block_size=block_size,
-                seed=seed,
-                epoch=epoch,
-                component=component,
-            )
-        else:
-            skipped, size = position - in_whole_windows, documents - in_whole_windows
-            # A number above the items of all windows.
-            item = (component << COMPONENT_SHIFT) + in_whole_windows + 1
-            ordered = in_whole_windows + permute(np.arange(size), size=size, seed=seed, epoch=epoch, item=item)
-        ordered = ordered[skipped : skipped + stop - first]
-        indices.append(ordered)
-        epochs.append(np.full(len(ordered), epoch))
-        first += len(ordered)
-    return np.concatenate(indices), np.concatenate(epochs)
+        An epoch has the order of `window`, except that the documents after the last whole window come last and are
+        shuffled among themselves. All other windows then have the same size, so a division finds any position. Whole
+        windows are computed: `window_documents` should be about stop - first.
+
+        Returns:
+            Indices in [0, documents), and the epoch of each.
+        """
+        window_documents = self._blocks_per_window * self.block_size
+        whole = self.documents if self.block_size == 1 else self.documents - self.documents % window_documents
+        in_windows = replace(self, documents=whole)
+        indices, epochs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        while first < stop:
+            epoch, position = divmod(first, self.documents)
+            if position < whole:
+                number, skipped = divmod(position, window_documents)
+                ordered = in_windows.window(number, epoch=epoch)
+            else:
+                skipped, size = position - whole, self.documents - whole
+                # A number above the items of all windows.
+                item = (self.component << COMPONENT_SHIFT) + whole + 1
+                ordered = whole + permute(np.arange(size), size=size, seed=self.seed, epoch=epoch, item=item)
+            ordered = ordered[skipped : skipped + stop - first]
+            indices.append(ordered)
+            epochs.append(np.full(len(ordered), epoch))
+            first += len(ordered)
+        return np.concatenate(indices), np.concatenate(epochs)
 
 
 def permute(

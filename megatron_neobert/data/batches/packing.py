@@ -10,7 +10,7 @@ Pure functions of document lengths; no token is read. There are two layouts:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,19 @@ LongDocuments = Literal["truncate", "chunk"]
 BatchLayout = Literal["packed", "concatenated"]
 
 
+class Documents(NamedTuple):
+    """Columns of n documents."""
+
+    numbers_n: NDArray[np.int64]  # document number, plus the component number << COMPONENT_SHIFT
+    lengths_n: NDArray[np.int32]  # tokens, at least 1
+    epochs_n: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Segments:
     """Columns of n segments. A segment is a document or a contiguous range of its tokens."""
 
-    documents_n: NDArray[np.int64]  # document number, plus the component number << COMPONENT_SHIFT
+    documents_n: NDArray[np.int64]  # Documents.numbers_n
     epochs_n: NDArray[np.int64]
     starts_n: NDArray[np.int64]  # index of the first token in the document
     lengths_n: NDArray[np.int64]  # tokens, without [CLS] and [SEP]
@@ -91,32 +99,24 @@ def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
     )
 
 
-def cut_documents(
-    documents_n: NDArray[np.int64],
-    lengths_n: NDArray[np.int32],
-    epochs_n: NDArray[np.int64],
-    *,
-    seq_length: int,
-    long_documents: LongDocuments,
-) -> Segments:
+def cut_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> Segments:
     """Cut documents into segments of at most `seq_length` tokens, including [CLS] and [SEP].
 
     Args:
-        lengths_n: Tokens of each document, at least 1.
         long_documents: `truncate` keeps the first segment of each document, `chunk` keeps all.
     """
     segment_tokens = seq_length - ADDED_TOKENS
-    segments_n = -(-lengths_n.astype(np.int64) // segment_tokens)
+    segments_n = -(-documents.lengths_n.astype(np.int64) // segment_tokens)
     if long_documents == "truncate":
         segments_n = np.minimum(segments_n, 1)
     source = np.repeat(np.arange(len(segments_n)), segments_n)
     index_in_document = np.arange(len(source)) - np.repeat(np.cumsum(segments_n) - segments_n, segments_n)
     starts = index_in_document * segment_tokens
     return Segments(
-        documents_n=documents_n[source],
-        epochs_n=epochs_n[source],
+        documents_n=documents.numbers_n[source],
+        epochs_n=documents.epochs_n[source],
         starts_n=starts,
-        lengths_n=np.minimum(lengths_n[source] - starts, segment_tokens),
+        lengths_n=np.minimum(documents.lengths_n[source] - starts, segment_tokens),
         has_cls_n=np.ones(len(source), dtype=np.bool_),
         has_sep_n=np.ones(len(source), dtype=np.bool_),
     )
@@ -136,14 +136,7 @@ def pack_segments(segments: Segments, *, seq_length: int) -> PackedSequences:
     )
 
 
-def concatenate_documents(
-    documents_n: NDArray[np.int64],
-    lengths_n: NDArray[np.int32],
-    epochs_n: NDArray[np.int64],
-    *,
-    seq_length: int,
-    long_documents: LongDocuments,
-) -> PackedSequences:
+def concatenate_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> PackedSequences:
     """Join the documents of one window end to end, and cut them into sequences of `seq_length` tokens.
 
     Each document has one [CLS] and one [SEP], even if it is cut. Only the last sequence of the window can be shorter.
@@ -151,7 +144,7 @@ def concatenate_documents(
     Args:
         long_documents: `truncate` keeps the first `seq_length - 2` tokens of each document, `chunk` keeps all.
     """
-    lengths_n = lengths_n.astype(np.int64)
+    lengths_n = documents.lengths_n.astype(np.int64)
     if long_documents == "truncate":
         lengths_n = np.minimum(lengths_n, seq_length - ADDED_TOKENS)
     sizes_n = lengths_n + ADDED_TOKENS
@@ -167,8 +160,8 @@ def concatenate_documents(
     has_cls, has_sep = first_offsets == 0, end_offsets == sizes_n[source]
     first_tokens = first_offsets - 1 + has_cls
     segments = Segments(
-        documents_n=documents_n[source],
-        epochs_n=epochs_n[source],
+        documents_n=documents.numbers_n[source],
+        epochs_n=documents.epochs_n[source],
         starts_n=first_tokens,
         lengths_n=end_offsets - 1 - has_sep - first_tokens,
         has_cls_n=has_cls,

@@ -8,6 +8,7 @@ rest of the window, fewer than 4,096 documents, is skipped. If the documents cha
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import attrgetter
 
 from megatron_neobert.config.phases import Phase, phase_at, resolve_phases
 from megatron_neobert.config.schema import Settings
@@ -17,8 +18,8 @@ from megatron_neobert.data.batches.stream import BatchStream, StepBatches, build
 from megatron_neobert.data.batches.windows import Cursor, next_window
 
 # Settings that the order of the documents depends on, and settings that the packing of a window depends on.
-_ORDER = (("data", "share_of_data_path"), ("data", "document_block_size"), ("training", "seed"))
-_PACKING = (("data", "seq_length"), ("data", "long_documents"), ("data", "batch_layout"))
+_order_settings = attrgetter("data.share_of_data_path", "data.document_block_size", "training.seed")
+_packing_settings = attrgetter("data.seq_length", "data.long_documents", "data.batch_layout")
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class TrainingStream:
             previous: Settings of the previous batches, with phases resolved.
             identity: Hash of the data of the previous batches.
         """
-        if identity not in self.identities[phase.number] or _differ(previous, phase.settings, _ORDER):
+        has_other_data = identity not in self.identities[phase.number]
+        if has_other_data or _order_settings(previous) != _order_settings(phase.settings):
             return Cursor()
-        if _differ(previous, phase.settings, _PACKING):
+        if _packing_settings(previous) != _packing_settings(phase.settings):
             stream = self.streams[phase.number]
             return next_window(stream.sources, stream.settings, cursor)
         return cursor
@@ -92,9 +94,3 @@ def build_training_stream(settings: Settings, inputs: list[Inputs], *, fixed_sha
         for phase, phase_inputs in zip(resolve_phases(settings), inputs, strict=True)
     ]
     return TrainingStream(settings, tuple(phase_inputs.identities for phase_inputs in inputs), tuple(streams))
-
-
-def _differ(previous: Settings, current: Settings, names: tuple[tuple[str, str], ...]) -> bool:
-    return any(
-        getattr(getattr(previous, section), name) != getattr(getattr(current, section), name) for section, name in names
-    )

@@ -17,14 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
-from megatron_neobert.data.batches.order import (
-    COMPONENT_SHIFT,
-    documents_between,
-    documents_of_window,
-    windows_of_epoch,
-)
+from megatron_neobert.data.batches.order import COMPONENT_SHIFT, DocumentOrder
 from megatron_neobert.data.batches.packing import (
     BatchLayout,
+    Documents,
     LongDocuments,
     PackedSequences,
     concatenate_documents,
@@ -101,9 +97,7 @@ def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
     """
     if len(sources) > 1:
         return 1 << COMPONENT_SHIFT
-    return windows_of_epoch(
-        len(sources[0].documents), window_documents=WINDOW_DOCUMENTS, block_size=settings.document_block_size
-    )
+    return _order_of(sources[0], settings, window_documents=WINDOW_DOCUMENTS).windows
 
 
 def next_window(sources: Sequence[Source], settings: BatchSettings, cursor: Cursor) -> Cursor:
@@ -116,25 +110,20 @@ def next_window(sources: Sequence[Source], settings: BatchSettings, cursor: Curs
 
 def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> PackedSequences:
     """Return the packed sequences of one window, in random order. Documents of all sources are packed together."""
-    documents_n, epochs_n, lengths_n = documents_in_window(sources, settings, epoch=epoch, window=window)
+    documents = documents_in_window(sources, settings, epoch=epoch, window=window)
     seq_length, long_documents = settings.seq_length, settings.long_documents
     if settings.batch_layout == "concatenated":
-        packed = concatenate_documents(
-            documents_n, lengths_n, epochs_n, seq_length=seq_length, long_documents=long_documents
-        )
+        packed = concatenate_documents(documents, seq_length=seq_length, long_documents=long_documents)
     else:
-        segments = cut_documents(documents_n, lengths_n, epochs_n, seq_length=seq_length, long_documents=long_documents)
+        segments = cut_documents(documents, seq_length=seq_length, long_documents=long_documents)
         packed = pack_segments(segments, seq_length=seq_length)
     return packed.shuffle(seed=settings.seed, epoch=epoch, window=window)
 
 
-def documents_in_window(
-    sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-    """Return number, epoch and length of each document of a window, in the order of the window.
+def documents_in_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> Documents:
+    """Return the documents of a window, in the order of the window.
 
-    The number has the index of the document's component in its upper bits (COMPONENT_SHIFT), so that the masks of a
-    document differ between components.
+    Their numbers include the component, so that the masks of a document differ between components.
 
     A single source gives its window of `epoch`. In a blend, each source has an endless order, one epoch after another.
     With the share s, it gives documents floor(k n s) to floor((k + 1) n s) of this order to window k of n documents:
@@ -149,26 +138,31 @@ def documents_in_window(
     size = WINDOW_DOCUMENTS // period * period or WINDOW_DOCUMENTS
     columns = []
     for component, source in enumerate(sources):
-        order: dict[str, int] = {
-            "documents": len(source.documents),
-            "block_size": settings.document_block_size,
-            "seed": settings.seed,
-            "component": component,
-        }
         if len(sources) == 1:
-            indices = documents_of_window(window, window_documents=WINDOW_DOCUMENTS, epoch=epoch, **order)
+            indices = _order_of(source, settings, window_documents=WINDOW_DOCUMENTS).window(window, epoch=epoch)
             epochs_n = np.full(len(indices), epoch)
         else:
             first, stop = (number * size * source.weight // period for number in (window, window + 1))
             per_window = max(1, size * source.weight // period)
-            indices, epochs_n = documents_between(first, stop, window_documents=per_window, **order)
+            order = _order_of(source, settings, window_documents=per_window, component=component)
+            indices, epochs_n = order.between(first, stop)
         numbers = source.numbers(indices)
-        documents_n = numbers + (component << COMPONENT_SHIFT)
         relative_positions_n = (np.arange(len(numbers)) + 0.5) / max(1, len(numbers))
-        columns.append((documents_n, epochs_n, source.corpus.lengths[numbers], relative_positions_n))
-    documents_n, epochs_n, lengths_n, relative_positions_n = map(np.concatenate, zip(*columns, strict=True))
+        tagged_n = numbers + (component << COMPONENT_SHIFT)
+        columns.append((relative_positions_n, tagged_n, source.corpus.lengths[numbers], epochs_n))
+    relative_positions_n, *documents = map(np.concatenate, zip(*columns, strict=True))
     order_n = np.argsort(relative_positions_n, kind="stable")
-    return documents_n[order_n], epochs_n[order_n], lengths_n[order_n]
+    return Documents(*(column[order_n] for column in documents))
+
+
+def _order_of(source: Source, settings: BatchSettings, *, window_documents: int, component: int = 0) -> DocumentOrder:
+    return DocumentOrder(
+        documents=len(source.documents),
+        window_documents=window_documents,
+        block_size=settings.document_block_size,
+        seed=settings.seed,
+        component=component,
+    )
 
 
 def masked_capacity(tokens: int, *, probability: float) -> int:

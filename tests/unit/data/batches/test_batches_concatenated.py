@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, micro_batches, stream_of
 
-from megatron_neobert.data.batches.packing import concatenate_documents
+from megatron_neobert.data.batches.packing import Documents, concatenate_documents
 
 pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
@@ -22,9 +22,8 @@ def corpus() -> MemoryCorpus:
 @pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
 def test_a_window_has_every_document_once_between_one_cls_and_one_sep(corpus, long_documents):
     numbers = np.random.default_rng(0).permutation(150)
-    packed = concatenate_documents(
-        numbers, corpus.lengths[numbers], np.full(150, 3), seq_length=64, long_documents=long_documents
-    )
+    documents = Documents(numbers, corpus.lengths[numbers], epochs_n=np.full(150, 3))
+    packed = concatenate_documents(documents, seq_length=64, long_documents=long_documents)
     segments = packed.segments
     by_document = defaultdict(list)
     for number, start, length, cls, sep in zip(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from unit.data.corpus.memory_corpus import batch_settings
 
-from megatron_neobert.data.batches.order import COMPONENT_SHIFT, documents_between
+from megatron_neobert.data.batches.order import COMPONENT_SHIFT, DocumentOrder
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.batches.windows import Source, documents_in_window
 
@@ -25,8 +25,8 @@ def blend(corpora, *, weights=WEIGHTS, **settings) -> BatchStream:
 
 
 def documents_per_component(sources: tuple[Source, ...], window: int) -> np.ndarray:
-    documents_n, _, _ = documents_in_window(sources, batch_settings(), epoch=0, window=window)
-    return np.bincount(documents_n >> COMPONENT_SHIFT, minlength=len(sources))
+    documents = documents_in_window(sources, batch_settings(), epoch=0, window=window)
+    return np.bincount(documents.numbers_n >> COMPONENT_SHIFT, minlength=len(sources))
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 2, 2), (3, 7), (1, 999), (5, 3, 2, 30), (333, 667), (17,) * 9])
@@ -61,10 +61,10 @@ def test_every_epoch_of_a_source_has_each_of_its_documents_once(corpora, block_s
 
 
 def test_any_range_of_the_endless_order_equals_that_range_of_the_whole_order():
-    order = {"documents": 150, "window_documents": 20, "block_size": 8, "seed": 1, "component": 3}
-    whole = documents_between(0, 500, **order)
+    order = DocumentOrder(documents=150, window_documents=20, block_size=8, seed=1, component=3)
+    whole = order.between(0, 500)
     for first, stop in ((0, 1), (143, 152), (17, 460), (299, 300), (300, 300)):
-        for values, expected in zip(documents_between(first, stop, **order), whole, strict=True):
+        for values, expected in zip(order.between(first, stop), whole, strict=True):
             assert np.array_equal(values, expected[first:stop])
 
 
@@ -74,6 +74,6 @@ def test_the_documents_of_a_window_are_those_of_earlier_versions(corpora, block_
     settings = batch_settings(document_block_size=block_size)
     content = hashlib.sha256()
     for window in (0, 1, 987_654):
-        numbers, epochs, _ = documents_in_window(blend(corpora).sources, settings, epoch=0, window=window)
-        content.update(numbers.tobytes() + epochs.tobytes())
+        documents = documents_in_window(blend(corpora).sources, settings, epoch=0, window=window)
+        content.update(documents.numbers_n.tobytes() + documents.epochs_n.tobytes())
     assert content.hexdigest()[:16] == expected

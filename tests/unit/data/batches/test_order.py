@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_neobert.data.batches.order import documents_of_window, permute, split_ranges, windows_of_epoch
+from megatron_neobert.data.batches.order import DocumentOrder, permute, split_ranges
 from megatron_neobert.errors import ConfigError
 
 
@@ -38,8 +38,8 @@ def test_all_orders_of_four_documents_are_equally_likely():
 
 def windows(documents: int, *, block_size: int) -> list[np.ndarray]:
     """Return all windows of an epoch."""
-    settings = {"documents": documents, "window_documents": 4096, "block_size": block_size}
-    return [documents_of_window(window, seed=1, epoch=0, **settings) for window in range(windows_of_epoch(**settings))]
+    order = DocumentOrder(documents=documents, window_documents=4096, block_size=block_size, seed=1)
+    return [order.window(number, epoch=0) for number in range(order.windows)]
 
 
 @pytest.mark.parametrize("documents", [1, 255, 256, 257, 4096, 50_001])

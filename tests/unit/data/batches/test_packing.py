@@ -4,6 +4,7 @@ from unit.data.corpus.memory_corpus import web_like_lengths
 
 from megatron_neobert.data.batches.packing import (
     ADDED_TOKENS,
+    Documents,
     Segments,
     best_fit_decreasing,
     cut_documents,
@@ -12,13 +13,9 @@ from megatron_neobert.data.batches.packing import (
 
 
 def cut(lengths, *, seq_length=1024, long_documents="truncate") -> Segments:
-    return cut_documents(
-        np.arange(len(lengths)) + 100,
-        np.asarray(lengths, dtype=np.int32),
-        np.full(len(lengths), 7),
-        seq_length=seq_length,
-        long_documents=long_documents,
-    )
+    numbers, lengths_n = np.arange(len(lengths)) + 100, np.asarray(lengths, dtype=np.int32)
+    documents = Documents(numbers, lengths_n, epochs_n=np.full(len(lengths), 7))
+    return cut_documents(documents, seq_length=seq_length, long_documents=long_documents)
 
 
 def as_set(segments: Segments) -> set[tuple[int, ...]]:
