@@ -56,7 +56,7 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal without UTF-8 shows escapes.
         sys.stdout.reconfigure(errors="backslashreplace")
-    print(f"batch {global_batch.iteration:,}")
+    print(f"batch {options.iteration:,}")
     for name, line in describe(global_batch).items():
         print(f"  {name:<12}{line}")
     print("", *(f"  {mark:15}{meaning}" for mark, meaning in _LEGEND.items()), sep="\n")

@@ -37,7 +37,6 @@ class MicroBatch(NamedTuple):
 class GlobalBatch:
     """Micro-batches of all ranks in one iteration."""
 
-    iteration: int
     settings: Settings  # in force in this iteration, with phases resolved
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
@@ -82,7 +81,6 @@ def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None
     stream, packed, _ = next(batches.from_iteration(iteration).global_batches())
     size = stream.settings.micro_batch_size
     return GlobalBatch(
-        iteration=iteration,
         settings=phase_at(settings, iteration).settings,
         tokenizer=inputs[0].tokenizer,
         sources=stream.sources,

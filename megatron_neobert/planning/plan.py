@@ -97,7 +97,7 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
     sections = [
         ("model", [model_line(settings, vocab_size)]),
-        ("ranks", [describe_ranks(settings, world_size)]),
+        ("ranks", [ranks_line(settings, world_size)]),
     ]
     for forecast in forecasts:
         if len(forecasts) > 1:
@@ -129,7 +129,7 @@ def model_line(settings: Settings, vocab_size: int) -> str:
     )
 
 
-def describe_ranks(settings: Settings, world_size: int) -> str:
+def ranks_line(settings: Settings, world_size: int) -> str:
     parallel = settings.parallel
     shares = {
         "tensor-parallel": parallel.tensor_model_parallel_size,
@@ -261,13 +261,13 @@ def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
     sequences, squares, offered_tokens, text_tokens = 0, 0, 0, 0
     documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
     for window in range(min(count_windows(sources, batch), _MOST_WINDOWS)):
-        documents = documents_in_window(sources, batch, epoch=0, window=window)
+        offered = documents_in_window(sources, batch, epoch=0, window=window)
         packed = pack_window(sources, batch, epoch=0, window=window)
         segments, packed_lengths_n = packed.segments, packed.segments.packed_lengths_n
         # A document that is cut has one first segment.
         is_first_n = segments.has_cls_n & (segments.starts_n == 0)
         sequences += len(packed)
-        offered_tokens += int(documents.lengths_n.sum())
+        offered_tokens += int(offered.lengths_n.sum())
         text_tokens += int(segments.lengths_n.sum())
         documents_c += np.bincount(segments.components_n[is_first_n], minlength=len(sources))
         tokens_c += np.bincount(segments.components_n, weights=packed_lengths_n, minlength=len(sources))

@@ -69,19 +69,16 @@ def open_inputs(data: DataConfig) -> Inputs:
     entries = data.valid_data_path or ()
     for name, entry in zip(curve_names(entries), entries, strict=True):
         validation[name], _ = _split_sources(parse_data_path([entry], flag="--valid-data-path"), "100", open_corpus)
-    corpora = [open_corpus(component.prefix) for component in components]
     return Inputs(
         tokenizer=tokenizer,
         training=training,
         validation=validation,
         identities=(
-            _identity(components, corpora, training, lambda manifest: manifest.documents_sha256),
-            _identity(components, corpora, training, lambda manifest: manifest.sha256),
+            _identity(components, training, lambda manifest: manifest.documents_sha256),
+            _identity(components, training, lambda manifest: manifest.sha256),
         ),
         description=[
-            f"{component}: {len(source.documents):,} of {corpus.manifest.documents:,} documents "
-            f"({corpus.manifest.tokens:,} tokens){_held_out(corpus, data)}"
-            for component, corpus, source in zip(components, corpora, training, strict=True)
+            _describe(component, source, data) for component, source in zip(components, training, strict=True)
         ],
     )
 
@@ -148,10 +145,14 @@ def _split_sources(
     return tuple(training), tuple(validation)
 
 
-def _held_out(corpus: Corpus, data: DataConfig) -> str:
-    """Format the number of documents that --split holds out; empty if it holds out none."""
-    held_out = sum(map(len, split_ranges(len(corpus), data.share_of_data_path)[1:]))
-    return f", {held_out:,} held out by --split {data.split}" if held_out else ""
+def _describe(component: Component, source: Source, data: DataConfig) -> str:
+    """Format the number of documents of a component, and of those that --split holds out."""
+    corpus = source.corpus
+    held_out = len(corpus) - len(split_ranges(len(corpus), data.share_of_data_path)[0])
+    return (
+        f"{component}: {len(source.documents):,} of {len(corpus):,} documents ({corpus.manifest.tokens:,} tokens)"
+        + (f", {held_out:,} held out by --split {data.split}" if held_out else "")
+    )
 
 
 def _choose(
@@ -169,17 +170,13 @@ def _choose(
     return chosen
 
 
-def _identity(
-    components: Sequence[Component],
-    corpora: Sequence[Corpus],
-    sources: Sequence[Source],
-    hash_of: Callable[[Manifest], str],
-) -> str:
+def _identity(components: Sequence[Component], sources: Sequence[Source], hash_of: Callable[[Manifest], str]) -> str:
     """Return the hash of --data-path; `hash_of` returns the hash of one corpus."""
     if len(components) == 1 and not components[0].is_filtered:
-        return hash_of(corpora[0].manifest)
+        return hash_of(sources[0].corpus.manifest)
     lines = []
-    for weight, component, corpus, source in zip(whole_weights(components), components, corpora, sources, strict=True):
+    for weight, component, source in zip(whole_weights(components), components, sources, strict=True):
+        corpus = source.corpus
         # The format of this line must not change, so that checkpoints of earlier versions resume.
         line = f"{weight} {hash_of(corpus.manifest)} {component.minimum} {component.maximum}"
         if component.drop is not None:

@@ -1,8 +1,7 @@
 """Windows of documents: which documents a window has, and the packed sequences that it becomes.
 
-All ranks walk the same windows of the same permuted documents and pack them alike, which reads only lengths. The
-documents of a blend's window follow from its number and the weights. A `Cursor` points to the next unread packed
-sequence; to resume there costs the packing of one window.
+All ranks pack the same windows alike, which reads only lengths. The documents of a window follow from its number and
+the settings. A `Cursor` points to the next unread packed sequence; resuming there costs the packing of one window.
 
 With `BatchSettings.fixed_shapes`, kernels and memory can be planned once for all micro-batches: arrays whose length
 varies are padded to a capacity that nearly every micro-batch stays below, six standard deviations above the mean. A
@@ -38,7 +37,7 @@ WINDOW_DOCUMENTS = 4096
 IGNORED_LABEL = -100  # default ignore_index of torch's cross-entropy
 _DEVIATIONS = 6  # a normal variable exceeds them once in 10^9 draws
 _MASKED_MULTIPLE = 128  # FP8 and tensor-core tiles need multiples of 16 and 128
-_DOCUMENTS_MULTIPLE = 64  # few different document counts, so that few attention plans are built
+_DOCUMENTS_MULTIPLE = 64  # few different document counts, and therefore few attention plans
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Source:
     weight: int = 1  # documents of this source among sum(weights) documents of the blend
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the corpus's numbers of the documents at `indices`, each in [0, len(self.documents))."""
+        """Return the numbers in the corpus of the documents at `indices`, each in [0, len(self.documents))."""
         if isinstance(self.documents, range):
             return self.documents.start + indices
         return self.documents.numbers(indices)
@@ -93,7 +92,7 @@ class Cursor:
 def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
     """Return the number of windows in an epoch of a single source.
 
-    A blend has no epoch: its number of windows is the limit of what random draws can number, more than any run reads.
+    A blend has no epochs. Its number of windows is the limit of the random draws, and more than any run reads.
     """
     if len(sources) > 1:
         return 1 << COMPONENT_SHIFT

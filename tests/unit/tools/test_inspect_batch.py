@@ -1,6 +1,5 @@
 """`neobert inspect batch`, as a user starts it."""
 
-import shutil
 from dataclasses import asdict
 
 import pytest
@@ -48,13 +47,3 @@ def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_start_for_any_layout
 def test_an_iteration_or_checkpoint_that_does_not_exist_is_refused(place, arguments, code, message):
     ended, _, errors = call("inspect batch", "--load", place / "run", *arguments)
     assert ended == code and message in errors
-
-
-def test_control_characters_in_settings_do_not_reach_the_terminal(place, tmp_path):
-    """tests/unit/test_errors.py has the control."""
-    folder = tmp_path / "run" / "iter_0000004"
-    shutil.copytree(place / "run" / "iter_0000004", folder)
-    (folder / "settings.yaml").write_text('model: {normalization: "\\e]0;owned\\a"}')
-    code, printed, errors = call("inspect batch", "--load", tmp_path / "run", "--iteration", 6)
-    assert (code, printed) == (78, "")
-    assert "owned" in errors and not {"\x1b", "\x07"} & set(errors)
