@@ -33,7 +33,7 @@ class InspectBatchOptions:
 
     iteration: int = option(help="iteration of the batch; the first is 1", metavar="K", minimum=1)
     load: Path | None = option(None, "folder of a run (its --save)", metavar="SAVE")
-    config: str | None = option(None, "file with the settings of a run, instead of those in --load", metavar="FILE")
+    config: str | None = option(None, "YAML file with settings, instead of the settings in --load", metavar="FILE")
     rows: int = option(4, "packed sequences to show as text; 0 shows only the statistics", minimum=0)
 
 
@@ -45,7 +45,7 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
     settings unless --config is given.
 
     Raises:
-        ConfigError: The settings are not those of a possible run.
+        ConfigError: The settings break a rule, or the run has no such iteration.
     """
     checkpoint, settings = choose_origin(options, [*flags, *_ONE_RANK])
 
@@ -76,7 +76,7 @@ def choose_origin(options: InspectBatchOptions, flags: list[str]) -> tuple[Path 
     """Return the checkpoint to start from (None: the first iteration), and the settings of the run.
 
     Raises:
-        ConfigError: The settings are not those of a possible run.
+        ConfigError: The settings break a rule, or the run has no such iteration.
         MissingInputError: --load has no checkpoint that this command needs.
     """
     from megatron_neobert.checkpoint.folder import list_checkpoints

@@ -1,7 +1,7 @@
 """Rebuilds the global batch of an iteration of a run, with the code that builds it in training.
 
-The settings of a batch are those of the process that trained on it. They are in the first checkpoint after the batch.
-No tensors of checkpoints are read.
+The settings of a batch are those of the process that trained on it, and are in the first checkpoint after the batch.
+Tensors of checkpoints are not read.
 
 Without a checkpoint before the batch, all earlier packed sequences are packed again. This reads only lengths, about 2 M
 documents per second.
@@ -53,9 +53,9 @@ def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None
     Raises:
         MissingInputError, DataError: The inputs that the settings name are missing or damaged.
         ConfigError: The settings are wrong, or the run has no such iteration.
-        CheckpointError: The checkpoint was trained on other data.
+        CheckpointError: The checkpoint was trained on another corpus.
     """
-    # A run with --continue-from counts its iterations on from the other run's.
+    # A run with --continue-from begins after the newest checkpoint of that folder.
     continue_from = settings.checkpoint.continue_from
     origin = latest_checkpoint(Path(continue_from)) if checkpoint is None and continue_from is not None else checkpoint
     refuse_later_iteration(settings, iteration)

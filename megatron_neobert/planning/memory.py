@@ -41,7 +41,7 @@ def plan_memory(settings: Settings, *, vocab_size: int, world_size: int, masked_
     """
     tp, stages = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
     padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=tp)
-    layer, kept = layer_bytes(settings)
+    layer, kept_by_layer = layer_bytes(settings)
     logits = _element_bytes(settings) * masked_tokens * padded // tp
     ranks = []
     for stage in range(stages):
@@ -56,7 +56,7 @@ def plan_memory(settings: Settings, *, vocab_size: int, world_size: int, masked_
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
-                activations=in_flight * settings.layers_per_stage * kept,
+                activations=in_flight * settings.layers_per_stage * kept_by_layer,
                 head=head,
                 work=max(layer, head),  # gradients of a layer's activations or of the logits
             )

@@ -241,10 +241,10 @@ def checkpoint_line(settings: Settings, *, vocab_size: int) -> str:
         return f"{in_bytes(size)} each; none is saved without --save"
     folder = existing_parent(Path(checkpoint.save).resolve())
     free = shutil.disk_usage(folder).free
-    kept = "all are kept" if checkpoint.keep_last is None else f"the last {checkpoint.keep_last} are kept"
+    retention = "all are kept" if checkpoint.keep_last is None else f"the last {checkpoint.keep_last} are kept"
     return (
-        f"{in_bytes(size)} each, every {counted(checkpoint.save_interval, 'iteration')}; {kept}; {in_bytes(free)} free "
-        f"in {folder}, which is room for {free // size:,}"
+        f"{in_bytes(size)} each, every {counted(checkpoint.save_interval, 'iteration')}; {retention}; "
+        f"{in_bytes(free)} free in {folder}, which is room for {free // size:,}"
     )
 
 

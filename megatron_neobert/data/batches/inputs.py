@@ -146,7 +146,7 @@ def _split_sources(
 
 
 def _describe(component: Component, source: Source, data: DataConfig) -> str:
-    """Format the number of documents of a component, and of those that --split holds out."""
+    """Format the number of documents of a component, and of documents that --split holds out."""
     corpus = source.corpus
     held_out = len(corpus) - len(split_ranges(len(corpus), data.share_of_data_path)[0])
     return (
