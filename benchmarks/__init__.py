@@ -1,1 +1,4 @@
-"""Commands that measure what the documentation claims about speed and memory, beside other tools."""
+"""Benchmarks behind the figures on speed and memory in the documentation, with other tools for comparison.
+
+Each `benchmark_*.py`, `roofline.py` and `speedrun.py` is a command; `shared.py` has the code that they share.
+"""

@@ -1,14 +1,13 @@
-"""Measure the rows and tokens per second that one core prepares for training, beside other loaders.
+"""Measure the rows and tokens per second that one core prepares for training, in comparison with other loaders.
 
     python benchmarks/benchmark_loader.py
 
-Everything between a tokenised corpus in the page cache and a masked batch counts: order, packing or padding, reading,
-masking, tensors. All loaders run in this one process (but for their workers), on one core, in turns, so that the
-machine's mood hits all of them. What counts are CPU seconds, workers included, and tokens of documents, with their
-[CLS] and [SEP] and without padding.
+A row is one sequence of a batch, packed or padded. The work of a loader is everything between a tokenised corpus in the
+page cache and a masked batch: order, packing or padding, reading, masking and tensors. All loaders run in this process,
+apart from their workers, on one core and in turns, so that drifts of the machine affect all alike. Seconds are CPU
+seconds including workers. Tokens include [CLS] and [SEP], but not padding.
 
-This project packs documents into rows; Hugging Face's collator pads them, or takes rows that were filled beforehand
-with documents end to end.
+This project packs documents. Hugging Face's collator pads documents, or gets full rows of concatenated documents.
 """
 
 import argparse
@@ -26,32 +25,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import run_command
 
 OURS = "this project, in process"
 PACKAGES = ("torch", "numpy", "transformers", "nvidia-dali-cuda130")
-PEER_DOCUMENTS = 8192  # held in memory as Python objects; the peer's speed does not depend on how many there are
-SETTLE_SECONDS = 0.3  # long enough for a worker to fill its queue
-MASKED_SHARE = 0.2  # the paper's
+PEER_DOCUMENTS = 8192  # kept in memory as Python lists; their number does not affect the speed of the collator
+SETTLE_SECONDS = 0.3  # time in which a worker fills its queue
+MASKED_SHARE = 0.2  # as in the paper
 SEED = 1234
 
 
 @dataclass(frozen=True)
 class Job:
-    """Task of every loader."""
+    """Input of every loader."""
 
     corpus: Any  # megatron_neobert.data.corpus.reader.Corpus
     tokenizer: Any  # megatron_neobert.data.tokenizer.tokenizer.Tokenizer
     seq_length: int
     batch_size: int  # rows
-    folder: Path  # for a peer's own files
+    folder: Path  # for files of the loaders
 
 
 class Size(NamedTuple):
-    """Counts of one batch."""
+    """Size of one batch."""
 
     rows: int
     capacity: int  # tokens, padding included
@@ -60,7 +59,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """Batches that one loader prepared in one round."""
+    """Size of all batches that one loader prepared in one round."""
 
     loader: str
     rows: int
@@ -80,16 +79,17 @@ class Turn:
 def main() -> int:
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--documents", type=int, default=12_288, metavar="N", help="of the made-up corpus (%(default)s)")
-    add("--seq-length", type=int, default=1024, metavar="N", help="tokens of a row (%(default)s)")
-    add("--batch-size", type=int, default=128, metavar="N", help="rows of a batch (%(default)s)")
-    add("--rounds", type=int, default=5, metavar="N", help="turns of each, of which the median counts (%(default)s)")
-    add("--seconds", type=float, default=2.0, metavar="S", help="of each turn (%(default)s)")
-    add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
+    add("--documents", type=int, default=12_288, metavar="N", help="documents of the generated corpus (%(default)s)")
+    add("--seq-length", type=int, default=1024, metavar="N", help="tokens per row (%(default)s)")
+    add("--batch-size", type=int, default=128, metavar="N", help="rows per batch (%(default)s)")
+    add("--rounds", type=int, default=5, metavar="N", help="turns of each loader; the table has medians (%(default)s)")
+    add("--seconds", type=float, default=2.0, metavar="S", help="seconds per turn (%(default)s)")
+    add("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
     arguments = parser.parse_args()
     from benchmarks.shared import describe_machine, print_table, write_figures
 
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded, which is later
+    # torch reads this variable when it is imported, which is later.
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         job = open_job(arguments, Path(folder))
@@ -104,6 +104,7 @@ def main() -> int:
 
 
 def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
+    """Write and open the corpus."""
     from benchmarks.shared import write_corpus
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -120,25 +121,21 @@ def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
 
 
 def our_stream(job: Job) -> Any:
-    from megatron_neobert.data.batches.inputs import token_ids_of
-    from megatron_neobert.data.batches.masking import MaskingScheme
-    from megatron_neobert.data.batches.rows import Source
-    from megatron_neobert.data.batches.stream import BatchSettings, BatchStream
+    from megatron_neobert.config.schema import DataConfig, Settings, TrainingConfig
+    from megatron_neobert.data.batches.inputs import batch_settings
+    from megatron_neobert.data.batches.stream import BatchStream
+    from megatron_neobert.data.batches.windows import Source
 
-    settings = BatchSettings(
-        seq_length=job.seq_length,
-        micro_batch_size=job.batch_size,
-        global_batch_size=job.batch_size,
-        long_documents="truncate",
-        masking=MaskingScheme(MASKED_SHARE),
-        token_ids=token_ids_of(job.tokenizer),
-        seed=SEED,
+    settings = Settings(
+        data=DataConfig(seq_length=job.seq_length, mask_prob=MASKED_SHARE),
+        training=TrainingConfig(micro_batch_size=job.batch_size, global_batch_size=job.batch_size, seed=SEED),
     )
-    return BatchStream((Source(job.corpus, range(len(job.corpus))),), settings)
+    source = Source(job.corpus, range(len(job.corpus)))
+    return BatchStream((source,), batch_settings(settings, job.tokenizer))
 
 
 def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Size]:
-    """Yield batches of the loader of training."""
+    """Yield the batches of the loader that training uses."""
     import torch
 
     from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
@@ -152,25 +149,25 @@ def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Siz
         yield Size(job.batch_size, step.micro_batches[0].tokens_t.numel(), step.real_tokens)
 
 
-# ---- others
+# ---- other loaders
 
 
 def padded_examples(job: Job) -> list[list[int]]:
-    """Return documents as tokenizers do, cut at the row's length."""
+    """Return documents as a tokenizer does with truncation: one document per row, without padding."""
     cls, sep = job.tokenizer.cls_id, job.tokenizer.sep_id
     documents = (job.corpus.document(number) for number in range(min(len(job.corpus), PEER_DOCUMENTS)))
     return [[cls, *document[: job.seq_length - 2].tolist(), sep] for document in documents]
 
 
 def full_examples(job: Job) -> list[list[int]]:
-    """Return the same documents end to end, cut into full rows, as run_mlm.py of transformers does."""
+    """Return the same documents concatenated and cut into full rows, as run_mlm.py of transformers does."""
     tokens = list(itertools.chain.from_iterable(padded_examples(job)))
     rows = len(tokens) // job.seq_length
     return [tokens[row * job.seq_length :][: job.seq_length] for row in range(rows)]
 
 
 def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[Size]:
-    """Yield batches of DataCollatorForLanguageModeling over shuffled lists in memory: nothing is read."""
+    """Yield batches of DataCollatorForLanguageModeling over shuffled lists in memory."""
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
     job.tokenizer.save_tokenizer_files(job.folder / "tokenizer", model_max_length=job.seq_length)
@@ -189,11 +186,14 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
             yield Size(job.batch_size, batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
 
 
-# ---- measuring
+# ---- measurement
 
 
 def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
-    """Return the loaders in the order of the table, those with workers first: other libraries bring threads."""
+    """Return the installed loaders in the order of the table; print how to install DALI if it is missing.
+
+    Loaders with workers come first, because workers must be forked before other libraries start threads.
+    """
     loaders: dict[str, Callable[[Job], Iterator[Size]]] = {
         OURS: partial(ours, num_workers=0),
         "this project, 1 worker": partial(ours, num_workers=1),
@@ -202,7 +202,7 @@ def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
         loaders["this project, DALI, in process"] = partial(ours, num_workers=0, with_dali=True)
         loaders["this project, DALI, 1 worker"] = partial(ours, num_workers=1, with_dali=True)
     else:
-        print("DALI is left out, it is not installed: pip install 'megatron-neobert[dali]'")
+        print("skipping DALI, which is not installed: pip install 'megatron-neobert[dali]'")
     return loaders | {
         "transformers, padded": partial(collator, examples=padded_examples),
         "transformers, full rows": partial(collator, examples=full_examples),
@@ -210,7 +210,7 @@ def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
 
 
 def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: float) -> list[Turn]:
-    """Run every loader once a round, after one batch each that is not counted."""
+    """Run every loader once per round, after one batch that is not counted."""
     from benchmarks.shared import in_turns
 
     for batches in loaders.values():
@@ -223,7 +223,7 @@ def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: fl
 
 
 def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
-    """Take batches for so many seconds; workers have full queues when the clock starts and when it stops."""
+    """Take batches for a number of seconds. The queues of workers are full when the clock starts and when it stops."""
     time.sleep(SETTLE_SECONDS)
     cpu, end = tree_cpu_seconds(), time.perf_counter() + seconds
     taken = [next(batches)]
@@ -235,7 +235,7 @@ def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
 
 
 def tree_cpu_seconds() -> float:
-    """Return the CPU seconds so far of all threads of this process and of its workers."""
+    """Return the CPU seconds that this process and its workers have used so far."""
     import psutil
 
     workers = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
@@ -243,7 +243,7 @@ def tree_cpu_seconds() -> float:
 
 
 def summarise(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return one row per loader: medians, and how many times as fast this project is in the same round."""
+    """Return the figures of each loader: medians, and the speed of this project as a multiple in the same round."""
     by_loader: dict[str, list[Turn]] = {}
     for turn in turns:
         by_loader.setdefault(turn.loader, []).append(turn)
@@ -257,8 +257,8 @@ def summarise(turns: Sequence[Turn]) -> list[dict[str, Any]]:
                 "rows/cpu-s": statistics.median(turn.rows_per_second for turn in group),
                 "real tokens/cpu-s": statistics.median(turn.tokens_per_second for turn in group),
                 "% unused": 100 * (1 - used),
-                "x rows": statistics.median(one.rows_per_second / other.rows_per_second for one, other in pairs),
-                "x tokens": statistics.median(one.tokens_per_second / other.tokens_per_second for one, other in pairs),
+                "x rows": statistics.median(ours.rows_per_second / turn.rows_per_second for ours, turn in pairs),
+                "x tokens": statistics.median(ours.tokens_per_second / turn.tokens_per_second for ours, turn in pairs),
             }
         )
     return table

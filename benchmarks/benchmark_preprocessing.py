@@ -1,14 +1,14 @@
-"""Measure the speed and the memory of turning input files into tokens, beside other tools.
+"""Measure the speed and the memory of tokenising input files, in comparison with other tools.
 
-    python benchmarks/benchmark_preprocessing.py --input 'shards/*.parquet' --tokenizer-model vocab.txt
+    python benchmarks/benchmark_preprocessing.py --input 'texts/*.parquet' --tokenizer-model vocab.txt
 
-Each run of a tool is a process of its own, start-up included, on as many cores as it has workers. The tools take turns
-on the same parquet shards with the same vocabulary. Ratios are shown only if all have written the same number of tokens
-and, where their files hold nothing but the ids of the text, the same bytes. MB are 10^6 bytes; peak memory is that of
-the tool's largest process.
+Each run of a tool is a new process, with start-up included, on as many cores as it has workers. The tools take turns on
+the same parquet files with the same vocabulary. The table is printed only if all tools wrote the same number of tokens,
+and the same ids if their files contain only the ids of the text. MB are 10^6 bytes; peak memory is that of the tool's
+largest process.
 
-Megatron-LM's own tool is in none of its packages: --megatron-lm names the file of a checkout. It needs the rest of
-Megatron-LM, which megatron-core 0.19 brings, and reads JSON lines, which are written for it beforehand.
+No package contains Megatron-LM's tool: --megatron-lm names the file in a checkout. The tool needs the rest of
+Megatron-LM, which megatron-core 0.19 includes, and reads JSON lines, which are written for it first.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
 from benchmarks.shared import describe_machine, in_turns, positive, print_table, write_figures
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import ConfigError, DataError, run_command
-from megatron_neobert.text import parse_json
+from megatron_neobert.text import counted, parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMPARED = ("datatrove", "datasets", "megatron")
@@ -41,41 +41,41 @@ PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatro
 
 @dataclass(frozen=True)
 class Job:
-    """Task of every tool."""
+    """Input of every tool."""
 
-    shards: str  # folder of the parquet files, in their order
+    folder: str  # with the parquet files, sorted by name
     text_key: str
     tokenizer_model: str
-    tokenizer_json: str  # the same tokenizer, for the peers
-    special_tokens: int  # that it puts around each document
-    megatron_lm: str  # Megatron-LM's tools/preprocess_data.py
+    tokenizer_json: str  # the same tokenizer for the other tools
+    special_tokens: int  # number of tokens that tokenizer_json adds to each document
+    megatron_lm: str  # path of Megatron-LM's tools/preprocess_data.py
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One way from parquet to token ids."""
+    """Tool that turns parquet files into token ids."""
 
-    command: Callable[[Job, str, int], list[str]]  # with the folder to write and the number of workers
+    command: Callable[[Job, str, int], list[str]]  # of the job, the output folder and the number of workers
     packages: tuple[str, ...] = ()
     adds_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One process tree, and what it has written."""
+    """Figures of one run of a tool."""
 
     tool: str
     workers: int
     wall_seconds: float
-    cpu_seconds: float  # user and system, of the process and all that it waited for
-    peak_bytes: int  # of the largest of these processes
+    cpu_seconds: float  # user and system time of the process and its children
+    peak_bytes: int  # peak memory of the largest of these processes
     documents: int
-    tokens: int  # special tokens around documents aside
-    ids_sha256: str | None  # of the ids, where the tool writes nothing else
+    tokens: int  # without special tokens around documents
+    ids_sha256: str | None  # hash of the ids, if the tool writes only ids
 
     @property
     def name(self) -> str:
-        return f"{self.tool} ({self.workers} worker{'s' if self.workers > 1 else ''})"
+        return f"{self.tool} ({counted(self.workers, 'worker')})"
 
 
 def main() -> int:
@@ -83,16 +83,16 @@ def main() -> int:
     arguments = parse_arguments()
     tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        given = {"patterns": arguments.input, "text_key": arguments.text_key, "model": arguments.tokenizer_model}
-        facts = run_step("prepare", **given, folder=folder)
-        corpus = facts["corpus"]
+        inputs = {"patterns": arguments.input, "text_key": arguments.text_key, "model": arguments.tokenizer_model}
+        prepared = run_step("prepare", **inputs, folder=folder)
+        corpus = prepared["corpus"]
         print("{documents:,} documents, {text_bytes:,} bytes of text".format(**corpus), flush=True)
-        job = Job(shards="", megatron_lm=arguments.megatron_lm, **facts["job"])
+        job = Job(folder="", megatron_lm=arguments.megatron_lm, **prepared["job"])
         turns = [(tool, workers) for workers in arguments.workers for tool in tools]
         measure_all = partial(run_in_turns, turns, job, folder=folder)
-        # Compiles and caches what the first start would pay for; and a tool that does not work is found in seconds.
-        measure_all([facts["sample"]], rounds=1, title="warm-up")
-        runs = measure_all(facts["shards"], rounds=arguments.rounds)
+        # The first start of a tool compiles and caches; and a tool that does not work fails within seconds.
+        measure_all([prepared["sample"]], rounds=1, title="warm-up")
+        runs = measure_all(prepared["files"], rounds=arguments.rounds)
     rows = summarise(runs, text_bytes=corpus["text_bytes"])
     print_table(rows)
     same = sorted({run.tool for run in runs if run.ids_sha256})
@@ -105,30 +105,34 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="parquet shards: files, globs, folders")
-    add("--tokenizer-model", required=True, metavar="PATH", help="as of preprocess_data.py")
+    add("--input", nargs="+", required=True, metavar="PATH", help="parquet files: paths, globs or folders")
+    add("--tokenizer-model", required=True, metavar="PATH", help="tokenizer, as for neobert preprocess")
     add("--text-key", default="content", help="column of the text (%(default)s)")
     add("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
-    add("--megatron-lm", default="", metavar="FILE", help="tools/preprocess_data.py of a checkout of Megatron-LM")
+    add("--megatron-lm", default="", metavar="FILE", help="tools/preprocess_data.py in a checkout of Megatron-LM")
     add("--workers", type=positive, nargs="+", default=[1], metavar="N", help="processes, one core each (1)")
-    add("--rounds", type=positive, default=2, metavar="N", help="runs of each, of which the median counts (2)")
-    add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
+    add("--rounds", type=positive, default=2, metavar="N", help="runs of each tool; the table has medians (2)")
+    add("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
     return parser.parse_args()
 
 
 def available_tools(names: Sequence[str], *, megatron_lm: str = "") -> list[str]:
-    """Return the tools whose packages are installed; print how to install the others."""
-    found = []
+    """Return the tools that can run; print what the others need.
+
+    Raises:
+        ConfigError: No tool can run.
+    """
+    available = []
     for name in names:
         if missing := [package for package in TOOLS[name].packages if importlib.util.find_spec(package) is None]:
-            print(f"{name} is left out, without {' and '.join(missing)}: pip install 'megatron-neobert[benchmark]'")
+            print(f"skipping {name}, which needs {' and '.join(missing)}: pip install 'megatron-neobert[benchmark]'")
         elif name == "megatron" and not megatron_lm:
-            print(f"{name} is left out, without --megatron-lm")
+            print(f"skipping {name}, which needs --megatron-lm")
         else:
-            found.append(name)
-    if not found:
-        raise ConfigError(f"none of {', '.join(names)} is installed; install one, or name others after --tools.")
-    return found
+            available.append(name)
+    if not available:
+        raise ConfigError(f"none of {', '.join(names)} can run; install one of them, or name others after --tools.")
+    return available
 
 
 def step_command(step: str, **arguments: Any) -> list[str]:
@@ -137,7 +141,7 @@ def step_command(step: str, **arguments: Any) -> list[str]:
 
 
 def run_step(step: str, **arguments: Any) -> Any:
-    """Return the result of a step; one that fails has printed why, and ends this process with its exit code."""
+    """Run a step as a process and return its result. If it fails, exit with its exit code; it has printed its error."""
     command = step_command(step, **arguments)
     result = subprocess.run(command, stdout=subprocess.PIPE, env=tool_environment(), check=False)
     if result.returncode != 0:
@@ -148,23 +152,23 @@ def run_step(step: str, **arguments: Any) -> Any:
 def our_command(backend: str, job: Job, output: str, workers: int) -> list[str]:
     return [
         *(sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")),
-        *("--input", job.shards, "--text-key", job.text_key, "--output-prefix", f"{output}/corpus"),
+        *("--input", job.folder, "--text-key", job.text_key, "--output-prefix", f"{output}/corpus"),
         *("--tokenizer-model", job.tokenizer_model, "--tokenizer-backend", backend, "--workers", str(workers)),
     ]
 
 
 def peer_command(step: str, job: Job, output: str, workers: int) -> list[str]:
-    shared = {"shards": job.shards, "text_key": job.text_key, "tokenizer_json": job.tokenizer_json}
+    shared = {"folder": job.folder, "text_key": job.text_key, "tokenizer_json": job.tokenizer_json}
     return step_command(step, **shared, output=output, workers=workers)
 
 
 def megatron_command(job: Job, output: str, workers: int) -> list[str]:
     return [
-        *(sys.executable, job.megatron_lm, "--input", f"{job.shards}.jsonl", "--json-keys", job.text_key),
+        *(sys.executable, job.megatron_lm, "--input", f"{job.folder}.jsonl", "--json-keys", job.text_key),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(Path(job.tokenizer_json).parent)),
         *("--tokenizer-hf-no-include-special-tokens", "--output-prefix", f"{output}/corpus", "--workers", str(workers)),
-        # Its last statement shows what other runs have measured, and fails where there are none.
-        *("--performance-dir", f"{job.shards}.performance"),
+        # The tool ends with a summary of earlier runs, and fails if there is none.
+        *("--performance-dir", f"{job.folder}.performance"),
     ]
 
 
@@ -178,17 +182,22 @@ TOOLS = {
 
 
 def run_in_turns(
-    turns: Sequence[tuple[str, int]], job: Job, shards: Sequence[str], *, folder: str, rounds: int, title: str = "round"
+    turns: Sequence[tuple[str, int]], job: Job, files: Sequence[str], *, folder: str, rounds: int, title: str = "round"
 ) -> list[Measured]:
-    """Run every tool once a round, and compare what they have written."""
+    """Run every tool once per round on copies of the files in `folder`.
+
+    Raises:
+        DataError: A tool fails, or the tools wrote different tokens.
+    """
     runs: list[Measured] = []
     with tempfile.TemporaryDirectory(dir=folder) as copies:
-        for number, shard in enumerate(shards):  # in one folder, in their order, as all tools can read them
-            shutil.copyfile(shard, Path(copies, f"{number:06d}.parquet"))
+        # All tools can read a folder, in the order of the names.
+        for number, file in enumerate(files):
+            shutil.copyfile(file, Path(copies, f"{number:06d}.parquet"))
         if any(tool == "megatron" for tool, _ in turns):
-            run_step("json-lines", shards=copies, text_key=job.text_key)
+            run_step("json-lines", folder=copies, text_key=job.text_key)
         for number, (tool, workers) in in_turns(turns, rounds=rounds):
-            run = measure(tool, replace(job, shards=copies), workers, folder)
+            run = measure(tool, replace(job, folder=copies), workers, folder)
             runs.append(run)
             print(
                 f"{title} {number} | {run.name} | {run.wall_seconds:.2f} s, {run.cpu_seconds:.2f} cpu-s | "
@@ -201,7 +210,7 @@ def run_in_turns(
 
 
 def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
-    """Run one tool on as many cores as it has workers, and count what it has written.
+    """Run a tool on as many cores as it has workers, and count the tokens that it writes.
 
     Raises:
         DataError: The tool fails.
@@ -213,17 +222,18 @@ def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
         code, measured = run_measured(tool.command(job, str(output), workers), cores=workers, log=log, scratch=scratch)
         if code != 0:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-            raise DataError(f"{name} ended with exit code {code}, so nothing is compared. Its output ends in:\n{end}")
+            raise DataError(f"{name} ended with exit code {code}; fix or exclude it (--tools). Its last output:\n{end}")
         special_tokens = job.special_tokens if tool.adds_special_tokens else 0
-        counted = run_step("count", output=str(output), special_tokens=special_tokens)
-    return Measured(name, workers, **measured, **counted)
+        written = run_step("count", output=str(output), special_tokens=special_tokens)
+    return Measured(name, workers, **measured, **written)
 
 
 def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> tuple[int, dict[str, Any]]:
-    """Return exit code, wall seconds, CPU seconds and peak memory of a command on the first cores that may be used."""
+    """Run a command on the first allowed cores; return its exit code and the wall time, CPU time and peak memory."""
     allowed = os.sched_getaffinity(0)
     with log.open("wb") as stream:
-        os.sched_setaffinity(0, sorted(allowed)[:cores])  # which the command inherits
+        # The command inherits the cores.
+        os.sched_setaffinity(0, sorted(allowed)[:cores])
         started = time.perf_counter()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=tool_environment(scratch)
@@ -231,7 +241,8 @@ def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> 
         os.sched_setaffinity(0, allowed)
         try:
             _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:  # Ctrl-C: the tool must not run on
+        except BaseException:
+            # After Ctrl-C, the tool must not continue.
             process.kill()
             raise
         wall_seconds = time.perf_counter() - started
@@ -245,10 +256,10 @@ def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> 
 
 
 def tool_environment(scratch: str | None = None) -> dict[str, str]:
-    """Return variables for one thread per process, nothing from the network, and no cache of an earlier run."""
+    """Return an environment with one thread per process, without network, and with caches in `scratch`."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
-        "OMP_NUM_THREADS": "1",  # Arrow obeys it too
+        "OMP_NUM_THREADS": "1",  # also read by Arrow
         "ARROW_IO_THREADS": "1",
         "RAYON_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -258,24 +269,20 @@ def tool_environment(scratch: str | None = None) -> dict[str, str]:
 
 
 def verify(runs: Sequence[Measured]) -> None:
-    """Raise if runs did not do the same work.
-
-    Raises:
-        DataError: Tools wrote different numbers of tokens, or different ids where they wrote nothing but ids.
-    """
+    """Raise DataError if runs wrote different numbers of tokens, or different ids in files that contain only ids."""
     counts = [(run.name, f"{run.tokens:,}") for run in runs]
     hashes = [(run.name, run.ids_sha256[:12]) for run in runs if run.ids_sha256]
-    for what, found in (("numbers of tokens", counts), ("ids, by sha256", hashes)):
-        if len({value for _, value in found}) > 1:
-            each = ", ".join(f"{name} {value}" for name, value in dict.fromkeys(found))
+    for compared, values in (("numbers of tokens", counts), ("ids, by sha256", hashes)):
+        if len({value for _, value in values}) > 1:
+            by_tool = ", ".join(f"{name} {value}" for name, value in dict.fromkeys(values))
             raise DataError(
-                f"the tools wrote different {what}: {each}. Only tools that do the same work are compared; leave out "
-                "the one that is wrong (--tools)."
+                f"the tools wrote different {compared}: {by_tool}. Only tools that do the same work are compared; "
+                "exclude the wrong tool (--tools)."
             )
 
 
 def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, Any]]:
-    """Return one row per tool and number of workers: medians, and the peers' wall time as a multiple of the tool's."""
+    """Return the figures per tool and number of workers: medians, and the wall times of COMPARED as multiples."""
     groups: dict[tuple[str, int], list[Measured]] = {}
     for run in runs:
         groups.setdefault((run.tool, run.workers), []).append(run)
@@ -292,8 +299,8 @@ def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, An
             "MB/cpu-s": text_bytes / 1e6 / cpu_seconds,
             "peak MB": max(run.peak_bytes for run in group) / 1e6,
         }
-        peers = {peer: wall.get((peer, workers)) for peer in COMPARED}
-        rows.append(row | {f"x {peer}": theirs and theirs / seconds for peer, theirs in peers.items()})
+        ratios = {f"x {peer}": wall[peer, workers] / seconds for peer in COMPARED if (peer, workers) in wall}
+        rows.append(row | dict.fromkeys(f"x {peer}" for peer in COMPARED) | ratios)
     return rows
 
 

@@ -1,9 +1,9 @@
-"""One step of benchmark_preprocessing.py, which starts this for its inputs, its peers, and counting tokens.
+"""Steps of benchmark_preprocessing.py that need large libraries: inputs, other tools, and counting of tokens.
 
     python benchmarks/benchmark_preprocessing_steps.py STEP '{"argument": value, ...}'
 
-prints the step's result as JSON. The benchmark itself loads none of these libraries: the peak memory of a process that
-it starts is at least its own.
+Prints the result of the step as JSON. Each step is a process, because the peak memory of a process that the benchmark
+starts is at least the benchmark's memory at that time.
 """
 
 import hashlib
@@ -14,66 +14,74 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import ConfigError, DataError, run_command
 from megatron_neobert.text import parse_json
 
-BATCH_DOCUMENTS = 1000  # of the peers: their speed is about the same from 128 to 5,000, their memory is not
-SAMPLE_DOCUMENTS = 64  # of the warm-up
-DTYPE_BYTES = {4: 4, 8: 2}  # Megatron's codes of int32 and uint16
+BATCH_DOCUMENTS = 1000  # for the other tools; from 128 to 5,000, their speed hardly changes but their memory does
+SAMPLE_DOCUMENTS = 64  # for the warm-up
+DTYPE_BYTES = {4: 4, 8: 2}  # by Megatron's codes of int32 and uint16
 
 
 def main() -> None:
     parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("arguments", type=parse_json, metavar="JSON", help="the step's arguments by name")
-    given = parser.parse_args()
-    print(json.dumps(STEPS[given.step](**given.arguments)))
+    options = parser.parse_args()
+    print(json.dumps(STEPS[options.step](**options.arguments)))
 
 
 # ---- inputs
 
 
 def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> dict[str, Any]:
-    """Read all shards once, so that every tool finds them in memory, and write a sample and the peers' tokenizer."""
+    """Read all input files into the page cache; write a sample and the tokenizer of the other tools.
+
+    Returns:
+        "files" and "sample": paths of the input files and of the sample; "corpus": documents and bytes of text; "job":
+        fields of `Job`.
+
+    Raises:
+        ConfigError: An input file is not parquet, or has no column `text_key`.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     from megatron_neobert.data.inputs.find import find_inputs
 
-    shards = find_inputs(patterns)
+    files = find_inputs(patterns)
     documents = text_bytes = 0
-    for shard in shards:
+    for file in files:
         try:
-            parquet = pq.ParquetFile(shard)
+            parquet = pq.ParquetFile(file)
         except pa.ArrowInvalid as error:
-            raise ConfigError(f"{shard} is not a parquet file; the tools are compared on parquet shards.") from error
+            raise ConfigError(f"{file} is not a parquet file; the tools are compared on parquet files.") from error
         if text_key not in parquet.schema_arrow.names:
-            found = ", ".join(parquet.schema_arrow.names)
-            raise ConfigError(f"{shard}: no column is named '{text_key}'; it has {found}. Use --text-key.")
+            columns = ", ".join(parquet.schema_arrow.names)
+            raise ConfigError(f"{file} has the columns {columns}, but no '{text_key}'; choose one with --text-key.")
         for batch in parquet.iter_batches(columns=[text_key]):
             documents += batch.num_rows
             text_bytes += pc.sum(pc.binary_length(batch[text_key])).as_py() or 0
 
-    sample = next(pq.ParquetFile(shards[0]).iter_batches(batch_size=SAMPLE_DOCUMENTS, columns=[text_key]))
+    sample = next(pq.ParquetFile(files[0]).iter_batches(batch_size=SAMPLE_DOCUMENTS, columns=[text_key]))
     pq.write_table(pa.Table.from_batches([sample]), Path(folder, "sample.parquet"))
     return {
-        "shards": [str(Path(shard).resolve()) for shard in shards],
+        "files": [str(Path(file).resolve()) for file in files],
         "sample": str(Path(folder, "sample.parquet")),
         "corpus": {"documents": documents, "text_bytes": text_bytes},
         "job": {
             "text_key": text_key,
             "tokenizer_model": str(Path(model).absolute()),
-            **save_tokenizer_of_peers(model, Path(folder, "tokenizer")),
+            **save_plain_tokenizer(model, Path(folder, "tokenizer")),
         },
     }
 
 
-def save_tokenizer_of_peers(model: str, folder: Path) -> dict[str, Any]:
-    """Write a tokenizer.json for which "[MASK]" in a text is text; return it and the number of tokens it adds."""
+def save_plain_tokenizer(model: str, folder: Path) -> dict[str, Any]:
+    """Write a tokenizer.json that treats "[MASK]" in a text as text; return its path and the number of added tokens."""
     import tokenizers
 
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -87,28 +95,29 @@ def save_tokenizer_of_peers(model: str, folder: Path) -> dict[str, Any]:
     return {"tokenizer_json": str(path), "special_tokens": special_tokens}
 
 
-def write_json_lines(shards: str, text_key: str) -> None:
-    """Write SHARDS.jsonl and SHARDS.performance for Megatron-LM's tool, which reads no parquet."""
+def write_json_lines(folder: str, text_key: str) -> None:
+    """Write FOLDER.jsonl and FOLDER.performance for Megatron-LM's tool, which cannot read parquet."""
     import pyarrow.parquet as pq
 
-    with Path(f"{shards}.jsonl").open("w", encoding="utf-8") as lines:
-        for shard in sorted(Path(shards).iterdir()):
-            for batch in pq.ParquetFile(shard).iter_batches(batch_size=BATCH_DOCUMENTS, columns=[text_key]):
+    with Path(f"{folder}.jsonl").open("w", encoding="utf-8") as lines:
+        for file in sorted(Path(folder).iterdir()):
+            for batch in pq.ParquetFile(file).iter_batches(batch_size=BATCH_DOCUMENTS, columns=[text_key]):
                 lines.writelines(json.dumps({text_key: text}) + "\n" for text in batch[text_key].to_pylist())
-    Path(f"{shards}.performance").mkdir()
-    Path(f"{shards}.performance", "1_workers.json").write_text('{"1": [1.0]}', encoding="utf-8")
+    Path(f"{folder}.performance").mkdir()
+    Path(f"{folder}.performance", "1_workers.json").write_text('{"1": [1.0]}', encoding="utf-8")
 
 
-# ---- peers
+# ---- other tools
 
 
-def run_datatrove(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
+def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
+    """Tokenize with datatrove, on all workers."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.tokens import MegatronDocumentTokenizer
 
-    reader = ParquetReader(shards, text_key=text_key, read_metadata=False, batch_size=BATCH_DOCUMENTS)
-    # Without an end-of-sequence token the tokenizer's own post-processor decides what surrounds a document.
+    reader = ParquetReader(folder, text_key=text_key, read_metadata=False, batch_size=BATCH_DOCUMENTS)
+    # Without an end-of-sequence token, only the tokenizer's post-processor adds special tokens.
     writer = MegatronDocumentTokenizer(
         output, tokenizer_name_or_path=tokenizer_json, eos_token=None, batch_size=BATCH_DOCUMENTS
     )
@@ -116,30 +125,35 @@ def run_datatrove(shards: str, text_key: str, tokenizer_json: str, output: str, 
     LocalPipelineExecutor([reader, writer], tasks=workers, workers=workers, logging_dir=logs).run()
 
 
-def run_datasets(shards: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Tokenize as NeoBERT's authors do, without their truncation: `map` in batches, then `save_to_disk`."""
+def run_datasets(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
+    """Tokenize with datasets as NeoBERT's authors do, but without truncation: `map` in batches, then `save_to_disk`."""
     from datasets import load_dataset
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_json)
-    rows = load_dataset("parquet", data_files=f"{shards}/*.parquet", split="train")
+    dataset = load_dataset("parquet", data_files=f"{folder}/*.parquet", split="train")
 
     def tokenize(batch: dict[str, list[str]]) -> Any:
         return tokenizer(batch[text_key], return_token_type_ids=False)
 
     processes = workers if workers > 1 else None
-    encoded = rows.map(tokenize, batched=True, remove_columns=rows.column_names, num_proc=processes)
+    encoded = dataset.map(tokenize, batched=True, remove_columns=dataset.column_names, num_proc=processes)
     encoded.save_to_disk(output, num_proc=processes)
 
 
-# ---- what a tool has written
+# ---- outputs
 
 
 def count(output: str, special_tokens: int) -> dict[str, Any]:
-    """Count what a tool has written, as Megatron's .bin and .idx or as a folder of `datasets`, without its reader.
+    """Count documents and tokens of an output: Megatron's .bin and .idx, or a folder of `datasets`.
+
+    Does not use the readers of the tools.
 
     Returns:
-        Documents, tokens without the special tokens around documents, and the sha256 of bare ids.
+        "documents"; "tokens" without special tokens around documents; "ids_sha256", or None with special tokens.
+
+    Raises:
+        DataError: An .idx and its .bin have different sizes.
     """
     import numpy as np
     import pyarrow as pa
@@ -149,10 +163,12 @@ def count(output: str, special_tokens: int) -> dict[str, Any]:
     digest = hashlib.sha256()
     for index in sorted(Path(output).glob("*.idx")):
         _, _, code, number = struct.unpack("<9sQBQ", index.read_bytes()[:26])
-        lengths = np.fromfile(index, dtype=np.int32, count=number, offset=34)  # after the number of document ends
+        lengths = np.fromfile(index, dtype=np.int32, count=number, offset=34)  # after the 34-byte header
         ids = index.with_suffix(".bin").read_bytes()
         if len(ids) != DTYPE_BYTES[code] * int(lengths.sum()):
-            raise DataError(f"{index}: {int(lengths.sum()):,} tokens, but {len(ids):,} bytes in its .bin.")
+            raise DataError(
+                f"{index} has {int(lengths.sum()):,} tokens, but its .bin has {len(ids):,} bytes; run again."
+            )
         digest.update(ids)
         documents += number
         tokens += int(lengths.sum())

@@ -2,11 +2,14 @@
 
     python benchmarks/benchmark_step.py --seq-length 512 1024
 
-Trains the same documents with the same masks from the same weights three times in turns: packed, as this project
-does; padded, by this project's engine too, but with one document per row; and by the reference, which is plain PyTorch
-(SDPA, AdamW, padded to the longest, decoder at every position). Losses are compared. Document lengths are about those
-of the web, truncated at the length of a row. Seconds are CPU seconds on a CPU and wall seconds on a GPU; tokens are
-those of documents, padding is not counted, and MFU neither counts what is computed for it.
+Trains the same documents with the same masks from the same weights in three layouts, in turns:
+
+    packed      this project, with packed sequences
+    padded      this project, with one document per row
+    reference   plain PyTorch: SDPA, AdamW, padded to the longest document, decoder at every position
+
+The losses are compared. Document lengths are about those of web pages, truncated at --seq-length. Seconds are CPU
+seconds on a CPU and wall seconds on a GPU. Tokens and MFU do not count padding.
 """
 
 import argparse
@@ -22,55 +25,55 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
 from megatron_neobert.cli import Parser
 from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
 from megatron_neobert.errors import ConfigError, run_command
 
-LEARNING_RATE = 1e-4  # any: neither speed nor memory depends on it
+LEARNING_RATE = 1e-4  # does not affect speed or memory
 LAYOUTS = ("packed", "padded", "reference")
-DOCUMENTS = 4096  # one window: as well packed as a large corpus
+DOCUMENTS = 4096  # one window, so packing is as efficient as with a large corpus
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
-_WAITED = "called a synchronizing CUDA operation"  # what torch warns of
+_WAIT_WARNING = "called a synchronizing CUDA operation"  # of torch
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One step in one layout."""
+    """Figures of one step in one layout."""
 
     seq_length: int
     layout: str
-    tokens: int  # of documents
+    tokens: int  # without padding
     capacity: int  # tokens, padding included
-    flops: float  # that the documents need
+    flops: float  # without padding
     seconds: float
     loss: float  # nats per masked token
-    peak_bytes: int | None  # most that a GPU had allocated during the step, the other model included
+    peak_bytes: int | None  # peak memory on the GPU, including both models; None on a CPU
 
 
 def main() -> int:
-    """Measure and print one line per step, then the table."""
+    """Parse the options and measure; print one line per step, then the table."""
     from megatron_neobert.config.cli import run_flags
 
     parser = Parser((__doc__ or "").partition("\n")[0], also=run_flags())
     add = parser.add_argument
-    add("--num-layers", type=int, default=6, metavar="N", help="default %(default)s")
-    add("--hidden-size", type=int, default=384, metavar="N", help="default %(default)s")
-    add("--num-attention-heads", type=int, default=6, metavar="N", help="default %(default)s")
-    add("--vocab-size", type=int, default=30_522, metavar="N", help="default %(default)s")
-    add("--seq-length", type=int, nargs="+", default=[1024], metavar="N", help="tokens of a row (1024)")
-    tokens = "token capacity per pass, at least a row (%(default)s)"
-    add("--micro-batch-tokens", type=int, default=4096, metavar="N", help=tokens)
-    add("--global-batch-tokens", type=int, default=8192, metavar="N", help="the same per packed step (%(default)s)")
-    add("--median-tokens", type=int, default=368, metavar="N", help="median document (%(default)s)")
-    add("--rounds", type=int, default=3, metavar="N", help="steps in each layout, after one to warm up (%(default)s)")
-    add("--threads", type=int, default=1, metavar="N", help="on a CPU (%(default)s)")
-    add("--bf16", action="store_true", help="bfloat16; the reference by autocast")
-    add("--peak-tflops", type=float, metavar="X", help="of the processor, for MFU; known for A100, H100 SXM and H200")
-    add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="leave some out (default: none)")
-    add("--profile", action="store_true", help="also list a packed step's operations, and where it waits for a GPU")
-    add("--output", type=Path, metavar="FILE", help="write all figures there as JSON")
+    add_int = partial(add, type=int, metavar="N")
+    add_int("--num-layers", default=6, help="layers of the model (%(default)s)")
+    add_int("--hidden-size", default=384, help="width of the model (%(default)s)")
+    add_int("--num-attention-heads", default=6, help="attention heads (%(default)s)")
+    add_int("--vocab-size", default=30_522, help="tokens in the vocabulary (%(default)s)")
+    add_int("--seq-length", nargs="+", default=[1024], help="tokens per packed sequence; several are measured (1024)")
+    add_int("--micro-batch-tokens", default=4096, help="token capacity of a forward pass (%(default)s)")
+    add_int("--global-batch-tokens", default=8192, help="token capacity of a packed step (%(default)s)")
+    add_int("--median-tokens", default=368, help="median tokens of a document (%(default)s)")
+    add_int("--rounds", default=3, help="steps in each layout, after one warm-up step (%(default)s)")
+    add_int("--threads", default=1, help="CPU threads (%(default)s)")
+    add("--bf16", action="store_true", help="use bfloat16; the reference uses autocast")
+    add("--peak-tflops", type=float, metavar="X", help="peak of the GPU, for MFU; known for A100, H100 SXM and H200")
+    add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="layouts besides packed (default: all)")
+    add("--profile", action="store_true", help="list a packed step's operations, and the lines that wait for a GPU")
+    add("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
     arguments, flags = parser.parse_known_args()
     if problems := parser.unknown_flags():
         raise ConfigError(problems)
@@ -80,17 +83,17 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Build both models, let them train in turn at every length, and print the table."""
+    """Build both models, train them in turns at every length, print the table, and return exit code 0."""
     import torch
 
     from benchmarks.shared import describe_machine, print_table, write_figures
-    from megatron_neobert.inspection.found_batch import replace_by_flags
+    from megatron_neobert.inspection.global_batch import override_settings
     from megatron_neobert.model.flops import count_parameters
     from megatron_neobert.model.gpus import find_gpu
     from megatron_neobert.model.kernels import check_hardware, choose_kernels, engine_attention
 
     torch.set_num_threads(arguments.threads)
-    settings = replace_by_flags(build_settings(arguments, folder), flags, world_size=1)
+    settings = override_settings(build_settings(arguments, folder), flags)
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
 
     from benchmarks.step_layouts import Reference
@@ -101,7 +104,6 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     reference = None
     if "reference" in arguments.layouts:
         reference = Reference(settings, run.device, vocab_size=arguments.vocab_size)
-    bench = Bench(run, reference)
     on_gpu = run.device.type == "cuda"
     device = torch.cuda.get_device_name(run.device) if on_gpu else f"{arguments.threads} CPU thread(s)"
     parameters = count_parameters(settings.model, vocab_size=arguments.vocab_size).total
@@ -112,12 +114,13 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     timings: list[Timing] = []
     for seq_length in arguments.seq_length:
         for number, passes in enumerate(steps_in_each_layout(run, seq_length, arguments)):
-            steps = [bench.time_step(seq_length, layout, passes) for layout in arguments.layouts]
-            timings += steps if number else []  # the first steps allocate what later ones reuse
-    inside: dict[str, Any] = {}
+            steps = [time_step(run, reference, seq_length, layout, passes) for layout in arguments.layouts]
+            # The first steps allocate memory that later steps reuse.
+            timings += steps if number else []
+    profiled: dict[str, Any] = {}
     if arguments.profile:
-        step = partial(bench.time_step, seq_length, "packed", passes)
-        inside = {"waits": find_waits(step) if on_gpu else None, "profile": profile_step(step, on_gpu=on_gpu)}
+        step = partial(time_step, run, reference, seq_length, "packed", passes)
+        profiled = {"waits": find_waits(step) if on_gpu else None, "profile": profile_step(step, on_gpu=on_gpu)}
     distributed.shut_down()
 
     gpu = find_gpu(device) if on_gpu and arguments.bf16 else None
@@ -125,77 +128,85 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     table = summarise(timings, peak_tflops=peak)
     print_table(table)
     if reference is not None:
-        print(f"losses within {largest_loss_gap(timings):.1e} of the reference's")
+        print(f"largest relative difference from the reference's loss: {largest_loss_gap(timings):.1e}")
     if arguments.profile:
-        print_table(inside["profile"])
-        print(f"waits for the GPU: {inside['waits'] if on_gpu else 'there is none'}")
+        print_table(profiled["profile"])
+        print(f"waits for the GPU: {profiled['waits'] if on_gpu else 'no GPU'}")
     machine = describe_machine(PACKAGES) | {"device": device, "kernels": kernels}
     figures: dict[str, Any] = {"machine": machine, "attention": engine_attention(), "parameters": parameters}
-    given = {**{key: str(value) for key, value in vars(arguments).items()}, "flags of a run": flags}
-    figures |= {"table": table, "steps": [asdict(one) for one in timings], **inside, "arguments": given}
+    options = {**{key: str(value) for key, value in vars(arguments).items()}, "flags of a run": flags}
+    figures |= {"table": table, "steps": [asdict(timing) for timing in timings], **profiled, "arguments": options}
     write_figures(arguments.output, figures)
     return 0
 
 
 def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield steps in rows of this length, each in all layouts: one to warm up, then the rounds."""
+    """Yield each step in all layouts (see `passes_in_each_layout`): a warm-up step, then one step per round."""
     from benchmarks.step_layouts import passes_in_each_layout
 
-    rows, rows_per_step = rows_of_batch(seq_length, arguments)
+    micro, total = batch_sizes(seq_length, arguments)
     stream = run.training_stream.streams[0]
-    settings = replace(stream.settings, seq_length=seq_length, micro_batch_size=rows, global_batch_size=rows_per_step)
-    stream = replace(stream, settings=settings)  # the model does not depend on the length
+    settings = replace(stream.settings, seq_length=seq_length, micro_batch_size=micro, global_batch_size=total)
+    # The model does not depend on the length.
+    stream = replace(stream, settings=settings)
     for _, batches in zip(range(arguments.rounds + 1), stream.steps(), strict=False):
         yield passes_in_each_layout(batches, arguments.micro_batch_tokens)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Both models, and how a step of theirs is measured."""
+def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
+    """Run and time one step in one layout, and print a line.
 
-    run: Any  # megatron_neobert.state.Run
-    reference: Any  # benchmarks.step_layouts.Reference; None where it is left out, and weights are those of the run
+    Args:
+        run: megatron_neobert.state.Run.
+        reference: benchmarks.step_layouts.Reference, whose weights each step starts from. None keeps those of `run`.
+        passes: A step of `steps_in_each_layout`.
+    """
+    import torch
 
-    def time_step(self, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
-        """Run one step, from the reference's weights where there is one."""
-        import torch
+    from megatron_neobert.model.flops import training_flops_per_token
+    from megatron_neobert.training.step import train_step
 
-        from megatron_neobert.training.step import train_step
-
-        on_gpu, clock = self.run.device.type == "cuda", time.process_time
-        if layout != "reference" and self.reference is not None:
-            self.reference.give_weights(self.run)
-        if on_gpu:
-            clock = time.perf_counter
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        start = clock()
-        if layout == "reference":
-            loss = self.reference.step(passes["reference"])
-        else:
-            loss = train_step(self.run, passes[layout]).sums.mean_loss  # a number: the device has finished
-        seconds = clock() - start
-        batches = passes["packed" if layout == "packed" else "padded"].micro_batches
-        tokens, capacity = (sum(one.real_tokens for one in batches), sum(one.tokens_t.numel() for one in batches))
-        print(
-            f"{seq_length} {layout} | {tokens:,} of {capacity:,} tokens | {tokens / seconds:,.0f} tokens/s | "
-            f"loss {loss:.6f}",
-            flush=True,
-        )
-        return Timing(
-            seq_length=seq_length,
-            layout=layout,
-            tokens=tokens,
-            capacity=capacity,
-            flops=tokens * flops_per_token(self.run, passes["lengths"]),
-            seconds=seconds,
-            loss=loss,
-            peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
-        )
+    on_gpu, clock = run.device.type == "cuda", time.process_time
+    if layout != "reference" and reference is not None:
+        reference.copy_weights_to(run)
+    if on_gpu:
+        clock = time.perf_counter
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = clock()
+    # Both losses are Python numbers, so the device has finished.
+    if layout == "reference":
+        loss = reference.step(passes["reference"])
+    else:
+        loss = train_step(run, passes[layout]).sums.mean_loss
+    seconds = clock() - start
+    batches = passes["packed" if layout == "packed" else "padded"].micro_batches
+    tokens, capacity = sum(batch.real_tokens for batch in batches), sum(batch.tokens_t.numel() for batch in batches)
+    print(
+        f"{seq_length} {layout} | {tokens:,} of {capacity:,} tokens | {tokens / seconds:,.0f} tokens/s | "
+        f"loss {loss:.6f}",
+        flush=True,
+    )
+    lengths = passes["lengths"]
+    # Tokens of the document of the average token.
+    document_tokens = sum(length * length for length in lengths) / sum(lengths)
+    flops_per_token = training_flops_per_token(
+        run.settings, vocab_size=run.tokenizer.vocab_size, document_tokens=document_tokens
+    )
+    return Timing(
+        seq_length=seq_length,
+        layout=layout,
+        tokens=tokens,
+        capacity=capacity,
+        flops=tokens * flops_per_token,
+        seconds=seconds,
+        loss=loss,
+        peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+    )
 
 
 def find_waits(step: Callable[[], Any]) -> dict[str, int]:
-    """Return how often a step waits for the GPU by line of Python; calls named synchronize are not among them."""
+    """Run a step, and return how often each line of Python waits for the GPU, without explicit synchronize calls."""
     import torch
 
     torch.cuda.set_sync_debug_mode("warn")
@@ -205,32 +216,34 @@ def find_waits(step: Callable[[], Any]) -> dict[str, int]:
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    lines = (f"{Path(one.filename).name}:{one.lineno}" for one in caught if _WAITED in str(one.message))
+    lines = (
+        f"{Path(warning.filename).name}:{warning.lineno}" for warning in caught if _WAIT_WARNING in str(warning.message)
+    )
     return dict(Counter(lines))
 
 
-def profile_step(step: Callable[[], Any], *, on_gpu: bool, rows: int = 30) -> list[dict[str, Any]]:
-    """Return the operations that take longest in a step, those that start no other counted alone.
+def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> list[dict[str, Any]]:
+    """Run a step, and return the 30 operations that take longest, without the time of operations that they call.
 
     Returns:
-        Name, calls, milliseconds of the GPU (of the CPU without one) and percent of all, the longest first; on a GPU
-        also the calls of CUDA's own functions that wait for it.
+        Name, calls, milliseconds (on the GPU if there is one) and percent of each operation, the longest first. On a
+        GPU, CUDA functions that wait for the GPU follow.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as profiler:
         step()
         if on_gpu:
             torch.cuda.synchronize()
-    events = found.key_averages()
+    events = profiler.key_averages()
 
     def microseconds(event: Any) -> float:
         return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
 
     total = sum(map(microseconds, events)) or 1.0
-    longest = sorted(events, key=microseconds, reverse=True)[:rows]
+    longest = sorted(events, key=microseconds, reverse=True)[:30]
     waiting = [event for event in events if on_gpu and event.key.startswith("cuda") and "ynchronize" in event.key]
     return [
         {
@@ -244,7 +257,7 @@ def profile_step(step: Callable[[], Any], *, on_gpu: bool, rows: int = 30) -> li
 
 
 def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[str, Any]]:
-    """Return one row per length and layout: medians, and the speed of the packed step of the same round."""
+    """Return the figures per length and layout: medians, and the seconds as a multiple of the packed step's."""
     table = []
     for seq_length, layout in dict.fromkeys((timing.seq_length, timing.layout) for timing in timings):
         of_length = [timing for timing in timings if timing.seq_length == seq_length]
@@ -262,7 +275,7 @@ def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[
                 "% MFU": None if peak_tflops is None else 100 * tflops / peak_tflops,
                 "peak GiB": max(timing.peak_bytes or 0 for timing in group) / (1 << 30) or None,
                 "packed is faster by": statistics.median(
-                    other.seconds / ours.seconds for ours, other in zip(packed, group, strict=True)
+                    timing.seconds / ours.seconds for ours, timing in zip(packed, group, strict=True)
                 ),
             }
         )
@@ -270,15 +283,15 @@ def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[
 
 
 def largest_loss_gap(timings: list[Timing]) -> float:
-    """Return the largest relative gap between a step's loss and the reference's in the same round."""
+    """Return the largest relative difference between the loss of a step and the reference's in the same round."""
     references = [timing.loss for timing in timings if timing.layout == "reference"]
     layouts = dict.fromkeys(timing.layout for timing in timings)
-    others = ([timing.loss for timing in timings if timing.layout == layout] for layout in layouts)
-    return max(abs(loss / theirs - 1) for losses in others for loss, theirs in zip(losses, references, strict=True))
+    by_layout = ([timing.loss for timing in timings if timing.layout == layout] for layout in layouts)
+    return max(abs(loss / ref - 1) for losses in by_layout for loss, ref in zip(losses, references, strict=True))
 
 
 def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
-    """Write the corpus, and return the settings of this project's side at the longest row."""
+    """Write the corpus, and return the settings of this project's run at the largest --seq-length."""
     from benchmarks.shared import write_corpus
 
     longest = max(arguments.seq_length)
@@ -289,7 +302,7 @@ def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
         longest=longest,
         vocab_size=arguments.vocab_size,
     )
-    rows, rows_per_step = rows_of_batch(longest, arguments)
+    micro, total = batch_sizes(longest, arguments)
     return Settings(
         model=ModelConfig(
             num_layers=arguments.num_layers,
@@ -299,26 +312,14 @@ def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
         ),
         data=DataConfig(data_path=(prefix,), tokenizer_model=vocabulary, seq_length=longest, split="1", num_workers=0),
         optimizer=OptimizerConfig(lr=LEARNING_RATE, min_lr=LEARNING_RATE, lr_decay_style="constant", lr_warmup_iters=0),
-        training=TrainingConfig(
-            micro_batch_size=rows, global_batch_size=rows_per_step, bf16=arguments.bf16, eval_iters=0
-        ),
+        training=TrainingConfig(micro_batch_size=micro, global_batch_size=total, bf16=arguments.bf16, eval_iters=0),
     )
 
 
-def rows_of_batch(seq_length: int, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Return the rows per pass and per step, at least one."""
-    rows = max(1, arguments.micro_batch_tokens // seq_length)
-    return rows, rows * max(1, arguments.global_batch_tokens // (rows * seq_length))
-
-
-def flops_per_token(run: Any, lengths: list[int]) -> float:
-    """Return the FLOPs of forward and backward per token of documents of these lengths."""
-    from megatron_neobert.model.flops import training_flops_per_token
-
-    length_of_a_tokens_document = sum(length * length for length in lengths) / sum(lengths)
-    return training_flops_per_token(
-        run.settings, vocab_size=run.tokenizer.vocab_size, document_tokens=length_of_a_tokens_document
-    )
+def batch_sizes(seq_length: int, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Return the packed sequences per micro-batch and per global batch, each at least 1."""
+    micro = max(1, arguments.micro_batch_tokens // seq_length)
+    return micro, micro * max(1, arguments.global_batch_tokens // (micro * seq_length))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/roofline.py --document-tokens 1024
 
-Divides the work of a token by rates. Operations are those of megatron_neobert/model/flops.py, bytes those that
-tests/gpu_path counted and wrote into docs/performance.md; bytes of FP8 casts follow from shapes. Nothing is measured,
-nothing overlaps, and no kernel has to wait for the host: a real step is slower.
+Divides the work per token by rates of the GPU. FLOPs come from megatron_neobert/model/flops.py; bytes were counted by
+tests/gpu_path and are in docs/performance.md; bytes of FP8 casts follow from shapes. The calculation assumes that
+nothing overlaps and that no kernel waits for the host. Nothing is measured; a real step is slower.
 """
 
 import re
@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
 from megatron_neobert.cli import Parser
 from megatron_neobert.config.schema import Settings
@@ -20,22 +20,22 @@ from megatron_neobert.errors import run_command
 from megatron_neobert.model.flops import training_flops_per_token
 
 PERFORMANCE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
-TOKENS_PER_STEP = 2 * 65_536  # of the count
+TOKENS_PER_STEP = 2 * 65_536  # in the counted step
 VOCAB_SIZE, VOCAB_PADDED = 30_522, 30_592  # bert-base-uncased's, and padded to a multiple of 128
-BF16_PEAK = 989e12  # FLOP/s of both GPUs, data sheet
-GEMM = 650e12  # bf16 products at a width of 768: four fifths of what 8192^3 reaches, an estimate
-BANDWIDTH = {"H100": 2.8e12, "H200": 4.0e12}  # bytes/s: five sixths of the data sheets' 3.35 and 4.8, an estimate
-# TFLOP/s forward and backward by length of the documents; H100, heads of 64, no mask, bf16.
-# Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6, read off the charts. torch's packed kernel is FA2.
+BF16_PEAK = 989e12  # FLOP/s of both GPUs, from the data sheets
+GEMM = 650e12  # FLOP/s of bf16 products of width 768, estimated as four fifths of the rate at 8192^3
+BANDWIDTH = {"H100": 2.8e12, "H200": 4.0e12}  # bytes/s, estimated as five sixths of the data sheets (3.35, 4.8)
+# TFLOP/s forward and backward by document length, on an H100 with heads of 64, without a mask, in bf16.
+# Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6, read from the charts. torch's packed kernel is FA2.
 ATTENTION = {
     "FA2": {512: (282, 198), 1024: (306, 238), 2048: (318, 264), 4096: (321, 280)},
     "cuDNN": {512: (335, 266), 1024: (373, 348), 2048: (395, 395), 4096: (408, 420)},
 }
-# Gain of the products alone, and bytes moved for each value that is cast: read in bf16, written row- and column-wise
-# in FP8, and read once more where the scale is that of the tensor itself.
-# Source: Transformer Engine's examples/gemm_profiling has 1.9 at a width of 4096; less is left at 768, an estimate.
+# Speed-up of the products, and bytes moved per value that is cast: a read in bf16, two FP8 writes (by rows and by
+# columns), and another read if the scale depends on the tensor itself.
+# Source: Transformer Engine's examples/gemm_profiling measures 1.9 at width 4096; the values for 768 are estimates.
 FP8 = {"delayed": (1.6, 4), "tensorwise": (1.6, 6), "blockwise": (1.5, 6)}
-# Which part of a step an operation of the count belongs to; the others are elementwise: norms, rotary, SwiGLU, adds.
+# Patterns of the counted operations by part of a step. All others are elementwise: norms, rotary, SwiGLU, adds.
 PARTS = {
     "products": r"mm$|generic_gemm",
     "attention": r"torch_attn|fused_attn",
@@ -48,26 +48,26 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Step:
-    """One way to compute a step."""
+    """Implementation of a training step."""
 
     name: str
-    attention: str
+    attention: str  # a key of ATTENTION
     bytes_by_part: dict[str, float]  # per token
-    fp8: str | None = None
+    fp8: str | None = None  # a key of FP8
 
 
 def main() -> None:
     """Print the table."""
     parser = Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--document-tokens", type=int, default=1024, metavar="N", help="of every document (1024)")
+    parser.add_argument("--document-tokens", type=int, default=1024, metavar="N", help="tokens per document (1024)")
     print(to_table(parser.parse_args().document_tokens))
 
 
 def counted_bytes(layers: str) -> dict[str, float]:
-    """Return bytes per token by part, out of the count in docs/performance.md.
+    """Return bytes per token by part, from the count in docs/performance.md.
 
     Args:
-        layers: "local" or "Transformer Engine", as the head of the table has it.
+        layers: "local" or "Transformer Engine", as in the heading of the table.
     """
     text = PERFORMANCE.read_text(encoding="utf-8")
     count = text.split("<!-- counted by tests/gpu_path -->")[1].split("<!-- end of the count -->")[0]
@@ -82,7 +82,7 @@ def counted_bytes(layers: str) -> dict[str, float]:
 
 
 def steps() -> list[Step]:
-    """Return the steps from local layers to FP8."""
+    """Return the implementations in the order of the table."""
     in_bf16 = Step("Transformer Engine", "cuDNN", counted_bytes("Transformer Engine"))
     return [
         Step("local layers", "FA2", counted_bytes("local")),
@@ -92,21 +92,22 @@ def steps() -> list[Step]:
 
 
 def microseconds(step: Step, document_tokens: int, bandwidth: float) -> dict[str, float]:
-    """Return the microseconds per token by part."""
+    """Return the microseconds per token by part of the step; `bandwidth` is in bytes/s."""
     settings = Settings()
     model, headless = settings.model, settings.with_section("data", mask_prob=0.0)
     products = training_flops_per_token(headless, vocab_size=VOCAB_SIZE, document_tokens=0)
     attention = training_flops_per_token(headless, vocab_size=VOCAB_SIZE, document_tokens=document_tokens) - products
     head = training_flops_per_token(settings, vocab_size=VOCAB_PADDED, document_tokens=0) - products
     gain, bytes_per_value = FP8[step.fp8] if step.fp8 else (1.0, 0)
-    # Inputs of the four products of a layer, and the gradients of their outputs.
+    # Values that are cast: the inputs of the four products of a layer, and the gradients of their outputs.
     values = model.num_layers * (3 * model.hidden_size + model.ffn_width + 5 * model.hidden_size + 2 * model.ffn_width)
     rates = ATTENTION[step.attention]
     forward, backward = rates[min(rates, key=lambda length: abs(length - document_tokens))]
     seconds = {name: size / bandwidth for name, size in step.bytes_by_part.items()}
     return {
         "products": 1e6 * products / (GEMM * gain),
-        # A third of the model's operations are forward; a kernel's backward pass has 2.5 times as many, not twice.
+        # A third of the model's FLOPs are forward. The backward pass of a kernel has 2.5 times the forward FLOPs, while
+        # the model counts twice.
         "attention": 1e-6 * attention / 3 * (1 / forward + 2.5 / backward),
         "elementwise": 1e6 * seconds["elementwise"],
         "FP8 casts": 1e6 * values * bytes_per_value / bandwidth,
@@ -116,7 +117,7 @@ def microseconds(step: Step, document_tokens: int, bandwidth: float) -> dict[str
 
 
 def to_table(document_tokens: int) -> str:
-    """Return a row of Markdown for each GPU and step: µs per token by part, and what they add up to."""
+    """Return a Markdown table with a row per GPU and implementation: µs per token by part, their sum, and MFU."""
     model_flops = training_flops_per_token(Settings(), vocab_size=VOCAB_SIZE, document_tokens=document_tokens)
     lines: list[list[str]] = []
     for gpu, bandwidth in BANDWIDTH.items():

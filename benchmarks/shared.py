@@ -1,7 +1,6 @@
-"""Shared parts of the benchmarks: a generated corpus, taking turns, and output of figures.
+"""Code shared by the benchmarks: a generated corpus, rounds in alternating order, tables and figures.
 
-Imports the standard library alone, so that a benchmark whose tools are processes of their own holds none of their
-libraries' pages.
+Imports only the standard library, so that a benchmark that starts tools as processes has a small peak memory itself.
 """
 
 import argparse
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# RefinedWeb has mean / median = 640 / 368, which is exp(sigma^2 / 2) of a log-normal.
+# RefinedWeb has mean / median = 640 / 368 tokens, which is exp(sigma^2 / 2) for a log-normal distribution.
 SIGMA = math.sqrt(2 * math.log(640 / 368))
 
 
 def describe_machine(packages: Iterable[str]) -> dict[str, str]:
-    """Return processor, date, and the versions of Python and of these packages, those that are installed."""
+    """Return processor, date, and the versions of Python and of those packages that are installed."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -37,7 +36,7 @@ def describe_machine(packages: Iterable[str]) -> dict[str, str]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows; columns are the keys of the first one."""
+    """Print a table; its columns are the keys of the first row."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
@@ -51,13 +50,13 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write figures as JSON if `--output` was given."""
+    """Write figures as JSON; a path of None writes nothing."""
     if path is not None:
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any]]:
-    """Yield every subject once a round (from 1), each second round in reverse: drifts of the machine hit all."""
+    """Yield (round from 1, subject). Every second round is reversed, so that drifts affect all subjects alike."""
     order = list(subjects)
     for number in range(1, rounds + 1):
         yield from ((number, subject) for subject in order)
@@ -65,32 +64,31 @@ def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any
 
 
 def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int) -> tuple[str, str]:
-    """Write documents of random words by the real preprocessing; return the corpus prefix and the vocabulary's path.
+    """Write documents of random words and preprocess them; return the corpus prefix and the path of the vocabulary.
 
-    Words stand for one token each and carry no meaning: what benchmarks need of a corpus are its lengths. These are
-    log-normal, as those of web pages are about.
+    Each word is one token. Lengths are log-normal, about as those of web pages.
 
     Args:
-        longest: Documents are truncated to so many tokens.
+        longest: Maximum number of tokens; longer documents are truncated.
     """
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
     from megatron_neobert.data.preprocessing.run import preprocess
 
     rng = random.Random(0)
     words = [f"w{number}" for number in range(vocab_size - len(SPECIAL))]
-    vocabulary, shard = folder / "vocab.txt", folder / "shard.jsonl"
+    vocabulary, texts = folder / "vocab.txt", folder / "texts.jsonl"
     vocabulary.write_text("".join(f"{word}\n" for word in (*SPECIAL, *words)), encoding="utf-8")
-    with shard.open("w", encoding="utf-8") as stream:
+    with texts.open("w", encoding="utf-8") as stream:
         for _ in range(documents):
             length = min(int(rng.lognormvariate(math.log(median_tokens), SIGMA)) + 1, longest)
             stream.write(json.dumps({"content": " ".join(rng.choices(words, k=length))}) + "\n")
-    settings = PreprocessSettings((str(shard),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
+    settings = PreprocessSettings((str(texts),), output_prefix=str(folder / "c"), tokenizer_model=str(vocabulary))
     preprocess(plan_preprocessing(settings))
     return str(folder / "c_content_document"), str(vocabulary)
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1, as a type of argparse."""
+    """Parse a whole number of at least 1, as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""Models and batches of benchmark_step.py: the same documents packed and padded, and the plain reference model."""
+"""Batches and reference model of benchmark_step.py: the same documents packed and padded."""
 
 import itertools
 from dataclasses import replace
@@ -18,7 +18,7 @@ Padded = tuple[Tensor, Tensor, Tensor]  # token ids, attention mask, labels; eac
 
 
 class Reference:
-    """The plain model: SDPA with a padding mask, decoder at every position, torch's AdamW."""
+    """Plain PyTorch model: SDPA with a padding mask, decoder at every position, torch's AdamW."""
 
     def __init__(self, settings: Settings, device: torch.device, *, vocab_size: int) -> None:
         torch.manual_seed(0)
@@ -33,7 +33,7 @@ class Reference:
         )
 
     def step(self, passes: list[Padded]) -> float:
-        """Run one training step; return the mean loss of the masked tokens."""
+        """Run one training step; return the mean loss per masked token, in nats."""
         self.optimizer.zero_grad()
         masked = sum(int((labels_bs != IGNORED_LABEL).sum()) for *_, labels_bs in passes)
         loss = torch.zeros((), device=self.device)
@@ -47,8 +47,8 @@ class Reference:
         self.optimizer.step()
         return loss.item()
 
-    def give_weights(self, run: Run) -> None:
-        """Give this project's model the same weights."""
+    def copy_weights_to(self, run: Run) -> None:
+        """Load the weights of this model into the model and the optimizer of a run."""
         shape = model_shape(self.settings, vocab_size=self.vocab_size)
         model = run.unwrapped_model
         load_into_megatron(model, to_internal(self.model.state_dict(), shape, NEOBERT))
@@ -56,9 +56,14 @@ class Reference:
 
 
 def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[str, Any]:
-    """Return a step's documents as they are; as StepBatches of padded rows; and as the reference takes the latter.
+    """Return the documents of a step in three layouts, and the length of each document.
 
-    Rows are padded to the longest document of the step, and a pass has as many of them as fit into `capacity_per_pass`.
+    Documents are padded to the longest of the step. A pass has as many padded documents as fit into
+    `capacity_per_pass` tokens.
+
+    Returns:
+        "lengths": tokens of each document; "packed": `batches`; "padded": StepBatches with one document per row;
+        "reference": the padded documents as inputs of the reference model.
     """
     documents = split_documents(batches.micro_batches)
     width = max(len(tokens) for tokens, _ in documents)
@@ -73,7 +78,7 @@ def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[
 
 
 def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
-    """Return tokens and labels of every document."""
+    """Return the tokens and the labels of every document."""
     tokens: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in micro_batches:
@@ -87,8 +92,8 @@ def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tens
 
 
 def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
-    """Return documents, each a row of `width`."""
-    tokens_bs = torch.zeros(len(documents), width, dtype=torch.int64)  # [PAD] is 0
+    """Return documents padded to `width` tokens."""
+    tokens_bs = torch.zeros(len(documents), width, dtype=torch.int64)  # the id of [PAD] is 0
     labels_bs = torch.full_like(tokens_bs, IGNORED_LABEL)
     for row, (tokens, labels) in enumerate(documents):
         tokens_bs[row, : len(tokens)] = tokens
@@ -98,7 +103,7 @@ def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
 
 
 def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> PackedBatch:
-    """Return them as a micro-batch of this project, in which the padding behind a document is a document of its own."""
+    """Return padded documents as a micro-batch of this project. The padding after a document is a dummy document."""
     rows, width = tokens_bs.shape
     starts_b = torch.arange(rows) * width
     bounds = torch.cat([starts_b, starts_b + present_bs.sum(1), torch.tensor([rows * width])])
@@ -108,7 +113,7 @@ def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tenso
         tokens_t=tokens_bs.flatten(),
         labels_m=labels_t[positions_m],
         masked_positions_m=positions_m,
-        cu_seqlens_n=bounds.unique().to(torch.int32),  # sorted; rows that are full have no padding
+        cu_seqlens_n=bounds.unique().to(torch.int32),  # unique() sorts, and removes the empty padding of full rows
         max_seqlen=width,
         real_tokens=int(present_bs.sum()),
     )

@@ -8,8 +8,8 @@ import torch
 
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.phases import TrainingStream
-from megatron_neobert.data.batches.rows import Cursor
 from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # conversion reads TrainState without megatron.core, whose import takes seconds

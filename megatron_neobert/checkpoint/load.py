@@ -22,7 +22,7 @@ from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import SavedRun, changes, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.rows import Cursor
+from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.runtime.environment import is_rank_zero

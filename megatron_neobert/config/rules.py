@@ -19,7 +19,7 @@ from megatron_neobert.errors import ConfigError
 FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
 HEAD_WIDTH_MULTIPLE = 8  # of fused attention kernels: FlashAttention's, torch's and Transformer Engine's
 _SUGGESTED = 1024  # the largest number of heads or stages that a message suggests
-LARGEST_DOCUMENT_BLOCK = 4096  # data/batches/rows.py packs windows of so many documents
+LARGEST_DOCUMENT_BLOCK = 4096  # data/batches/windows.py packs windows of so many documents
 
 
 class Need(NamedTuple):

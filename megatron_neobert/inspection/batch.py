@@ -3,7 +3,7 @@
 neobert inspect batch --load SAVE --iteration 812
 neobert inspect batch --config FILE --data-path P --tokenizer-model PATH --iteration 1
 
-The numbers are printed, then some rows with their documents as text, brackets around each predicted token.
+Prints statistics of the batch, then some packed sequences as text, with brackets around each predicted token.
 """
 
 import io
@@ -18,68 +18,76 @@ from megatron_neobert.cli import option
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.text import visible
 
-# The batch of all ranks does not depend on the layout, and this process is one rank.
+# The global batch does not depend on the layout, and this command runs in a single process.
 _ONE_RANK = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
 _LEGEND = {
-    "[MASK->word]": "predicted, and hidden: the model sees the mask token",
-    "[other->word]": "predicted, and replaced: the model sees the first, and has to predict the second",
-    "[=word]": "predicted, although the model sees it",
+    "[MASK->word]": "predicted; the model sees [MASK]",
+    "[other->word]": "predicted; the model sees another token",
+    "[=word]": "predicted; the model sees the token itself",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectBatchOptions:
-    """The command line of `neobert inspect batch`, beside the flags of `neobert train`."""
+    """Options of `neobert inspect batch`, besides the flags of `neobert train`."""
 
-    iteration: int = option(help="whose batch; the first iteration is 1", metavar="K", minimum=1)
-    load: Path | None = option(None, "folder of a run, its --save", metavar="SAVE")
-    config: str | None = option(None, "settings as a run takes them, in place of those of --load", metavar="FILE")
-    rows: int = option(4, "how many rows to show as text; 0 shows the numbers alone", minimum=0)
+    iteration: int = option(help="iteration of the batch; the first is 1", metavar="K", minimum=1)
+    load: Path | None = option(None, "folder of a run (its --save)", metavar="SAVE")
+    config: str | None = option(None, "YAML file with settings, instead of the settings in --load", metavar="FILE")
+    rows: int = option(4, "packed sequences to show as text; 0 shows only the statistics", minimum=0)
 
 
 def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
-    """Show the rows, documents and predicted tokens of one iteration's batch; all other flags are those of a run.
+    """Print statistics and text of one iteration's batch; all other flags are those of `neobert train`.
 
-    The code that builds it in training builds it here; no model is needed and nothing is changed. With --load it starts
-    from the run's checkpoint before that iteration, and takes its settings unless --config names a file. The batch is
-    that of all ranks, which does not depend on how many there are.
+    The batch is built by the code of training, for all ranks; the number of ranks does not change it. No model is built
+    and no file is written. --load starts from the run's newest checkpoint before the iteration, and takes the run's
+    settings unless --config is given.
 
     Raises:
-        ConfigError: Settings that a run would not take.
+        ConfigError: The settings break a rule, or the run has no such iteration.
     """
-    place, settings = choose_origin(options, [*flags, *_ONE_RANK])
+    checkpoint, settings = choose_origin(options, [*flags, *_ONE_RANK])
 
-    from megatron_neobert.inspection.batch_rows import describe, rows_of, to_text
-    from megatron_neobert.inspection.found_batch import find_batch
+    from megatron_neobert.inspection.batch_text import describe, read_sequences, to_text
+    from megatron_neobert.inspection.global_batch import rebuild_batch
 
-    found = find_batch(settings, options.iteration, place=place)
+    global_batch = rebuild_batch(settings, options.iteration, checkpoint=checkpoint)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
-    print(f"batch {found.iteration:,}")
-    for name, line in describe(found).items():
+        # A terminal without UTF-8 shows escapes.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    print(f"batch {options.iteration:,}")
+    for name, line in describe(global_batch).items():
         print(f"  {name:<12}{line}")
     print("", *(f"  {mark:15}{meaning}" for mark, meaning in _LEGEND.items()), sep="\n")
     columns = shutil.get_terminal_size((120, 24)).columns
-    for row in islice(rows_of(found), options.rows):
-        slots = found.settings.data.seq_length
-        print(f"\nrow {row.number:,} of micro-batch {row.micro_batch:,}: {row.used_slots:,} of {slots:,} slots")
-        for piece in row.pieces:
-            print(f"  {piece.title}{f' of {visible(piece.corpus)}' if len(found.sources) > 1 else ''}")
-            text = to_text(piece, found.tokenizer)
+    for sequence in islice(read_sequences(global_batch), options.rows):
+        print(
+            f"\npacked sequence {sequence.number:,} of micro-batch {sequence.micro_batch:,}: {sequence.tokens:,} of "
+            f"{global_batch.settings.data.seq_length:,} tokens"
+        )
+        for segment in sequence.segments:
+            print(f"  {segment.title}{f' of {visible(segment.corpus)}' if len(global_batch.sources) > 1 else ''}")
+            text = to_text(segment, global_batch.tokenizer)
             print(textwrap.fill(text, columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
 
 
 def choose_origin(options: InspectBatchOptions, flags: list[str]) -> tuple[Path | None, Settings]:
-    """Return the checkpoint to start from, and the settings of the run, checked."""
+    """Return the checkpoint to start from (None: the first iteration), and the settings of the run.
+
+    Raises:
+        ConfigError: The settings break a rule, or the run has no such iteration.
+        MissingInputError: --load has no checkpoint that this command needs.
+    """
     from megatron_neobert.checkpoint.folder import list_checkpoints
     from megatron_neobert.config.cli import parse_command_line
-    from megatron_neobert.inspection import found_batch
+    from megatron_neobert.inspection import global_batch
 
-    load, place = options.load, None
+    load, checkpoint = options.load, None
     if load is not None and (list_checkpoints(load) or options.config is None):
-        place = found_batch.checkpoint_before(load, options.iteration)
+        checkpoint = global_batch.checkpoint_before(load, options.iteration)
     if options.config is not None or load is None:
         config = ["--config", options.config] if options.config is not None else []
-        return place, parse_command_line([*config, *flags], world_size=1).settings
-    saved = found_batch.without_outputs(found_batch.settings_of_iteration(load, options.iteration))
-    return place, found_batch.replace_by_flags(saved, flags, world_size=1)
+        return checkpoint, parse_command_line([*config, *flags], world_size=1).settings
+    saved = global_batch.without_outputs(global_batch.settings_of_iteration(load, options.iteration))
+    return checkpoint, global_batch.override_settings(saved, flags)

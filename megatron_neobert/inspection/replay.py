@@ -1,12 +1,14 @@
-"""The command `neobert replay`: what is in a global batch of a run, and where losses and gradient cease to be finite.
+"""The command `neobert replay`: computes the losses and the gradient of one global batch of a run again.
 
     neobert replay --load SAVE --iteration 812
     neobert replay --load SAVE --iteration 812 --checkpoint-iteration 812
 
-One process does the work of all ranks of the run.
+Prints the documents of each micro-batch, and which losses and gradients are not finite. One process does the work of
+all ranks of the run.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,56 +22,63 @@ from megatron_neobert.runtime.environment import world_size
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """The command line of `neobert replay`, beside the flags of `neobert train`."""
+    """Options of `neobert replay`, besides the flags of `neobert train`."""
 
-    load: Path = option(help="folder of the run, its --save", metavar="SAVE")
-    iteration: int = option(help="whose batch; the first iteration is 1", metavar="K", minimum=1)
-    checkpoint_iteration: int | None = option(None, "with the weights of iter_N; without it the newest before K")
+    load: Path = option(help="folder of the run (its --save)", metavar="SAVE")
+    iteration: int = option(help="iteration of the batch; the first is 1", metavar="K", minimum=1)
+    checkpoint_iteration: int | None = option(None, "checkpoint with the weights; default: the newest before K")
 
 
 def replay(options: ReplayOptions, flags: list[str]) -> None:
-    """Compute losses and gradient of one iteration again; all other flags are those of a run, and replace its settings.
+    """Compute losses and gradient of one iteration again; flags of `neobert train` replace the settings of the run.
 
-    Settings, weights and the place in the data come from the newest checkpoint before that iteration; the batches
-    between are packed without training on them. Nothing is updated, nothing is written. --checkpoint-iteration takes
-    the weights of another checkpoint: a run that ends because its last updates were skipped saves the very weights
-    that these batches met.
-    """
-    from megatron_neobert.inspection.found_batch import checkpoint_before, refuse_later_iteration
+    Settings, weights and data position come from the newest checkpoint before that iteration. The batches in between
+    are packed, but not trained on. Weights are not updated and no file is written.
 
-    if world_size() > 1:
-        raise ConfigError(f"neobert replay is one process; WORLD_SIZE is {world_size()}. Start it without torchrun.")
-    weights = place = checkpoint_before(options.load, options.iteration)
-    if options.checkpoint_iteration is not None:
-        weights = latest_checkpoint(options.load, iteration=options.checkpoint_iteration)
-    settings = settings_of(options.load, weights, flags)
-    refuse_later_iteration(settings, options.iteration)
-    for folder in {folder for folder in (weights, place) if folder is not None}:
-        verify_files(folder)
-    compute_batch(settings, options.iteration, weights=weights, place=place)
-
-
-def settings_of(load: Path, weights: Path | None, flags: list[str]) -> Settings:
-    """Return the settings of the run in the layout of one rank, with what the flags replace.
+    --checkpoint-iteration takes the weights of another checkpoint. A run that ends because its last updates were
+    skipped saves the weights that these batches were computed with.
 
     Raises:
-        ConfigError: Flags that a run would not take either.
+        ConfigError: The command runs under torchrun, or the run has no such iteration.
+        CheckpointError: A checkpoint is damaged.
+    """
+    from megatron_neobert.inspection.global_batch import checkpoint_before, refuse_later_iteration
+
+    if world_size() > 1:
+        raise ConfigError(f"neobert replay runs in one process, but WORLD_SIZE is {world_size()}. Start it alone.")
+    weights = position = checkpoint_before(options.load, options.iteration)
+    if options.checkpoint_iteration is not None:
+        weights = latest_checkpoint(options.load, iteration=options.checkpoint_iteration)
+    settings = replay_settings(options.load, weights, flags)
+    refuse_later_iteration(settings, options.iteration)
+    for folder in {folder for folder in (weights, position) if folder is not None}:
+        verify_files(folder)
+    compute_batch(settings, options.iteration, weights=weights, position=position)
+
+
+def replay_settings(load: Path, weights: Path | None, flags: list[str]) -> Settings:
+    """Return the settings of the run in the layout of a single rank, with the values that flags replace.
+
+    Raises:
+        ConfigError: A flag is unknown, or the result breaks a rule of the settings.
     """
     from megatron_neobert.config.cli import read_record
-    from megatron_neobert.inspection.found_batch import replace_by_flags, without_outputs
+    from megatron_neobert.inspection.global_batch import override_settings, without_outputs
 
     saved = read_record((weights or latest_checkpoint(load)) / "settings.yaml")
-    distributed_optimizer = saved.parallel.use_distributed_optimizer  # its checkpoints cannot be read without
-    saved = replace(
-        without_outputs(saved),
-        checkpoint=CheckpointConfig(load=str(load)),
-        parallel=ParallelConfig(use_distributed_optimizer=distributed_optimizer),
-    )
-    return replace_by_flags(saved, flags, world_size=1)
+    # Checkpoints of a distributed optimizer can only be read with one.
+    parallel = ParallelConfig(use_distributed_optimizer=saved.parallel.use_distributed_optimizer)
+    saved = replace(without_outputs(saved), checkpoint=CheckpointConfig(load=str(load)), parallel=parallel)
+    return override_settings(saved, flags)
 
 
-def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, place: Path | None) -> None:
-    """Run forward and backward on the batch of an iteration, and print what is found."""
+def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, position: Path | None) -> None:
+    """Run forward and backward on the batch of an iteration, and print losses and gradients.
+
+    Args:
+        weights: Checkpoint with the weights; None leaves the initial weights.
+        position: Checkpoint before the iteration; None starts at the first iteration.
+    """
     from megatron_neobert.model.kernels import check_hardware
 
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
@@ -80,51 +89,45 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
     from megatron_neobert.training.step import compute_gradients
 
     run = build_run(settings, *join(settings))
-    if place is not None:
-        load_from(run, place)
-    state = run.state  # before it becomes that of other weights
-    if weights is not None and weights != place:
+    if position is not None:
+        load_from(run, position)
+    # Loading other weights replaces run.state, but must not change the position.
+    state = run.state
+    if weights is not None and weights != position:
         load_from(run, weights)
     stream = replace(run.training_stream, iteration=state.iteration, cursor=state.cursor).from_iteration(iteration)
     reports, grad_norm = compute_gradients(run, next(stream.steps()))
-    sums = {number: report[:2].tolist() for number, report in enumerate(reports)}  # nats and masked tokens
-    gradients = {name: parameter.main_grad for name, parameter in run.unwrapped_model.named_parameters()}
+    losses = [report[:2].tolist() for report in reports]  # nats and masked tokens of each micro-batch
     used = "fresh weights" if weights is None else f"the weights of {weights}"
     print(f"batch {iteration} with {used} on {run.device.type}")
     if weights is None and iteration > 1:
         print(
-            f"warning: there is no checkpoint from before batch {iteration}, so losses and gradient are those of "
-            "fresh weights; --checkpoint-iteration N uses the weights of a checkpoint"
+            f"warning: no checkpoint is before batch {iteration}, so losses and gradient are those of fresh weights; "
+            "--checkpoint-iteration N uses the weights of a checkpoint"
         )
-    print_findings(stream, sums, float(grad_norm))
-    for name, gradient in gradients.items():
-        if not bool(gradient.isfinite().all()):
+    print_losses(stream, losses, float(grad_norm))
+    for name, parameter in run.unwrapped_model.named_parameters():
+        if not bool(parameter.main_grad.isfinite().all()):
             print(f"gradient NOT FINITE: {name}")
     distributed.shut_down()
 
 
-def print_findings(stream: Any, sums: dict[int, list[float]], grad_norm: float) -> None:
-    """Print one line per micro-batch with its documents below, then the gradient."""
-    stream, rows, _ = next(stream.global_batches())
+def print_losses(stream: Any, losses: list[list[float]], grad_norm: float) -> None:
+    """Print a line per micro-batch with its documents below it, then the loss of the batch and the gradient norm."""
+    stream, packed, _ = next(stream.global_batches())
     size = stream.settings.micro_batch_size
-    for number, (nats, masked) in sums.items():
-        part = rows.take(number * size, (number + 1) * size)
+    for number, (nats, masked) in enumerate(losses):
+        segments = packed.take(number * size, (number + 1) * size).segments
         finite = "finite" if math.isfinite(nats) else "NOT FINITE"
-        documents = documents_of(stream, part)
+        # Numbers of the documents by corpus, each document once.
+        documents: dict[str, dict[int, None]] = defaultdict(dict)
+        for component, document in zip(segments.components_n.tolist(), segments.numbers_n.tolist(), strict=True):
+            documents[str(stream.sources[component].corpus.prefix)][document] = None
         print(
             f"micro-batch {number} | loss {nats / max(masked, 1):.4f} nats | {finite} | {masked:.0f} masked tokens | "
-            f"{part.segments.slots_n.sum()} tokens of {sum(map(len, documents.values()))} documents"
+            f"{segments.packed_lengths_n.sum()} tokens of {sum(map(len, documents.values()))} documents"
         )
         for corpus, numbers in documents.items():
             print(f"  {corpus}: {' '.join(map(str, numbers))}")
-    nats, masked = (sum(column) for column in zip(*sums.values(), strict=True))
+    nats, masked = (sum(column) for column in zip(*losses, strict=True))
     print(f"loss {nats / max(masked, 1):.4f} nats | gradient norm {grad_norm:.3f}")
-
-
-def documents_of(stream: Any, rows: Any) -> dict[str, list[int]]:
-    """Return the numbers of the documents in some rows, by corpus."""
-    found: dict[str, dict[int, None]] = {}
-    segments = rows.segments
-    for component, number in zip(segments.components_n.tolist(), segments.numbers_n.tolist(), strict=True):
-        found.setdefault(str(stream.sources[component].corpus.prefix), {})[number] = None
-    return {corpus: list(numbers) for corpus, numbers in found.items()}

@@ -1,7 +1,7 @@
-"""Curves of runs as one PNG, a panel for each metric, drawn without a display.
+"""Curves of runs as one PNG with a panel per metric, drawn without a display.
 
-Colours are told apart by colour-blind readers. What a validation measured is drawn as points of its run's colour, and
-a stop after which the run resumed as a tick on the lower edge.
+The colours can be told apart by colour-blind readers. Validation values are points in the colour of their run. A tick
+on the lower edge marks where a run resumed after a stop.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from megatron_neobert.evaluation.plots import COLOURS, DASHES, add_legend, save_
 from megatron_neobert.inspection.run_log import RunLog
 
 _PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120
-_LEGEND_INCHES = 0.28  # per name, each on a line of its own
+_LEGEND_INCHES = 0.28  # per name, one name per line
 
-# Labels, and the same thing measured on held-out documents. Other metrics are shown under their names in the log.
+# Metrics that are drawn by default, and their titles. Other metrics have their names in the log as titles.
 LABELS = {
     "loss": "loss (nats per masked token)",
     "masked_accuracy": "masked accuracy",
@@ -30,15 +30,16 @@ _VALIDATION = {"loss": "validation_loss", "masked_accuracy": "validation_accurac
 
 
 def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> None:
-    """Write the figure as a PNG into a folder that exists; `x` is "tokens" or "iteration"."""
+    """Write the figure as a PNG into an existing folder; `x` is "tokens" or "iteration"."""
     save_figure(draw(runs, metrics, x=x), path, Software=None)
 
 
 def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> Figure:
-    """Return the figure, with two panels beside each other."""
+    """Return the figure: a panel per metric, two panels per line."""
     lines = -(-len(metrics) // 2)
     size = 2 * _PANEL_INCHES[0], lines * _PANEL_INCHES[1] + _LEGEND_INCHES * (len(runs) + 2)
-    figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout="constrained")  # not pyplot: it may want a display
+    # Not pyplot, which may look for a display.
+    figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout="constrained")
     panels = list(figure.subplots(lines, 2, squeeze=False).flat)
     styles: list[dict[str, Any]] = [
         {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
@@ -62,15 +63,15 @@ def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> Figure:
 
 
 def _draw_run(axes: Any, run: RunLog, metric: str, style: dict[str, Any], *, x: str) -> None:
-    def places(iterations: Sequence[int]) -> Sequence[float]:
+    def to_x(iterations: Sequence[int]) -> Sequence[float]:
         return run.tokens_at(iterations) if x == "tokens" else iterations
 
     iterations, values = run.series(metric)
-    # A line needs two points that follow each other; validations are far apart.
-    few = {"marker": "o", "markersize": 3.5} if len(values) == 1 or metric.startswith("validation") else {}
-    axes.plot(places(iterations), values, linewidth=1.6, **style, **few)
+    # A line needs two neighbouring points, but validations are far apart: mark them as points.
+    markers = {"marker": "o", "markersize": 3.5} if len(values) == 1 or metric.startswith("validation") else {}
+    axes.plot(to_x(iterations), values, linewidth=1.6, **style, **markers)
     if metric in _VALIDATION:
         iterations, values = run.series(_VALIDATION[metric])
-        axes.plot(places(iterations), values, "o", color=style["color"], markersize=4.5, markeredgecolor="white")
-    for place in places(run.restarts):
-        axes.axvline(place, 0, 0.07, color=style["color"], linewidth=2.5)
+        axes.plot(to_x(iterations), values, "o", color=style["color"], markersize=4.5, markeredgecolor="white")
+    for position in to_x(run.restarts):
+        axes.axvline(position, 0, 0.07, color=style["color"], linewidth=2.5)

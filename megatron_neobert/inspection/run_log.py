@@ -1,9 +1,10 @@
-"""The history of a run out of its metrics.jsonl, which may be growing, and which kills may have torn.
+"""Reader of a run's metrics.jsonl, which may still grow and may have lines that were cut by a kill.
 
-A run that resumes trains again on what came after its last checkpoint, and logs it again behind a line that announces
-the restart: earlier lines of later iterations are replaced. A line that a kill has cut is left out, even if the next
-start appended to it. A value is left out if its name is not a word, since names are printed, or if its number cannot be
-drawn.
+A run that resumes logs `restarted`, then repeats the iterations after its last checkpoint. The repeated lines replace
+the earlier ones. A line that was cut is dropped, even if the next start appended a whole line to it.
+
+The file may come from strangers: a value is dropped if its name is not a word, because names are printed, or if its
+number is too large to draw.
 """
 
 import math
@@ -19,11 +20,11 @@ from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.text import parse_json
 
 _LOG = "metrics.jsonl"
-_BEGINNING = '{"iteration"'  # of every line
-_LARGEST = 2**53  # what a float can count to
-_LARGEST_VALUE = 1e39  # fp32 ends below it, and axes fail far above
+_LINE_START = '{"iteration"'
+_LARGEST = 2**53  # largest whole number up to which a float is exact
+_LARGEST_VALUE = 1e39  # above fp32's range; matplotlib fails far above it
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{0,63}")
-RESTARTED = "restarted"  # a line with this key: the run resumed behind this iteration
+RESTARTED = "restarted"  # key of the line that a run logs when it resumes after this iteration
 
 
 @dataclass(frozen=True)
@@ -31,31 +32,31 @@ class RunLog:
     """Logged values of a run by iteration."""
 
     name: str
-    values: dict[int, dict[str, float]]  # increasing iterations; only what the line of that iteration has
-    restarts: list[int]  # iterations behind which it resumed after a stop
-    unreadable: int  # lines, without a last one that is perhaps being written
+    values: dict[int, dict[str, float]]  # by increasing iteration, then by metric
+    restarts: list[int]  # last iterations before the run resumed after a stop
+    unreadable: int  # dropped lines, except an incomplete last line
 
     @property
     def metrics(self) -> list[str]:
-        """Names of everything that was logged."""
+        """Names of all metrics that were logged."""
         return list(dict.fromkeys(name for values in self.values.values() for name in values))
 
     def tokens_at(self, iterations: Sequence[int]) -> list[float]:
-        """Return the tokens that the run had seen after each iteration, interpolated between two intervals.
+        """Return the tokens consumed up to each iteration, interpolated between logged intervals.
 
         Raises:
-            DataError: No interval has ended.
+            DataError: The log has no complete interval.
         """
-        counts = {one: logged["consumed_tokens"] for one, logged in self.values.items() if "consumed_tokens" in logged}
+        counts = {at: logged["consumed_tokens"] for at, logged in self.values.items() if "consumed_tokens" in logged}
         if not counts:
             raise DataError(
-                f"{self.name}: no interval has ended, so no tokens have been counted; wait for the first, or give "
-                "--x iteration"
+                f"{self.name}: no interval has ended, so no tokens have been counted. Wait for the first interval, or "
+                "use --x iteration."
             )
         return [float(tokens) for tokens in np.interp(iterations, [0, *counts], [0.0, *counts.values()])]
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Return iterations and values of a metric; NaN where all updates of an interval were skipped."""
+        """Return iterations and values of a metric. An interval in which all updates were skipped has NaN."""
         pairs = [
             (iteration, values.get(metric, math.nan))
             for iteration, values in self.values.items()
@@ -68,34 +69,36 @@ def read_run(path: Path, *, name: str) -> RunLog:
     """Return the log of a run.
 
     Args:
-        path: Its folder, --save, or the file itself.
+        path: Folder of the run (its --save), or the log file.
+        name: Name of the run in figures and messages.
 
     Raises:
         MissingInputError: There is no log.
-        DataError: It holds nothing yet, or is no such log.
+        DataError: No line of the file has an iteration and a value.
     """
     file = path / _LOG if path.is_dir() else path
     if not file.is_file():
-        what = "holds no metrics.jsonl" if path.is_dir() else "does not exist"
+        problem = "holds no metrics.jsonl" if path.is_dir() else "does not exist"
         raise MissingInputError(
-            f"{path} {what}; name the folder given to --save. A run writes its log there from the first interval on."
+            f"{path} {problem}; name the folder given to --save. A run writes its log there from the first interval on."
         )
     *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")
     entries = [_parse(line) for line in lines if line.strip()]
-    ended = _parse(last)  # without a line feed: whole only if nothing is missing
-    run = _merge([entry for entry in (*entries, ended) if entry is not None], name, unreadable=entries.count(None))
+    # The last line has no line feed. It may be complete, or still being written.
+    last_entry = _parse(last)
+    run = _merge([entry for entry in (*entries, last_entry) if entry is not None], name, unreadable=entries.count(None))
     if not run.values:
         raise DataError(
-            f"{file} has no whole line with an iteration and a value; is it the log of a run, and has its first "
-            "interval (--log-interval) ended?"
+            f"{file} has no whole line with an iteration and a value. Name the log of a run, and wait until its first "
+            "interval (--log-interval) has ended."
         )
     return run
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """Return the numbers of a line; None if it has none."""
+    """Return the numbers of a line by name, or None if the line is not a line of a log."""
     try:
-        content = parse_json(line[max(line.rfind(_BEGINNING), 0) :])
+        content = parse_json(line[max(line.rfind(_LINE_START), 0) :])
     except ValueError:
         return None
     iteration = content.get("iteration") if isinstance(content, dict) else None
@@ -107,17 +110,18 @@ def _parse(line: str) -> dict[str, float] | None:
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) <= (_LARGEST if isinstance(value, int) else _LARGEST_VALUE)  # false for NaN
+    return abs(value) <= (_LARGEST if isinstance(value, int) else _LARGEST_VALUE)  # False for NaN
 
 
 def _merge(entries: list[dict[str, float]], name: str, *, unreadable: int) -> RunLog:
+    """Merge the lines of a log by iteration; lines after a restart replace those of later iterations."""
     values: dict[int, dict[str, float]] = {}
     restarts: list[int] = []
     for entry in entries:
         iteration = int(entry.pop("iteration"))
         if entry.pop(RESTARTED, None) is not None:
-            values = {one: content for one, content in values.items() if one <= iteration}
-            restarts = [*(one for one in restarts if one < iteration), iteration]
+            values = {at: logged for at, logged in values.items() if at <= iteration}
+            restarts = [*(at for at in restarts if at < iteration), iteration]
         if entry:
             values[iteration] = {**values.get(iteration, {}), **entry}
     return RunLog(name=name, values=dict(sorted(values.items())), restarts=restarts, unreadable=unreadable)

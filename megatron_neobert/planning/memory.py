@@ -1,8 +1,8 @@
-"""Memory of a rank by arithmetic, for the fullest rank.
+"""Memory of the rank that needs most, computed from the settings.
 
-Weights, gradients and optimizer state are exact. Activations are one formula: what Transformer Engine's layers keep of
-a forward pass (docs/cluster.md states its error; tests/gpu_path counts tensors). FP8 counts as bfloat16. What CUDA and
-NCCL take besides tensors is an assumption.
+Weights, gradients and optimizer state are exact. Activations follow a formula for the tensors that Transformer Engine's
+layers keep for the backward pass; docs/cluster.md states its error, and tests/gpu_path counts the tensors. FP8 counts
+as bfloat16. The memory of CUDA and NCCL besides tensors is an assumption.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.model.flops import count_parameters, moment_bytes
 
-_STATISTIC_BYTES = 4  # a float32, as norms and attention keep some per token
-_ASSUMED_CONTEXT_BYTES = 3 << 29  # 1.5 GiB: CUDA's context, NCCL's and cuBLAS's buffers, and gaps between tensors
+_STATISTIC_BYTES = 4  # float32; norms and attention keep statistics per token
+_ASSUMED_CONTEXT_BYTES = 3 << 29  # 1.5 GiB: CUDA context, buffers of NCCL and cuBLAS, and fragmentation
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank at the fullest moment of a training step."""
+    """Bytes that one rank needs at the peak of a training step."""
 
-    stage: int  # of the pipeline, from 0
+    stage: int  # pipeline stage, from 0
     weights: int
     gradients: int
     optimizer: int  # moments, and float32 main weights if the weights are bfloat16
-    activations: int  # kept for the backward pass by the layers of all micro-batches in flight
-    head: int  # kept by the head: mostly logits of the masked tokens
-    work: int  # freed again when a layer or the head is done
+    activations: int  # kept by the layers for the backward pass, over all micro-batches in flight
+    head: int  # logits of the masked tokens
+    work: int  # temporary, while the backward pass of a layer or of the head runs
     context: int = _ASSUMED_CONTEXT_BYTES
 
     @property
@@ -33,15 +33,20 @@ class RankMemory:
 
 
 def plan_memory(settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int) -> RankMemory:
-    """Return the memory of the fullest rank; `masked_tokens` are those of a micro-batch on a context-parallel rank."""
+    """Return the memory of the rank that needs most.
+
+    Args:
+        vocab_size: Tokens in the vocabulary, without padding.
+        masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
+    """
     tp, stages = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
     padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=tp)
-    layer, kept = layer_bytes(settings)
+    layer, kept_by_layer = layer_bytes(settings)
     logits = _element_bytes(settings) * masked_tokens * padded // tp
     ranks = []
     for stage in range(stages):
-        # Source: megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches: the passes of the
-        # warm-up, one for each later stage, and the pass that follows them.
+        # Warm-up passes, one per later stage, and the pass after them.
+        # Source: megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches.
         in_flight = min(stages - stage, settings.micro_batches_per_rank(world_size))
         head = logits if stage == stages - 1 else 0
         weights, gradients, optimizer = _state_bytes(settings, padded, stage=stage, world_size=world_size)
@@ -51,9 +56,9 @@ def plan_memory(settings: Settings, *, vocab_size: int, world_size: int, masked_
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
-                activations=in_flight * settings.layers_per_stage * kept,
+                activations=in_flight * settings.layers_per_stage * kept_by_layer,
                 head=head,
-                work=max(layer, head),  # gradients of a layer's activations, or of the logits
+                work=max(layer, head),  # gradients of a layer's activations or of the logits
             )
         )
     return max(ranks, key=lambda rank: rank.total)
@@ -64,10 +69,11 @@ def _element_bytes(settings: Settings) -> int:
 
 
 def layer_bytes(settings: Settings) -> tuple[int, int]:
-    """Return the bytes of one layer's activations of a micro-batch, and those that it keeps for the backward pass.
+    """Return the bytes of one layer's activations of a micro-batch, and the bytes kept for the backward pass.
 
-    Norms: input, output, statistics. Attention: q, k, v, result, logsumexp. Feed-forward: both halves of SwiGLU and
-    their product. The product of each is the next one's input. A recomputed layer keeps its input.
+    Norms have input, output and statistics; attention has q, k, v, result and logsumexp; the feed-forward network has
+    both halves of SwiGLU and their product. The output of each is the input of the next and counts once. A recomputed
+    layer keeps only its input.
     """
     model, parallel = settings.model, settings.parallel
     hidden = _element_bytes(settings) * model.hidden_size
@@ -75,22 +81,24 @@ def layer_bytes(settings: Settings) -> tuple[int, int]:
     attention = 4 * hidden + _STATISTIC_BYTES * model.num_attention_heads
     feed_forward = (3 if model.swiglu else 2) * _element_bytes(settings) * model.ffn_width
     ranks = parallel.context_parallel_size * parallel.tensor_model_parallel_size
-    tokens = settings.tokens_per_micro_batch // ranks  # of a rank
+    tokens = settings.tokens_per_micro_batch // ranks  # per rank
     layer = tokens * (norms + attention + feed_forward)
     return layer, tokens * hidden if settings.compute.recompute_granularity == "full" else layer
 
 
 def _state_bytes(settings: Settings, padded_vocab_size: int, *, stage: int, world_size: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer of a rank of a pipeline stage."""
+    """Return the bytes of weights, gradients and optimizer state of a rank in a pipeline stage."""
     parallel, training, stages = settings.parallel, settings.training, settings.parallel.pipeline_model_parallel_size
     count = count_parameters(settings.model, vocab_size=padded_vocab_size)
-    whole = count.blocks // stages
-    whole += count.embedding + count.positions if stage == 0 else 0
-    whole += count.final_norm + count.decoder if stage == stages - 1 else 0
-    own = whole / parallel.tensor_model_parallel_size  # norms are not shared: a few thousand
-    # Context-parallel ranks hold the same weights, and share the optimizer's work like data-parallel ones.
+    stage_parameters = count.blocks // stages
+    stage_parameters += count.embedding + count.positions if stage == 0 else 0
+    stage_parameters += count.final_norm + count.decoder if stage == stages - 1 else 0
+    # Norms are not split between tensor-parallel ranks; they are a few thousand parameters.
+    parameters = stage_parameters / parallel.tensor_model_parallel_size
+    # Context-parallel ranks have the same weights, and share the optimizer state like data-parallel ranks.
     replicas = settings.data_parallel_size(world_size) * parallel.context_parallel_size
-    moments = moment_bytes(settings, whole, layers=settings.layers_per_stage)
-    optimizer = own * (moments / whole + (4 if training.bf16 else 0))  # main weights, where the weights are not
+    moments = moment_bytes(settings, stage_parameters, layers=settings.layers_per_stage)
+    main_weight_bytes = 4 if training.bf16 else 0
+    optimizer = parameters * (moments / stage_parameters + main_weight_bytes)
     optimizer /= replicas if parallel.use_distributed_optimizer else 1
-    return round(own * _element_bytes(settings)), round(own * 4), round(optimizer)
+    return round(parameters * _element_bytes(settings)), round(parameters * 4), round(optimizer)

@@ -1,9 +1,10 @@
-"""The plan of a run, by arithmetic: the answer to --dry-run. Needs no GPU and does not import torch.
+"""The plan of a run that --dry-run prints. Needs no GPU and does not import torch.
 
-Documents, packing efficiency and epochs come from whole windows of rows, packed as training packs them; everything else
-from the settings. Times are given for several shares of a GPU's peak rate, because only a run shows its own share.
+Documents, packing efficiency and epochs come from whole windows, packed as in training; the other figures come from the
+settings. Times are printed for several values of MFU, because only a run can measure its MFU.
 """
 
+import itertools
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -16,99 +17,103 @@ from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.config.phases import Phase, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
-from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.data.batches.rows import count_windows, documents_in_window, pack_window, usual_masked
+from megatron_neobert.data.batches.windows import count_windows, documents_in_window, masked_capacity, pack_window
 from megatron_neobert.model.flops import checkpoint_bytes, count_parameters, training_flops_per_token
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import RankMemory, plan_memory
 from megatron_neobert.runtime.atomic_files import existing_parent
 from megatron_neobert.text import counted, duration, in_bytes, percent
 
-_INDENT = 12  # columns for a line's name
-_COLUMNS = 80  # of a terminal
+_INDENT = 12  # columns for the name of a section
+# Terminals have at least 80 columns.
+_WRAPPER = textwrap.TextWrapper(
+    width=80 - _INDENT, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
 _MOST_WINDOWS = 8  # 32,768 documents
-_LARGE_CUT = 0.1  # share of tokens that are never read
-_MANY_EPOCHS = 5
+_LARGE_TRUNCATION = 0.1  # share of truncated tokens from which on the plan warns
+_MANY_EPOCHS = 5  # epochs above which the plan warns
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
-_SHOWN_MFU = (0.1, 0.15, 0.2)  # the paper's own run had about 15 %
+_SHOWN_MFU = (0.1, 0.15, 0.2)  # the paper's run had about 15 %
 
 
 @dataclass(frozen=True)
 class IterationSample:
-    """An iteration, on average."""
+    """Averages over iterations."""
 
-    documents: float  # one that is cut into several counts once
-    tokens: float  # of documents, [CLS] and [SEP] included
-    packing_efficiency: float  # share of the token capacity that holds one
-    truncated: float  # share of the documents' tokens that no row has room for
-    tokens_of_a_tokens_document: float  # how many tokens the average token attends to
-    token_shares: tuple[float, ...]  # of each component
-    epochs: tuple[float, ...]
+    documents: float  # a document that is cut into several segments counts once
+    tokens: float  # without padding, including [CLS] and [SEP]
+    packing_efficiency: float  # tokens as a share of the token capacity
+    truncated: float  # share of the documents' tokens that are never read
+    attended_tokens: float  # tokens that the average token attends to
+    token_shares: tuple[float, ...]  # share of the tokens per component of --data-path
+    epochs: tuple[float, ...]  # epochs per component
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Figures of the iterations of a phase that are still to be trained."""
+    """Figures of one phase, without the iterations that are done."""
 
-    phase: Phase  # cut to these iterations; none are left where `last` is before `first`
+    phase: Phase  # with the remaining iterations; `last` is `first` - 1 if none remain
     inputs: Inputs
     sample: IterationSample
     memory: RankMemory
-    flops: float  # of an iteration
+    flops: float  # per iteration
 
     @property
-    def left(self) -> int:
-        """Iterations."""
+    def iterations(self) -> int:
+        """Number of remaining iterations."""
         return (self.phase.last or 0) - self.phase.first + 1
 
 
-def forecast_phase(phase: Phase, inputs: Inputs, *, first: int, world_size: int) -> Forecast:
-    """Return the figures of a phase of which `first` iterations of the run are done."""
+def forecast_phase(phase: Phase, inputs: Inputs, *, done: int, world_size: int) -> Forecast:
+    """Return the figures of a phase after `done` iterations of the run."""
     settings, vocab_size = phase.settings, inputs.tokenizer.vocab_size
-    begin, end = max(phase.first, first + 1), settings.training.train_iters
+    first, end = max(phase.first, done + 1), settings.training.train_iters
     last = end if phase.last is None else min(phase.last, end)
     sample = sample_iteration(settings, inputs)
-    per_token = training_flops_per_token(
-        settings, vocab_size=vocab_size, document_tokens=sample.tokens_of_a_tokens_document
-    )
-    slots = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
-    # A GPU gets batches of one shape, with room for nearly every number of masked tokens.
-    masked = usual_masked(slots, probability=settings.data.mask_prob)
+    per_token = training_flops_per_token(settings, vocab_size=vocab_size, document_tokens=sample.attended_tokens)
+    tokens_per_rank = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
+    # On a GPU, batches have fixed shapes.
+    masked = masked_capacity(tokens_per_rank, probability=settings.data.mask_prob)
     memory = plan_memory(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked)
-    phase = replace(phase, first=begin, last=max(last, begin - 1))
+    phase = replace(phase, first=first, last=max(last, first - 1))
     return Forecast(phase, inputs, sample, memory, per_token * sample.tokens)
 
 
 def print_plan(settings: Settings, *, world_size: int) -> int:
-    """Print the plan of a legal run and return 0."""
+    """Print the plan of a run and return exit code 0; `settings` have passed the rules.
+
+    Raises:
+        ConfigError, MissingInputError, DataError: The inputs cannot be opened.
+    """
     inputs = open_phases(settings)
-    vocab_size, first = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
+    vocab_size, done = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
     last, phases = settings.training.train_iters, resolve_phases(settings)
-    left = [phase for phase in phases if phase.first <= last and (phase.last is None or phase.last > first)]
+    remaining = [phase for phase in phases if phase.first <= last and (phase.last is None or phase.last > done)]
     forecasts = [
-        forecast_phase(phase, inputs[phase.number], first=first, world_size=world_size) for phase in left or phases[-1:]
+        forecast_phase(phase, inputs[phase.number], done=done, world_size=world_size)
+        for phase in remaining or phases[-1:]
     ]
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
     sections = [
         ("model", [model_line(settings, vocab_size)]),
-        ("ranks", [describe_ranks(settings, world_size)]),
+        ("ranks", [ranks_line(settings, world_size)]),
     ]
     for forecast in forecasts:
         if len(forecasts) > 1:
             sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
         sections.append(("iteration", iteration_lines(forecast, world_size=world_size)))
-        sections.append(("corpus", corpus_lines(forecast.inputs, forecast.sample, left=forecast.left)))
-    flops = sum(forecast.left * forecast.flops for forecast in forecasts)
+        sections.append(("corpus", corpus_lines(forecast)))
+    flops = sum(forecast.iterations * forecast.flops for forecast in forecasts)
     sections += [
-        ("run", run_lines(settings, forecasts, first=first)),
+        ("run", run_lines(settings, forecasts, done=done)),
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
         ("GPUs", gpu_lines(settings, fullest.memory, flops=flops, world_size=world_size)),
-        ("checkpoints", checkpoint_lines(settings, vocab_size=vocab_size)),
+        ("checkpoints", [checkpoint_line(settings, vocab_size=vocab_size)]),
     ]
     for name, lines in sections:
-        folded = [part for line in lines for part in _fold(line)]
-        for label, line in zip([name, *[""] * len(folded)], folded, strict=False):
-            print(f"{label:<{_INDENT}}{line}".rstrip())
+        for number, line in enumerate(itertools.chain.from_iterable(map(_WRAPPER.wrap, lines))):
+            print(f"{'' if number else name:<{_INDENT}}{line}".rstrip())
     return 0
 
 
@@ -124,7 +129,7 @@ def model_line(settings: Settings, vocab_size: int) -> str:
     )
 
 
-def describe_ranks(settings: Settings, world_size: int) -> str:
+def ranks_line(settings: Settings, world_size: int) -> str:
     parallel = settings.parallel
     shares = {
         "tensor-parallel": parallel.tensor_model_parallel_size,
@@ -142,26 +147,27 @@ def iteration_lines(forecast: Forecast, *, world_size: int) -> list[str]:
     micro_batches = counted(settings.micro_batches_per_rank(world_size), "micro-batch", "micro-batches")
     mean = sample.tokens / sample.documents
     lines = [
-        f"{training.global_batch_size:,} rows x {data.seq_length:,} tokens = {settings.tokens_per_iteration:,} tokens, "
-        f"in {micro_batches} of {counted(training.micro_batch_size, 'row')} per rank",
+        f"{training.global_batch_size:,} packed sequences x {data.seq_length:,} tokens = "
+        f"{settings.tokens_per_iteration:,} tokens, in {micro_batches} of {training.micro_batch_size:,} per rank",
         f"about {sample.documents:,.{0 if sample.documents >= 10 else 1}f} documents of {mean:,.0f} tokens; packing "
         f"efficiency {percent(sample.packing_efficiency, digits=2)}",
     ]
     if sample.truncated >= 0.0005:
-        warning = "warning: " if sample.truncated >= _LARGE_CUT else ""
+        warning = "warning: " if sample.truncated >= _LARGE_TRUNCATION else ""
         lines.append(
             f"{warning}{percent(sample.truncated)} of the tokens are never read, because long documents are cut at "
-            f"{settings.data.seq_length:,}; --long-documents chunk reads them"
+            f"{data.seq_length:,}; --long-documents chunk reads them"
         )
     return lines
 
 
-def corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[str]:
+def corpus_lines(forecast: Forecast) -> list[str]:
+    sample, iterations = forecast.sample, forecast.iterations
     lines = [
-        f"{percent(tokens, digits=2)} of the tokens, about {epochs * left:,.2f} epochs of {line}"
-        for line, tokens, epochs in zip(inputs.description, sample.token_shares, sample.epochs, strict=True)
+        f"{percent(tokens, digits=2)} of the tokens, about {epochs * iterations:,.2f} epochs of {line}"
+        for line, tokens, epochs in zip(forecast.inputs.description, sample.token_shares, sample.epochs, strict=True)
     ]
-    if (most := max(sample.epochs) * left) > _MANY_EPOCHS:
+    if (most := max(sample.epochs) * iterations) > _MANY_EPOCHS:
         lines.append(
             f"warning: documents are read up to {most:,.0f} times; repetitions beyond the first few add little. "
             "Use fewer --train-iters or more data"
@@ -172,49 +178,47 @@ def corpus_lines(inputs: Inputs, sample: IterationSample, *, left: int) -> list[
 def phase_lines(forecast: Forecast, settings: Settings) -> list[str]:
     phase = forecast.phase
     flags = settings.training.phases[phase.number - 1].flags if phase.number else ""
-    tokens = forecast.left * forecast.sample.tokens
+    tokens = forecast.iterations * forecast.sample.tokens
     return [
         f"iterations {phase.first:,} to {phase.last:,}: {tokens:.3e} tokens of documents",
         *([flags] if flags else []),
-        flops_line(forecast.flops, forecast.sample.tokens, left=forecast.left),
+        flops_line([forecast]),
     ]
 
 
-def flops_line(flops: float, tokens: float, *, left: int) -> str:
-    return f"{flops / tokens:.3e} FLOPs per token, {flops:.3e} per iteration, {flops * left:.3e} in all"
+def flops_line(forecasts: Sequence[Forecast]) -> str:
+    """Format the FLOPs of forecasts together, and of a single forecast also per token and per iteration."""
+    total = f"{sum(forecast.iterations * forecast.flops for forecast in forecasts):.3e}"
+    if len(forecasts) > 1:
+        return f"{total} FLOPs in all"
+    flops = forecasts[0].flops
+    return f"{flops / forecasts[0].sample.tokens:.3e} FLOPs per token, {flops:.3e} per iteration, {total} in all"
 
 
-def run_lines(settings: Settings, forecasts: Sequence[Forecast], *, first: int) -> list[str]:
-    done = f", {first:,} of them done" if first else ""
-    tokens = sum(one.left * one.sample.tokens for one in forecasts)
-    flops = f"{sum(one.left * one.flops for one in forecasts):.3e} FLOPs in all"
-    if len(forecasts) == 1:
-        flops = flops_line(forecasts[0].flops, forecasts[0].sample.tokens, left=forecasts[0].left)
-    return [
-        f"{counted(settings.training.train_iters, 'iteration')}{done}: {tokens:.3e} tokens of documents"
-        f"{' to go' if first else ''}",
-        flops,
-    ]
+def run_lines(settings: Settings, forecasts: Sequence[Forecast], *, done: int) -> list[str]:
+    iterations = counted(settings.training.train_iters, "iteration") + (f", {done:,} of them done" if done else "")
+    tokens = sum(forecast.iterations * forecast.sample.tokens for forecast in forecasts)
+    return [f"{iterations}: {tokens:.3e} tokens of documents{' to go' if done else ''}", flops_line(forecasts)]
 
 
 def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
-    """Format a line for each part of the memory of the fullest rank."""
-    parts = {
+    """Format the memory of the fullest rank, one line per use."""
+    uses = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
-        "head, loss": memory.head,
-        "at work": memory.work,
+        "head and loss": memory.head,
+        "working memory": memory.work,
         "CUDA, NCCL (assumed)": memory.context,
-        "together": memory.total,
+        "total": memory.total,
     }
-    lines = [f"{part:<20}{size / (1 << 30):>10,.2f} GiB" for part, size in parts.items()]
+    lines = [f"{use:<20}{size / (1 << 30):>10,.2f} GiB" for use, size in uses.items()]
     return lines + ([f"fullest pipeline stage: {memory.stage + 1} of {stages}"] if stages > 1 else [])
 
 
 def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_size: int) -> list[str]:
-    """Format a table of GPUs: the time of the run at some shares of the peak rate, and whether the memory suffices."""
+    """Format a table of GPUs: the time of the run at several values of MFU, and whether the memory suffices."""
     shares = _SHOWN_MFU if settings.training.bf16 else ()
     header = "".join(f"{f'{percent(mfu, digits=0)} MFU':>12}" for mfu in shares)
     lines = [f"{f'{world_size:,} x':<14}{header}  memory, GiB"]
@@ -226,70 +230,60 @@ def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_siz
         spare = gpu.memory_gib - memory.total / (1 << 30)
         room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
         lines.append(f"{gpu.name:<14}{times}  {room}")
-    lines.append(
-        "The paper's own run had about 15 % MFU." if shares else "Times are stated for bfloat16 alone (--bf16)."
-    )
+    lines.append("The paper's run had about 15 % MFU." if shares else "Times are shown for bfloat16 only (--bf16).")
     return lines
 
 
-def checkpoint_lines(settings: Settings, *, vocab_size: int) -> list[str]:
-    """Format the size of a checkpoint and the number of them that the disk has room for."""
+def checkpoint_line(settings: Settings, *, vocab_size: int) -> str:
+    """Format the size of a checkpoint, and how many checkpoints the disk has room for."""
     size, checkpoint = checkpoint_bytes(settings, vocab_size=vocab_size), settings.checkpoint
     if checkpoint.save is None:
-        return [f"{in_bytes(size)} each; none is saved without --save"]
+        return f"{in_bytes(size)} each; none is saved without --save"
     folder = existing_parent(Path(checkpoint.save).resolve())
     free = shutil.disk_usage(folder).free
-    kept = "all are kept" if checkpoint.keep_last is None else f"the last {checkpoint.keep_last} are kept"
-    return [
-        f"{in_bytes(size)} each, every {counted(checkpoint.save_interval, 'iteration')}; {kept}; {in_bytes(free)} free "
-        f"in {folder}, which is room for {free // size:,}"
-    ]
+    retention = "all are kept" if checkpoint.keep_last is None else f"the last {checkpoint.keep_last} are kept"
+    return (
+        f"{in_bytes(size)} each, every {counted(checkpoint.save_interval, 'iteration')}; {retention}; "
+        f"{in_bytes(free)} free in {folder}, which is room for {free // size:,}"
+    )
 
 
-# ---- what an iteration reads
+# ---- averages over iterations
 
 
 def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
-    """Pack windows as training packs them; lengths alone are read, no token, so this takes milliseconds.
+    """Return averages over iterations, from windows that are packed as in training.
 
-    An epoch of a few windows is packed entirely; of a longer one, and of a blend, the first windows are a sample of
-    all, since documents are shuffled.
+    Only lengths are read, which takes milliseconds. An epoch of at most 8 windows is packed as a whole; the first 8
+    windows of a longer epoch or of a blend are a random sample, because documents are shuffled.
     """
-    decisive, sources = batch_settings(settings, inputs.tokenizer), inputs.training
-    rows, squares, given, read = 0, 0, 0, 0
+    batch, sources = batch_settings(settings, inputs.tokenizer), inputs.training
+    sequences, squares, offered_tokens, text_tokens = 0, 0, 0, 0
     documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
-    for window in range(min(count_windows(sources, decisive), _MOST_WINDOWS)):
-        given += int(documents_in_window(sources, decisive, epoch=0, window=window)[2].sum())
-        packed = pack_window(sources, decisive, epoch=0, window=window)
-        segments, slots_n = packed.segments, packed.segments.slots_n
-        components_n = segments.documents_n >> COMPONENT_SHIFT
-        begins_n = segments.has_cls_n & (segments.starts_n == 0)  # once a document, however it is cut
-        rows += len(packed)
-        read += int(segments.lengths_n.sum())
-        documents_c += np.bincount(components_n[begins_n], minlength=len(sources))
-        tokens_c += np.bincount(components_n, weights=slots_n, minlength=len(sources))
-        # A concatenated row is one document to attention.
-        together = slots_n if decisive.batch_layout == "packed" else np.add.reduceat(slots_n, packed.row_offsets[:-1])
-        squares += int(together @ together)
-    share = decisive.global_batch_size / rows  # of these windows
+    for window in range(min(count_windows(sources, batch), _MOST_WINDOWS)):
+        offered = documents_in_window(sources, batch, epoch=0, window=window)
+        packed = pack_window(sources, batch, epoch=0, window=window)
+        segments, packed_lengths_n = packed.segments, packed.segments.packed_lengths_n
+        # A document that is cut has one first segment.
+        is_first_n = segments.has_cls_n & (segments.starts_n == 0)
+        sequences += len(packed)
+        offered_tokens += int(offered.lengths_n.sum())
+        text_tokens += int(segments.lengths_n.sum())
+        documents_c += np.bincount(segments.components_n[is_first_n], minlength=len(sources))
+        tokens_c += np.bincount(segments.components_n, weights=packed_lengths_n, minlength=len(sources))
+        # In the concatenated layout, tokens attend to their whole packed sequence.
+        is_packed = batch.batch_layout == "packed"
+        attended = packed_lengths_n if is_packed else np.add.reduceat(packed_lengths_n, packed.offsets[:-1])
+        squares += int(attended @ attended)
+    share = batch.global_batch_size / sequences  # an iteration as a share of these windows
     documents, tokens = float(documents_c.sum()), float(tokens_c.sum())
+    sizes = [len(source.documents) for source in sources]
     return IterationSample(
         documents=share * documents,
         tokens=share * tokens,
         packing_efficiency=share * tokens / settings.tokens_per_iteration,
-        truncated=1 - read / given,
-        tokens_of_a_tokens_document=squares / tokens,
+        truncated=1 - text_tokens / offered_tokens,
+        attended_tokens=squares / tokens,
         token_shares=tuple((tokens_c / tokens).tolist()),
-        epochs=tuple(
-            share * own / len(source.documents) for own, source in zip(documents_c.tolist(), sources, strict=True)
-        ),
-    )
-
-
-def _fold(line: str) -> list[str]:
-    """Lines that fit a terminal, unless a word is longer; what fits stays as it is."""
-    if len(line) <= _COLUMNS - _INDENT:
-        return [line]
-    return textwrap.wrap(
-        line, width=_COLUMNS - _INDENT, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        epochs=tuple((share * documents_c / sizes).tolist()),
     )

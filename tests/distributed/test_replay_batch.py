@@ -14,7 +14,7 @@ from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.inspection import replay as tool
-from megatron_neobert.inspection.found_batch import checkpoint_before
+from megatron_neobert.inspection.global_batch import checkpoint_before
 from megatron_neobert.training import step
 
 LAST = 5  # its batch is skipped
@@ -88,9 +88,9 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
 
     def prepare() -> None:
         note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.compute_batch(settings, iteration, weights=place, place=place)
+        ranks.run_training = lambda settings: tool.compute_batch(settings, iteration, weights=place, position=place)
 
-    settings = tool.settings_of(trained.save, place, [])
+    settings = tool.replay_settings(trained.save, place, [])
     train_on_ranks(settings, prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
@@ -101,7 +101,7 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
     ("words", "code", "message"),
     [
         (("--iteration", 0), 2, "--iteration 0 is below 1"),
-        (("--iteration", LAST + 1), 2, f"--iteration {LAST + 1} is none of this run, which has {LAST} ("),
+        (("--iteration", LAST + 1), 2, f"--iteration {LAST + 1} is after the last iteration of this run, {LAST} ("),
         (("--iteration", 4, "--checkpoint-iteration", 3), 66, "no checkpoint of iteration 3"),
         (("--iteration", 4, "--load", "nowhere"), 66, "nowhere holds no checkpoint"),
     ],

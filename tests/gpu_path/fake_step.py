@@ -240,8 +240,8 @@ def remove_patches(device: torch.device) -> None:
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a case: `num_layers`, `world_size`, `rank`, sections of settings; controls come last."""
-    from megatron_neobert.data.batches.rows import usual_masked
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+    from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels
     from megatron_neobert.planning.memory import plan_memory
     from megatron_neobert.runtime import distributed
@@ -257,7 +257,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("mixes_devices"):
         PackedBatch.to = lambda batch, device, **options: replace(batch, tokens_t=batch.tokens_t.to(device, **options))
     slots = ROWS * SEQ_LENGTH // settings.parallel.context_parallel_size
-    masked = usual_masked(slots, probability=settings.data.mask_prob)
+    masked = masked_capacity(slots, probability=settings.data.mask_prob)
     reports = []
     with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:
         torch._C._set_only_lift_cpu_tensors(True)

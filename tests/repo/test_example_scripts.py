@@ -68,7 +68,8 @@ def test_stage_1_prints_its_plan_for_the_ranks_of_the_script(script, ranks, tiny
     words = (tiny_corpus.prefix, tiny_corpus.tokenizer, "run", "--dry-run", "--seq-length", "512")
     plan = succeed(script, *words, cwd=tmp_path, **given)
     assert f"{ranks} data-parallel" in plan
-    assert f"2,048 rows x 512 tokens = {2048 * 512:,} tokens" in plan, "the script's recipe, and the flag over it"
+    # The script's recipe, with the flag over it.
+    assert f"2,048 packed sequences x 512 tokens = {2048 * 512:,} tokens" in plan
 
 
 def test_continued_pre_training_converts_once_and_stage_2_goes_on_from_a_checkpoint(tiny_corpus, tmp_path):
@@ -88,7 +89,7 @@ def test_continued_pre_training_converts_once_and_stage_2_goes_on_from_a_checkpo
     words = (tiny_corpus.prefix, tiny_corpus.tokenizer, "run.start", "stage2", *TINY.split(), "--ffn-hidden-size", 48)
     shorter = ("--data-path", 0.5, tiny_corpus.prefix, 0.5, f"{tiny_corpus.prefix}:min=32")  # no document has 1,024
     plan = succeed("stage2.sh", *words, *shorter, "--dry-run", cwd=tmp_path)
-    assert "512 rows x 4,096 tokens" in plan
+    assert "512 packed sequences x 4,096 tokens" in plan
     assert "min=1024" in start("stage2.sh", *words, "--dry-run", cwd=tmp_path).stderr, "the blend of the paper"
 
 

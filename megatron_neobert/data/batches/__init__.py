@@ -1,1 +1,5 @@
-"""Global batch k as a function of corpus, seed and batch settings: order, packing, masking and loaders."""
+"""Batches: order, packing and masking of documents, and the loaders that build batches ahead of training.
+
+Global batch k is a function of corpus, seed and batch settings. Imports `config`, `data.corpus` and `data.tokenizer`.
+Read `stream.py` first, then `windows.py` and `packing.py`.
+"""

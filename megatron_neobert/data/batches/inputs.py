@@ -1,4 +1,4 @@
-"""The corpora and the tokenizer that a run names, opened together. No torch: a wrong path costs milliseconds."""
+"""Opening of the corpora and the tokenizer of a run. Imports no torch, so that a wrong path is reported at once."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
 from megatron_neobert.data.batches.order import split_ranges
-from megatron_neobert.data.batches.rows import BatchSettings, Source
+from megatron_neobert.data.batches.windows import BatchSettings, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.format import Manifest
@@ -24,7 +24,8 @@ from megatron_neobert.data.inputs.stream import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 
-_MASKING = {"all_mask": (1.0, 0.0, 0.0), "bert": (0.8, 0.1, 0.1)}  # shares of [MASK], random tokens, unchanged
+# --mask-replacement: shares of the selected tokens that become [MASK] and random tokens; the rest stays unchanged.
+_MASKING = {"all_mask": (1.0, 0.0), "bert": (0.8, 0.1)}
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,25 @@ class Inputs:
 
     tokenizer: Tokenizer
     training: tuple[Source, ...]
-    # By the name of the curve. Empty: --split has one share, or the second is 0.
+    # By name of the validation curve. Empty if --split has no share for validation and there is no --valid-data-path.
     validation: dict[str, tuple[Source, ...]]
-    # Hashes of --data-path: the same for the same documents in the same proportions, under any path. The second is how
-    # earlier versions computed it, without the boundaries of documents; their checkpoints have it.
+    # Hashes of --data-path: equal for the same documents in the same proportions, under any path. The second hash is
+    # for checkpoints of earlier versions, which did not hash the boundaries of documents.
     identities: tuple[str, str]
-    description: list[str]  # a line for each component of --data-path
+    description: list[str]  # one line per component of --data-path
 
 
 def open_inputs(data: DataConfig) -> Inputs:
-    """Opens and checks all of it, and cuts the documents into training and validation where a corpus serves both.
+    """Open corpora and tokenizer, and split the documents into training and validation.
 
-    Every component of a blend is cut alike, before its documents are chosen by length, so that a corpus that stands
-    in several components holds out the same documents in all.
+    --split applies to each component of a blend before its documents are filtered. A corpus that is in several
+    components therefore holds out the same documents in all of them.
 
     Raises:
         ConfigError: --data-path or --split is malformed.
         MissingInputError: A path does not exist.
-        DataError: A file is damaged, the tokenizer is not a corpus's, or a component has no document left.
+        DataError: A file is damaged, a corpus was written with another tokenizer, or no document of a component is
+            chosen.
     """
     components = parse_data_path(data.data_path)
     storage = ObjectStorage(Path(data.object_storage_cache_path or ""))
@@ -67,40 +69,36 @@ def open_inputs(data: DataConfig) -> Inputs:
     entries = data.valid_data_path or ()
     for name, entry in zip(curve_names(entries), entries, strict=True):
         validation[name], _ = _split_sources(parse_data_path([entry], flag="--valid-data-path"), "100", open_corpus)
-    corpora = [open_corpus(component.prefix) for component in components]
     return Inputs(
         tokenizer=tokenizer,
         training=training,
         validation=validation,
         identities=(
-            _identity(components, corpora, training, lambda manifest: manifest.documents_sha256),
-            _identity(components, corpora, training, lambda manifest: manifest.sha256),
+            _identity(components, training, lambda manifest: manifest.documents_sha256),
+            _identity(components, training, lambda manifest: manifest.sha256),
         ),
         description=[
-            f"{component}: {len(source.documents):,} of {corpus.manifest.documents:,} documents "
-            f"({corpus.manifest.tokens:,} tokens){_held_out(corpus, data)}"
-            for component, corpus, source in zip(components, corpora, training, strict=True)
+            _describe(component, source, data) for component, source in zip(components, training, strict=True)
         ],
     )
 
 
 def open_phases(settings: Settings) -> list[Inputs]:
-    """Open what each phase of a run reads, once per --data-path.
+    """Open the inputs of each phase of a run. Phases with the same --data-path share them.
 
     Raises:
         ConfigError, MissingInputError, DataError: As `open_inputs`.
     """
-    opened: dict[tuple[str, ...], Inputs] = {}
     data_of_phases = [phase.settings.data for phase in resolve_phases(settings)]
-    for data in data_of_phases:
-        if data.data_path not in opened:
-            opened[data.data_path] = open_inputs(data)
+    data_by_path = {data.data_path: data for data in data_of_phases}
+    opened = {data_path: open_inputs(data) for data_path, data in data_by_path.items()}
     return [opened[data.data_path] for data in data_of_phases]
 
 
-def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
-    """Return the token ids that batches need."""
-    return TokenIds(
+def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
+    """Return the settings that the batches of a run depend on."""
+    mask_share, random_share = _MASKING[settings.data.mask_replacement]
+    token_ids = TokenIds(
         vocab_size=tokenizer.vocab_size,
         cls=tokenizer.cls_id,
         sep=tokenizer.sep_id,
@@ -108,18 +106,13 @@ def token_ids_of(tokenizer: Tokenizer) -> TokenIds:
         mask=tokenizer.mask_id,
         special=tuple(tokenizer.special_ids),
     )
-
-
-def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
-    """Return the settings that decide the batches of a run."""
-    mask, random, keep = _MASKING[settings.data.mask_replacement]
     return BatchSettings(
         seq_length=settings.data.seq_length,
         micro_batch_size=settings.training.micro_batch_size,
         global_batch_size=settings.training.global_batch_size,
         long_documents=settings.data.long_documents,  # type: ignore[arg-type]
-        masking=MaskingScheme(settings.data.mask_prob, mask_share=mask, random_share=random, keep_share=keep),
-        token_ids=token_ids_of(tokenizer),
+        masking=MaskingScheme(settings.data.mask_prob, mask_share=mask_share, random_share=random_share),
+        token_ids=token_ids,
         seed=settings.training.seed,
         batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
         document_block_size=settings.data.document_block_size,
@@ -130,55 +123,61 @@ def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bo
 def _split_sources(
     components: Sequence[Component], split: str, open_corpus: Callable[[str], Corpus]
 ) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """Return the sources of training, and of validation if --split gives it a share."""
-    parts: tuple[list[Source], list[Source]] = ([], [])
+    """Return the sources for training and for validation. --split may give validation no documents."""
+    training: list[Source] = []
+    validation: list[Source] = []
     for component, weight in zip(components, whole_weights(components), strict=True):
         corpus = open_corpus(component.prefix)
         ranges = split_ranges(len(corpus), split)
         if not ranges[0]:
             raise DataError(
-                f"--split {split} leaves none of the {len(corpus):,} documents of {component.prefix} for training; "
-                "give the first share more."
+                f"--split {split} leaves none of the {len(corpus):,} documents of {component.prefix} for training. "
+                "Raise the first weight."
             )
         bits = choose_documents(corpus, component.conditions, component.drop) if component.is_filtered else None
-        for sources, documents, purpose in zip(parts, ranges, ("training", "validation"), strict=False):
+        # A third range, for tests, is not used.
+        for sources, documents, purpose in zip(
+            (training, validation), ranges, ("training", "validation"), strict=False
+        ):
             if documents:
                 chosen = documents if bits is None else _choose(component, corpus, bits, documents, purpose)
                 sources.append(Source(corpus, chosen, weight))
-    return tuple(parts[0]), tuple(parts[1])
+    return tuple(training), tuple(validation)
 
 
-def _held_out(corpus: Corpus, data: DataConfig) -> str:
-    """Format the number of documents that --split keeps for validation; empty if there are none."""
-    held_out = sum(map(len, split_ranges(len(corpus), data.share_of_data_path)[1:]))
-    return f", {held_out:,} held out by --split {data.split}" if held_out else ""
+def _describe(component: Component, source: Source, data: DataConfig) -> str:
+    """Format the number of documents of a component, and of documents that --split holds out."""
+    corpus = source.corpus
+    held_out = len(corpus) - len(split_ranges(len(corpus), data.share_of_data_path)[0])
+    return (
+        f"{component}: {len(source.documents):,} of {len(corpus):,} documents ({corpus.manifest.tokens:,} tokens)"
+        + (f", {held_out:,} held out by --split {data.split}" if held_out else "")
+    )
 
 
 def _choose(
     component: Component, corpus: Corpus, bits: NDArray[np.uint8], documents: range, purpose: str
 ) -> ChosenDocuments:
+    """Return the chosen documents of a range, or raise DataError if there are none."""
     chosen = ChosenDocuments(bits, documents)
     if not chosen:
         statistics = corpus.manifest.statistics
         raise DataError(
-            f"{component}: none of the {len(documents):,} documents for {purpose} is chosen; documents of this corpus "
-            f"have {statistics.shortest:,} to {statistics.longest:,} tokens, and neobert inspect data lists their "
-            "attributes. Change min, max, where and drop, or --split, or leave the component out."
+            f"{component}: none of the {len(documents):,} documents for {purpose} is chosen. Documents have "
+            f"{statistics.shortest:,} to {statistics.longest:,} tokens, and neobert inspect data lists attributes; "
+            "change min, max, where, drop or --split, or remove the component."
         )
     return chosen
 
 
-def _identity(
-    components: Sequence[Component],
-    corpora: Sequence[Corpus],
-    sources: Sequence[Source],
-    hash_of: Callable[[Manifest], str],
-) -> str:
+def _identity(components: Sequence[Component], sources: Sequence[Source], hash_of: Callable[[Manifest], str]) -> str:
+    """Return the hash of --data-path; `hash_of` returns the hash of one corpus."""
     if len(components) == 1 and not components[0].is_filtered:
-        return hash_of(corpora[0].manifest)
+        return hash_of(sources[0].corpus.manifest)
     lines = []
-    for weight, component, corpus, source in zip(whole_weights(components), components, corpora, sources, strict=True):
-        # Limits of length and drop lists are hashed as earlier versions hashed them; their checkpoints resume.
+    for weight, component, source in zip(whole_weights(components), components, sources, strict=True):
+        corpus = source.corpus
+        # The format of this line must not change, so that checkpoints of earlier versions resume.
         line = f"{weight} {hash_of(corpus.manifest)} {component.minimum} {component.maximum}"
         if component.drop is not None:
             line += f" {read_drop_list(Path(component.drop), corpus.manifest, corpus.prefix)[0].mask_sha256}"

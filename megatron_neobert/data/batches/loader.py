@@ -1,15 +1,13 @@
-"""Builds batches ahead of training, in worker processes.
+"""Loaders: build batches ahead of training in worker processes, and optionally copy them to the GPU with NVIDIA DALI.
 
-One core reads far more tokens than a GPU trains on, so one worker is enough to keep batches off the critical path, and
-none is right for tests and small runs. For any number, steps arrive in the same order: worker i of n builds steps
-i, i + n, ... and DataLoader asks its workers in turn. Workers run ahead; what a checkpoint stores is therefore the
-`cursor_after` of the last step that was trained on.
+One core reads far more tokens than a GPU trains on, so one worker keeps loading off the critical path; tests and small
+runs use none. Steps arrive in the same order for any number of workers: worker i of n builds steps i, i + n, ..., and
+DataLoader takes from its workers in turn. Workers run ahead of training, so a checkpoint stores the `cursor_after` of
+the last step that was trained on.
 
-`build_dali_loader` passes the same steps through an NVIDIA DALI pipeline, which copies them to the GPU ahead. What
-a batch holds is decided in `data/batches/stream.py`; DALI adds no randomness. One iteration of the pipeline carries the
-tensors of one micro-batch, so that a step's first micro-batches are on the GPU while the later ones are on their way;
-what is no tensor waits here for its turn. Without a GPU the pipeline runs on the CPU, where it saves nothing: numbers
-in docs/performance.md.
+`build_dali_loader` passes the steps of `build_loader` through a DALI pipeline, which adds no randomness. One iteration
+of the pipeline has the tensors of one micro-batch, so a step can begin while its later micro-batches are still being
+copied. Without a GPU the pipeline runs on the CPU, where it saves no time (measurements: docs/performance.md).
 """
 
 import os
@@ -23,7 +21,6 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
-import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
@@ -37,10 +34,10 @@ _TENSORS = tuple(field.name for field in fields(PackedBatch) if field.type is to
 
 
 class Stream(Protocol):
-    """Source of steps: a BatchStream, or all phases of a run."""
+    """Source of steps: a BatchStream or a TrainingStream."""
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
-        """Steps first, first + every, ..."""
+        """Yield steps first, first + every, ..., without end."""
 
 
 class _Steps(IterableDataset[StepBatches]):
@@ -48,7 +45,7 @@ class _Steps(IterableDataset[StepBatches]):
         self.stream = stream
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield a worker's steps, then its error as a value, since DataLoader would raise the error as a traceback."""
+        """Yield the steps of a worker, then its error as a value: DataLoader would raise the error as a traceback."""
         worker = get_worker_info()
         if worker is None:
             yield from self.stream.steps()
@@ -59,7 +56,7 @@ class _Steps(IterableDataset[StepBatches]):
             yield error
 
 
-def _checked(steps: Iterator[Any]) -> Iterator[StepBatches]:
+def _raise_errors(steps: Iterator[Any]) -> Iterator[StepBatches]:
     for step in steps:
         if isinstance(step, NeoBERTError):
             raise step
@@ -68,9 +65,9 @@ def _checked(steps: Iterator[Any]) -> Iterator[StepBatches]:
 
 @contextmanager
 def named_worker_deaths() -> Iterator[None]:
-    """Raise WorkerError in place of DataLoader's RuntimeError when a loader process is killed inside the block.
+    """Raise WorkerError instead of DataLoader's RuntimeError if a loader process is killed inside the block.
 
-    DataLoader reports the death from a handler of SIGCHLD, so the error can come from any line of the training loop.
+    DataLoader reports the death from a SIGCHLD handler, so the error can be raised at any line of the training loop.
     """
     try:
         yield
@@ -84,44 +81,46 @@ def named_worker_deaths() -> Iterator[None]:
 
 
 def build_loader(stream: Stream, *, num_workers: int) -> Iterator[StepBatches]:
-    """Start the workers, and return the steps of `stream`, pinned for asynchronous copies where CUDA is present.
+    """Start the workers and return the endless steps of `stream`, in pinned memory if CUDA is available.
 
-    Without an end: leave the loop after the last step. A NeoBERTError of a worker is raised when its step is due. For
-    killed workers see `named_worker_deaths`.
+    The workers end with this process or when the iterator is deleted. `named_worker_deaths` names a killed worker.
+
+    Raises:
+        NeoBERTError: Raised by the iterator when the step that a worker failed to build is due.
     """
     loader = DataLoader(
         _Steps(stream),
         batch_size=None,
         num_workers=num_workers,
-        worker_init_fn=partial(_leave_the_run_alone, parent=os.getpid()) if num_workers else None,
+        worker_init_fn=partial(_detach_worker, parent=os.getpid()) if num_workers else None,
         pin_memory=torch.cuda.is_available(),
     )
-    return _checked(iter(loader))
+    return _raise_errors(iter(loader))
 
 
-def _leave_the_run_alone(worker: int, *, parent: int) -> None:
-    """Detach a forked worker: close inherited sockets, ignore stop signals, exit with the parent.
+def _detach_worker(worker: int, *, parent: int) -> None:
+    """Replace the sockets that a forked worker inherited, ignore stop signals, and exit with the parent.
 
-    A forked worker inherits the parent's sockets, those that listen too: they would outlive the parent, and strangers'
-    connections would wait in them unseen.
+    Inherited listening sockets would outlive the parent, and connections to them would wait unanswered.
 
-    torchrun and Slurm send their stop signals to every process of a job. The trainer answers by finishing its step and
-    saving; a worker that died of the same signal would make DataLoader raise in the middle of that.
+    torchrun and Slurm send stop signals to every process of a job. The trainer responds by finishing its step and
+    saving; DataLoader would interrupt it with an error if a worker died of the same signal.
     """
-    nothing = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for connection in psutil.Process().net_connections("inet"):
-        os.dup2(nothing, connection.fd)  # not closed: an object of the parent's may close the number later
+        # Not closed, because an inherited object may close the same number later.
+        os.dup2(devnull, connection.fd)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
-    """Ends this process at its parent's signal, or within a second of its parent's end.
+def _exit_with_parent(parent: int) -> None:
+    """Exit this process at a SIGTERM of its parent, or within a second of its parent's end.
 
-    DataLoader's own watch does not suffice: a worker that is sending a batch when its parent is killed waits for ever,
-    because its siblings hold the other end of the pipe open.
+    DataLoader's watchdog does not suffice: a worker that is sending a batch when its parent is killed waits forever,
+    because other workers keep the read end of the pipe open.
     """
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, 1.0)
@@ -131,19 +130,15 @@ def _end_with_parent(parent: int) -> None:
 
 
 # Batches travel from worker to trainer as bytes. torch's default puts every tensor into shared memory, which takes a
-# file descriptor each (4 per micro-batch, often limited to 1,024 in all) and room in /dev/shm (64 MiB in a container).
-def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any]]:
-    def to_array(value: Any) -> Any:
-        return value.numpy() if isinstance(value, torch.Tensor) else value
-
-    return _rebuild_packed_batch, ({name: to_array(value) for name, value in vars(batch).items()},)
+# file descriptor each (4 per micro-batch, often limited to 1,024 in all) and space in /dev/shm (64 MiB in a container).
+def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any, ...]]:
+    arrays = {name: getattr(batch, name).numpy() for name in _TENSORS}
+    return _rebuild_packed_batch, (arrays, batch.max_seqlen, batch.real_tokens)
 
 
-def _rebuild_packed_batch(values: dict[str, Any]) -> PackedBatch:
-    def to_tensor(value: Any) -> Any:
-        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-    return PackedBatch(**{name: to_tensor(value) for name, value in values.items()})
+def _rebuild_packed_batch(arrays: dict[str, NDArray[Any]], max_seqlen: int, real_tokens: int) -> PackedBatch:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return PackedBatch(**tensors, max_seqlen=max_seqlen, real_tokens=real_tokens)
 
 
 ForkingPickler.register(PackedBatch, _reduce_packed_batch)
@@ -153,45 +148,41 @@ ForkingPickler.register(PackedBatch, _reduce_packed_batch)
 
 
 def build_dali_loader(stream: Stream, *, num_workers: int, device: torch.device) -> Iterator[StepBatches]:
-    """Return the steps of `build_loader`, bit for bit, their tensors on `device`: the CPU, or a GPU by its number.
+    """Return the steps of `build_loader`, bit for bit, with their tensors on `device`: the CPU or a GPU with an index.
 
-    Without an end: leave the loop after the last step. A step may be kept for as long as one likes.
+    The caller owns the tensors of a step.
 
     Raises:
         ConfigError: DALI is not installed.
     """
-    try:  # here, so that it is missed before the first step
+    # Imported here, so that the error comes before the first step.
+    try:
         import nvidia.dali  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "--dataloader-type dali needs the package nvidia-dali-cuda130; install it with "
-            "pip install 'megatron-neobert[dali]', or use --dataloader-type torch"
+            "--dataloader-type dali needs the package nvidia-dali-cuda130. Install it with "
+            "pip install 'megatron-neobert[dali]', or use --dataloader-type torch."
         ) from error
-    # The worker processes are forked before DALI has threads of its own.
+    # Worker processes are forked before DALI starts threads.
     return _copy_ahead(build_loader(stream, num_workers=num_workers), device)
 
 
 def _copy_ahead(steps: Iterator[StepBatches], device: torch.device) -> Iterator[StepBatches]:
+    from nvidia.dali import Pipeline, fn
+
+    # Steps whose tensors are in the pipeline. Their other fields wait here.
     in_flight: deque[StepBatches] = deque()
 
     def next_tensors() -> Iterator[list[list[NDArray[Any]]]]:
         for step in steps:
             in_flight.append(step)
             for batch in step.micro_batches:
-                # Each a batch of one sample. Arrays: DALI asks for a CUDA stream wherever it is given a torch tensor.
+                # For DALI, every array is a batch of one sample. DALI would require a CUDA stream for torch tensors.
                 yield [[getattr(batch, name).numpy()] for name in _TENSORS]
 
-    pipeline = _build_pipeline(next_tensors(), device)
-    while True:
-        first = _run(pipeline)  # calls next_tensors ahead, and with it fills in_flight
-        step = in_flight.popleft()
-        tensors = [first, *(_run(pipeline) for _ in step.micro_batches[1:])]
-        batches = [replace(batch, **values) for batch, values in zip(step.micro_batches, tensors, strict=True)]
-        yield replace(step, micro_batches=batches)
-
-
-def _build_pipeline(source: Iterator[list[list[NDArray[Any]]]], device: torch.device) -> Any:
-    from nvidia.dali import Pipeline, fn
+    def next_micro_batch() -> dict[str, Any]:
+        # The tensors share memory with DALI's outputs.
+        return {name: torch.from_dlpack(output[0]) for name, output in zip(_TENSORS, pipeline.run(), strict=True)}
 
     on_gpu = device.type == "cuda"
     pipeline = Pipeline(
@@ -199,15 +190,15 @@ def _build_pipeline(source: Iterator[list[list[NDArray[Any]]]], device: torch.de
         num_threads=1,
         device_id=device.index if on_gpu else None,
         prefetch_queue_depth=_PREFETCHED_MICRO_BATCHES,
-        exec_dynamic=True,  # its outputs are the caller's: their memory is used again only when he has let go of it
+        exec_dynamic=True,  # memory of an output is reused only after the caller has released it
     )
     with pipeline:
-        outputs = fn.external_source(source, num_outputs=len(_TENSORS), batch=True)
+        outputs = fn.external_source(next_tensors(), num_outputs=len(_TENSORS), batch=True)
         pipeline.set_outputs(*(output.gpu() if on_gpu else output for output in outputs))
-    return pipeline
-
-
-def _run(pipeline: Any) -> dict[str, Any]:
-    """The tensors of the next micro-batch by name, without a copy of what DALI has written."""
-    outputs = pipeline.run()
-    return {name: torch.from_dlpack(output[0]) for name, output in zip(_TENSORS, outputs, strict=True)}
+    while True:
+        # The first run calls next_tensors ahead, which fills in_flight.
+        first = next_micro_batch()
+        step = in_flight.popleft()
+        tensors = [first, *(next_micro_batch() for _ in step.micro_batches[1:])]
+        batches = [replace(batch, **values) for batch, values in zip(step.micro_batches, tensors, strict=True)]
+        yield replace(step, micro_batches=batches)

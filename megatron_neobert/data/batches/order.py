@@ -1,11 +1,13 @@
-"""Order of documents: the division into training and validation, and the permutation of an epoch.
+"""Order of documents: the split into training, validation and test, and the permutation of each epoch.
 
-The order is a permutation that is computed, not stored: any index of a billion documents costs the same few
-operations and no memory, on every rank and in every worker alike (about 7 M indices per second on one core). A corpus
-that the page cache cannot hold is shuffled in blocks of neighbouring documents, which a disk reads in one go and which
-are spread over the next windows.
+The permutation is computed, not stored. Every index costs the same few operations and no memory, even for a billion
+documents, and every rank and loader worker computes the same order (about 7 M indices per second on one core).
+
+A corpus that is larger than the page cache is shuffled in blocks of neighbouring documents. A disk reads a block at
+once, and the documents of a block are spread over the next windows.
 """
 
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
@@ -15,124 +17,126 @@ from numpy.typing import NDArray
 from megatron_neobert.data.batches.philox import Stream, draw_words
 from megatron_neobert.errors import ConfigError
 
-# Of a blend's component number inside the item of a draw, and inside the number of a document: below it fit 2^48
-# documents or windows, above it 2^14 components.
+# Position of a blend's component number in the number of a document, and in the item of a random draw. The bits below
+# hold 2^48 documents or windows, the bits above 2^14 components.
 COMPONENT_SHIFT = 48
 
-# A block's documents are spread over so many windows: with blocks of 256, each of 1,024 blocks gives 4 of a window's
-# 4,096 documents. The page cache or cache folder has to hold these windows, 0.25 GB of documents of 1 kB.
+# Number of windows that the documents of a block are spread over. With blocks of 256, each of 1,024 blocks gives 4 of a
+# window's 4,096 documents. The page cache or cache folder must hold these windows: 0.25 GB for documents of 1 kB.
 _SPREAD_WINDOWS = 64
 
-_ROUNDS = 12  # at 8, the orders of six documents are visibly uneven; from 12 on they are not
+# With 8 rounds, some orders of six documents are visibly more frequent than others; with 12, they are not.
+_ROUNDS = 12
 
 
-def windows_of_epoch(documents: int, *, window_documents: int, block_size: int) -> int:
-    """Return the number of windows that `documents_of_window` cuts an epoch into."""
-    blocks = -(-documents // block_size)
-    return -(-blocks // _blocks_per_window(window_documents, block_size))
+@dataclass(frozen=True, kw_only=True)
+class DocumentOrder:
+    """Random order of the documents of a corpus or of one component of a blend.
 
-
-def documents_of_window(
-    window: int, *, documents: int, window_documents: int, block_size: int, seed: int, epoch: int, component: int = 0
-) -> NDArray[np.int64]:
-    """Indices in [0, documents) of a window's documents, in the order of an epoch.
+    Every epoch is another permutation of [0, documents), and is divided into windows.
 
     With a block size above 1, the blocks are permuted and divided into groups, one group per window. The documents of
-    group g are permuted and dealt to the windows g to g + _SPREAD_WINDOWS - 1, modulo the windows of an epoch. A window
-    therefore has documents of _SPREAD_WINDOWS groups, and is the first to read one of them.
-
-    Args:
-        window_documents: How many a window holds; fewer at the end of the epoch, or where a group is incomplete.
-        block_size: Neighbours that are read together. One block is the least that a window holds.
-        component: Which part of a blend; each has an order of its own. At least 0, below 2^14.
+    group g are permuted and dealt to windows g to g + _SPREAD_WINDOWS - 1, modulo the windows of an epoch. A window
+    therefore has documents of _SPREAD_WINDOWS groups, and is the first window to read one of these groups.
     """
-    item = component << COMPONENT_SHIFT
-    blocks, per_window = -(-documents // block_size), _blocks_per_window(window_documents, block_size)
-    windows = -(-blocks // per_window)
-    spread = min(_SPREAD_WINDOWS, windows, block_size)
-    groups = (window - np.arange(spread)) % windows
-    places = groups[:, None] * per_window + np.arange(per_window)
-    chosen = permute(np.minimum(places, blocks - 1).reshape(-1), size=blocks, seed=seed, epoch=epoch, item=item)
-    if block_size == 1:
-        return chosen[places[0] < blocks]
-    chosen = np.where(places < blocks, chosen.reshape(places.shape), blocks)
-    chosen.sort(axis=1)  # the incomplete block comes last in its group, and what is no block behind it
-    sizes = np.clip(documents - chosen * block_size, 0, block_size).sum(axis=1)
-    begins, ends = (sizes * part // spread for part in (np.arange(spread), np.arange(1, spread + 1)))
-    dealt = ends - begins
-    group_of = np.repeat(np.arange(spread), dealt)
-    within = np.arange(dealt.sum()) - np.repeat(np.cumsum(dealt) - dealt, dealt)  # counted in each group's part
-    position = within + begins[group_of]
-    for size in np.unique(sizes).tolist():  # one, but for the group that is incomplete
-        own = sizes[group_of] == size
-        items = item + groups[group_of[own]] + 1
-        position[own] = permute(position[own], size=size, seed=seed, epoch=epoch, item=items)
-    found = chosen[group_of, position // block_size] * block_size + position % block_size
-    return found[np.lexsort((group_of, within))]  # the groups take turns
 
+    documents: int
+    window_documents: int  # documents per window; the last window, and those of an incomplete group, have fewer
+    block_size: int  # neighbouring documents that are read together; a window has at least one block
+    seed: int
+    component: int = 0  # index in the blend, below 2^14; each component has another order
 
-def _blocks_per_window(window_documents: int, block_size: int) -> int:
-    return max(1, window_documents // block_size)
+    @property
+    def windows(self) -> int:
+        """Number of windows in an epoch."""
+        return -(-self._blocks // self._blocks_per_window)
 
+    @property
+    def _blocks(self) -> int:
+        return -(-self.documents // self.block_size)
 
-def documents_between(
-    first: int, stop: int, *, documents: int, window_documents: int, block_size: int, seed: int, component: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Documents [first, stop) of a component's order without an end, which is one epoch after another.
+    @property
+    def _blocks_per_window(self) -> int:
+        return max(1, self.window_documents // self.block_size)
 
-    An epoch comes in the order of `documents_of_window`, but for the documents behind the last whole window: they come
-    last, shuffled among themselves. So every place of the order is found by a division.
+    def window(self, number: int, *, epoch: int) -> NDArray[np.int64]:
+        """Return the indices of a window's documents, in [0, documents), in the order of an epoch."""
+        blocks, per_window, block_size = self._blocks, self._blocks_per_window, self.block_size
+        item = self.component << COMPONENT_SHIFT
+        spread = min(_SPREAD_WINDOWS, self.windows, block_size)
+        groups = (number - np.arange(spread)) % self.windows
+        block_indices = groups[:, None] * per_window + np.arange(per_window)
+        flat_indices = np.minimum(block_indices, blocks - 1).reshape(-1)
+        chosen = permute(flat_indices, size=blocks, seed=self.seed, epoch=epoch, item=item)
+        if block_size == 1:
+            return chosen[block_indices[0] < blocks]
+        # Indices past the last block get the number `blocks`, which has no documents. After sorting, they are last in
+        # their group, behind the incomplete block.
+        chosen = np.where(block_indices < blocks, chosen.reshape(block_indices.shape), blocks)
+        chosen.sort(axis=1)
+        sizes = np.clip(self.documents - chosen * block_size, 0, block_size).sum(axis=1)
+        begins, ends = (sizes * share // spread for share in (np.arange(spread), np.arange(1, spread + 1)))
+        dealt = ends - begins
+        group_of = np.repeat(np.arange(spread), dealt)
+        index_in_share = np.arange(dealt.sum()) - np.repeat(np.cumsum(dealt) - dealt, dealt)
+        position = index_in_share + begins[group_of]
+        # All groups have the same size, except the incomplete one.
+        for size in np.unique(sizes).tolist():
+            of_size = sizes[group_of] == size
+            items = item + groups[group_of[of_size]] + 1
+            position[of_size] = permute(position[of_size], size=size, seed=self.seed, epoch=epoch, item=items)
+        indices = chosen[group_of, position // block_size] * block_size + position % block_size
+        # The groups take turns.
+        return indices[np.lexsort((group_of, index_in_share))]
 
-    Args:
-        window_documents: About stop - first, since whole windows are computed.
+    def between(self, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return documents [first, stop) of the endless order, which is one epoch after another.
 
-    Returns:
-        Indices in [0, documents), and the epoch of each.
-    """
-    window_documents = _blocks_per_window(window_documents, block_size) * block_size
-    in_blocks = documents if block_size == 1 else documents - documents % window_documents
-    indices, epochs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    while first < stop:
-        epoch, place = divmod(first, documents)
-        if place < in_blocks:
-            window, skipped = divmod(place, window_documents)
-            found = documents_of_window(
-                window,
-                documents=in_blocks,
-                window_documents=window_documents,
-                block_size=block_size,
-                seed=seed,
-                epoch=epoch,
-                component=component,
-            )
-        else:
-            skipped, size = place - in_blocks, documents - in_blocks
-            item = (component << COMPONENT_SHIFT) + in_blocks + 1  # above those of all windows
-            found = in_blocks + permute(np.arange(size), size=size, seed=seed, epoch=epoch, item=item)
-        found = found[skipped : skipped + stop - first]
-        indices.append(found)
-        epochs.append(np.full(len(found), epoch))
-        first += len(found)
-    return np.concatenate(indices), np.concatenate(epochs)
+        An epoch has the order of `window`, except that the documents after the last whole window come last and are
+        shuffled among themselves. All other windows then have the same size, so a division finds any position. Whole
+        windows are computed: `window_documents` should be about stop - first.
+
+        Returns:
+            Indices in [0, documents), and the epoch of each.
+        """
+        window_documents = self._blocks_per_window * self.block_size
+        whole = self.documents if self.block_size == 1 else self.documents - self.documents % window_documents
+        in_windows = replace(self, documents=whole)
+        indices, epochs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        while first < stop:
+            epoch, position = divmod(first, self.documents)
+            if position < whole:
+                number, skipped = divmod(position, window_documents)
+                ordered = in_windows.window(number, epoch=epoch)
+            else:
+                skipped, size = position - whole, self.documents - whole
+                # A number above the items of all windows.
+                item = (self.component << COMPONENT_SHIFT) + whole + 1
+                ordered = whole + permute(np.arange(size), size=size, seed=self.seed, epoch=epoch, item=item)
+            ordered = ordered[skipped : skipped + stop - first]
+            indices.append(ordered)
+            epochs.append(np.full(len(ordered), epoch))
+            first += len(ordered)
+        return np.concatenate(indices), np.concatenate(epochs)
 
 
 def permute(
     indices: NDArray[np.int64], *, size: int, seed: int, epoch: int, item: int | NDArray[np.int64] = 0
 ) -> NDArray[np.int64]:
-    """The documents that stand at `indices` in the order of an epoch.
+    """Return the document at each position in `indices` of a random order of [0, size).
 
-    A Feistel network on pairs (x // width, x % width) of a grid that holds at least `size` cells. Images outside
-    [0, size) go through the network again until they fall inside (cycle walking); the grid exceeds `size` by less than
-    its height, so this concerns about one image in sqrt(size).
+    Uses a Feistel network on pairs (x // width, x % width) of a grid with at least `size` cells. Images outside
+    [0, size) go through the network again until they are inside (cycle walking). The grid exceeds `size` by less than
+    its height, so this happens to about one image in sqrt(size).
 
     Args:
-        indices: Each in [0, size).
+        indices: Positions in [0, size).
         size: Number of documents, below 2^62.
-        item: Number of the order, so that one seed and epoch have several; at least 0, below 2^62. One for all indices,
-            or one for each.
+        item: Number of the order, in [0, 2^62): one for all indices or one per index. One seed and epoch have an order
+            per item.
 
     Returns:
-        Same shape; distinct indices give distinct documents in [0, size).
+        Array of the same shape as `indices`. Distinct indices give distinct documents.
 
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method "generalised Feistel".
     """
@@ -141,13 +145,13 @@ def permute(
     items, item_of = np.unique(item, return_inverse=True)
     rounds = np.tile(np.arange(_ROUNDS), len(items))
     words = draw_words(Stream.DOCUMENT_ORDER, seed=seed, epoch=epoch, item=np.repeat(items, _ROUNDS), index=rounds)
-    # Shape [rounds, 1], or [rounds, indices] where each has an item.
+    # Shape [rounds, 1] with one item, [rounds, indices] with an item per index.
     keys = words.view(np.uint64)[:, 0].reshape(-1, _ROUNDS).T[:, item_of.reshape(-1)]
     images = _shuffle_grid(indices.astype(np.uint64), height=height, width=width, keys=keys)
     outside = np.flatnonzero(images >= size)
     while len(outside):
-        own = keys[:, outside] if keys.shape[1] > 1 else keys
-        images[outside] = _shuffle_grid(images[outside], height=height, width=width, keys=own)
+        outside_keys = keys[:, outside] if keys.shape[1] > 1 else keys
+        images[outside] = _shuffle_grid(images[outside], height=height, width=width, keys=outside_keys)
         outside = outside[images[outside] >= size]
     return images.astype(np.int64)
 
@@ -155,7 +159,10 @@ def permute(
 def _shuffle_grid(
     cells: NDArray[np.uint64], *, height: int, width: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """A permutation of the cells [0, height * width): rounds shift the row by a hash of the column, then vice versa."""
+    """Permute the cells [0, height * width) of a grid.
+
+    Each round shifts the row of a cell by a hash of its column, then the column by a hash of the row.
+    """
     y, x = np.divmod(cells, np.uint64(width))
     for row_key, column_key in zip(keys[0::2], keys[1::2], strict=True):
         y = (y + _hash_below(height, x + row_key)) % np.uint64(height)
@@ -164,26 +171,30 @@ def _shuffle_grid(
 
 
 def _hash_below(limit: int, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A hash of each value in [0, limit), limit at most 2^31. Source: Steele et al. 2014, SplitMix64's finaliser."""
+    """Hash each value into [0, limit); `limit` is at most 2^31.
+
+    Source: Steele et al. 2014, SplitMix64's finaliser.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((values >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32)
 
 
 def split_ranges(documents: int, split: str) -> list[range]:
-    """The contiguous ranges of documents for training, validation and test, as Megatron cuts them.
+    """Return the contiguous ranges of documents for training, validation and test, split as Megatron splits them.
 
     Args:
         documents: Number of documents in the corpus.
-        split: One to three weights of any sum, such as `99,1` or `969,30,1`; weight 0 asks for no documents.
+        split: One to three weights with any sum, such as `99,1` or `969,30,1`; weight 0 gives an empty range.
 
     Returns:
-        One range per weight; together all documents. Ends are rounded to the nearest document, halves to even.
+        One range per weight; together they cover all documents. Bounds are rounded to the nearest document, halves to
+        even.
 
     Raises:
-        ConfigError: Malformed weights, or a part with a weight would be empty.
+        ConfigError: The weights are malformed, or a range with a weight above 0 would be empty.
 
-    Source: megatron-core 0.16.1 datasets/blended_megatron_dataset_config.py (cumulated weights) and
+    Source: megatron-core 0.16.1 datasets/blended_megatron_dataset_config.py (cumulative weights) and
         blended_megatron_dataset_builder.py (rounding).
     """
     try:
@@ -201,10 +212,10 @@ def split_ranges(documents: int, split: str) -> list[range]:
         ends.append(ends[-1] + weight / total)
     bounds = [round(end * documents) for end in ends]
     ranges = [range(start, stop) for start, stop in pairwise(bounds)]
-    for part, (weight, members) in enumerate(zip(weights, ranges, strict=True), start=1):
-        if weight > 0 and not members:
+    for number, (weight, documents_in_range) in enumerate(zip(weights, ranges, strict=True), start=1):
+        if weight > 0 and not documents_in_range:
             raise ConfigError(
-                f"--split {split} of {documents:,} documents leaves part {part} (weight {weight:g}) empty; "
-                "every part with a weight needs a document. Raise the weight, set it to 0, or use a larger corpus."
+                f"--split {split} of {documents:,} documents leaves part {number} (weight {weight:g}) empty. "
+                "Raise the weight, set it to 0, or use a larger corpus."
             )
     return ranges

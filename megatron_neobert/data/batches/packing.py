@@ -1,15 +1,16 @@
-"""Packing of documents, or pieces of documents, into rows (packed sequences).
+"""Packing of documents into packed sequences of `seq_length` tokens.
 
-Pure functions of lengths: they read no token. A window of documents is cut into segments that fit a row together with
-their [CLS] and [SEP], the segments are packed by best-fit decreasing, and the rows are shuffled (best-fit decreasing
-makes rows of long documents first). Windows of 4,096 web-like documents leave less than 0.1 % of rows of 1,024
-tokens unused. About 2 M documents per second on one core. The other layout concatenates the documents of a window and
-cuts rows wherever they are full, through documents.
+Pure functions of document lengths; no token is read. There are two layouts:
+
+- packed: documents are cut into segments that fit a packed sequence together with their [CLS] and [SEP], and the
+  segments are packed by best-fit decreasing. With windows of 4,096 web-like documents and packed sequences of 1,024
+  tokens, less than 0.1 % of the capacity is unused. One core packs about 2 M documents per second.
+- concatenated: documents are joined end to end and cut at every `seq_length` tokens, also inside a document.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,191 +18,191 @@ from numpy.typing import NDArray
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.philox import Stream, draw_words
 
-ADDED_TOKENS = 2  # [CLS] before and [SEP] after each segment
+ADDED_TOKENS = 2  # [CLS] and [SEP]
 
 LongDocuments = Literal["truncate", "chunk"]
 BatchLayout = Literal["packed", "concatenated"]
 
 
+class Documents(NamedTuple):
+    """Columns of n documents."""
+
+    numbers_n: NDArray[np.int64]  # document number, plus the component number << COMPONENT_SHIFT
+    lengths_n: NDArray[np.int32]  # tokens, at least 1
+    epochs_n: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Segments:
-    """Pieces of documents, n of them."""
+    """Columns of n segments. A segment is a document or a contiguous range of its tokens."""
 
-    documents_n: NDArray[np.int64]  # number in the corpus; of a blend with the component from bit 48 on
+    documents_n: NDArray[np.int64]  # Documents.numbers_n
     epochs_n: NDArray[np.int64]
-    starts_n: NDArray[np.int64]  # first token, counted in the document
-    lengths_n: NDArray[np.int64]  # tokens of the document, without [CLS] and [SEP]
-    has_cls_n: NDArray[np.bool_]  # whether [CLS] stands before the tokens; only a concatenated row begins without
-    has_sep_n: NDArray[np.bool_]  # and [SEP] behind them
+    starts_n: NDArray[np.int64]  # index of the first token in the document
+    lengths_n: NDArray[np.int64]  # tokens, without [CLS] and [SEP]
+    has_cls_n: NDArray[np.bool_]  # False only in the concatenated layout, where a sequence begins inside a document
+    has_sep_n: NDArray[np.bool_]  # False only in the concatenated layout, where a sequence ends inside a document
 
     @property
     def components_n(self) -> NDArray[np.int64]:
-        """The component of the blend that each is of; 0 of a single corpus."""
+        """Index of each segment's component in the blend; 0 if there is a single corpus."""
         return self.documents_n >> COMPONENT_SHIFT
 
     @property
     def numbers_n(self) -> NDArray[np.int64]:
-        """The document's number inside its corpus."""
+        """Document number of each segment in its corpus."""
         return self.documents_n & ((1 << COMPONENT_SHIFT) - 1)
 
     @property
-    def slots_n(self) -> NDArray[np.int64]:
-        """Tokens of a row that each takes."""
+    def packed_lengths_n(self) -> NDArray[np.int64]:
+        """Tokens that each segment takes in a packed sequence, including its [CLS] and [SEP]."""
         return self.lengths_n + self.has_cls_n + self.has_sep_n
 
     def __len__(self) -> int:
         return len(self.documents_n)
 
     def __getitem__(self, index: slice | NDArray[np.int64] | NDArray[np.bool_]) -> "Segments":
-        return Segments(*(values[index] for values in vars(self).values()))
+        return Segments(*(column[index] for column in vars(self).values()))
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Rows one after another: row r holds segments [row_offsets[r], row_offsets[r + 1])."""
+class PackedSequences:
+    """Packed sequences in order: sequence i consists of segments [offsets[i], offsets[i + 1])."""
 
     segments: Segments
-    row_offsets: NDArray[np.int64]  # rows + 1 entries
+    offsets: NDArray[np.int64]  # number of sequences + 1 entries
 
     def __len__(self) -> int:
-        return len(self.row_offsets) - 1
+        return len(self.offsets) - 1
 
-    def take(self, start: int, stop: int) -> "PackedRows":
-        """Rows [start, stop)."""
-        first, last = self.row_offsets[start], self.row_offsets[stop]
-        return PackedRows(self.segments[first:last], self.row_offsets[start : stop + 1] - first)
+    def take(self, start: int, stop: int) -> "PackedSequences":
+        """Return sequences [start, stop)."""
+        first, end = self.offsets[start], self.offsets[stop]
+        return PackedSequences(self.segments[first:end], self.offsets[start : stop + 1] - first)
 
-    def shuffle(self, *, seed: int, epoch: int, window: int) -> "PackedRows":
-        """Return the rows in the random order of a window."""
-        keys = draw_words(Stream.ROW_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(len(self)))
-        rows = np.argsort(keys.view(np.uint64)[:, 0], kind="stable")
-        segments_of_row = np.diff(self.row_offsets)[rows]
-        offsets = np.concatenate([[0], np.cumsum(segments_of_row)])
-        shift_of_row = self.row_offsets[rows] - offsets[:-1]
-        return PackedRows(self.segments[np.arange(offsets[-1]) + np.repeat(shift_of_row, segments_of_row)], offsets)
+    def shuffle(self, *, seed: int, epoch: int, window: int) -> "PackedSequences":
+        """Return the sequences in a random order that depends on seed, epoch and window."""
+        keys = draw_words(Stream.SEQUENCE_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(len(self)))
+        order = np.argsort(keys.view(np.uint64)[:, 0], kind="stable")
+        counts = np.diff(self.offsets)[order]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        shifts = np.repeat(self.offsets[order] - offsets[:-1], counts)
+        return PackedSequences(self.segments[np.arange(offsets[-1]) + shifts], offsets)
 
 
-def join_rows(parts: Sequence[PackedRows]) -> PackedRows:
-    """The rows of all parts, in their order."""
-    segments_of_rows = np.concatenate([np.diff(part.row_offsets) for part in parts])
-    columns = zip(*(vars(part.segments).values() for part in parts), strict=True)
-    return PackedRows(
-        Segments(*(np.concatenate(column) for column in columns)),
-        row_offsets=np.concatenate([[0], np.cumsum(segments_of_rows)]),
+def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
+    """Return the sequences of all groups, in their order."""
+    segments_per_sequence = np.concatenate([np.diff(group.offsets) for group in groups])
+    columns = zip(*(vars(group.segments).values() for group in groups), strict=True)
+    return PackedSequences(
+        Segments(*map(np.concatenate, columns)), offsets=np.concatenate([[0], np.cumsum(segments_per_sequence)])
     )
 
 
-def cut_documents(
-    documents_n: NDArray[np.int64],
-    lengths_n: NDArray[np.int32],
-    epochs_n: NDArray[np.int64],
-    *,
-    seq_length: int,
-    long_documents: LongDocuments,
-) -> Segments:
-    """Documents as segments of at most seq_length tokens including [CLS] and [SEP].
+def cut_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> Segments:
+    """Cut documents into segments of at most `seq_length` tokens, including [CLS] and [SEP].
 
     Args:
-        lengths_n: Tokens of each document, at least 1.
         long_documents: `truncate` keeps the first segment of each document, `chunk` keeps all.
     """
     segment_tokens = seq_length - ADDED_TOKENS
-    segments_n = -(-lengths_n.astype(np.int64) // segment_tokens)
+    segments_n = -(-documents.lengths_n.astype(np.int64) // segment_tokens)
     if long_documents == "truncate":
         segments_n = np.minimum(segments_n, 1)
     source = np.repeat(np.arange(len(segments_n)), segments_n)
-    place_in_document = np.arange(len(source)) - np.repeat(np.cumsum(segments_n) - segments_n, segments_n)
-    starts = place_in_document * segment_tokens
+    index_in_document = np.arange(len(source)) - np.repeat(np.cumsum(segments_n) - segments_n, segments_n)
+    starts = index_in_document * segment_tokens
     return Segments(
-        documents_n=documents_n[source],
-        epochs_n=epochs_n[source],
+        documents_n=documents.numbers_n[source],
+        epochs_n=documents.epochs_n[source],
         starts_n=starts,
-        lengths_n=np.minimum(lengths_n[source] - starts, segment_tokens),
+        lengths_n=np.minimum(documents.lengths_n[source] - starts, segment_tokens),
         has_cls_n=np.ones(len(source), dtype=np.bool_),
         has_sep_n=np.ones(len(source), dtype=np.bool_),
     )
 
 
-def pack_rows(segments: Segments, *, seq_length: int) -> PackedRows:
-    """Return the segments of one window in rows of at most seq_length tokens, rows of long segments first."""
+def pack_segments(segments: Segments, *, seq_length: int) -> PackedSequences:
+    """Pack the segments of one window into sequences of at most `seq_length` tokens.
+
+    Sequences of long segments come first, because best-fit decreasing opens them first; shuffle the result.
+    """
     by_decreasing_length = np.argsort(-segments.lengths_n, kind="stable")
-    tokens = segments.lengths_n[by_decreasing_length] + ADDED_TOKENS
-    row_of_segment = np.array(best_fit_decreasing(tokens.tolist(), row_tokens=seq_length), dtype=np.int64)
-    return PackedRows(
-        segments[by_decreasing_length[np.argsort(row_of_segment, kind="stable")]],
-        row_offsets=np.concatenate([[0], np.cumsum(np.bincount(row_of_segment))]),
+    sizes = segments.lengths_n[by_decreasing_length] + ADDED_TOKENS
+    sequence_of_segment = np.array(best_fit_decreasing(sizes.tolist(), capacity=seq_length), dtype=np.int64)
+    return PackedSequences(
+        segments[by_decreasing_length[np.argsort(sequence_of_segment, kind="stable")]],
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(sequence_of_segment))]),
     )
 
 
-def concatenate_rows(
-    documents_n: NDArray[np.int64],
-    lengths_n: NDArray[np.int32],
-    epochs_n: NDArray[np.int64],
-    *,
-    seq_length: int,
-    long_documents: LongDocuments,
-) -> PackedRows:
-    """Return the documents of one window end to end, cut into rows of seq_length tokens.
+def concatenate_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> PackedSequences:
+    """Join the documents of one window end to end, and cut them into sequences of `seq_length` tokens.
 
-    A document stands whole between one [CLS] and one [SEP] wherever rows cut it. All rows are full but the one that
-    ends the window.
+    Each document has one [CLS] and one [SEP], even if it is cut. Only the last sequence of the window can be shorter.
 
     Args:
-        long_documents: `truncate` keeps what fits a row with [CLS] and [SEP] of each document, `chunk` keeps all.
+        long_documents: `truncate` keeps the first `seq_length - 2` tokens of each document, `chunk` keeps all.
     """
-    kept_n = lengths_n.astype(np.int64)
+    lengths_n = documents.lengths_n.astype(np.int64)
     if long_documents == "truncate":
-        kept_n = np.minimum(kept_n, seq_length - ADDED_TOKENS)
-    ends_n = np.cumsum(kept_n + ADDED_TOKENS)
-    begins_n = ends_n - kept_n - ADDED_TOKENS
-    row_begins = np.arange(0, ends_n[-1], seq_length)
-    # A piece begins where a document or a row does. Slot 0 of a document is its [CLS], slot 1 its first token.
-    begins = np.union1d(begins_n, row_begins)
-    source = np.searchsorted(begins_n, begins, side="right") - 1
-    first_slots = begins - begins_n[source]
-    end_slots = np.append(begins[1:], ends_n[-1]) - begins_n[source]
-    has_cls, has_sep = first_slots == 0, end_slots == kept_n[source] + ADDED_TOKENS
-    starts = first_slots - 1 + has_cls
-    pieces = Segments(
-        documents_n=documents_n[source],
-        epochs_n=epochs_n[source],
-        starts_n=starts,
-        lengths_n=end_slots - 1 - has_sep - starts,
+        lengths_n = np.minimum(lengths_n, seq_length - ADDED_TOKENS)
+    sizes_n = lengths_n + ADDED_TOKENS
+    ends_n = np.cumsum(sizes_n)
+    starts_n = ends_n - sizes_n
+    sequence_starts = np.arange(0, ends_n[-1], seq_length)
+    # A segment begins where a document or a sequence begins. Offset 0 in a document is its [CLS], offset 1 its first
+    # token.
+    starts = np.union1d(starts_n, sequence_starts)
+    source = np.searchsorted(starts_n, starts, side="right") - 1
+    first_offsets = starts - starts_n[source]
+    end_offsets = np.append(starts[1:], ends_n[-1]) - starts_n[source]
+    has_cls, has_sep = first_offsets == 0, end_offsets == sizes_n[source]
+    first_tokens = first_offsets - 1 + has_cls
+    segments = Segments(
+        documents_n=documents.numbers_n[source],
+        epochs_n=documents.epochs_n[source],
+        starts_n=first_tokens,
+        lengths_n=end_offsets - 1 - has_sep - first_tokens,
         has_cls_n=has_cls,
         has_sep_n=has_sep,
     )
-    return PackedRows(pieces, np.append(np.searchsorted(begins, row_begins), len(begins)))
+    return PackedSequences(segments, np.append(np.searchsorted(starts, sequence_starts), len(starts)))
 
 
-def best_fit_decreasing(tokens: list[int], *, row_tokens: int) -> list[int]:
-    """The row of each segment: the fullest row that still has room, else a new one.
+def best_fit_decreasing(sizes: list[int], *, capacity: int) -> list[int]:
+    """Return the index of the sequence that each segment is packed into.
 
-    Bit c of an integer marks that some row has exactly c free slots. Shifting it by the segment's size and taking the
-    lowest bit finds the fullest row in one step of big-integer arithmetic, for any number of rows.
+    A segment goes into the fullest sequence that has room for it, or else into a new one.
+
+    Bit c of an integer is set if some sequence has exactly c free tokens. Shifting the integer by the segment's size
+    and taking the lowest bit finds the fullest sequence in one step of big-integer arithmetic, for any number of
+    sequences.
 
     Args:
-        tokens: Size of each segment, decreasing, at most row_tokens.
+        sizes: Tokens of each segment, in decreasing order, at most `capacity`.
+        capacity: Tokens that fit into a sequence.
     """
-    smallest = tokens[-1]
-    rows_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
+    smallest = sizes[-1]
+    sequences_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]
     free_sizes = 0
-    rows = 0
-    row_of_segment = []
-    for size in tokens:
+    sequences = 0
+    sequence_of_segment = []
+    for size in sizes:
         fitting = free_sizes >> size
         if fitting:
             free = size + (fitting & -fitting).bit_length() - 1
-            candidates = rows_by_free[free]
-            row = candidates.pop()
+            candidates = sequences_by_free[free]
+            sequence = candidates.pop()
             if not candidates:
                 free_sizes ^= 1 << free
         else:
-            free = row_tokens
-            row = rows
-            rows += 1
-        row_of_segment.append(row)
+            free = capacity
+            sequence = sequences
+            sequences += 1
+        sequence_of_segment.append(sequence)
         free -= size
         if free >= smallest:
-            rows_by_free[free].append(row)
+            sequences_by_free[free].append(sequence)
             free_sizes |= 1 << free
-    return row_of_segment
+    return sequence_of_segment

@@ -1,18 +1,17 @@
 """Global batch k, and the micro-batches of it that one rank trains on.
 
-Batch k is a function of (sources, settings, k) alone. All ranks pack the same rows in the same order, which reads only
-lengths; each rank then reads, masks and lays out the tokens of its own micro-batches. The ranks of one copy of the
-model (tensor, pipeline, context) do so each for itself, which costs less than sending.
+Batch k depends on (sources, settings, k) only. All ranks pack the same sequences in the same order, which reads only
+lengths. Each rank then reads, masks and lays out the tokens of its micro-batches. Ranks of the same replica of the
+model (tensor, pipeline, context) all do this work, which costs less than sending the result.
 
 Letters: `t` tokens of a micro-batch, `n` documents and dummy documents (plus one), `m` masked tokens.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,54 +19,54 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_neobert.data.batches.masking import mask_tokens
-from megatron_neobert.data.batches.packing import PackedRows, Segments, join_rows
-from megatron_neobert.data.batches.rows import (
+from megatron_neobert.data.batches.packing import PackedSequences, Segments, join_sequences
+from megatron_neobert.data.batches.windows import (
     IGNORED_LABEL,
     BatchSettings,
     Cursor,
     Source,
     count_windows,
-    fill_up,
+    document_capacity,
+    masked_capacity,
     next_window,
     pack_window,
-    usual_documents,
-    usual_masked,
+    pad_to_capacity,
 )
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError
 
-_REMOTE_STEPS_AHEAD = 4  # whose blocks are being fetched while a step is trained
+_REMOTE_STEPS_AHEAD = 4  # steps whose blocks are fetched from object storage while a step is trained
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch: the documents of its rows end to end, [CLS] ... [SEP] each, then the unused slots.
+    """One micro-batch: the documents of its packed sequences end to end, each [CLS] ... [SEP], then padding.
 
-    Unused slots hold [PAD] and form dummy documents at the end, usually one, never one above max_seqlen tokens.
-    Position ids follow from cu_seqlens_n: they restart at every document. In the concatenated layout a whole row counts
-    as one document there. A context-parallel rank holds the t slots of its share, but all of cu_seqlens_n.
+    The padding is [PAD] tokens in dummy documents of at most max_seqlen tokens; usually one dummy is enough. Position
+    ids restart at every document, so they follow from cu_seqlens_n. In the concatenated layout, cu_seqlens_n treats a
+    whole packed sequence as one document. A context-parallel rank has a share of the tokens, but all of cu_seqlens_n.
 
-    With fixed shapes, documents without tokens follow unless bounds are exact, and masked positions 0 with the label
+    With fixed shapes, cu_seqlens_n is padded with empty documents, masked_positions_m with 0 and labels_m with
     IGNORED_LABEL.
     """
 
     tokens_t: Tensor  # int64
     labels_m: Tensor  # int64, original ids at the masked positions
-    masked_positions_m: Tensor  # int64 in tokens_t, increasing up to those that only fill up
-    cu_seqlens_n: Tensor  # int32, from 0 to all slots; entries i and i + 1 bound document i
-    max_seqlen: int  # tokens; the row length unless bounds are exact, so that kernels need not be chosen anew
-    real_tokens: int  # tokens of tokens_t that are not in a dummy document
+    masked_positions_m: Tensor  # int64 indices into tokens_t, increasing up to the padding
+    cu_seqlens_n: Tensor  # int32, from 0 to the token capacity; entries i and i + 1 bound document i
+    max_seqlen: int  # seq_length, not the longest document: attention kernels are chosen once
+    real_tokens: int  # entries of tokens_t outside dummy documents
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "PackedBatch":
-        """Called by torch's DataLoader."""
-        return self._with_tensors(lambda tensor: tensor.pin_memory())
+        """Return a copy in pinned memory."""
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
-    def _with_tensors(self, change: Any) -> "PackedBatch":
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
+        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -75,32 +74,32 @@ class StepBatches:
     """Micro-batches of one rank for one training step."""
 
     micro_batches: list[PackedBatch]
-    # Where the next step starts, on every rank: what a checkpoint stores once this step is done.
+    # Start of the next step, the same on every rank. A checkpoint stores it once this step is done.
     cursor_after: Cursor
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of this rank's micro-batches that are not in a dummy document."""
+        """Tokens of these micro-batches outside dummy documents."""
         return sum(batch.real_tokens for batch in self.micro_batches)
 
     def pin_memory(self) -> "StepBatches":
-        """Called by torch's DataLoader."""
+        """Return a copy in pinned memory. torch's DataLoader calls this method."""
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
 
 
-StreamBatch = tuple["BatchStream", PackedRows, Cursor]  # a global batch, and the cursor behind it
+StreamBatch = tuple["BatchStream", PackedSequences, Cursor]  # a global batch of a stream, and the cursor after it
 
 
 @dataclass(frozen=True)
 class BatchStream:
-    """The batches of one rank from a cursor on, epoch after epoch without an end.
+    """Endless batches of one rank, from a cursor on, epoch after epoch.
 
-    Micro-batch j of a step is rows [j, j + 1) * micro_batch_size of its global batch, and data-parallel rank d of D
-    trains on j = d, d + D, ...: the set of micro-batches does not depend on D. Context-parallel rank c of C has the
-    slots [c, c + 1) * t / C of them. The rules of the settings make sure that these are whole numbers.
+    Micro-batch j of a step has packed sequences [j, j + 1) * micro_batch_size of the global batch. Data-parallel rank d
+    of D trains on j = d, d + D, ..., so the set of micro-batches does not depend on D. Context-parallel rank c of C has
+    tokens [c, c + 1) * t / C of each. The rules of the settings ensure that these are whole numbers.
     """
 
-    sources: tuple[Source, ...]  # one, or the parts of a blend
+    sources: tuple[Source, ...]  # a single source, or the components of a blend
     settings: BatchSettings
     cursor: Cursor = Cursor()  # noqa: RUF009  frozen
     data_parallel_rank: int = 0
@@ -109,123 +108,119 @@ class BatchStream:
     context_parallel_size: int = 1
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
-        """Steps first, first + every, ... counted from the cursor; those between are packed but not read.
+        """Yield steps first, first + every, ..., counted from the cursor. Skipped steps are packed, but not read.
 
         Raises:
-            CheckpointError: The cursor names a row that these sources do not have.
+            CheckpointError: The sources have no packed sequence at the cursor.
         """
-        batches = ((self, rows, cursor_after) for rows, cursor_after in self.global_batches())
+        batches = ((self, packed, cursor_after) for packed, cursor_after in self.global_batches())
         return build_steps(islice(batches, first, None, every), ahead=self.steps_ahead)
 
-    def global_batches(self) -> Iterator[tuple[PackedRows, Cursor]]:
-        """The rows of each step for all ranks, and the cursor behind them. Batches run on across windows and epochs."""
-        cursor, rows = self.cursor, None
+    def global_batches(self) -> Iterator[tuple[PackedSequences, Cursor]]:
+        """Yield the packed sequences of each global batch and the cursor after it.
+
+        A batch may extend over several windows and epochs.
+        """
+        cursor, window = self.cursor, None
         while True:
-            parts: list[PackedRows] = []
+            taken: list[PackedSequences] = []
             missing = self.settings.global_batch_size
             while missing:
-                rows = rows or self._rows_of_window(cursor)
-                stop = min(cursor.row + missing, len(rows))
-                parts.append(rows.take(cursor.row, stop))
+                window = window or self._window_at(cursor)
+                stop = min(cursor.row + missing, len(window))
+                taken.append(window.take(cursor.row, stop))
                 missing -= stop - cursor.row
                 cursor = replace(cursor, row=stop)
-                if stop == len(rows):
-                    cursor, rows = next_window(self.sources, self.settings, cursor), None
-            yield join_rows(parts), cursor
+                if stop == len(window):
+                    cursor, window = next_window(self.sources, self.settings, cursor), None
+            yield join_sequences(taken), cursor
 
-    def _rows_of_window(self, cursor: Cursor) -> PackedRows:
+    def _window_at(self, cursor: Cursor) -> PackedSequences:
         if cursor.window < count_windows(self.sources, self.settings):
-            rows = pack_window(self.sources, self.settings, epoch=cursor.epoch, window=cursor.window)
-            if cursor.row <= len(rows):
-                return rows
+            packed = pack_window(self.sources, self.settings, epoch=cursor.epoch, window=cursor.window)
+            if cursor.row <= len(packed):
+                return packed
         raise CheckpointError(
-            f"the checkpoint continues at row {cursor.row:,} of window {cursor.window:,}, which these documents do not "
-            "have; the corpus, --split, --seq-length, --long-documents or --seed is not the one it was saved with. "
-            "Resume with the same, or start at the corpus's beginning with a new run."
+            f"the checkpoint continues at packed sequence {cursor.row:,} of window {cursor.window:,}, which these "
+            "documents do not have. Resume with the corpus, --split, --seq-length, --long-documents and --seed that it "
+            "was saved with, or start a new run."
         )
 
     @property
     def steps_ahead(self) -> int:
-        """Number of steps by which documents are announced before their step is built; 0: never."""
+        """Number of steps by which documents are prefetched from object storage; 0 for local corpora."""
         return _REMOTE_STEPS_AHEAD if any(source.corpus.is_remote for source in self.sources) else 0
 
-    @property
-    def _slots(self) -> int:
-        """Token slots of a micro-batch over all context-parallel ranks."""
-        return self.settings.micro_batch_size * self.settings.seq_length
-
     @cached_property
-    def _usual_documents(self) -> int:
-        return usual_documents(self.sources, self.settings)
+    def _document_capacity(self) -> int:
+        return document_capacity(self.sources, self.settings)
 
-    def build(self, rows: PackedRows) -> list[PackedBatch]:
-        """This rank's micro-batches of a global batch."""
-        return [self._build(part) for part in self.own_micro_batches(rows)]
+    def build(self, packed: PackedSequences) -> list[PackedBatch]:
+        """Return this rank's micro-batches of a global batch."""
+        return [self._build_micro_batch(sequences) for sequences in self._micro_batches_of_rank(packed)]
 
-    def announce(self, rows: PackedRows) -> None:
-        """Have this rank's part of a global batch fetched from object storage, without waiting for it."""
-        for part in self.own_micro_batches(rows):
-            for corpus, members in _group_by_corpus(self.sources, part.segments):
-                corpus.will_need(part.segments.numbers_n[members])
+    def prefetch(self, packed: PackedSequences) -> None:
+        """Start to fetch this rank's documents of a global batch from object storage, without waiting."""
+        for sequences in self._micro_batches_of_rank(packed):
+            for corpus, members in _group_by_corpus(self.sources, sequences.segments):
+                corpus.will_need(sequences.segments.numbers_n[members])
 
-    def own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
-        """The rows of each of this rank's micro-batches of a global batch."""
+    def _micro_batches_of_rank(self, packed: PackedSequences) -> list[PackedSequences]:
         size = self.settings.micro_batch_size
         firsts = range(0, self.settings.global_batch_size, size)[self.data_parallel_rank :: self.data_parallel_size]
-        return [rows.take(first, first + size) for first in firsts]
+        return [packed.take(first, first + size) for first in firsts]
 
-    def _build(self, rows: PackedRows) -> PackedBatch:
+    def _build_micro_batch(self, packed: PackedSequences) -> PackedBatch:
         settings, ranks = self.settings, self.context_parallel_size
-        batch = build_micro_batch(self.sources, rows, settings=settings)
+        batch = build_micro_batch(self.sources, packed, settings=settings)
+        capacity = settings.tokens_per_micro_batch
         if ranks > 1:
-            batch = _take_slots(
-                batch, first=self.context_parallel_rank * self._slots // ranks, count=self._slots // ranks
-            )
+            batch = _take_tokens(batch, first=self.context_parallel_rank * capacity // ranks, count=capacity // ranks)
         if not settings.fixed_shapes:
             return batch
-        masked = usual_masked(self._slots // ranks, probability=settings.masking.probability)
+        masked = masked_capacity(capacity // ranks, probability=settings.masking.probability)
         bounds = batch.cu_seqlens_n.numpy()
-        bounds = np.concatenate([bounds[:1], fill_up(bounds[1:], self._usual_documents, self._slots)])
+        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], self._document_capacity, capacity)])
         return replace(
             batch,
-            labels_m=torch.from_numpy(fill_up(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
-            masked_positions_m=torch.from_numpy(fill_up(batch.masked_positions_m.numpy(), masked, 0)),
+            labels_m=torch.from_numpy(pad_to_capacity(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
+            masked_positions_m=torch.from_numpy(pad_to_capacity(batch.masked_positions_m.numpy(), masked, 0)),
             cu_seqlens_n=torch.from_numpy(bounds),
         )
 
 
 def build_steps(batches: Iterator[StreamBatch], *, ahead: int) -> Iterator[StepBatches]:
-    """The steps of some global batches without an end, whichever streams they are of.
+    """Yield the steps of endless global batches, of any streams.
 
     Args:
-        ahead: Each is built after this rank's part of so many that follow has been announced.
+        ahead: Number of following batches whose documents are prefetched before a step is built.
     """
     waiting = deque[StreamBatch]()
     for batch in batches:
         waiting.append(batch)
         if ahead:
-            stream, rows, _ = batch
-            stream.announce(rows)
+            stream, packed, _ = batch
+            stream.prefetch(packed)
         if len(waiting) > ahead:
-            stream, rows, cursor_after = waiting.popleft()
-            yield StepBatches(stream.build(rows), cursor_after)
+            stream, packed, cursor_after = waiting.popleft()
+            yield StepBatches(stream.build(packed), cursor_after)
 
 
-def build_micro_batch(sources: tuple[Source, ...], rows: PackedRows, *, settings: BatchSettings) -> PackedBatch:
-    """Reads, masks and lays out micro_batch_size rows."""
-    ids, segments = settings.token_ids, rows.segments
-    slots = settings.micro_batch_size * settings.seq_length
-    ends_n = np.cumsum(segments.slots_n)
-    starts_n = ends_n - segments.slots_n
+def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, settings: BatchSettings) -> PackedBatch:
+    """Read, mask and lay out micro_batch_size packed sequences, without padding to fixed shapes."""
+    ids, segments, capacity = settings.token_ids, packed.segments, settings.tokens_per_micro_batch
+    ends_n = np.cumsum(segments.packed_lengths_n)
+    starts_n = ends_n - segments.packed_lengths_n
     text_starts_n = starts_n + segments.has_cls_n
     real_tokens = int(ends_n[-1])
 
-    tokens_t = np.full(slots, ids.pad, dtype=np.int64)
+    tokens_t = np.full(capacity, ids.pad, dtype=np.int64)
     tokens_t[starts_n[segments.has_cls_n]] = ids.cls
     tokens_t[ends_n[segments.has_sep_n] - 1] = ids.sep
     _read_text(sources, segments, text_starts_n, tokens_t)
 
-    has_text_n = segments.lengths_n > 0  # a row of the concatenated layout can be cut right before or behind the text
+    # In the concatenated layout, a segment can consist of [CLS] or [SEP] alone.
+    has_text_n = segments.lengths_n > 0
     masked = mask_tokens(
         tokens_t,
         segments[has_text_n],
@@ -235,21 +230,21 @@ def build_micro_batch(sources: tuple[Source, ...], rows: PackedRows, *, settings
         seed=settings.seed,
     )
     tokens_t[masked.positions_m] = masked.replacements_m
-    # More than one dummy document only where more than a row is unused: attention kernels rely on max_seqlen.
-    dummy_starts = np.arange(real_tokens, slots, settings.seq_length)
-    bounds = starts_n if settings.batch_layout == "packed" else starts_n[rows.row_offsets[:-1]]
+    # Attention kernels rely on max_seqlen, so padding longer than that is several dummy documents.
+    dummy_starts = np.arange(real_tokens, capacity, settings.seq_length)
+    bounds = starts_n if settings.batch_layout == "packed" else starts_n[packed.offsets[:-1]]
     return PackedBatch(
         tokens_t=torch.from_numpy(tokens_t),
         labels_m=torch.from_numpy(masked.labels_m),
         masked_positions_m=torch.from_numpy(masked.positions_m),
-        cu_seqlens_n=torch.from_numpy(np.concatenate([bounds, dummy_starts, [slots]]).astype(np.int32)),
+        cu_seqlens_n=torch.from_numpy(np.concatenate([bounds, dummy_starts, [capacity]]).astype(np.int32)),
         max_seqlen=settings.seq_length,
         real_tokens=real_tokens,
     )
 
 
 def _group_by_corpus(sources: tuple[Source, ...], segments: Segments) -> list[tuple[Corpus, slice | NDArray[np.int64]]]:
-    """Each corpus that the segments are read from, and which of them; sources may share one."""
+    """Return each corpus with the indices of its segments. Several sources may have the same corpus."""
     corpora = list({id(source.corpus): source.corpus for source in sources}.values())
     if len(corpora) == 1:
         return [(corpora[0], slice(None))]
@@ -264,24 +259,24 @@ def _read_text(
     text_starts_n: NDArray[np.int64],
     tokens_t: NDArray[np.int64],
 ) -> None:
-    """Copies the tokens of every segment to its place in tokens_t."""
+    """Copy the tokens of every segment into tokens_t, from text_starts_n on."""
     for corpus, members in _group_by_corpus(sources, segments):
-        own = segments[members]
-        content = corpus.gather(own.numbers_n, own.starts_n, own.lengths_n)
+        of_corpus = segments[members]
+        text = corpus.gather(of_corpus.numbers_n, of_corpus.starts_n, of_corpus.lengths_n)
         read = 0
-        for start, length in zip(text_starts_n[members].tolist(), own.lengths_n.tolist(), strict=True):
-            tokens_t[start : start + length] = content[read : read + length]
+        for start, length in zip(text_starts_n[members].tolist(), of_corpus.lengths_n.tolist(), strict=True):
+            tokens_t[start : start + length] = text[read : read + length]
             read += length
 
 
-def _take_slots(batch: PackedBatch, *, first: int, count: int) -> PackedBatch:
-    """The part of a micro-batch that one context-parallel rank holds."""
+def _take_tokens(batch: PackedBatch, *, first: int, count: int) -> PackedBatch:
+    """Return tokens [first, first + count) of a micro-batch: the share of one context-parallel rank."""
     positions = batch.masked_positions_m
-    own = (positions >= first) & (positions < first + count)
+    inside = (positions >= first) & (positions < first + count)
     return replace(
         batch,
         tokens_t=batch.tokens_t[first : first + count].clone(),
-        labels_m=batch.labels_m[own],
-        masked_positions_m=positions[own] - first,
+        labels_m=batch.labels_m[inside],
+        masked_positions_m=positions[inside] - first,
         real_tokens=min(max(batch.real_tokens - first, 0), count),
     )

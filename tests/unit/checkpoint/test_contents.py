@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_neobert.checkpoint.contents import read_train_state, write_train_state
-from megatron_neobert.data.batches.rows import Cursor
+from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.state import TrainState
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.rules import LARGEST_DOCUMENT_BLOCK, find_problems
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.rows import WINDOW_DOCUMENTS
+from megatron_neobert.data.batches.windows import WINDOW_DOCUMENTS
 from megatron_neobert.errors import ConfigError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]

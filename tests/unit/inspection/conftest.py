@@ -1,10 +1,10 @@
-"""Fixtures of the tests of what a person looks at."""
+"""Fixtures for tests of inspection."""
 
 import pytest
-from unit.inspection.batch_places import write_place
+from unit.inspection.small_runs import write_corpora
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory):
+def corpora(tmp_path_factory):
     """A folder with vocab.txt and the corpora P and Q."""
-    return write_place(tmp_path_factory.mktemp("inspection"))
+    return write_corpora(tmp_path_factory.mktemp("inspection"))

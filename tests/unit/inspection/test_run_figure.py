@@ -1,4 +1,4 @@
-"""Curves: what was logged is drawn, and restarts are marked."""
+"""Curves: logged values are drawn, and restarts are marked."""
 
 from matplotlib.colors import to_hex
 
@@ -18,9 +18,9 @@ def run_of(name="a", losses=(9.0, 5.0, 4.0), *, restarts=(), **metrics):
 
 
 def lines_of(figure, *, axes=0):
-    """(x, y, colour) of each line of a panel."""
-    found = figure.axes[axes].lines
-    return [(list(line.get_xdata()), list(line.get_ydata()), to_hex(line.get_color()).upper()) for line in found]
+    """Return (x, y, colour) of each line of a panel."""
+    lines = figure.axes[axes].lines
+    return [(list(line.get_xdata()), list(line.get_ydata()), to_hex(line.get_color()).upper()) for line in lines]
 
 
 def test_a_loss_is_drawn_against_tokens_and_validation_in_the_same_panel():
@@ -41,5 +41,4 @@ def test_a_restart_is_marked_in_every_panel_at_its_tokens_in_the_colour_of_its_r
     for panel in (0, 1):
         ticks = [(x[0], colour) for x, _, colour in lines_of(figure, axes=panel) if len(set(x)) == 1 and len(x) == 2]
         assert ticks == [(0, COLOURS[1]), (20 * TOKENS, COLOURS[1])]
-    words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words[:2] == ["a", "b"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == ["a", "b"]

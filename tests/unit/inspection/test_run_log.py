@@ -1,4 +1,4 @@
-"""The history of a run out of a log that kills have torn and that may be growing."""
+"""Reading of a metrics.jsonl that may be growing and may have lines that were cut by a kill."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def read(tmp_path, *lines):
     return read_run(tmp_path, name="r")
 
 
-def test_lines_of_one_iteration_are_one_point(tmp_path):
+def test_lines_of_one_iteration_are_merged(tmp_path):
     run = read(tmp_path, interval(10), skip(20, 1), interval(20, skipped_iterations=1), validation(20))
     assert list(run.values) == [10, 20]
     assert run.values[20] == {
@@ -41,11 +41,11 @@ def restarted(iteration):
     return json.dumps({"iteration": iteration, "restarted": 1}) + "\n"
 
 
-def test_what_a_killed_run_repeats_replaces_what_it_said_before(tmp_path):
+def test_iterations_that_a_resumed_run_repeats_replace_the_earlier_ones(tmp_path):
     before = [interval(10, 5.0), interval(20, 4.0), validation(20), interval(30, 3.0), validation(30, 9.0)]
     run = read(tmp_path, *before, restarted(10), interval(20, 4.5), interval(30, 3.5))
     assert run.series("loss") == ([10, 20, 30], [5.0, 4.5, 3.5])
-    assert run.series("validation_loss") == ([], [])  # those were of what was repeated
+    assert run.series("validation_loss") == ([], [])  # of iterations that were repeated
     assert run.restarts == [10]
     again = read(tmp_path, *before, restarted(20), interval(30), restarted(20), interval(30), restarted(10))
     assert (again.restarts, list(again.values)) == ([10], [10])
@@ -54,13 +54,13 @@ def test_what_a_killed_run_repeats_replaces_what_it_said_before(tmp_path):
     assert (before_first_checkpoint.restarts, before_first_checkpoint.series("validation_loss")) == ([0], ([], []))
 
 
-def test_a_last_line_that_is_being_written_is_left_out_without_a_word(tmp_path):
+def test_a_last_line_that_is_being_written_is_dropped_without_a_warning(tmp_path):
     run = read(tmp_path, interval(10), interval(20)[:-30])
     assert (list(run.values), run.unreadable) == ([10], 0)
-    assert list(read(tmp_path, interval(10), interval(20)[:-1]).values) == [10, 20]  # whole but for its line feed
+    assert list(read(tmp_path, interval(10), interval(20)[:-1]).values) == [10, 20]  # whole, without its line feed
 
 
-def test_what_was_written_behind_a_torn_line_is_kept(tmp_path):
+def test_a_line_that_was_appended_to_a_cut_line_is_read(tmp_path):
     run = read(tmp_path, interval(10), interval(20)[:-30] + interval(20, 7.0), interval(30))
     assert run.series("loss") == ([10, 20, 30], [2.0, 7.0, 2.0])
 
@@ -78,18 +78,14 @@ def test_what_was_written_behind_a_torn_line_is_kept(tmp_path):
         "\0",
     ],
 )
-def test_a_line_that_no_run_writes_is_left_out_and_counted(tmp_path, line):
+def test_a_line_that_no_run_writes_is_dropped_and_counted(tmp_path, line):
     run = read(tmp_path, interval(10), line + "\n", interval(30))
     assert (list(run.values), run.unreadable) == ([10, 30], 1)
 
 
 def test_only_finite_numbers_are_values(tmp_path):
-    line = (
-        '{"iteration": 20, "a": 1e999, "b": NaN, "c": "1", "d": true, "e": [1], "f": '
-        + "9" * 400
-        + ', "h": 1e300, "g": 2}\n'
-    )
-    assert read(tmp_path, interval(10), line).values[20] == {"g": 2}
+    values = f'"a": 1e999, "b": NaN, "c": "1", "d": true, "e": [1], "f": {"9" * 400}, "h": 1e300, "g": 2'
+    assert read(tmp_path, interval(10), f'{{"iteration": 20, {values}}}\n').values[20] == {"g": 2}
 
 
 @pytest.mark.parametrize("name", ["a\ud800b", "\x1b[31mred", '=HYPERLINK("http://x")', "a b", "x" * 65, "", "\u5b9f"])
@@ -98,13 +94,13 @@ def test_only_words_are_names_of_metrics(tmp_path, name):
     assert read(tmp_path, interval(10), line).values[20] == {"good_1": 2.0, "x" * 64: 3.0}
 
 
-def test_an_interval_without_a_loss_is_a_gap_in_it(tmp_path):
+def test_an_interval_without_a_loss_is_a_gap_in_the_curve(tmp_path):
     skipped = json.dumps({"iteration": 20, "lr": 1e-3, "consumed_tokens": 20000}) + "\n"
     iterations, losses = read(tmp_path, interval(10), skipped, interval(30)).series("loss")
     assert iterations == [10, 20, 30] and math.isnan(losses[1])
 
 
-def test_tokens_between_two_intervals_are_counted_by_their_share(tmp_path):
+def test_tokens_between_two_intervals_are_interpolated(tmp_path):
     run = read(tmp_path, interval(10), validation(15), interval(20, consumed_tokens=30000))
     assert run.tokens_at([5, 10, 15, 20]) == [5000, 10000, (10000 + 30000) / 2, 30000]
     with pytest.raises(DataError, match="r: no interval has ended"):

@@ -1,4 +1,4 @@
-"""Memory by arithmetic against formulas one can read here; tests/gpu_path counts what autograd keeps."""
+"""Planned memory equals formulas that are written out here; tests/gpu_path counts what autograd keeps."""
 
 from pathlib import Path
 
@@ -6,16 +6,15 @@ import pytest
 
 from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.rows import usual_masked
+from megatron_neobert.data.batches.windows import masked_capacity
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.planning.memory import layer_bytes, plan_memory
 
 VOCAB = 30_522  # google-bert/bert-base-uncased
-FULL = {"recompute_granularity": "full"}
 
 
 def test_a_token_of_the_250m_model_keeps_24_632_bytes_per_layer_under_transformer_engine():
-    """Norms: input, output, statistic. Attention: q, k, v, result, logsumexp. SwiGLU: both halves and their product."""
+    """Norms: input, output, statistics. Attention: q, k, v, result, logsumexp. SwiGLU: both halves and the product."""
     settings = Settings().with_section("training", bf16=True)
     per_token = 2 * (2 * 2 * 768 + 4) + (4 * 2 * 768 + 4 * 12) + 3 * 2 * 2048
     assert layer_bytes(settings) == (per_token * 64 * 1024,) * 2 == (24_632 * 64 * 1024,) * 2
@@ -48,15 +47,15 @@ def test_muon_keeps_one_moment_for_the_matrices_of_layers(bf16, stages):
     assert adamw - muon == 4 * matrices
 
 
-def test_the_distributed_optimizer_splits_moments_and_main_weights():
+def test_the_distributed_optimizer_divides_moments_and_main_weights_between_ranks():
     settings = Settings().with_section("training", bf16=True)
     padded = count_parameters(settings.model, vocab_size=30_592).total
     assert state_bytes(settings, world_size=8) == padded * 6 + padded * 12 // 8
-    whole = settings.with_section("parallel", use_distributed_optimizer=False)
-    assert state_bytes(whole, world_size=8) == padded * 18
+    not_distributed = settings.with_section("parallel", use_distributed_optimizer=False)
+    assert state_bytes(not_distributed, world_size=8) == padded * 18
 
 
-def test_tensor_parallel_ranks_share_the_weights_and_context_parallel_ranks_only_the_optimizer():
+def test_tensor_parallel_ranks_divide_all_state_and_context_parallel_ranks_only_the_optimizer():
     settings = Settings().with_section("training", bf16=True)
     padded = count_parameters(settings.model, vocab_size=30_592).total
     halved = settings.with_section("parallel", tensor_model_parallel_size=2, context_parallel_size=2)
@@ -66,17 +65,17 @@ def test_tensor_parallel_ranks_share_the_weights_and_context_parallel_ranks_only
     assert state_bytes(context, world_size=8) == padded * 6 + padded * 12 // 8
 
 
-# ---- the page
+# ---- the table in docs/cluster.md
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "cluster.md"
 STAGE_1 = read_settings(PAGE.parents[1] / "examples" / "configs" / "neobert_stage1.yaml")
-ROWS_OF_PAGE = {
+CHANGES = {
     "as it is": {},
     "`--micro-batch-size 16`": {"training": {"micro_batch_size": 16}},
     "`--micro-batch-size 8`": {"training": {"micro_batch_size": 8}},
     "`--bf16` instead of float32": {"training": {"bf16": False}},
     "`--use-distributed-optimizer` (default)": {"parallel": {"use_distributed_optimizer": False}},
-    "`--recompute-granularity full`": {"compute": FULL},
+    "`--recompute-granularity full`": {"compute": {"recompute_granularity": "full"}},
     "`--tensor-model-parallel-size 2`": {"parallel": {"tensor_model_parallel_size": 2}},
     "`--context-parallel-size 2`": {"parallel": {"context_parallel_size": 2}},
     "`--pipeline-model-parallel-size 2`": {"parallel": {"pipeline_model_parallel_size": 2}},
@@ -86,17 +85,13 @@ ROWS_OF_PAGE = {
 }
 
 
-@pytest.mark.parametrize("words", ROWS_OF_PAGE)
-def test_page_has_the_gib_of_the_plan(words):
+@pytest.mark.parametrize("title", CHANGES)
+def test_page_has_the_gib_of_the_plan(title):
     settings = STAGE_1
-    for section, changes in ROWS_OF_PAGE[words].items():
+    for section, changes in CHANGES[title].items():
         settings = settings.with_section(section, **changes)
-    slots = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
-    plan = plan_memory(
-        settings,
-        vocab_size=VOCAB,
-        world_size=8,
-        masked_tokens=usual_masked(slots, probability=0.2),
-    )
-    (row,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if f"| {words} |" in line]
-    assert f" {plan.total / 2**30:.2f} |" in row
+    tokens = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
+    masked = masked_capacity(tokens, probability=0.2)
+    plan = plan_memory(settings, vocab_size=VOCAB, world_size=8, masked_tokens=masked)
+    (line,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if f"| {title} |" in line]
+    assert f" {plan.total / 2**30:.2f} |" in line

@@ -1,4 +1,4 @@
-"""The plan of --dry-run against real batches and formulas one can read here."""
+"""The plan of --dry-run equals real batches and formulas that are written out here."""
 
 import re
 from typing import Any
@@ -10,19 +10,18 @@ from tests_tiny import tiny_settings
 from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import PhaseChange, Settings
-from megatron_neobert.data.batches import rows
+from megatron_neobert.data.batches import windows
 from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
-from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.plan import print_plan, sample_iteration
 from megatron_neobert.text import duration, percent
 
-# ---- what an iteration reads
-
+# ---- averages over iterations
 
 EPOCHS = 2
+ONE_SEQUENCE = {"global_batch_size": 1, "micro_batch_size": 1}
 PACKINGS = [
     {"long_documents": "truncate"},
     {"long_documents": "chunk"},
@@ -32,11 +31,10 @@ PACKINGS = [
 
 
 @pytest.mark.parametrize("data", PACKINGS, ids=lambda data: str(*data.values()))
-def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, tiny_corpus, monkeypatch):
-    """A source of several windows, read until its cursor has left two epochs behind."""
-    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 128)
-    one_row = {"global_batch_size": 1, "micro_batch_size": 1}
-    settings = tiny_settings(tiny_corpus, data={"seq_length": 64, **data}, training=one_row)
+def test_the_sample_has_the_epochs_documents_and_tokens_of_the_batches(data, tiny_corpus, monkeypatch):
+    """The corpus has several windows and is read for two epochs."""
+    monkeypatch.setattr(windows, "WINDOW_DOCUMENTS", 128)
+    settings = tiny_settings(tiny_corpus, data={"seq_length": 64, **data}, training=ONE_SEQUENCE)
     inputs = open_inputs(settings.data)
     sample = sample_iteration(settings, inputs)
     iterations, tokens, squares = 0, 0, 0
@@ -50,46 +48,41 @@ def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, 
             break
     source = inputs.training[0]
     lengths = source.corpus.lengths[source.numbers(np.arange(len(source.documents)))]
-    cut = lengths.clip(max=62).sum() / lengths.sum() if settings.data.long_documents == "truncate" else 1
-    assert sample.truncated == pytest.approx(1 - cut)
+    read = lengths.clip(max=62).sum() / lengths.sum() if settings.data.long_documents == "truncate" else 1
+    assert sample.truncated == pytest.approx(1 - read)
     documents = EPOCHS * len(source.documents)
-    # The second epoch shares its documents out to windows anew, which takes a row more or less in each of them.
+    # The second epoch has other windows, each of which may need one packed sequence more or less.
     assert sample.epochs == (pytest.approx(EPOCHS / iterations, rel=0.02),)
     assert sample.documents == pytest.approx(documents / iterations, rel=0.02)
     assert sample.tokens == pytest.approx(tokens / iterations, rel=0.02)
     assert sample.packing_efficiency == pytest.approx(tokens / (iterations * 64), rel=0.02)
-    assert sample.tokens_of_a_tokens_document == pytest.approx(squares / tokens, rel=0.02)
+    assert sample.attended_tokens == pytest.approx(squares / tokens, rel=0.02)
 
 
-def test_plan_of_a_blend_states_the_shares_and_the_epochs_that_its_batches_have(tiny_corpus, monkeypatch, capsys):
-    """Of eight windows, read one row at a time until the cursor has left them behind."""
-    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 64)
+def test_the_plan_of_a_blend_has_the_shares_and_epochs_of_its_batches(tiny_corpus, monkeypatch, capsys):
+    """The plan samples eight windows, which are read here one packed sequence at a time."""
+    monkeypatch.setattr(windows, "WINDOW_DOCUMENTS", 64)
     blend = ("0.75", tiny_corpus.prefix, "0.25", f"{tiny_corpus.prefix}:min=20")
-    settings = tiny_settings(
-        tiny_corpus, data={"data_path": blend}, training={"global_batch_size": 1, "micro_batch_size": 1}
-    )
+    settings = tiny_settings(tiny_corpus, data={"data_path": blend}, training=ONE_SEQUENCE)
     inputs = open_inputs(settings.data)
     sample = sample_iteration(settings, inputs)
-    read, tokens_c, documents_c = 0, np.zeros(2), np.zeros(2)
+    sequences, tokens_c, documents_c = 0, np.zeros(2), np.zeros(2)
     for packed, cursor in BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer)).global_batches():
-        components_n = packed.segments.documents_n >> COMPONENT_SHIFT
-        read += 1
-        documents_c += np.bincount(components_n, minlength=2)
-        tokens_c += np.bincount(components_n, weights=packed.segments.slots_n, minlength=2)
+        segments = packed.segments
+        sequences += 1
+        documents_c += np.bincount(segments.components_n, minlength=2)
+        tokens_c += np.bincount(segments.components_n, weights=segments.packed_lengths_n, minlength=2)
         if cursor.window == 8:
             break
     assert sample.token_shares == tuple(tokens_c / tokens_c.sum())
-    assert sample.packing_efficiency == pytest.approx(tokens_c.sum() / (read * settings.data.seq_length))
+    assert sample.packing_efficiency == pytest.approx(tokens_c.sum() / (sequences * settings.data.seq_length))
     sizes = [len(source.documents) for source in inputs.training]
-    assert sample.epochs == pytest.approx(documents_c / sizes / read)
+    assert sample.epochs == pytest.approx(documents_c / sizes / sequences)
     line = f"{100 * sample.token_shares[0]:.2f} % of the tokens, about"
     assert line in " ".join(plan_of(settings, capsys).split())
 
 
-# ---- checkpoints
-
-
-# ---- the page
+# ---- the printed plan
 
 
 def plan_of(settings: Settings, capsys: Any, *, world_size: int = 1) -> str:
@@ -97,11 +90,11 @@ def plan_of(settings: Settings, capsys: Any, *, world_size: int = 1) -> str:
     return str(capsys.readouterr().out)
 
 
-def test_time_on_a_gpu_is_the_models_operations_over_the_stated_rate(tiny_corpus, capsys):
+def test_the_time_on_a_gpu_is_flops_divided_by_the_rate_at_the_stated_mfu(tiny_corpus, capsys):
     settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 10**9})
     sample = sample_iteration(settings, open_inputs(settings.data))
     flops = training_flops_per_token(
-        settings, vocab_size=tiny_corpus.vocab_size, document_tokens=sample.tokens_of_a_tokens_document
+        settings, vocab_size=tiny_corpus.vocab_size, document_tokens=sample.attended_tokens
     )
     gpu = find_gpu("NVIDIA H200")
     assert gpu is not None
@@ -112,26 +105,25 @@ def test_time_on_a_gpu_is_the_models_operations_over_the_stated_rate(tiny_corpus
 
 
 @pytest.mark.parametrize(("epochs", "warns"), [(4.0, 0), (27.0, 1)])
-def test_plan_states_epochs_and_warns_of_many(epochs, warns, tiny_corpus, capsys):
+def test_the_plan_has_the_epochs_and_warns_of_many(epochs, warns, tiny_corpus, capsys):
     settings = tiny_settings(tiny_corpus, training={"global_batch_size": 2, "micro_batch_size": 1})
-    (share,) = sample_iteration(settings, open_inputs(settings.data)).epochs  # of an iteration
+    (share,) = sample_iteration(settings, open_inputs(settings.data)).epochs  # per iteration
     settings = settings.with_section("training", train_iters=round(epochs / share))
     plan = " ".join(plan_of(settings, capsys).split())
     assert f"about {epochs:.2f} epochs of" in plan
     assert plan.count("warning: documents are read up to") == warns
 
 
-def test_plan_names_documents_that_are_held_out_and_warns_where_much_is_cut(tiny_corpus, capsys):
+def test_the_plan_has_the_held_out_documents_and_warns_if_many_tokens_are_truncated(tiny_corpus, capsys):
     plan = " ".join(plan_of(tiny_settings(tiny_corpus, data={"split": "90,8,2", "seq_length": 16}), capsys).split())
     of, held_out = re.search(r"of ([\d,]+) documents .*?, ([\d,]+) held out by --split 90,8,2", plan).groups()
     assert int(held_out) == pytest.approx(int(of) / 10, abs=1)
     assert re.search(r"warning: [\d.]+ % of the tokens are never read, because long documents are cut at 16", plan)
-    whole = plan_of(tiny_settings(tiny_corpus, data={"split": "100", "long_documents": "chunk"}), capsys)
-    assert "held out" not in whole
-    assert "never read" not in whole
+    all_read = plan_of(tiny_settings(tiny_corpus, data={"split": "100", "long_documents": "chunk"}), capsys)
+    assert "held out" not in all_read and "never read" not in all_read
 
 
-def test_plan_goes_on_from_the_newest_checkpoint(tiny_corpus, tmp_path, capsys):
+def test_the_plan_counts_the_iterations_of_the_newest_checkpoint_as_done(tiny_corpus, tmp_path, capsys):
     checkpoint = tmp_path / "iter_0000004"
     checkpoint.mkdir()
     (checkpoint / MANIFEST).touch()
@@ -143,26 +135,26 @@ def test_plan_goes_on_from_the_newest_checkpoint(tiny_corpus, tmp_path, capsys):
     assert "done" not in plan_of(tiny_settings(tiny_corpus), capsys)
 
 
-def test_plan_of_phases_states_each_with_its_tokens_and_fill_and_all_of_them_together(tiny_corpus, tmp_path, capsys):
-    """Each as a run of its own would have it, for as many iterations; what is done already is left out."""
+def test_the_plan_of_phases_has_the_figures_of_each_phase_and_their_sums(tiny_corpus, tmp_path, capsys):
+    """Each phase has the figures of a run without phases with the same settings and number of iterations."""
     phases = (PhaseChange(after_iters=400, seq_length=64, mask_prob=0.05), PhaseChange(after_iters=2000, mask_prob=0.1))
     settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 1000, "phases": phases})
     plan = plan_of(settings, capsys)
     runs = []
-    for first, last, stretch in zip((1, 401), (400, 1000), resolve_phases(settings), strict=False):
-        own = stretch.settings.with_section("training", train_iters=last - first + 1)
-        lines = plan_of(own, capsys).splitlines()
-        (words,) = [line.split(": ")[1] for line in lines if "tokens of documents" in line]
-        (operations,) = [line.strip() for line in lines if " FLOPs per token" in line]
-        assert f"iterations {first:,} to {last:,}: {words}" in plan
-        assert operations in plan
-        efficiency = percent(sample_iteration(own, open_inputs(own.data)).packing_efficiency, digits=2)
+    for first, last, phase in zip((1, 401), (400, 1000), resolve_phases(settings), strict=False):
+        alone = phase.settings.with_section("training", train_iters=last - first + 1)
+        lines = plan_of(alone, capsys).splitlines()
+        (tokens,) = [line.split(": ")[1] for line in lines if "tokens of documents" in line]
+        (flops,) = [line.strip() for line in lines if " FLOPs per token" in line]
+        assert f"iterations {first:,} to {last:,}: {tokens}" in plan
+        assert flops in plan
+        efficiency = percent(sample_iteration(alone, open_inputs(alone.data)).packing_efficiency, digits=2)
         assert f"packing efficiency {efficiency}" in plan
-        runs.append((float(words.split()[0]), float(operations.split()[-3])))
+        runs.append((float(tokens.split()[0]), float(flops.split()[-3])))
     totals = re.search(r"1,000 iterations: (\S+) tokens of documents\n *(\S+) FLOPs in all", plan)
     assert totals is not None
     assert [float(total) for total in totals.groups()] == pytest.approx(np.sum(runs, axis=0), rel=2e-3)  # four digits
-    assert "phase 2" not in plan, "a phase behind the end"
+    assert "phase 2" not in plan, "phase 2 begins after the last iteration"
     (tmp_path / "iter_0000500").mkdir()
     (tmp_path / "iter_0000500" / MANIFEST).touch()
     resumed = plan_of(settings.with_section("checkpoint", load=str(tmp_path)), capsys)

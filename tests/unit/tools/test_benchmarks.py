@@ -1,4 +1,4 @@
-"""The benchmarks: what they count is on disk, other work is not compared, and tables add up. Nothing is timed."""
+"""The benchmarks: counts match the files, tools that do other work are refused, and tables add up. Nothing is timed."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ from megatron_neobert.errors import DataError
 
 # --- preprocessing
 
-# The command with one more tool in its table, {definition}.
+# The command with another tool, {definition}, in its table.
 WITH_OTHER_TOOL = """
 import dataclasses, sys
 from benchmarks import benchmark_preprocessing as tool
@@ -31,14 +31,14 @@ tool.run_command(tool.main)
 
 
 class Inputs(NamedTuple):
-    shards: list[str]
+    files: list[str]
     texts: list[str]
     vocabulary: Path
-    cased: Path  # a tokenizer.json of the same vocabulary that does not lower the case
+    cased: Path  # tokenizer.json with the same vocabulary, without lowercasing
 
     @property
     def flags(self) -> list[str]:
-        return ["--input", *self.shards, "--tokenizer-model", str(self.vocabulary)]
+        return ["--input", *self.files, "--tokenizer-model", str(self.vocabulary)]
 
     @property
     def tokens(self) -> int:
@@ -47,21 +47,21 @@ class Inputs(NamedTuple):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Inputs:
-    """Two shards of 40 documents, 10 kB; among them an empty one and one with the names of special tokens."""
+    """Two files of 40 documents, 10 kB. One document is empty, and one has the names of special tokens."""
     folder = tmp_path_factory.mktemp("benchmark_inputs")
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 7))) for _ in range(200)]
     texts = [" ".join(rng.choices(words, k=rng.randint(3, 50))).capitalize() for _ in range(78)]
     texts += ["", "The [MASK] of [SEP] is [CLS], naïve."]
-    shards = [str(folder / f"{number}.parquet") for number in range(2)]
-    for number, shard in enumerate(shards):
-        pq.write_table(pa.table({"content": texts[40 * number :][:40]}), shard)
+    files = [str(folder / f"{number}.parquet") for number in range(2)]
+    for number, file in enumerate(files):
+        pq.write_table(pa.table({"content": texts[40 * number :][:40]}), file)
     tokenizer = train_wordpiece(texts, vocab_size=150, lowercase=True, min_frequency=2)
     tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
     content = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())
     content["normalizer"]["lowercase"] = False
     (folder / "cased.json").write_text(json.dumps(content))
-    return Inputs(shards, texts, folder / "tokenizer" / "vocab.txt", folder / "cased.json")
+    return Inputs(files, texts, folder / "tokenizer" / "vocab.txt", folder / "cased.json")
 
 
 def preprocess(inputs: Inputs, *arguments: str, definition: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ def preprocess(inputs: Inputs, *arguments: str, definition: str | None = None) -
     return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
 
 
-def test_figures_are_those_of_tools_that_wrote_the_same_ids(inputs, tmp_path):
+def test_tools_that_wrote_the_same_ids_are_compared(inputs, tmp_path):
     file = tmp_path / "figures.json"
     flags = ("--rounds", "1", "--output", str(file))
     ended = preprocess(inputs, "--tools", "ours-fast", "ours-plain", *flags)
@@ -81,17 +81,17 @@ def test_figures_are_those_of_tools_that_wrote_the_same_ids(inputs, tmp_path):
     assert figures["corpus"] == {"documents": 80, "text_bytes": sum(len(text.encode()) for text in inputs.texts)}
     assert figures["tokens"] == expected
     assert [(row["tool"], row["workers"]) for row in figures["table"]] == [("ours-fast", 1), ("ours-plain", 1)]
-    for row, one in zip(figures["table"], figures["runs"], strict=True):
-        assert row["MB/s"] == pytest.approx(figures["corpus"]["text_bytes"] / 1e6 / one["wall_seconds"])
+    for row, ran in zip(figures["table"], figures["runs"], strict=True):
+        assert row["MB/s"] == pytest.approx(figures["corpus"]["text_bytes"] / 1e6 / ran["wall_seconds"])
         assert row["x datatrove"] is None
-        assert one["cpu_seconds"] > 0
-        assert one["peak_bytes"] > 10**7  # an interpreter with two libraries
-    assert len({one["ids_sha256"] for one in figures["runs"]}) == 1
+        assert ran["cpu_seconds"] > 0
+        assert ran["peak_bytes"] > 10**7  # an interpreter with two libraries
+    assert len({ran["ids_sha256"] for ran in figures["runs"]}) == 1
     assert f"all wrote {expected:,} tokens; the same ids: ours-fast, ours-plain" in ended.stdout
 
 
-def test_tool_with_another_number_of_tokens_is_refused_before_the_measurement(inputs, tmp_path):
-    """The control of all comparisons: the same library, vocabulary and texts, and one wrong setting."""
+def test_a_tool_that_writes_another_number_of_tokens_is_refused_after_the_warm_up(inputs, tmp_path):
+    """Negative control of all comparisons: the same library, vocabulary and texts, but one wrong setting."""
     definition = (
         "dataclasses.replace(tool.TOOLS['ours-plain'], command=lambda job, *rest: tool.TOOLS['ours-plain']."
         f"command(dataclasses.replace(job, tokenizer_model={str(inputs.cased)!r}), *rest))"
@@ -109,7 +109,7 @@ def test_tool_with_another_number_of_tokens_is_refused_before_the_measurement(in
 
 @pytest.mark.slow
 def test_all_layouts_train_on_the_same_tokens_and_get_the_same_loss(tmp_path):
-    """Two steps each in rows of 64 and of 128 tokens."""
+    """Two steps with packed sequences of 64 tokens, and two with 128."""
     file, layouts = tmp_path / "figures.json", ["packed", "padded", "reference"]
     model = ("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 256, "--global-batch-tokens", 512, "--median-tokens", 30)
@@ -132,7 +132,7 @@ def test_all_layouts_train_on_the_same_tokens_and_get_the_same_loss(tmp_path):
     assert len({round(step["loss"], 4) for step in steps}) == 4
 
 
-def test_flops_of_a_step_are_those_of_its_documents_and_the_loss_gap_that_of_the_same_round():
+def test_the_table_has_medians_of_the_steps_and_the_loss_gap_compares_steps_of_the_same_round():
     timings = [
         benchmark_step.Timing(8, layout, 6, capacity, flops=3e12, seconds=seconds, loss=loss, peak_bytes=0)
         for layout, capacity, seconds, losses in (
@@ -150,7 +150,7 @@ def test_flops_of_a_step_are_those_of_its_documents_and_the_loss_gap_that_of_the
     assert benchmark_step.largest_loss_gap(timings) == pytest.approx(0.1)
 
 
-def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled(tmp_path):
+def test_a_packed_step_is_timed_without_other_layouts_and_profiled(tmp_path):
     file = tmp_path / "figures.json"
     model = ("--num-layers", 1, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 128, "--global-batch-tokens", 128, "--median-tokens", 30, "--seq-length", 64)
@@ -164,8 +164,8 @@ def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled
     assert "--recompute-granularity" in figures["arguments"]["flags of a run"]
 
 
-def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
-    """torch's warning, raised by hand: there is no GPU to wait for; another warning is none."""
+def test_waits_for_the_gpu_are_counted_by_line(monkeypatch):
+    """Without a GPU, the test raises torch's warning; another warning must not count."""
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
@@ -183,8 +183,8 @@ def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_loader_prepares_the_batches_that_were_asked_for(tmp_path):
-    """300 documents, mean 640 tokens, in rows of 256."""
+def test_every_loader_prepares_batches_of_the_requested_size(tmp_path):
+    """300 documents with a mean of 640 tokens, in rows of 256."""
     file = tmp_path / "figures.json"
     small = ("--documents", 300, "--seq-length", 256, "--batch-size", 8, "--rounds", 2, "--seconds", 0.05)
     code, _, complaints = run("benchmarks/benchmark_loader.py", *small, "--output", file)
@@ -202,7 +202,7 @@ def test_every_loader_prepares_the_batches_that_were_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_table_of_checkpoints_shows_what_each_way_of_saving_costs_and_the_speed_of_verifying(tmp_path):
+def test_the_checkpoint_benchmark_prints_the_cost_of_each_mode_and_the_speed_of_verifying(tmp_path):
     options = ["--num-layers", "1", "--hidden-size", "64", "--iterations", "2", "--rounds", "1"]
     code, output, complaints = run("benchmarks/benchmark_checkpoint.py", *options, "--folder", tmp_path)
     assert code == 0, complaints

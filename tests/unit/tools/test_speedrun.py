@@ -1,4 +1,4 @@
-"""The speedrun: its p is that of an exact test, its time that of training, and the script runs what is not finished."""
+"""The speedrun: p is that of an exact test, the time is training time, and the script runs unfinished runs only."""
 
 import json
 import os
@@ -22,7 +22,7 @@ logging: {{log_interval: 2}}
 
 
 def write_runs(folder: Path, *, losses: list[float], speed: float = 1000.0) -> Path:
-    """Runs of two intervals of 5,000 tokens, the second at twice the speed, and a validation between."""
+    """Write runs with two intervals of 5,000 tokens, the second at twice the speed, and a validation after each."""
     for seed, loss in enumerate(losses):
         run = folder / f"seed_{seed}"
         run.mkdir(parents=True)
@@ -36,7 +36,7 @@ def write_runs(folder: Path, *, losses: list[float], speed: float = 1000.0) -> P
     return folder
 
 
-def test_p_is_that_of_scipys_exact_permutation_test():
+def test_p_equals_that_of_scipys_exact_permutation_test():
     for differences in np.random.default_rng(0).normal(-0.5, 1.0, size=(5, 9)):
         expected = stats.permutation_test(
             (differences,), np.mean, permutation_type="samples", alternative="less", n_resamples=np.inf
@@ -46,7 +46,7 @@ def test_p_is_that_of_scipys_exact_permutation_test():
     assert speedrun.p_below([1.0] * 10) == 1.0
 
 
-def test_time_is_that_of_the_intervals_and_the_last_validation_counts(tmp_path):
+def test_the_time_is_that_of_the_intervals_and_the_loss_that_of_the_last_validation(tmp_path):
     finishes = speedrun.read_recipe(write_runs(tmp_path / "plain", losses=[3.9, 4.0]))
     assert finishes["seed_0"] == speedrun.Finish(loss=3.9, tokens=10_000, seconds=5.0 + 2.5)
 
@@ -57,15 +57,15 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
     figures = tmp_path / "figures.json"
     ended = run_forked("benchmarks/speedrun.py", plain, fast, "--target", 4.0, "--output", figures)
     assert ended.code == 0, ended.output
-    found = json.loads(figures.read_text())
-    assert [line["p (below 4)"] for line in found["recipes"]] == ["0.0039", "1.0000"]
-    (comparison,) = found["comparisons"]
+    written = json.loads(figures.read_text())
+    assert [line["p (below 4)"] for line in written["recipes"]] == ["0.0039", "1.0000"]
+    (comparison,) = written["comparisons"]
     assert [comparison[name] for name in ("time", "fastest", "slowest")] == ["0.500"] * 3
     assert comparison["p (less time)"] == "0.0039"
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("change", "message"),
     [
         (lambda folder: (folder / "seed_1" / "metrics.jsonl").unlink(), "holds no metrics.jsonl"),
         (lambda folder: (folder / "seed_1").rename(folder.parent / "elsewhere"), "holds 1 runs; give a folder with 2"),
@@ -76,11 +76,11 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
         ),
     ],
 )
-def test_runs_that_cannot_be_compared_are_refused(tmp_path, spoil, words):
+def test_runs_that_cannot_be_compared_are_refused(tmp_path, change, message):
     plain, other = (write_runs(tmp_path / name, losses=[3.9, 4.0]) for name in ("plain", "other"))
-    spoil(other)
+    change(other)
     ended = run_forked("benchmarks/speedrun.py", plain, other, "--target", 4.0)
-    assert ended.code in (65, 66) and words in ended.output, ended.output
+    assert ended.code in (65, 66) and message in ended.output, ended.output
 
 
 @pytest.mark.slow
@@ -89,16 +89,16 @@ def test_the_script_runs_every_seed_of_every_recipe_once(tiny_corpus, tmp_path):
     for name, rate in (("plain", 1e-3), ("other", 2e-3)):
         recipes.append(tmp_path / f"{name}.yaml")
         recipes[-1].write_text(RECIPE.format(lr=rate))
-    places = {
+    data = {
         "DATA": tiny_corpus.prefix,
         "VALIDATION": f"{tiny_corpus.prefix}:min=20",
         "TOKENIZER": tiny_corpus.tokenizer,
     }
-    environment = os.environ | places | {"TARGET": "9", "SEEDS": "2", "FOLDER": str(tmp_path / "place")}
+    environment = os.environ | data | {"TARGET": "9", "SEEDS": "2", "FOLDER": str(tmp_path / "speedrun")}
     command = ["bash", str(REPOSITORY / "examples" / "speedrun.sh"), *map(str, recipes)]
     for _ in range(2):
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("nothing to do: iteration 4 of 4 is saved already") == 4
-    found = json.loads((tmp_path / "place" / "speedrun.json").read_text())
-    assert [(line["recipe"], line["seeds"]) for line in found["recipes"]] == [("plain", 2), ("other", 2)]
+    written = json.loads((tmp_path / "speedrun" / "speedrun.json").read_text())
+    assert [(line["recipe"], line["seeds"]) for line in written["recipes"]] == [("plain", 2), ("other", 2)]

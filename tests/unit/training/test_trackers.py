@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
-from megatron_neobert.data.batches.rows import Cursor
+from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.training.trackers import Trackers, start_wandb
 

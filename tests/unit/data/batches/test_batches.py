@@ -18,59 +18,62 @@ from unit.data.corpus.memory_corpus import (
 )
 
 from megatron_neobert.data.batches.masking import MaskingScheme
-from megatron_neobert.data.batches.stream import BatchStream, Cursor, PackedBatch, Source
+from megatron_neobert.data.batches.stream import BatchStream, PackedBatch
+from megatron_neobert.data.batches.windows import Cursor, Source
 from megatron_neobert.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
-BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1, keep_share=0.1)
+BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1)
 
 
 class Document(NamedTuple):
-    """A document of a batch, without its [CLS] and [SEP]."""
+    """A segment of a batch, without its [CLS] and [SEP]."""
 
     ids: tuple[int, ...]
-    shown: tuple[int, ...]  # what the model sees of them
+    input_ids: tuple[int, ...]
     masked: tuple[bool, ...]
 
 
 def documents_of(batch: PackedBatch) -> list[Document]:
-    ids, shown = original_ids(batch), batch.tokens_t.tolist()
+    ids, input_ids = original_ids(batch), batch.tokens_t.tolist()
     masked = torch.zeros_like(batch.tokens_t).index_fill_(0, batch.masked_positions_m, 1).bool().tolist()
     bounds = [bound for bound in batch.cu_seqlens_n.tolist() if bound <= batch.real_tokens]
     assert all((ids[start], ids[stop - 1]) == (IDS.cls, IDS.sep) for start, stop in pairwise(bounds))
     insides = [slice(start + 1, stop - 1) for start, stop in pairwise(bounds)]
-    return [Document(tuple(ids[inside]), tuple(shown[inside]), tuple(masked[inside])) for inside in insides]
+    return [Document(tuple(ids[inside]), tuple(input_ids[inside]), tuple(masked[inside])) for inside in insides]
 
 
 @pytest.fixture(params=["one corpus", "blend"])
 def sources(request, corpus, corpora) -> tuple[Source, ...]:
     if request.param == "one corpus":
         return (Source(corpus, range(150)),)
-    return tuple(Source(one, range(len(one.lengths)), weight) for one, weight in zip(corpora, (1, 2, 2), strict=True))
+    return tuple(
+        Source(each, range(len(each.lengths)), weight) for each, weight in zip(corpora, (1, 2, 2), strict=True)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("masking", [MaskingScheme(), BERT])
 def test_global_batches_do_not_depend_on_the_number_of_ranks(sources, ranks, masking):
-    alone = BatchStream(sources, batch_settings(masking=masking))
-    shared = [replace(alone, data_parallel_rank=rank, data_parallel_size=ranks) for rank in range(ranks)]
-    steps = list(islice(alone.steps(), 60))
+    stream = BatchStream(sources, batch_settings(masking=masking))
+    streams = [replace(stream, data_parallel_rank=rank, data_parallel_size=ranks) for rank in range(ranks)]
+    steps = list(islice(stream.steps(), 60))
     assert len({(step.cursor_after.epoch, step.cursor_after.window) for step in steps}) > 8
-    for step, *of_ranks in zip(steps, *(one.steps() for one in shared), strict=False):
-        assert {one.cursor_after for one in of_ranks} == {step.cursor_after}
-        merged = [of_ranks[j % ranks].micro_batches[j // ranks] for j in range(4)]
+    for step, *steps_of_ranks in zip(steps, *(rank.steps() for rank in streams), strict=False):
+        assert {rank.cursor_after for rank in steps_of_ranks} == {step.cursor_after}
+        merged = [steps_of_ranks[j % ranks].micro_batches[j // ranks] for j in range(4)]
         assert contents([replace(step, micro_batches=merged)]) == contents([step])
 
 
-def test_micro_batch_size_changes_neither_rows_nor_masks_of_a_global_batch(corpus):
+def test_micro_batch_size_does_not_change_the_documents_and_masks_of_a_global_batch(corpus):
     steps = [stream_of(corpus, micro_batch_size=size, masking=BERT).steps() for size in (1, 2, 8)]
-    for of_sizes in islice(zip(*steps, strict=True), 30):
-        by_one, by_two, by_eight = (
-            Counter(d for b in step.micro_batches for d in documents_of(b)) for step in of_sizes
+    for steps_of_sizes in islice(zip(*steps, strict=True), 30):
+        size_1, size_2, size_8 = (
+            Counter(d for b in step.micro_batches for d in documents_of(b)) for step in steps_of_sizes
         )
-        assert by_one == by_two == by_eight
-        assert len({step.cursor_after for step in of_sizes}) == 1
+        assert size_1 == size_2 == size_8
+        assert len({step.cursor_after for step in steps_of_sizes}) == 1
 
 
 def test_resuming_from_any_step_gives_the_batches_of_an_uninterrupted_run(sources):
@@ -87,26 +90,26 @@ def test_resuming_from_any_step_gives_the_batches_of_an_uninterrupted_run(source
 @pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
 def test_every_document_occurs_exactly_once_per_epoch(corpus, long_documents):
     epoch = first_epoch(corpus, long_documents=long_documents)
-    found = Counter(document.ids for batch in epoch for document in documents_of(batch))
+    actual = Counter(document.ids for batch in epoch for document in documents_of(batch))
     starts = {"truncate": lambda length: [0], "chunk": lambda length: range(0, length, 62)}[long_documents]
     expected = Counter(
         tuple(corpus.document(number)[start : start + 62].tolist())
         for number, length in enumerate(corpus.lengths)
         for start in starts(length)
     )
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.parametrize("masking", [MaskingScheme(), BERT])
-def test_a_packed_batch_keeps_its_promises(corpus, masking):
+def test_a_packed_batch_has_documents_then_padding_and_masks_no_special_token(corpus, masking):
     specials = torch.tensor(IDS.special)
     for batch in micro_batches(stream_of(corpus, micro_batch_size=4, masking=masking), 30):
         bounds = batch.cu_seqlens_n
         assert (batch.tokens_t.dtype, bounds.dtype) == (torch.int64, torch.int32)
         assert (batch.labels_m.dtype, batch.masked_positions_m.dtype) == (torch.int64, torch.int64)
         assert batch.tokens_t.shape == (4 * 64,)
-        # The unused tail is a document too, so that no kernel meets padding between documents, where blockwise
-        # FP8 attention is reported to crash on H100; see also tests/unit/model/test_transformer_engine_layers.py.
+        # Padding is a document too: blockwise FP8 attention is reported to crash on H100 with padding between
+        # documents; see also tests/unit/model/test_transformer_engine_layers.py.
         assert (bounds[0], bounds[-1], batch.max_seqlen) == (0, 4 * 64, 64)
         assert 1 <= bounds.diff().min() <= bounds.diff().max() <= 64
         assert batch.real_tokens in bounds
@@ -118,26 +121,26 @@ def test_a_packed_batch_keeps_its_promises(corpus, masking):
         assert not torch.isin(batch.masked_positions_m, starts).any()
 
 
-def test_a_corpus_smaller_than_a_row_still_fills_batches_with_one_document_per_row():
+def test_a_corpus_of_one_short_document_fills_batches_with_one_document_per_packed_sequence():
     corpus = MemoryCorpus([5])
     step = next(stream_of(corpus).steps())
     for batch in step.micro_batches:
         assert [document.ids for document in documents_of(batch)] == [tuple(corpus.document(0).tolist())] * 2
-        # Two documents of 7 tokens, and 128 - 14 unused slots in dummy documents of at most 64.
+        # Two documents of 7 tokens, and 128 - 14 tokens of padding in dummy documents of at most 64.
         assert batch.cu_seqlens_n.tolist() == [0, 7, 14, 78, 128]
         assert batch.real_tokens == 14
     assert step.real_tokens == 4 * 14
     assert step.cursor_after == Cursor(epoch=8)
 
 
-def test_the_cursor_behind_the_last_row_of_a_window_names_the_next_window():
-    corpus = MemoryCorpus([62] * 100)  # 40, 40, 20 rows
+def test_the_cursor_after_the_last_packed_sequence_of_a_window_is_the_start_of_the_next_window():
+    corpus = MemoryCorpus([62] * 100)  # windows of 40, 40 and 20 packed sequences
     cursors = [step.cursor_after for step in islice(stream_of(corpus, global_batch_size=20).steps(), 5)]
     assert cursors == [Cursor(0, 0, 20), Cursor(0, 1, 0), Cursor(0, 1, 20), Cursor(0, 2, 0), Cursor(1, 0, 0)]
 
 
 @pytest.mark.parametrize("cursor", [Cursor(0, 4, 0), Cursor(0, 1, 500)])
 def test_a_cursor_of_another_corpus_is_refused(corpus, cursor):
-    message = f"at row {cursor.row} of window {cursor.window}, which these documents do not have"
+    message = f"at packed sequence {cursor.row} of window {cursor.window}, which these documents do not have"
     with pytest.raises(CheckpointError, match=message):
         next(replace(stream_of(corpus), cursor=cursor).steps())

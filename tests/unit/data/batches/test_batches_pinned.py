@@ -1,4 +1,4 @@
-"""Batches of one corpus are those that earlier versions made: a checkpoint of theirs continues with the same rows."""
+"""Batches of one corpus equal those of earlier versions, so that their checkpoints resume with the same batches."""
 
 import hashlib
 from itertools import islice
@@ -8,13 +8,14 @@ import pytest
 from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings
 
 from megatron_neobert.data.batches.masking import MaskingScheme
-from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
+from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.windows import Cursor, Source
 
-BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1, keep_share=0.1)
+BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1)
 
 
 def arithmetic_corpus() -> MemoryCorpus:
-    """9,000 documents of 1 to 311 tokens, without a random generator that may change."""
+    """9,000 documents of 1 to 311 tokens, made without a random generator, which may change between versions."""
     corpus = MemoryCorpus(1 + np.arange(9000) * 7919 % 311)
     ids = np.arange(len(corpus.ids)) * 2654435761 % 997 + 3
     corpus.ids = np.maximum(ids, 4).astype(np.uint16)
@@ -22,7 +23,7 @@ def arithmetic_corpus() -> MemoryCorpus:
 
 
 def digest(stream: BatchStream) -> tuple[Cursor, str]:
-    """Of every seventh of 420 steps, which is every 60th window of three epochs, and the cursor behind the last."""
+    """Return the last cursor and the hash of every seventh of 420 steps, about three epochs."""
     content = hashlib.sha256()
     for step in islice(stream.steps(), 0, 420, 7):
         content.update(repr(tuple(vars(step.cursor_after).items())).encode())

@@ -1,4 +1,4 @@
-"""What training opens: one corpus cut in two, one for training and one for validation, or a blend."""
+"""Inputs of a run: a corpus that is split, a corpus for validation, blends, drop lists, and their identities."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron_neobert.errors import DataError, MissingInputError
 
 @pytest.fixture
 def place(tmp_path):
-    """Two corpora of one tokenizer: `run` for training, and what --split-validation holds out of it."""
+    """Two corpora of one tokenizer: `run` for training, and the documents that --split-validation held out of it."""
     place = Place(tmp_path)
     place.add_texts("a.jsonl", *("hello " * count for count in range(1, 201)))
     place.run(split_validation=0.2)
@@ -38,7 +38,7 @@ def numbers(source):
     return source.numbers(np.arange(len(source.documents))).tolist()
 
 
-def test_one_corpus_is_cut_into_training_and_validation(place):
+def test_one_corpus_is_split_into_training_and_validation(place):
     inputs = open_inputs(settings(place, split="3,1"))
     documents = len(place.corpus())
     boundary = round(documents * 3 / 4)
@@ -47,7 +47,7 @@ def test_one_corpus_is_cut_into_training_and_validation(place):
     assert validation.corpus is training.corpus
 
 
-def test_corpus_for_validation_leaves_all_of_the_other_for_training(place):
+def test_with_a_corpus_for_validation_all_documents_of_the_other_are_for_training(place):
     held_out = place.corpus(end="_validation")
     inputs = open_inputs(settings(place, valid_data_path=(str(held_out.prefix),), split="3,1"))
     (training,), (validation,) = inputs.training, inputs.validation["run_content_document_validation"]
@@ -57,7 +57,7 @@ def test_corpus_for_validation_leaves_all_of_the_other_for_training(place):
     assert len(training.corpus) + len(validation.corpus) == 200
 
 
-def test_each_of_several_corpora_for_validation_is_known_by_its_end_or_else_by_its_place(place):
+def test_validation_curves_are_named_after_their_corpus_and_conditions_or_numbered(place):
     held_out = place.corpus(end="_validation")
     inputs = open_inputs(settings(place, valid_data_path=(str(held_out.prefix), f"{held_out.prefix}:min=100")))
     assert list(inputs.validation) == [f"run_content_document_validation{end}" for end in ("", "_min_100")]
@@ -67,12 +67,12 @@ def test_each_of_several_corpora_for_validation_is_known_by_its_end_or_else_by_i
     assert curve_names(("a/web", "b/web")) == ["web_1", "web_2"]
 
 
-def test_corpus_for_validation_needs_the_same_tokenizer_and_must_exist(place):
-    for path, words in (
+def test_a_missing_corpus_and_a_corpus_of_another_tokenizer_are_refused(place):
+    for path, message in (
         (Path(place.corpus().prefix).with_name("run_body_document"), "did you mean 'run_content_document'"),
         (place.vocab, r"no corpus .*vocab\.txt: expected vocab\.txt\.bin"),
     ):
-        with pytest.raises(MissingInputError, match=words):
+        with pytest.raises(MissingInputError, match=message):
             open_inputs(settings(place, valid_data_path=(str(path),)))
     (place.folder / "other").mkdir()
     other = Place(place.folder / "other")
@@ -85,8 +85,8 @@ def test_corpus_for_validation_needs_the_same_tokenizer_and_must_exist(place):
         open_inputs(settings(place, "1", prefix(place), "1", str(other.corpus().prefix)))
 
 
-def test_a_blend_cuts_every_component_alike_and_then_chooses_by_length(place):
-    """The paper's second stage in small: a corpus, and its longer documents twice, out of one file."""
+def test_a_blend_splits_every_component_alike_and_then_chooses_by_length(place):
+    """As in the paper's second stage: a corpus, and its longer documents in two further components."""
     path = prefix(place)
     inputs = open_inputs(
         settings(place, "0.2", path, "0.4", f"{path}:min=100", "0.4", f"{path}:min=130:max=180", split="3,1")
@@ -109,7 +109,7 @@ def test_a_blend_cuts_every_component_alike_and_then_chooses_by_length(place):
     assert f"{path}:min=100: {len(inputs.training[1].documents)} of {len(corpus)} docu" in (inputs.description[1])
 
 
-def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_from_paths(place):
+def test_the_identity_of_a_blend_depends_on_contents_weights_and_limits_but_not_on_paths(place):
     path, copy, held_out = prefix(place), prefix(place, "copy"), prefix(place, end="_validation")
     place.run("copy", split_validation=0.2)
 
@@ -118,7 +118,7 @@ def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_fr
 
     blend = identity("0.2", path, "0.8", f"{path}:min=50")
     assert blend == identity("1", copy, "4", f"{path}:min=50")
-    others = [
+    different = [
         identity("0.3", path, "0.7", f"{path}:min=50"),
         identity("0.2", path, "0.8", f"{path}:min=51"),
         identity("0.2", path, "0.8", f"{path}:min=50:max=150"),
@@ -127,47 +127,44 @@ def test_the_identity_of_a_blend_follows_from_contents_weights_and_limits_not_fr
         identity(f"{path}:min=50"),
         identity(path),
     ]
-    assert len({blend, *others}) == 8
+    assert len({blend, *different}) == 8
 
 
-def test_an_expression_is_part_of_the_identity_by_the_documents_that_it_chooses(place):
+def test_an_expression_is_part_of_the_identity_by_the_documents_it_chooses(place):
     corpus = place.corpus()
     write_attributes(corpus.prefix, {"score": [number % 7 for number in range(len(corpus))]})
-    whole, some, also_some, others = (
+    whole, chosen, chosen_alike, fewer = (
         open_inputs(settings(place, f"{prefix(place)}{end}", split="1")).identities
         for end in ("", ":where=score>=3", ":where=not score<3", ":where=score>=4")
     )
-    assert some == also_some and len({whole, some, others}) == 3
+    assert chosen == chosen_alike and len({whole, chosen, fewer}) == 3
 
 
 def drop(place, *numbers, name="list"):
-    """A drop list of the corpus `run`, behind its prefix."""
+    """Write a drop list of the corpus `run`, and return the entry of --data-path that uses it."""
     corpus = place.corpus()
     mask = np.isin(np.arange(len(corpus)), numbers)
     write_drop_list(place.folder / name, [("run", corpus.manifest, mask, 0)], {})
     return f"{prefix(place)}:drop={place.folder / name}"
 
 
-def test_a_drop_list_leaves_its_documents_out(place):
+def test_documents_of_a_drop_list_are_not_read(place):
     inputs = open_inputs(settings(place, drop(place, 0, 3, 4), split="1"))
     assert numbers(inputs.training[0]) == [n for n in range(len(place.corpus())) if n not in (0, 3, 4)]
 
 
-def test_a_changed_drop_list_is_changed_data_and_a_moved_one_is_not(place):
+def test_a_drop_list_is_part_of_the_identity_by_its_content_and_not_by_its_path(place):
     lists = {"none": (), "some": (1, 2), "others": (1, 3), "moved": (1, 2)}
     paths = {"whole": prefix(place), **{name: drop(place, *numbers, name=name) for name, numbers in lists.items()}}
-    found = {name: open_inputs(settings(place, path, split="1")).identities for name, path in paths.items()}
-    assert found.pop("moved") == found["some"]
-    assert len(set(found.values())) == 4
+    identities = {name: open_inputs(settings(place, path, split="1")).identities for name, path in paths.items()}
+    assert identities.pop("moved") == identities["some"]
+    assert len(set(identities.values())) == 4
 
 
-def test_drop_lists_that_leave_nothing_or_are_of_another_corpus_are_refused(place):
+def test_drop_lists_that_are_missing_drop_everything_or_belong_to_another_corpus_are_refused(place):
     everything = drop(place, *range(len(place.corpus())))
     count = len(place.corpus())
-    with pytest.raises(
-        DataError,
-        match=rf"drop=.*/list: none of the {count:,} documents for training is chosen",
-    ):
+    with pytest.raises(DataError, match=rf"drop=.*/list: none of the {count:,} documents for training is chosen"):
         open_inputs(settings(place, everything, split="1"))
     other = place.corpus(end="_validation").prefix
     with pytest.raises(DataError, match=r"drop list .*list is of run .* but .*_validation is"):

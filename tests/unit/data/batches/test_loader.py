@@ -1,4 +1,4 @@
-"""The loaders: torch's with its worker processes, and DALI's, which needs its package but no GPU."""
+"""The loaders: torch's with worker processes, and DALI's, which needs the package but no GPU."""
 
 import multiprocessing
 import subprocess
@@ -14,7 +14,8 @@ from unit.data.child_processes import has_ended, wait_for
 from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, bits_of, contents, stream_of, web_like_lengths
 
 from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
-from megatron_neobert.data.batches.stream import BatchStream, Cursor, Source
+from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.windows import Cursor, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments
 from megatron_neobert.errors import CheckpointError, ConfigError, WorkerError
 
@@ -28,7 +29,7 @@ def stream() -> BatchStream:
 
 @pytest.fixture(scope="module")
 def blend() -> BatchStream:
-    """In blocks, and of documents chosen by length."""
+    """Three sources, in blocks, the last with documents chosen by length."""
     corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
     kept = ChosenDocuments(bits_of(corpora[1].lengths >= 300), range(250))
     sources = (Source(corpora[0], range(200), 1), Source(corpora[1], range(250), 2), Source(corpora[1], kept, 2))
@@ -44,25 +45,25 @@ def load(request):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_steps_are_those_of_the_stream_though_all_are_kept(load, stream, num_workers):
+def test_steps_equal_those_of_the_stream_and_stay_valid_while_more_are_loaded(load, stream, num_workers):
     expected = contents(islice(stream.steps(), 25))
-    assert len({len(labels) for _, batches in expected for _, (_, _, labels), *_ in batches}) > 1  # shapes do vary
+    assert len({len(labels) for _, batches in expected for _, (_, _, labels), *_ in batches}) > 1  # shapes vary
     assert contents(list(islice(load(stream, num_workers=num_workers), 25))) == expected
 
 
 @pytest.mark.parametrize("kind", ["stream", "blend"])
-def test_the_cursor_of_the_last_step_taken_continues_a_loader_whose_workers_ran_ahead(load, kind, request):
+def test_a_loader_resumes_at_the_last_step_that_was_taken_not_at_what_workers_prepared(load, kind, request):
     stream = request.getfixturevalue(kind)
     taken = list(islice(load(stream, num_workers=2), 4))
     resumed = replace(stream, cursor=taken[-1].cursor_after)
-    found = contents([*taken, *islice(load(resumed, num_workers=2), 5)])
-    assert found == contents(islice(stream.steps(), 9))
+    actual = contents([*taken, *islice(load(resumed, num_workers=2), 5)])
+    assert actual == contents(islice(stream.steps(), 9))
 
 
-def test_an_error_in_a_worker_keeps_its_class_and_its_sentence(load, stream):
-    other = replace(stream, cursor=Cursor(0, 0, 9999))
-    with pytest.raises(CheckpointError, match=r"^the checkpoint continues at row 9,999 of window 0, .* new run\.$"):
-        next(load(other, num_workers=1))
+def test_an_error_in_a_worker_keeps_its_class_and_message(load, stream):
+    beyond = replace(stream, cursor=Cursor(0, 0, 9999))
+    with pytest.raises(CheckpointError, match=r"^the checkpoint continues at packed sequence 9,999 of .* new run\.$"):
+        next(load(beyond, num_workers=1))
 
 
 # --- worker processes
@@ -75,14 +76,14 @@ def test_batches_from_workers_hold_no_file_descriptors(stream):
     steps = build_loader(stream, num_workers=1)
     kept = [next(steps)]
     before = open_files()
-    kept += list(islice(steps, 20))  # torch's way would hold 4 for each of 20 steps of 4 micro-batches
+    kept += list(islice(steps, 20))  # torch's default would need 4 for each of 80 micro-batches
     assert open_files() - before < 4
     assert len(kept) == 21
 
 
 @pytest.mark.parametrize("stop_signal", ["TERM", "INT", "USR1", "USR2"])
 def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(stream, stop_signal):
-    """The trainer still has to finish its step and save; only it may end the worker."""
+    """The trainer needs its workers until it has finished its step and saved; only the trainer may end them."""
     before = multiprocessing.active_children()
     steps = build_loader(stream, num_workers=1)
     loaded = [next(steps)]
@@ -91,23 +92,19 @@ def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(s
     loaded += list(islice(steps, 9))
     assert worker.is_alive()
     assert contents(loaded) == contents(islice(stream.steps(), 10))
-    worker.terminate()  # what DataLoader does to a worker that does not answer
+    worker.terminate()  # as DataLoader ends a worker that does not answer
     worker.join(timeout=600)
     assert worker.exitcode == 0
 
 
 @pytest.mark.parametrize("moment", ["waiting for a batch", "computing"])
-def test_killed_worker_is_named_with_its_signal_and_a_remedy(load, stream, moment):
+def test_the_error_after_a_killed_worker_has_the_reason_and_a_remedy(load, stream, moment):
     before = multiprocessing.active_children()
     steps = iter(load(stream, num_workers=1))
     next(steps)
     (worker,) = set(multiprocessing.active_children()) - set(before)
-    with (
-        pytest.raises(
-            WorkerError, match=r"was killed or crashed \(RuntimeError: DataLoader worker .*lower --num-workers"
-        ),
-        named_worker_deaths(),
-    ):
+    message = r"was killed or crashed \(RuntimeError: DataLoader worker .*lower --num-workers"
+    with pytest.raises(WorkerError, match=message), named_worker_deaths():
         worker.kill()
         if moment == "computing":
             time.sleep(600)
@@ -129,7 +126,7 @@ def test_workers_end_when_their_trainer_is_killed(stream):
     workers = pids.recv()
     trainer.kill()
     trainer.join()
-    wait_for(lambda: all(has_ended(worker) for worker in workers), seconds=600)  # they look once a second
+    wait_for(lambda: all(has_ended(worker) for worker in workers), seconds=600)  # workers check once a second
 
 
 # --- DALI
@@ -146,7 +143,7 @@ def test_steps_of_dali_on_the_gpu_equal_those_of_the_default_loader(stream):
     assert contents(loaded) == contents(moved)
 
 
-def test_without_dali_the_package_and_its_pip_line_are_named(stream, monkeypatch):
-    monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # as import finds it where it is not installed
-    with pytest.raises(ConfigError, match=r"nvidia-dali-cuda130; .*pip install 'megatron-neobert\[dali\]'"):
+def test_without_dali_the_error_names_the_package_and_its_pip_command(stream, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # makes the import fail
+    with pytest.raises(ConfigError, match=r"nvidia-dali-cuda130\. .*pip install 'megatron-neobert\[dali\]'"):
         build_dali_loader(stream, num_workers=0, device=CPU)

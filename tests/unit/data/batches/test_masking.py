@@ -6,28 +6,28 @@ from megatron_neobert.data.batches.masking import MaskedTokens, MaskingScheme, m
 from megatron_neobert.data.batches.packing import Segments
 from megatron_neobert.errors import ConfigError
 
-BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1, keep_share=0.1)
+BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1)
 
 
 def ordinary_tokens(count: int, *, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(UNKNOWN + 1, VOCABULARY, count)
 
 
-def segments(*pieces: tuple[int, int, int, int]) -> Segments:
-    """Each piece: document, epoch, start, length."""
-    whole = np.ones(len(pieces), dtype=np.bool_)
-    return Segments(*np.array(pieces, dtype=np.int64).T, has_cls_n=whole, has_sep_n=whole)
+def segments(*values: tuple[int, int, int, int]) -> Segments:
+    """Return segments of (document, epoch, start, length)."""
+    true_n = np.ones(len(values), dtype=np.bool_)
+    return Segments(*np.array(values, dtype=np.int64).T, has_cls_n=true_n, has_sep_n=true_n)
 
 
-def mask(tokens, parts, positions, *, scheme=MaskingScheme(), seed=1, ids=IDS) -> MaskedTokens:  # noqa: B008  frozen
-    return mask_tokens(tokens, parts, np.array(positions), scheme=scheme, ids=ids, seed=seed)
+def mask(tokens, segments, positions, *, scheme) -> MaskedTokens:
+    return mask_tokens(tokens, segments, np.array(positions), scheme=scheme, ids=IDS, seed=1)
 
 
 @pytest.mark.parametrize(
     "scheme", [MaskingScheme(), BERT, MaskingScheme(probability=0.4), MaskingScheme(probability=0.001)]
 )
 def test_the_share_of_selected_tokens_is_the_probability(scheme):
-    """Binomial: standard deviation sqrt(n p (1 - p))."""
+    """The count is binomial, with standard deviation sqrt(n p (1 - p))."""
     n, p = 400_000, scheme.probability
     selected = len(mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0], scheme=scheme).labels_m)
     assert abs(selected - n * p) < 4 * np.sqrt(n * p * (1 - p))
@@ -40,25 +40,25 @@ def test_special_tokens_are_never_selected():
     assert masked.positions_m.tolist() == np.flatnonzero(tokens > UNKNOWN).tolist()
 
 
-def test_shares_of_mask_random_and_kept_tokens_are_those_of_bert():
-    """Binomial among the selected; a random token equals the original with probability 1 / 995 and counts as kept."""
+def test_shares_of_masked_random_and_unchanged_tokens_are_those_of_bert():
+    """The counts are binomial. A random token equals the original with probability 1 / 995 and counts as unchanged."""
     n = 1_000_000
     masked = mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0], scheme=BERT)
     selected = len(masked.labels_m)
     is_mask = masked.replacements_m == IDS.mask
-    is_kept = masked.replacements_m == masked.labels_m
-    is_random = ~is_mask & ~is_kept
+    is_unchanged = masked.replacements_m == masked.labels_m
+    is_random = ~is_mask & ~is_unchanged
     coincidence = 1 / (VOCABULARY - len(IDS.special))
     for share, members in (
         (0.8, is_mask),
         (0.1 * (1 - coincidence), is_random),
-        (0.1 * (1 + coincidence), is_kept),
+        (0.1 * (1 + coincidence), is_unchanged),
     ):
         assert abs(members.sum() - selected * share) < 4 * np.sqrt(selected * share * (1 - share)), share
 
 
 def test_random_replacements_are_uniform_over_the_ordinary_ids():
-    """Chi-squared over 995 ids: mean 994, standard deviation sqrt(2 * 994)."""
+    """Chi-squared over 995 ids has the mean 994 and the standard deviation sqrt(2 * 994)."""
     n = 200_000
     scheme = MaskingScheme(probability=1.0, mask_share=0.0, random_share=1.0)
     replacements = mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0], scheme=scheme).replacements_m
@@ -70,21 +70,22 @@ def test_random_replacements_are_uniform_over_the_ordinary_ids():
 
 
 @pytest.mark.parametrize("start", [0, 1, 8, 13, 123])
-def test_a_token_is_masked_alike_wherever_its_document_is_cut_and_packed(start):
+def test_masks_of_a_document_do_not_depend_on_how_it_is_cut_and_packed(start):
     tokens = ordinary_tokens(700)
     whole = mask(tokens, segments((17, 2, 0, 700)), [0], scheme=BERT)
     around = ordinary_tokens(900, seed=1)
     around[201:701] = tokens[start : start + 500]
-    parts = segments((4, 2, 0, 150), (17, 2, start, 500), (5, 3, 0, 100))
-    packed = mask(around, parts, [1, 201, 750], scheme=BERT)
-    piece = (packed.positions_m > 150) & (packed.positions_m < 750)  # and none beside it
-    cut = (whole.positions_m >= start) & (whole.positions_m < start + 500)
-    assert (packed.positions_m[piece] - 201 + start).tolist() == whole.positions_m[cut].tolist()
-    assert packed.replacements_m[piece].tolist() == whole.replacements_m[cut].tolist()
-    assert 0 < piece.sum() < len(piece)
+    neighbours = segments((4, 2, 0, 150), (17, 2, start, 500), (5, 3, 0, 100))
+    packed = mask(around, neighbours, [1, 201, 750], scheme=BERT)
+    # Tokens 151 to 200 and 701 to 749 belong to no segment: a mask there fails the comparison.
+    of_cut = (packed.positions_m > 150) & (packed.positions_m < 750)
+    of_whole = (whole.positions_m >= start) & (whole.positions_m < start + 500)
+    assert (packed.positions_m[of_cut] - 201 + start).tolist() == whole.positions_m[of_whole].tolist()
+    assert packed.replacements_m[of_cut].tolist() == whole.replacements_m[of_whole].tolist()
+    assert 0 < of_cut.sum() < len(of_cut)
 
 
 @pytest.mark.parametrize("probability", [0.0, -0.1, 1.2, 1e-6, float("nan")])
-def test_a_probability_that_selects_nothing_or_too_much_is_refused(probability):
+def test_a_probability_below_1_in_65_536_or_above_1_is_refused(probability):
     with pytest.raises(ConfigError, match=f"masking probability {probability} is outside"):
         MaskingScheme(probability=probability)

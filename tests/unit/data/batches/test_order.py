@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_neobert.data.batches.order import documents_of_window, permute, split_ranges, windows_of_epoch
+from megatron_neobert.data.batches.order import DocumentOrder, permute, split_ranges
 from megatron_neobert.errors import ConfigError
 
 
@@ -19,8 +19,8 @@ def test_every_document_occurs_exactly_once_for_any_number_of_documents(sizes):
 
 
 @pytest.mark.parametrize("size", [10**9, 2**32 - 1, 2**32 + 1, 3 * 2**40 + 5])
-def test_documents_of_a_huge_corpus_do_not_collide_and_stay_inside(size):
-    """Of 400,000 draws with replacement from 10^9, 80 would collide: 400,000^2 / (2 * 10^9)."""
+def test_documents_of_a_huge_corpus_are_distinct_and_in_range(size):
+    """400,000 draws with replacement from 10^9 would have 80 collisions: 400,000^2 / (2 * 10^9)."""
     first = np.arange(200_000)
     documents = permute(np.concatenate([first, first + (size - len(first))]), size=size, seed=4, epoch=2)
     assert len(np.unique(documents)) == len(documents)
@@ -29,42 +29,39 @@ def test_documents_of_a_huge_corpus_do_not_collide_and_stay_inside(size):
 
 
 def test_all_orders_of_four_documents_are_equally_likely():
-    """Chi-squared of 2,400 seeds over 4! = 24 orders: mean 23, standard deviation sqrt(2 * 23)."""
+    """Chi-squared of 2,400 seeds over 4! = 24 orders has the mean 23 and the standard deviation sqrt(2 * 23)."""
     orders = [tuple(whole(4, seed=seed)) for seed in range(2400)]
     counts = np.unique(orders, axis=0, return_counts=True)[1]
     assert len(counts) == 24
     assert abs(((counts - 100) ** 2 / 100).sum() - 23) < 4 * np.sqrt(2 * 23)
 
 
-def windows(documents: int, *, block_size: int, window_documents: int = 4096, **changes) -> list[np.ndarray]:
-    """All windows of an epoch."""
-    settings = {"documents": documents, "window_documents": window_documents, "block_size": block_size}
-    return [
-        documents_of_window(window, **{"seed": 1, "epoch": 0, **settings, **changes})
-        for window in range(windows_of_epoch(**settings))
-    ]
+def windows(documents: int, *, block_size: int) -> list[np.ndarray]:
+    """Return all windows of an epoch."""
+    order = DocumentOrder(documents=documents, window_documents=4096, block_size=block_size, seed=1)
+    return [order.window(number, epoch=0) for number in range(order.windows)]
 
 
 @pytest.mark.parametrize("documents", [1, 255, 256, 257, 4096, 50_001])
 @pytest.mark.parametrize("block_size", [1, 2, 100, 256, 4096, 10_000])
-def test_windows_of_blocks_hold_every_document_once(documents, block_size):
-    found = np.concatenate(windows(documents, block_size=block_size))
-    assert np.array_equal(np.sort(found), np.arange(documents))
+def test_windows_of_blocks_have_every_document_once(documents, block_size):
+    ordered = np.concatenate(windows(documents, block_size=block_size))
+    assert np.array_equal(np.sort(ordered), np.arange(documents))
 
 
-def test_a_window_has_few_documents_of_each_of_many_blocks_and_begins_to_read_few_blocks():
-    """64 groups of 16 blocks, 4 documents of each block on average; without blocks 1 of each of 2,500."""
-    found = windows(1_000_000, block_size=256)
-    blocks, counts = np.unique(found[100] // 256, return_counts=True)
-    assert len(found[100]) == pytest.approx(4096, abs=32)
+def test_a_window_has_a_few_documents_of_many_blocks_and_few_blocks_are_new():
+    """A window has 64 groups of 16 blocks, and 4 documents of each block on average."""
+    all_windows = windows(1_000_000, block_size=256)
+    blocks, counts = np.unique(all_windows[100] // 256, return_counts=True)
+    assert len(all_windows[100]) == pytest.approx(4096, abs=32)
     assert 950 < len(blocks) <= 1024 and counts.max() < 16
     assert blocks.max() - blocks.min() > 1_000_000 / 256 / 2
-    assert (np.diff(found[100] // 256) != 0).mean() > 0.99
-    windows_of = {number: np.unique(window // 256) for number, window in enumerate(found)}
-    begun = np.setdiff1d(windows_of[100], np.concatenate([windows_of[number] for number in range(37, 100)]))
-    assert len(begun) <= 16
-    holding = [number for number, held in windows_of.items() if begun[0] in held]
-    assert 50 < len(holding) <= 64 and (min(holding), max(holding)) >= (100, 155)
+    assert (np.diff(all_windows[100] // 256) != 0).mean() > 0.99
+    blocks_of = [np.unique(window // 256) for window in all_windows]
+    new = np.setdiff1d(blocks_of[100], np.concatenate(blocks_of[37:100]))
+    assert len(new) <= 16
+    spread = [number for number, blocks in enumerate(blocks_of) if new[0] in blocks]
+    assert 50 < len(spread) <= 64 and (min(spread), max(spread)) >= (100, 155)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +74,12 @@ def test_a_window_has_few_documents_of_each_of_many_blocks_and_begins_to_read_fe
         ("0.95, 0.05", [(0, 950), (950, 1000)]),
     ],
 )
-def test_documents_are_split_in_contiguous_ranges_by_weight(split, bounds):
+def test_documents_are_split_into_contiguous_ranges_by_weight(split, bounds):
     assert split_ranges(1000, split) == [range(start, stop) for start, stop in bounds]
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="megatron.core 0.19 rounds some of them by one document more")
-def test_ranges_are_those_of_megatron():
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="megatron.core 0.19 rounds some bounds differently")
+def test_ranges_equal_those_of_megatron():
     config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
     for split in ("99,1", "969,30,1", "1,1,1", "0.7,0.2,0.1", "98,1,1"):
         matrix = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
@@ -91,7 +88,7 @@ def test_ranges_are_those_of_megatron():
             assert split_ranges(documents, split) == expected
 
 
-def test_a_part_that_would_be_empty_is_refused_with_numbers():
+def test_a_weight_that_would_get_no_document_is_refused():
     message = re.escape("--split 99,1 of 50 documents leaves part 2 (weight 1) empty")  # 50 * 0.99 rounds to 50
     with pytest.raises(ConfigError, match=message):
         split_ranges(50, "99,1")

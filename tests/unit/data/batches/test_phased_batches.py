@@ -1,4 +1,4 @@
-"""The batches of a run whose settings change: a function of settings and place alone, over every edge."""
+"""Batches of a run with phases: they depend only on settings, iteration and cursor, also where a phase begins."""
 
 from dataclasses import replace
 from itertools import chain, islice
@@ -9,20 +9,19 @@ from tests_tiny import tiny_settings
 from unit.data.corpus.memory_corpus import contents
 
 from megatron_neobert.config.schema import PhaseChange, Settings
-from megatron_neobert.data.batches import rows
+from megatron_neobert.data.batches import windows
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.batches.loader import build_loader
-from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream
-from megatron_neobert.data.batches.rows import Cursor
+from megatron_neobert.data.batches.windows import Cursor
 
 ITERATIONS = 12
 
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 documents, so that a tiny corpus has several."""
-    monkeypatch.setattr(rows, "WINDOW_DOCUMENTS", 64)
+    """Windows of 64 documents, so that a tiny corpus has several."""
+    monkeypatch.setattr(windows, "WINDOW_DOCUMENTS", 64)
 
 
 def settings_of(corpus: Any, *phases: PhaseChange, **data: Any) -> Settings:
@@ -44,21 +43,20 @@ def all_changes(corpus: Any) -> tuple[PhaseChange, ...]:
 
 
 def blend(corpus: Any) -> tuple[str, ...]:
-    """The corpus, and its longer documents."""
+    """Return the --data-path of the corpus and its longer documents."""
     return ("1", corpus.prefix, "3", f"{corpus.prefix}:min=20")
 
 
 def documents_of(stream: TrainingStream, count: int) -> list[list[tuple[int, int]]]:
-    """Epoch and number of the documents of each iteration, without their component."""
-    found = []
-    for _, packed, _ in islice(stream.global_batches(), count):
-        pairs = zip(packed.segments.epochs_n.tolist(), packed.segments.documents_n.tolist(), strict=True)
-        found.append([(epoch, number & ((1 << COMPONENT_SHIFT) - 1)) for epoch, number in pairs])
-    return found
+    """Return epoch and number of the documents of each iteration."""
+    return [
+        list(zip(packed.segments.epochs_n.tolist(), packed.segments.numbers_n.tolist(), strict=True))
+        for _, packed, _ in islice(stream.global_batches(), count)
+    ]
 
 
-def test_a_run_goes_on_from_any_iteration_as_if_it_had_not_stopped(tiny_corpus):
-    """Inside every phase and at every edge, with nothing but the iteration and the cursor behind it."""
+def test_a_run_that_resumes_at_any_iteration_has_the_batches_of_an_uninterrupted_run(tiny_corpus):
+    """Also between phases; iteration and cursor suffice."""
     stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
     whole = list(islice(stream.steps(), ITERATIONS))
     sizes = [(len(step.micro_batches), len(step.micro_batches[0].tokens_t)) for step in whole]
@@ -70,22 +68,22 @@ def test_a_run_goes_on_from_any_iteration_as_if_it_had_not_stopped(tiny_corpus):
         assert contents(islice(stream.from_iteration(done + 1).steps(), 1)) == [expected[done]]
 
 
-def test_worker_processes_build_the_same_batches_over_the_edges(tiny_corpus):
+def test_worker_processes_build_the_same_batches_over_all_phases(tiny_corpus):
     stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
-    here = contents(islice(stream.steps(), ITERATIONS))
-    assert contents(islice(build_loader(stream, num_workers=2), ITERATIONS)) == here
+    expected = contents(islice(stream.steps(), ITERATIONS))
+    assert contents(islice(build_loader(stream, num_workers=2), ITERATIONS)) == expected
 
 
 def test_ranks_share_the_batches_of_every_phase(tiny_corpus):
     stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
     whole = islice(stream.steps(), ITERATIONS)
     ranks = [stream.on_rank(data_parallel_rank=rank, data_parallel_size=2).steps() for rank in range(2)]
-    for together, first, second in zip(whole, *ranks, strict=False):
+    for step, first, second in zip(whole, *ranks, strict=False):
         pairs = zip(first.micro_batches, second.micro_batches, strict=True)
-        assert contents([together]) == contents([replace(together, micro_batches=list(chain(*pairs)))])
+        assert contents([step]) == contents([replace(step, micro_batches=list(chain(*pairs)))])
 
 
-def test_rates_and_sizes_change_without_touching_the_order_of_the_documents(tiny_corpus):
+def test_masking_rate_and_batch_sizes_do_not_change_the_order_of_the_documents(tiny_corpus):
     plain = stream_of(settings_of(tiny_corpus))
     changed = stream_of(
         settings_of(
@@ -94,12 +92,12 @@ def test_rates_and_sizes_change_without_touching_the_order_of_the_documents(tiny
             PhaseChange(after_iters=4, global_batch_size=8, micro_batch_size=1),
         )
     )
-    # 12 iterations of 4 rows, or 4 of 4 and 4 of 8.
+    # 12 iterations of 4 packed sequences, or 4 of 4 and 4 of 8.
     assert list(chain(*documents_of(plain, 12))) == list(chain(*documents_of(changed, 8)))
 
 
-def test_longer_rows_begin_with_documents_that_were_not_read_yet(tiny_corpus):
-    """The rest of a window is left out, and nothing comes twice before the epoch is over."""
+def test_after_a_change_of_seq_length_batches_begin_with_the_next_window(tiny_corpus):
+    """The rest of the window is skipped, and no document is read twice."""
     stream = stream_of(settings_of(tiny_corpus, PhaseChange(after_iters=3, seq_length=128)))
     cursors = [cursor for _, _, cursor in islice(stream.global_batches(), 4)]
     assert cursors[2].row > 0
@@ -108,10 +106,10 @@ def test_longer_rows_begin_with_documents_that_were_not_read_yet(tiny_corpus):
     assert set(chain(*documents[:3])) & set(chain(*documents[3:])) == set()
 
 
-def test_other_data_begin_at_their_start_in_another_order_and_with_other_masks(tiny_corpus):
+def test_changed_data_begin_at_their_start_with_the_next_seed(tiny_corpus):
     stream = stream_of(settings_of(tiny_corpus, PhaseChange(after_iters=3, data_path=blend(tiny_corpus))))
     same_seed = settings_of(tiny_corpus, data_path=blend(tiny_corpus))
-    own = stream_of(same_seed.with_section("training", seed=1))
-    from_edge = contents(islice(stream.from_iteration(4).steps(), 3))
-    assert from_edge == contents(islice(own.steps(), 3))
-    assert from_edge != contents(islice(stream_of(same_seed).steps(), 3)), "the comparison sees no seed"
+    next_seed = stream_of(same_seed.with_section("training", seed=1))
+    of_phase = contents(islice(stream.from_iteration(4).steps(), 3))
+    assert of_phase == contents(islice(next_seed.steps(), 3))
+    assert of_phase != contents(islice(stream_of(same_seed).steps(), 3)), "the comparison must depend on the seed"

@@ -17,7 +17,7 @@ from megatron_neobert.data.batches.philox import Stream, draw_words, philox4x32
     ],
 )
 def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
-    counters = np.array([[0, word, 7] for word in counter], dtype=np.uint64)  # the one in the middle
+    counters = np.array([[0, word, 7] for word in counter], dtype=np.uint64)  # tested: the second of three
     assert philox4x32(counters, key=key)[1].tolist() == expected
 
 

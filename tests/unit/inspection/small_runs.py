@@ -1,4 +1,4 @@
-"""A small corpus whose tokenizer knows words that would act on a terminal, and runs over it."""
+"""Small corpora, one of whose tokens would act on a terminal, and settings and checkpoints of runs over them."""
 
 import json
 from pathlib import Path
@@ -11,38 +11,31 @@ from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 RED, REVERSED = "\x1b[31mred", "\u202edesrever"
-PIECES = [RED, REVERSED, "##ly", *(f"word{n}" for n in range(40))]
+VOCABULARY = [RED, REVERSED, "##ly", *(f"word{n}" for n in range(40))]
 LENGTHS = [1 + 7 * number % 90 for number in range(200)]
 
 
-def write_place(folder: Path) -> Path:
-    """The folder with vocab.txt and the corpora P and Q."""
-    tokenizer = load_tokenizer(write_vocabulary(folder / "vocab.txt", PIECES))
+def write_corpora(folder: Path) -> Path:
+    """Write vocab.txt and the corpora P and Q; return the folder."""
+    tokenizer = load_tokenizer(write_vocabulary(folder / "vocab.txt", VOCABULARY))
     for name, seed in (("P", 0), ("Q", 1)):
         write_corpus(folder / name, random_documents(LENGTHS, tokenizer.vocab_size, seed), tokenizer)
     return folder
 
 
-def settings_of(place: Path, *, data_path: tuple[str, ...] | None = None, **data: object) -> Settings:
-    """Rows of 64 tokens, 8 in an iteration, 2 in a micro-batch."""
+def settings_of(corpora: Path, *, data_path: tuple[str, ...] | None = None, **data: object) -> Settings:
+    """Return settings with 8 packed sequences of 64 tokens per iteration, 2 per micro-batch."""
+    defaults = {"tokenizer_model": str(corpora / "vocab.txt"), "split": "100", "seq_length": 64}
     return Settings(
         model=ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4),
-        data=DataConfig(
-            **{
-                "data_path": data_path or (str(place / "P"),),
-                "tokenizer_model": str(place / "vocab.txt"),
-                "split": "100",
-                "seq_length": 64,
-                **data,
-            }
-        ),
+        data=DataConfig(**{"data_path": data_path or (str(corpora / "P"),), **defaults, **data}),
         optimizer=OptimizerConfig(lr_warmup_iters=1),
         training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=100, eval_iters=0),
     )
 
 
 def write_checkpoint(save: Path, settings: Settings, *, iteration: int, cursor: dict[str, object]) -> Path:
-    """What a batch needs of a checkpoint: its settings, and how far the run had come."""
+    """Write the files of a checkpoint that a batch needs: settings and train state."""
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     write_record(settings, folder / "settings.yaml")
