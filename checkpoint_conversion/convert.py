@@ -197,6 +197,11 @@ def load_side(folder: Path) -> "LogitModel":
     return checkpoint_model(checkpoint, description=f"{checkpoint.folder} (Megatron)")
 
 
-if __name__ == "__main__":
+def main() -> int | None:
+    """Run `neobert convert` with the arguments of this command line."""
     sys.argv.insert(1, "convert")
-    run_command(neobert.main)
+    return neobert.main()
+
+
+if __name__ == "__main__":
+    run_command(main)

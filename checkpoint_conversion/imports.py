@@ -108,8 +108,8 @@ def read_folder(folder: Path) -> ImportedModel:
     ids, rows = tokenizer.vocab_size, config.vocab_size
     if ids > rows:
         raise ConversionError(
-            f"{folder}: the tokenizer has {ids} ids, but the embedding has only {rows} rows (vocab_size of "
-            "config.json). Use the tokenizer that the model was trained with."
+            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json). Use the "
+            "tokenizer that the model was trained with, with at most one id per row."
         )
     if (mask_id := content.get("mask_token_id")) not in (None, tokenizer.mask_id):
         print(
