@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_neobert import build_documents, build_model, gap, pack, logits_alone, pad
+from tiny_neobert import build_documents, build_model, gap, logits_alone, pack, pad
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -69,7 +69,9 @@ def test_logits_of_packed_documents_equal_those_of_single_documents(implementati
     alone = logits_alone(model, DOCUMENTS)
     assert gap(model(**row).logits[0], alone) < ROUNDING
     assert gap(model(**row, max_seqlen=9, attention_mask=torch.ones_like(row["input_ids"])).logits[0], alone) < ROUNDING
-    assert gap(model(input_ids=row["input_ids"]).logits[0], alone) > WRONG, "without cu_seqlens, documents must matter to each other"
+    assert gap(model(input_ids=row["input_ids"]).logits[0], alone) > WRONG, (
+        "without cu_seqlens, documents must matter to each other"
+    )
 
 
 @torch.no_grad()
