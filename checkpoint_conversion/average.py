@@ -33,8 +33,7 @@ def average(options: AverageOptions) -> None:
         CheckpointError: A checkpoint is damaged or incomplete.
         ConversionError: The checkpoints are of different models, or their layers are not NeoBERT's.
     """
-    # Before minutes of reading.
-    refuse_existing(options.output)
+    refuse_existing(options.output)  # before minutes of reading
     newest = iteration_of(latest_checkpoint(options.load, iteration=options.iteration))
     iterations = [number for number in map(iteration_of, list_checkpoints(options.load)) if number <= newest]
     if len(iterations) < options.last:

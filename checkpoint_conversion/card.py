@@ -94,9 +94,9 @@ def rewrite_model_card(options: CardOptions) -> None:
         MissingInputError: A folder does not exist, or --results has no scores of this model.
         ConversionError, DataError, OutputError: See `write_model_card` and `read_results`.
     """
-    for flag, folders in {"--model": (options.model,), "--results": options.results}.items():
-        for folder in folders:
-            require_folder(flag, folder)
+    require_folder("--model", options.model)
+    for folder in options.results:
+        require_folder("--results", folder)
     write_model_card(options, read_results(options.results, options.model) if options.results else ())
     print(f"wrote {options.model / CARD}")
 
@@ -136,16 +136,9 @@ def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -
         task = "fill-mask" if facts["has_head"] else "feature-extraction"
         data.pipeline_tag = "sentence-similarity" if is_embedder else task
         data.library_name = "sentence-transformers" if is_embedder else "transformers"
+        facts |= {"title": title, "model_id": model_id, "marker": MARKER}
         user_text = present.text.partition(MARKER)[2] or "\n"
-        card = ModelCard.from_template(
-            data,
-            template_path=str(_TEMPLATE),
-            title=title,
-            model_id=model_id,
-            marker=MARKER,
-            user_text=user_text,
-            **facts,
-        )
+        card = ModelCard.from_template(data, template_path=str(_TEMPLATE), user_text=user_text, **facts)
     except (TemplateError, TypeError, ValueError, AttributeError) as error:
         raise ConversionError(
             f"{folder}: config.json, {REPORT} or the front matter of {CARD} is not as a conversion writes it "

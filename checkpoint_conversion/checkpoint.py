@@ -12,21 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint_conversion.mapping import (
-    LAYERS_PREFIX,
-    NEOBERT,
-    ModelShape,
-    join_halves,
-    split_halves,
-    to_published,
-)
-from megatron_neobert.checkpoint.contents import (
-    OPTIMIZER_PREFIX,
-    StoredTensors,
-    read_train_state,
-    write_tensors,
-    write_train_state,
-)
+from checkpoint_conversion.mapping import NEOBERT, ModelShape, join_halves, split_halves, to_published
+from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state, write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import (
     iteration_folder,
     iteration_of,
@@ -45,8 +32,8 @@ from megatron_neobert.state import TrainState
 
 _LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
 
-# Prefixes of the optimizer's fp32 weights: of megatron.core's distributed optimizer, and of the other one.
-_MAIN_WEIGHTS = (f"{OPTIMIZER_PREFIX}state.param.", f"{OPTIMIZER_PREFIX}state.fp32_param.")
+# Prefixes of fp32 weights in the state of megatron.core's distributed optimizer, and of its other optimizer.
+_MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class MegatronCheckpoint:
 
     @property
     def trained_length(self) -> int:
-        """Sequence length of the last iteration, or the model's context length in a checkpoint without training."""
+        """Tokens per sequence in the last iteration; before any training, the model's longest input."""
         context = self.settings.model.max_position_embeddings
         if not self.iteration:
             return context
@@ -119,6 +106,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
         MissingInputError: The folder has no such checkpoint.
         CheckpointError: The checkpoint is damaged or incomplete.
         ConversionError: The checkpoint's layers are not NeoBERT's.
+        DataError: The tokenizer cannot be used.
     """
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
@@ -127,10 +115,10 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
         layers = [f"{name} {getattr(settings.model, name)}" for name in _LAYER_SETTINGS]
         raise ConversionError(
             f"{folder} was trained with {', '.join(layers)}, but all published layouts have SwiGLU, RMSNorm and rotary "
-            "positions. Convert a run with these settings."
+            "positions. Convert a run that was trained with these."
         )
     tensors = _read_tensors(folder)
-    numbers = {name.split(".")[2] for name in tensors if name.startswith(LAYERS_PREFIX)}
+    numbers = {name.split(".")[2] for name in tensors if name.startswith("decoder.layers.")}
     # Checked before tables are expanded, because settings.yaml can ask for any number of layers.
     if len(numbers) != settings.model.num_layers:
         raise ConversionError(
@@ -176,7 +164,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     If the model's weights are stored in less than fp32, return the fp32 weights of the optimizer instead.
     """
     stored = StoredTensors(folder)
-    names = [name for name in stored.shapes if not name.startswith(OPTIMIZER_PREFIX)]
+    names = [name for name in stored.shapes if not name.startswith("optimizer.")]
     if not names:
         raise CheckpointError(f"{folder} has no weights; use another checkpoint.")
     tensors = {}

@@ -58,7 +58,8 @@ PROMPT_TOKENS = (7, 23, 64, 128)  # lengths of the four prompts
 _OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _CLASSES = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTForMaskedLM, "llama": LlamaModel}
 
-Checks = dict[str, "Comparison"]  # keys: "padded", "packed", "padded in bfloat16", "packed in bfloat16"
+# Keys name the inputs: "padded", "packed", "padded in bfloat16", "packed in bfloat16"; for ONNX, rows x tokens.
+Checks = dict[str, "Comparison"]
 
 
 @dataclass(frozen=True)

@@ -141,31 +141,24 @@ def verify(options: VerifyOptions) -> int:
         MissingInputError: A folder does not exist, or has no model.
         CheckpointError, ConversionError: A model cannot be read, or the vocabularies differ in size.
     """
-    for name, folder in (("A", options.first), ("B", options.second)):
-        require_folder(name, folder)
-
+    require_folder("A", options.first)
+    require_folder("B", options.second)
     import torch
 
-    from checkpoint_conversion.compare import (
-        TOLERANCES,
-        compare_models,
-        differing_settings,
-        differing_weights,
-        to_table,
-    )
+    from checkpoint_conversion import compare
 
     first, second = (load_side(folder) for folder in (options.first, options.second))
     if first.vocab_size != second.vocab_size:
         raise ConversionError(
-            f"{first.description} has {first.vocab_size} tokens and {second.description} {second.vocab_size}. Compare "
-            "models with the same vocabulary."
+            f"{first.description} has a vocabulary of {first.vocab_size} tokens, and {second.description} of "
+            f"{second.vocab_size}. Compare models with the same vocabulary."
         )
-    checks, settings = compare_models(first, second), differing_settings(first, second)
+    checks, settings = compare.compare_models(first, second), compare.differing_settings(first, second)
     expected = first.weights()
-    differences = differing_weights(expected, second.weights())
-    tolerance = TOLERANCES[torch.float32] if options.tolerance is None else options.tolerance
+    differences = compare.differing_weights(expected, second.weights())
+    tolerance = compare.TOLERANCES[torch.float32] if options.tolerance is None else options.tolerance
     are_logits_equal = all(comparison.within(tolerance) for comparison in checks.values())
-    print(f"A  {first.description}\nB  {second.description}\n\n{to_table(checks)}\n")
+    print(f"A  {first.description}\nB  {second.description}\n\n{compare.to_table(checks)}\n")
     print(f"logits: {'equal' if are_logits_equal else 'NOT equal'} within {tolerance:g} of the largest")
     print(f"settings: {'; '.join(settings) + ' in A and B' if settings else 'equal'}")
     worst = max(differences, key=lambda name: differences[name], default="")

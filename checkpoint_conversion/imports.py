@@ -119,9 +119,8 @@ def read_folder(folder: Path) -> ImportedModel:
         )
     weights, notes = read_weights(folder, config)
     if ids < rows:
-        for name in (
-            name for entry in TABLES[config.layout] if entry.rule is STRIP_PADDING for name in entry.published
-        ):
+        padded = [entry.published[0] for entry in TABLES[config.layout] if entry.rule is STRIP_PADDING]
+        for name in padded:
             if weights[name][ids:].any():
                 raise ConversionError(
                     f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows, but {name} is not zero in "

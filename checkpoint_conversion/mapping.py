@@ -28,7 +28,6 @@ from megatron_neobert.text import listed
 _GATE, _VALUE = "_w", "_v"
 HEAD_FOLDER = "mlm_head"  # subfolder with the masked-language-model head of a llama folder
 HEAD_NAMES = ("decoder.weight", "decoder.bias")  # tensors in HEAD_FOLDER
-LAYERS_PREFIX = "decoder.layers."  # prefix of internal names of layers
 
 
 # --- sizes and rules
@@ -201,7 +200,6 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
             is_view = matrix.untyped_storage().nbytes() != matrix.nbytes
             published[name] = matrix.clone(memory_format=torch.contiguous_format) if is_view else matrix.contiguous()
         published |= {name: tensor.new_zeros(len(matrices[0])) for name in entry.zero_biases}
-    check_tensors(published, published_shapes(table, shape))
     return published
 
 
@@ -222,7 +220,6 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
                     f"{name} has {nonzero} nonzero values, but NeoBERT has no such bias. Set it to 0."
                 )
         internal[entry.internal] = entry.rule.restore([published[name] for name in entry.published], shape)
-    check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
     return internal
 
 

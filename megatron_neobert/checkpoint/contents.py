@@ -25,7 +25,6 @@ from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import TrainState
 from megatron_neobert.text import parse_json
 
-OPTIMIZER_PREFIX = "optimizer."
 # Header keys of torch.distributed.checkpoint for the offsets of shards.
 # Source: torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"

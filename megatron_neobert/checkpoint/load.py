@@ -60,7 +60,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     the checkpoint.
 
     Args:
-        has_new_data: The checkpoint is of --continue-from: the data may differ, and start from their beginning then.
+        has_new_data: The checkpoint is of --continue-from, so its data may differ from this run's. If they differ, this
+            run starts at the beginning of its data.
 
     Raises:
         CheckpointError, ConfigError: The checkpoint is of another model, data order, corpus or tokenizer.

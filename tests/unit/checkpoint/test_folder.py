@@ -177,33 +177,21 @@ def link_elsewhere(folder: Path) -> None:
     (folder / "train_state.json").symlink_to(folder.parent / "elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_manifest(lambda files: files.clear()), "does not list train_state.json, settings.yaml"),
-        (damage_manifest(lambda files: files.pop("train_state.json")), "does not list train_state.json"),
-        (add_to_manifest("../x"), "'../x', which is not a file in its folder"),
-        (add_to_manifest(".metadata"), "megatron.core's format"),
-        (add_to_manifest("a\nb"), "'a\\nb', which is not a file in its folder"),
-        (add_to_manifest("/etc/passwd"), "'/etc/passwd', which is not a file in its folder"),
-        (link_elsewhere, "train_state.json: missing"),
-        (lambda folder: (folder / "train_state.json").write_text("contenT"), "train_state.json: its sha256"),
-        (lambda folder: (folder / "train_state.json").write_text("conten"), "train_state.json: 6 bytes, expected 7"),
-        (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: cannot be read"),
-    ],
-    ids=[
-        "empty",
-        "incomplete",
-        "parent",
-        "old format",
-        "line feed",
-        "absolute",
-        "link",
-        "flipped",
-        "truncated",
-        "without manifest",
-    ],
-)
+DAMAGES = {
+    "empty": (damage_manifest(lambda files: files.clear()), "does not list train_state.json, settings.yaml"),
+    "incomplete": (damage_manifest(lambda files: files.pop("train_state.json")), "does not list train_state.json"),
+    "parent": (add_to_manifest("../x"), "'../x', which is not a file in its folder"),
+    "old format": (add_to_manifest(".metadata"), "megatron.core's format"),
+    "line feed": (add_to_manifest("a\nb"), "'a\\nb', which is not a file in its folder"),
+    "absolute": (add_to_manifest("/etc/passwd"), "'/etc/passwd', which is not a file in its folder"),
+    "link": (link_elsewhere, "train_state.json: missing"),
+    "flipped": (lambda folder: (folder / "train_state.json").write_text("contenT"), "train_state.json: its sha256"),
+    "truncated": (lambda folder: (folder / "train_state.json").write_text("conten"), "6 bytes, expected 7"),
+    "no manifest": (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_damaged_newest_checkpoint_is_skipped_with_its_file_named_and_can_be_quarantined(tmp_path, damage, message):
     good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
     damage(newest)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.checkpoint import read_checkpoint
+from checkpoint_conversion.checkpoint import read_checkpoint, reference_config
 from checkpoint_conversion.compare import Checks, make_loud
 from checkpoint_conversion.export import export
 from checkpoint_conversion.mapping import ModelShape, split_halves
@@ -18,7 +18,7 @@ from megatron_neobert.checkpoint.folder import write_manifest
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
+from megatron_neobert.model.reference import ReferenceNeoBERT
 from megatron_neobert.state import TrainState
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
@@ -46,7 +46,7 @@ class SavedModel:
         return self.save / "iter_0000030"
 
     def write(self, tensors: dict[str, Tensor]) -> None:
-        """Write the checkpoint anew with weights under the internal names."""
+        """Replace the checkpoint by one with these weights, under the internal names."""
         folder = self.iteration_folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -78,15 +78,7 @@ def save_model(root: Path, tensors: dict[str, Tensor]) -> SavedModel:
 
 
 def build_reference() -> ReferenceNeoBERT:
-    config = ReferenceConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=48,
-        vocab_size=len(WORDS),
-        rotary_base=5000.0,
-    )
-    return make_loud(ReferenceNeoBERT(config))
+    return make_loud(ReferenceNeoBERT(reference_config(Settings(model=MODEL), vocab_size=len(WORDS))))
 
 
 def convert(saved: SavedModel, output: Path, **options: Any) -> Checks:

@@ -1,6 +1,5 @@
 """Conversion from Hugging Face folders to checkpoints and back, bit for bit."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -68,32 +67,14 @@ def test_checkpoint_and_folder_are_unchanged_after_export_and_import(saved, expo
 
 
 @pytest.fixture
-def published(exported: Export, tmp_path: Path) -> Path:
+def published(exported: Export, tmp_path: Path, shared_data: Path) -> Path:
     """A folder like the one that chandar-lab published: the same names of weights, a config without a rotary base."""
     folder = shutil.copytree(exported("neobert"), tmp_path / "published")
     for name in ("conversion_report.json", "README.md", "modeling_neobert.py"):
         (folder / name).unlink()
-    config = {
-        "architectures": ["NeoBERTLMHead"],
-        "auto_map": {"AutoModelForMaskedLM": "model.NeoBERTLMHead"},
-        "classifier_init_range": 0.02,
-        "decoder_init_range": 0.02,
-        "dim_head": 8,
-        "embedding_init_range": 0.02,
-        "hidden_size": 32,
-        "intermediate_size": 72,
-        "kwargs": {"pretrained_model_name_or_path": "google-bert/bert-base-uncased", "trust_remote_code": True},
-        "max_length": 64,
-        "model_type": "neobert",
-        "norm_eps": 1e-5,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "pad_token_id": 0,
-        "torch_dtype": "float32",
-        "trust_remote_code": True,
-        "vocab_size": len(WORDS),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(shared_data / "fixtures" / "hf_config.json", folder / "config.json")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "max_length": 64}
+    change_config(folder, **sizes, intermediate_size=72, vocab_size=len(WORDS))
     return folder
 
 

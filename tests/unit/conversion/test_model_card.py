@@ -40,13 +40,7 @@ REPORT = {
         "model": {"num_layers": 2},
         "data": {"data_path": ["/ann/secret_corpus"], "seq_length": 48, "mask_prob": 0.2, "batch_layout": "packed"},
         "training": {"global_batch_size": 2048, "bf16": True, "train_iters": 1_000_000},
-        "optimizer": {
-            "lr": 6e-4,
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.95,
-            "lr_decay_iters": None,
-            "lr_warmup_iters": None,
-        },
+        "optimizer": {"lr": 6e-4, "adam_beta1": 0.9, "adam_beta2": 0.95, "lr_warmup_iters": None},
         "checkpoint": {"save": "/ann/secret_runs"},
     },
     "versions": {"megatron_neobert": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
@@ -198,18 +192,20 @@ def test_invalid_options_end_with_one_message(arguments, code, message):
     assert message in errors and errors.count("\n") == 1
 
 
-def test_front_matter_that_the_user_added_stays(copy):
+def test_front_matter_and_text_that_the_user_added_stay(copy):
     folder = copy()
     write_model_card(CardOptions(model=folder, name="ann/little-neobert"))
     result = EvalResult("text-classification", "nyu-mll/glue", "GLUE", "accuracy", 0.875, dataset_config="sst2")
     results = yaml.safe_dump({"model-index": eval_results_to_model_index("little-neobert", [result])})
     added = text_of(folder).replace("tags:\n", f"thumbnail: picture.png\n{results}tags:\n- biology\n", 1)
-    (folder / "README.md").write_text(added)
+    (folder / "README.md").write_text(f"{added}\n## Thanks\n\nTo Ann | all.\n")
     write_model_card(CardOptions(model=folder, license="mit"))
     data = front_matter(folder)
     assert data["thumbnail"] == "picture.png"
     assert data["tags"] == ["neobert", "encoder", "biology"]
     assert ModelCard.load(folder / "README.md").data.eval_results == [result]
+    assert text_of(folder).endswith(f"\n{MARKER}\n\n## Thanks\n\nTo Ann | all.\n")
+    assert text_of(folder).count(MARKER) == 1
 
 
 def write_glue_record(folder: Path, *, model: str, accuracy: float) -> Path:
@@ -266,15 +262,6 @@ def test_card_shows_settings_and_differences_and_no_paths(copy):
     assert "pre-trained only" in text
     assert "secret" not in text
     assert "warm-up" not in text
-
-
-def test_text_below_the_marker_line_stays(copy):
-    folder = copy()
-    write_model_card(CardOptions(model=folder))
-    (folder / "README.md").write_text(text_of(folder) + "\n## Thanks\n\nTo Ann | all.\n")
-    write_model_card(CardOptions(model=folder, license="mit"))
-    assert text_of(folder).endswith(f"\n{MARKER}\n\n## Thanks\n\nTo Ann | all.\n")
-    assert text_of(folder).count(MARKER) == 1
 
 
 def test_card_without_the_marker_line_is_not_overwritten(copy):

@@ -70,8 +70,8 @@ def test_changed_weight_is_not_equal_and_equal_within_a_larger_tolerance(saved, 
 
 def test_folder_without_a_model_is_a_missing_input(model, tmp_path):
     (tmp_path / "empty").mkdir()
-    code, _, complaint = call("verify", model, tmp_path / "empty")
-    assert code == 66 and "empty" in complaint
+    code, _, error = call("verify", model, tmp_path / "empty")
+    assert code == 66 and "empty" in error
 
 
 # --- the comparison ---
