@@ -241,7 +241,7 @@ def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
-        raise ConversionError(f"{folder} has both {WEIGHTS} and {INDEX}; remove the one of another model.")
+        raise ConversionError(f"{folder} has both {WEIGHTS} and {INDEX}; remove the file of another model.")
     if single.is_file():
         tensors = map_file(single)
     elif index.is_file():

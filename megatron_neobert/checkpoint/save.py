@@ -48,7 +48,7 @@ class _Pending:
 
 
 class Saver:
-    """Writes checkpoints of a run to --save, one at a time."""
+    """Writer of a run's checkpoints, one at a time."""
 
     def __init__(self, run: Run, *, log: Callable[[str], None]) -> None:
         self.run = run
