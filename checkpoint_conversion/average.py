@@ -1,4 +1,4 @@
-"""The command `neobert average`: the mean of the weights of a run's checkpoints, to continue from or to convert.
+"""The command `neobert average`: average the weights of a run's checkpoints.
 
 neobert average --load SAVE --last 5 --output DIR
 """
@@ -16,44 +16,46 @@ from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 class AverageOptions:
     """The command line of `neobert average`."""
 
-    load: Path = option(help="folder that training was given as --save", metavar="DIR")
-    last: int = option(help="number of checkpoints", minimum=1)
-    iteration: int | None = option(None, "the last of them; without it the newest")
+    load: Path = option(help="folder given to training as --save", metavar="DIR")
+    last: int = option(help="number of checkpoints to average", minimum=1)
+    iteration: int | None = option(None, "newest checkpoint to average (default: the newest of the run)")
     output: Path = option(help="folder to create", metavar="DIR")
 
 
 def average(options: AverageOptions) -> None:
-    """Average the weights of a run's newest checkpoints, or of those up to --iteration, into one checkpoint.
+    """Average the weights of the last checkpoints of a run, or of the last up to --iteration, into a new checkpoint.
 
-    It holds weights alone, in fp32, as a conversion from Hugging Face writes them: for training's --continue-from, or
-    the --load of `neobert convert`. The command takes the memory of two models.
+    The new checkpoint has fp32 weights and no optimizer state, as after a conversion from Hugging Face. Use it for
+    --continue-from, or as --load of `neobert convert`. The command needs the memory of two models.
 
     Raises:
-        MissingInputError: The folder holds too few checkpoints.
+        MissingInputError: The folder has too few checkpoints.
         CheckpointError: A checkpoint is damaged or incomplete.
         ConversionError: The checkpoints are of different models, or their layers are not NeoBERT's.
     """
     refuse_existing(options.output)  # before minutes of reading
-    save, last = options.load, iteration_of(latest_checkpoint(options.load, iteration=options.iteration))
-    iterations = [number for number in map(iteration_of, list_checkpoints(save)) if number <= last]
+    newest = iteration_of(latest_checkpoint(options.load, iteration=options.iteration))
+    iterations = [number for number in map(iteration_of, list_checkpoints(options.load)) if number <= newest]
     if len(iterations) < options.last:
         raise MissingInputError(
-            f"{save} holds {len(iterations)} checkpoints up to iteration {last}, and {options.last} are to be "
-            "averaged; average fewer, or train with a smaller --save-interval."
+            f"{options.load} has {len(iterations)} checkpoints up to iteration {newest}, fewer than --last "
+            f"{options.last}. Average fewer, or train with a smaller --save-interval."
         )
     from checkpoint_conversion.checkpoint import read_checkpoint, write_checkpoint
 
-    newest, *others = iterations[: options.last]
-    mean = read_checkpoint(save, iteration=newest)
-    for iteration in others:
-        older = read_checkpoint(save, iteration=iteration)
+    iterations = iterations[: options.last]
+    mean = read_checkpoint(options.load, iteration=newest)
+    for iteration in iterations[1:]:
+        older = read_checkpoint(options.load, iteration=iteration)
         if older.settings.model != mean.settings.model or older.shape != mean.shape:
-            raise ConversionError(f"{older.folder} and {mean.folder} are of different models; their mean is none.")
+            raise ConversionError(
+                f"{older.folder} and {mean.folder} are checkpoints of different models. Average checkpoints of one run."
+            )
         for name, tensor in mean.tensors.items():
             tensor.add_(older.tensors[name])
     for tensor in mean.tensors.values():
         tensor.div_(options.last)
     with build_folder(options.output) as temporary:
         write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer)
-    numbers = ", ".join(map(str, [newest, *others]))
+    numbers = ", ".join(map(str, iterations))
     print(f"wrote {options.output}: the mean of iterations {numbers}, for --continue-from or neobert convert")

@@ -1,9 +1,9 @@
-"""README.md of an exported folder: the model card that the Hub shows.
+"""Write README.md of an exported folder, the model card that the Hub shows.
 
-Front matter and text (model_card_template.md) follow from the files of the folder (config.json, conversion_report.json,
-the headers of the weights), from the records of evaluations, and from what only the user knows: licence, data,
-language. Written anew, by a conversion or by `neobert model-card`, the card keeps what the user declared or added to
-its front matter before, and the text below its last line.
+The card is made from the files of the folder (config.json, conversion_report.json, the headers of the weights), from
+records of evaluations, and from facts that the user declares: licence, data, language. A conversion writes the first
+card, and `neobert model-card` replaces it. The new card keeps front matter that the user declared or added, and the
+text below the marker line. The text of the card is in model_card_template.md.
 """
 
 import json
@@ -28,81 +28,94 @@ from megatron_neobert.runtime.atomic_files import read_text, replace_file, requi
 
 CARD = "README.md"
 REPORT = "conversion_report.json"
+# Cards in use have this line; a change of the words would lose the text below it.
 MARKER = "<!-- Text below this line stays when the card is written anew. -->"
-NO_MODEL_ID = "path/to/this/folder"  # stands in the examples until the model's name on the Hub is known
+NO_MODEL_ID = "path/to/this/folder"  # in the examples until --name is given
 
 _TEMPLATE = Path(__file__).with_name("model_card_template.md")
-_MODEL_ID = re.compile(r'^model_id = "(.+)"$', flags=re.MULTILINE)  # as the examples of a card have it
+_MODEL_ID = re.compile(r'^model_id = "(.+)"$', flags=re.MULTILINE)  # line of the examples
 
 
-def read_names(given: Any) -> Any:
-    """Return a name on the Hub, or a tuple of several, as a command line gives it; ValueError if one cannot exist."""
+def read_name(text: str) -> str:
+    """Return a repository name of the Hub, or raise ValueError if it is not valid."""
     try:
-        for name in [given] if isinstance(given, str) else given:
-            validate_repo_id(name)
+        validate_repo_id(text)
     except HFValidationError as error:
         raise ValueError("cannot be a name on the Hub; expected owner/name.") from error
-    return given if isinstance(given, str) else tuple(given)
+    return text
 
 
-def read_codes(given: Any) -> Any:
-    """Return a licence's identifier, or a tuple of languages; ValueError if the Hub can know none of this form."""
-    if isinstance(given, str):
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", given):
-            raise ValueError("cannot be a licence's identifier on the Hub; expected one like apache-2.0.")
-        return given
-    if not all(re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code", code) for code in given):
+def read_license(text: str) -> str:
+    """Return a licence identifier of the Hub, or raise ValueError if its form is not valid."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", text):
+        raise ValueError("cannot be a licence's identifier on the Hub; expected one like apache-2.0.")
+    return text
+
+
+def read_languages(codes: Sequence[str]) -> tuple[str, ...]:
+    """Return language codes of the Hub, or raise ValueError if the form of one is not valid."""
+    if not all(re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code", code) for code in codes):
         raise ValueError("cannot be codes of languages; expected ISO 639, such as en.")
-    return tuple(given)
+    return tuple(codes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardOptions:
-    """The command line of `neobert model-card`: facts that only the owner of a model has."""
+    """The command line of `neobert model-card`."""
 
     model: Path = option(help="folder of a converted model", metavar="DIR")
     name: str | None = option(
-        None, "of the model on the Hub, for the card's examples", metavar="OWNER/NAME", read=read_names
+        None, "name of the model on the Hub, for the card's examples", metavar="OWNER/NAME", read=read_name
     )
     license: str | None = option(
-        None, "the Hub's identifier, such as apache-2.0 (at first: unknown)", metavar="ID", read=read_codes
+        None,
+        "licence identifier of the Hub, such as apache-2.0 (in a new card: unknown)",
+        metavar="ID",
+        read=read_license,
     )
     base_model: str | None = option(
-        None, "model on the Hub whose weights training started from", metavar="OWNER/NAME", read=read_names
+        None, "model on the Hub whose weights training started from", metavar="OWNER/NAME", read=read_name
     )
-    dataset: tuple[str, ...] = option((), "training data on the Hub", metavar="OWNER/NAME", read=read_names)
-    language: tuple[str, ...] = option((), "ISO 639 codes, such as en", metavar="CODE", read=read_codes)
+    dataset: tuple[str, ...] = option(
+        (), "training data on the Hub", metavar="OWNER/NAME", read=lambda names: tuple(map(read_name, names))
+    )
+    language: tuple[str, ...] = option((), "ISO 639 codes, such as en", metavar="CODE", read=read_languages)
     results: tuple[Path, ...] = option(
-        (), "--output of evaluations of this model: scores of GLUE and named-entity recognition", metavar="DIR"
+        (), "--output folders of GLUE or named-entity evaluations of this model", metavar="DIR"
     )
 
 
 def rewrite_model_card(options: CardOptions) -> None:
-    """Write the model card of a converted model anew, with what only its owner knows.
+    """Write the model card of a converted model, with the facts that its owner declares.
 
-    A flag that is left out keeps what the card has already, and so does the text below the card's last line.
+    The new card keeps the values of flags that are not given, and the text below the marker line.
+
+    Raises:
+        MissingInputError: A folder does not exist, or --results has no scores of this model.
+        ConversionError, DataError, OutputError: See `write_model_card` and `read_results`.
     """
-    for flag, folders in {"--model": (options.model,), "--results": options.results}.items():
-        for folder in folders:
-            require_folder(flag, folder)
+    require_folder("--model", options.model)
+    for folder in options.results:
+        require_folder("--results", folder)
     write_model_card(options, read_results(options.results, options.model) if options.results else ())
     print(f"wrote {options.model / CARD}")
 
 
 def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -> None:
-    """Write the card, or replace it at once; what is not given stays as the present card has it.
+    """Write the model card of `options.model`, or replace it; options that are not given keep their present values.
 
     Args:
-        results: Added to the results of the present card; a new value of the same metric replaces the old one.
+        results: Results to add to the present card. A result replaces an older one of the same task and metric.
 
     Raises:
-        MissingInputError, ConversionError, DataError: The folder holds no model of ours, or a card that is no card.
-        OutputError: The card was not written by this function, and would be lost.
+        MissingInputError, ConversionError: The folder is not one that a conversion wrote.
+        DataError: The front matter of the present card cannot be read.
+        OutputError: The present card has no marker line, and its text would be lost.
     """
     folder = options.model
     present = _read_card(folder / CARD)
-    found = _MODEL_ID.search(present.text)
-    model_id = options.name or (found.group(1) if found else NO_MODEL_ID)
+    match = _MODEL_ID.search(present.text)
+    model_id = options.name or (match.group(1) if match else NO_MODEL_ID)
     title = "NeoBERT" if model_id == NO_MODEL_ID else model_id.rsplit("/", maxsplit=1)[-1]
     try:
         facts = read_facts(folder)
@@ -112,48 +125,49 @@ def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -
         data.datasets = list(options.dataset) or data.datasets
         data.language = list(options.language) or data.language
         if results:
-            kept = [old for old in data.eval_results or () if not any(map(old.is_equal_except_value, results))]
-            data.eval_results = [*kept, *results]
-        data.model_name = title if data.eval_results else None  # part of the results, or a field of its own
+            others = [old for old in data.eval_results or () if not any(map(old.is_equal_except_value, results))]
+            data.eval_results = [*others, *results]
+        # Without results, huggingface_hub would write the name as a separate field.
+        data.model_name = title if data.eval_results else None
         pooled = ["sentence-transformers", "feature-extraction"] if facts["sentence_transformers"] else []
         data.tags = list(dict.fromkeys(["neobert", "encoder", *pooled, *(data.tags or [])]))
-        # Not an embedding model where an export has just got its pooling: fine-tuning starts from such vectors.
+        # An exported folder with pooling is not yet an embedding model, but the start of contrastive fine-tuning.
         is_embedder = pooled and not facts["has_head"] and not facts["has_report"]
         task = "fill-mask" if facts["has_head"] else "feature-extraction"
         data.pipeline_tag = "sentence-similarity" if is_embedder else task
         data.library_name = "sentence-transformers" if is_embedder else "transformers"
-        below = present.text.partition(MARKER)[2] or "\n"
-        card = ModelCard.from_template(
-            data, template_path=str(_TEMPLATE), title=title, model_id=model_id, marker=MARKER, kept=below, **facts
-        )
+        facts |= {"title": title, "model_id": model_id, "marker": MARKER}
+        user_text = present.text.partition(MARKER)[2] or "\n"
+        card = ModelCard.from_template(data, template_path=str(_TEMPLATE), user_text=user_text, **facts)
     except (TemplateError, TypeError, ValueError, AttributeError) as error:
         raise ConversionError(
-            f"{folder}: config.json, {REPORT} or the front matter of {CARD} holds what a conversion does not write "
+            f"{folder}: config.json, {REPORT} or the front matter of {CARD} is not as a conversion writes it "
             f"({short_reason(error)}); convert the model again."
         ) from error
     replace_file(folder / CARD, str(card))
 
 
 def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
-    """Return the model's scores in GLUE and named-entity recognition, in the form of the Hub's model index.
+    """Return the scores of a model in GLUE and named-entity recognition, for the Hub's model index.
 
     Args:
-        records: Folders that evaluations wrote to.
+        records: --output folders of evaluations.
+        model: Folder of the model.
 
     Raises:
-        MissingInputError: The folders hold no scores of this model.
+        MissingInputError: The folders have no such scores of this model.
         DataError: A record cannot be read.
     """
-    from megatron_neobert.evaluation.models import fingerprint  # torch: seconds
+    from megatron_neobert.evaluation.models import fingerprint  # imports torch, which takes seconds
     from megatron_neobert.evaluation.report import find_runs
 
     kinds = {"glue": "text-classification", "ner": "token-classification"}
-    own = fingerprint(model)
-    runs = [run for run in find_runs(records) if run.kind in kinds and run.model.fingerprint == own]
+    expected = fingerprint(model)
+    runs = [run for run in find_runs(records) if run.kind in kinds and run.model.fingerprint == expected]
     if not runs:
         raise MissingInputError(
             f"--results {' '.join(map(str, records))}: no record of GLUE or named-entity recognition is of {model} "
-            f"(fingerprint {own}); evaluate this folder."
+            f"(fingerprint {expected}); evaluate this folder."
         )
     try:
         return [
@@ -175,20 +189,25 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return what the files of a folder hold of its model, by the names that the template has for it."""
+    """Return the variables of model_card_template.md that describe the model, from the files of its folder.
+
+    Raises:
+        MissingInputError: A file is missing.
+        ConversionError: A file is not as `neobert convert` writes it.
+    """
     config = check_folder(folder)
     layout = config.get("model_type")
     if layout not in ("eurobert", "neobert", "llama") or (layout == "llama" and config.get("is_causal") is not False):
         raise ConversionError(
-            f"{folder / 'config.json'}: model_type is {layout!r:.80}; a card is written for eurobert, neobert, llama "
-            "(with is_causal false), as neobert convert writes them."
+            f"{folder / 'config.json'}: model_type is {layout!r:.80}; only folders of neobert convert can have a card "
+            "(eurobert, neobert, or llama with is_causal false)."
         )
     if layout == "neobert" and not (folder / MODELING_FILE).is_file():
-        raise ConversionError(f"{folder} has no {MODELING_FILE}, of which its card would speak; convert it first.")
+        raise ConversionError(f"{folder} has no {MODELING_FILE}, which its card describes; convert the model again.")
     tokenizer = read_object(folder / "tokenizer_config.json")
     mask_token = tokenizer.get("mask_token")
     if not isinstance(mask_token, str):
-        raise ConversionError(f"{folder / 'tokenizer_config.json'}: names no mask_token; convert the model again.")
+        raise ConversionError(f"{folder / 'tokenizer_config.json'} has no mask_token; convert the model again.")
     report = read_object(folder / REPORT) if (folder / REPORT).exists() else {}
     run = report.get("training") or {}
     versions = report.get("versions") or {}
@@ -198,7 +217,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         "parameters": count_parameters(folder),
         "masked_text": json.dumps(f"Paris is the {mask_token} of France.", ensure_ascii=False),
         "lowercase": tokenizer.get("do_lower_case") is True,
-        # In the class that config.json names; the head of a llama folder is beside it.
+        # False for a llama folder, whose head is not in the class of config.json.
         "has_head": any(str(name).endswith(("ForMaskedLM", "LMHead")) for name in config.get("architectures") or ()),
         "sentence_transformers": (folder / "modules.json").is_file(),
         "has_report": bool(report),
@@ -209,7 +228,12 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def count_parameters(folder: Path) -> int:
-    """Return the number of parameters without a head beside the model; reads headers, not weights."""
+    """Return the number of parameters in a folder's weight files, without subfolders. Only headers are read.
+
+    Raises:
+        MissingInputError: There are no weight files.
+        ConversionError: A file is damaged.
+    """
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -218,28 +242,26 @@ def count_parameters(folder: Path) -> int:
         except SafetensorError as error:
             raise ConversionError(f"{path}: not a safetensors file ({error}); fetch it again.") from error
     if not total:
-        raise MissingInputError(f"{folder} holds no *.safetensors; name the folder of a converted model.")
+        raise MissingInputError(f"{folder} has no *.safetensors; name the folder of a converted model.")
     return total
 
 
 def _read_card(path: Path) -> ModelCard:
-    """Return the present card, or an empty one.
+    """Return the card in a file, or an empty card if there is no file.
 
     Raises:
-        OutputError: The card lacks the line below which text is kept.
-        DataError: Its front matter cannot be read.
+        OutputError: The card has no marker line.
+        DataError: The front matter cannot be read.
     """
     if not path.exists():
         return ModelCard("---\n{}\n---\n")
     try:
         content = read_text(path)
-        card = ModelCard(content) if MARKER in content else None
+        if MARKER in content:
+            return ModelCard(content)
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path}: its front matter cannot be read ({reason:.200}); fix or remove the file.") from error
-    if card is None:
-        raise OutputError(
-            f"{path} exists already and was written by somebody else; add the line {MARKER} above the text that "
-            "shall stay, or remove the file."
-        )
-    return card
+    raise OutputError(
+        f"{path} exists and has no marker line. Add the line {MARKER} above the text to keep, or remove the file."
+    )

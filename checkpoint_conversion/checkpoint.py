@@ -1,9 +1,9 @@
-"""Checkpoints of training as conversion reads and writes them: one process, no Megatron model, any layout of ranks.
+"""Read and write training checkpoints for conversion, in one process, without a Megatron model, for any rank layout.
 
-The weights are read in fp32, as the optimizer updates them, even where training computes with their rounding; the rest
-of the optimizer's state is left where it is. Reading costs the memory of the weights and the time to check every file
-of the checkpoint against its manifest. What is written holds what a conversion knows, weights, settings of the model
-and tokenizer, for --continue-from: training starts with fresh moments at iteration 0.
+Weights are read in fp32, as the optimizer updates them, also where training computes in bfloat16. The rest of the
+optimizer state is not read. Reading needs the memory of the weights and verifies every file against the manifest.
+A written checkpoint has weights, model settings and a tokenizer. With --continue-from, training starts from it at
+iteration 0 with new optimizer state.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint_conversion.mapping import (
-    LAYERS_PREFIX,
-    NEOBERT,
-    ModelShape,
-    join_halves,
-    split_halves,
-    to_published,
-)
-from megatron_neobert.checkpoint.contents import (
-    OPTIMIZER_PREFIX,
-    StoredTensors,
-    read_train_state,
-    write_tensors,
-    write_train_state,
-)
+from checkpoint_conversion.mapping import NEOBERT, ModelShape, join_halves, split_halves, to_published
+from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state, write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import (
     iteration_folder,
+    iteration_of,
     latest_checkpoint,
     publish,
     verify_files,
@@ -44,23 +32,23 @@ from megatron_neobert.state import TrainState
 
 _LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
 
-# What megatron.core calls the optimizer's own fp32 copies with its distributed optimizer, and without.
-_STATE, _MAIN_WEIGHTS = f"{OPTIMIZER_PREFIX}state.", ("param", "fp32_param")
+# Prefixes of fp32 weights in the state of megatron.core's distributed optimizer, and of its other optimizer.
+_MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """One saved iteration: its settings, its tokenizer, and its weights under the internal names of mapping.py."""
+    """Content of one checkpoint; `tensors` are its weights under the internal names of mapping.py."""
 
     folder: Path
     settings: Settings
     tokenizer: Tokenizer
     tensors: dict[str, Tensor]
-    progress: TrainState  # how far the run had come
+    train_state: TrainState
 
     @property
     def iteration(self) -> int:
-        return int(self.folder.name.removeprefix("iter_"))
+        return iteration_of(self.folder)
 
     @property
     def shape(self) -> ModelShape:
@@ -68,37 +56,36 @@ class MegatronCheckpoint:
 
     @property
     def trained_length(self) -> int:
-        """Sequence length of the last iteration; the model's context length if conversion wrote the checkpoint."""
-        longest = self.settings.model.max_position_embeddings
-        return (
-            min(phase_at(self.settings, self.iteration).settings.data.seq_length, longest)
-            if self.iteration
-            else longest
-        )
+        """Tokens per sequence in the last iteration; before any training, the model's longest input."""
+        context = self.settings.model.max_position_embeddings
+        if not self.iteration:
+            return context
+        return min(phase_at(self.settings, self.iteration).settings.data.seq_length, context)
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
-        """Return the same function in plain PyTorch and fp32, its weights rounded to `dtype` first.
+        """Return the reference model in fp32, in evaluation mode, with weights rounded to `dtype`.
 
         Raises:
-            ConversionError: The weights are not those of the settings.
+            ConversionError: The weights do not fit the settings.
         """
         rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
-        published = to_published(rounded, self.shape, NEOBERT)  # first: a record can ask for a model of any size
-        with torch.device("meta"):  # no time spent on weights that are replaced at once
+        # Checks the weights before a model is built, because settings.yaml can ask for a model of any size.
+        published = to_published(rounded, self.shape, NEOBERT)
+        with torch.device("meta"):  # these weights are replaced
             reference = ReferenceNeoBERT(reference_config(self.settings, vocab_size=self.tokenizer.vocab_size))
         reference.load_state_dict(published, assign=True)
         return reference.eval()
 
 
 def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
-    """Return the sizes that the settings give every tensor of a run with a tokenizer of `vocab_size` tokens."""
+    """Return the shape of a run's model with a tokenizer of `vocab_size` tokens."""
     model, ranks = settings.model, settings.parallel.tensor_model_parallel_size
     padded = model.padded_vocab_size(vocab_size, tensor_parallel=ranks)
     return ModelShape(model, vocab_size, padded)
 
 
 def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
-    """Return the settings of the reference model of a run."""
+    """Return the settings of the reference model for a run."""
     model = settings.model
     return ReferenceConfig(
         num_layers=model.num_layers,
@@ -113,58 +100,56 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
 
 
 def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
-    """Read the newest checkpoint of a save folder, or that of one iteration.
+    """Read the checkpoint of one iteration in a save folder, by default the newest, and verify its files.
 
     Raises:
-        MissingInputError: There is none.
+        MissingInputError: The folder has no such checkpoint.
         CheckpointError: The checkpoint is damaged or incomplete.
-        ConversionError: Its layers are not NeoBERT's.
+        ConversionError: The checkpoint's layers are not NeoBERT's.
+        DataError: The tokenizer cannot be used.
     """
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
     settings = read_record(folder / "settings.yaml")
     if not settings.model.is_neobert:
-        found = [f"{name} {getattr(settings.model, name)}" for name in _LAYER_SETTINGS]
+        layers = [f"{name} {getattr(settings.model, name)}" for name in _LAYER_SETTINGS]
         raise ConversionError(
-            f"{folder} was trained with {', '.join(found)}; the reference and every published layout have SwiGLU, "
-            "RMSNorm and rotary positions. Convert a run with these; this checkpoint can only be trained further."
+            f"{folder} was trained with {', '.join(layers)}, but all published layouts have SwiGLU, RMSNorm and rotary "
+            "positions. Convert a run that was trained with these."
         )
     tensors = _read_tensors(folder)
-    layers = {name.split(".")[2] for name in tensors if name.startswith(LAYERS_PREFIX)}
-    if len(layers) != settings.model.num_layers:  # before names are made for each of these
+    numbers = {name.split(".")[2] for name in tensors if name.startswith("decoder.layers.")}
+    # Checked before tables are expanded, because settings.yaml can ask for any number of layers.
+    if len(numbers) != settings.model.num_layers:
         raise ConversionError(
-            f"{folder} holds the tensors of {len(layers)} layers; settings.yaml has --num-layers "
-            f"{settings.model.num_layers}. One of the files belongs to another checkpoint."
+            f"{folder} has tensors of {len(numbers)} layers, but settings.yaml has --num-layers "
+            f"{settings.model.num_layers}. Use another checkpoint, or restore the file that was changed."
         )
     return MegatronCheckpoint(
         folder=folder,
         settings=settings,
         tokenizer=load_tokenizer(folder / "tokenizer"),
         tensors=join_halves(tensors),
-        progress=read_train_state(folder).state,
+        train_state=read_train_state(folder).state,
     )
 
 
 def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer) -> Path:
-    """Write iteration 0 of a save folder.
+    """Write a checkpoint of iteration 0 without optimizer state, and return its folder.
 
     Args:
-        save: An existing folder.
-        tensors: Under the internal names of mapping.py; stored in fp32.
-
-    Returns:
-        The folder of the checkpoint.
+        save: Existing save folder.
+        tensors: Weights under the internal names of mapping.py. They are stored in fp32.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The checkpoint cannot be written.
     """
     final = iteration_folder(save, 0)
     temporary = save / f".tmp-{final.name}"
     temporary.mkdir()
-    parts = split_halves({name: tensor.float() for name, tensor in tensors.items()})
-    write_tensors(
-        temporary / "rank_00000.safetensors", parts, {name: (0,) * tensor.dim() for name, tensor in parts.items()}
-    )
+    stored = split_halves({name: tensor.float() for name, tensor in tensors.items()})
+    offsets = {name: (0,) * tensor.dim() for name, tensor in stored.items()}
+    write_tensors(temporary / "rank_00000.safetensors", stored, offsets)
     write_train_state(temporary, TrainState(corpus_sha256=""))
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)
@@ -174,32 +159,33 @@ def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig,
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of the model at its full size, under the names of the checkpoint.
+    """Return the model's whole tensors under their names in the checkpoint.
 
-    Where training computed with weights in less than fp32, these are the weights that the optimizer updates.
+    If the model's weights are stored in less than fp32, return the fp32 weights of the optimizer instead.
     """
     stored = StoredTensors(folder)
-    names = [name for name in stored.shapes if not name.startswith(OPTIMIZER_PREFIX)]
+    names = [name for name in stored.shapes if not name.startswith("optimizer.")]
     if not names:
-        raise CheckpointError(f"{folder} holds no weights; use another checkpoint.")
-    chosen = {}
+        raise CheckpointError(f"{folder} has no weights; use another checkpoint.")
+    tensors = {}
     for name in names:
-        copies = [] if stored.dtypes[name] is torch.float32 else [f"{_STATE}{kind}.{name}" for kind in _MAIN_WEIGHTS]
-        found = (copy for copy in copies if stored.shapes.get(copy) == stored.shapes[name])
-        chosen[name] = stored.read_whole(next(found, name))
-    return chosen
+        candidates = [] if stored.dtypes[name] is torch.float32 else [prefix + name for prefix in _MAIN_WEIGHTS]
+        main_weights = (key for key in candidates if stored.shapes.get(key) == stored.shapes[name])
+        tensors[name] = stored.read_whole(next(main_weights, name))
+    return tensors
 
 
 def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy weights under the internal names of mapping.py into a Megatron model that no parallelism splits."""
+    """Copy weights, under the internal names of mapping.py, into a Megatron model that is not split over ranks."""
     for name, parameter in model.named_parameters():
         parameter.data.copy_(tensors[stored_name(name)])
 
 
 def stored_name(name: str) -> str:
-    """Return the name of a parameter in a checkpoint, whichever classes the model is built of."""
-    from megatron_neobert.model.transformer_config import NORM_NAMES  # megatron.core, which conversion does without
+    """Return the name in a checkpoint of a Megatron model's parameter, for local and Transformer Engine layers."""
+    # Imports megatron.core, which conversion does not need.
+    from megatron_neobert.model.transformer_config import NORM_NAMES
 
-    for own, stored in NORM_NAMES.items():
-        name = name.replace(own, stored)
+    for local_name, checkpoint_name in NORM_NAMES.items():
+        name = name.replace(local_name, checkpoint_name)
     return name

@@ -1,18 +1,18 @@
-"""Two models side by side: logits on fixed prompts, settings, and weights bit for bit.
+"""Compare two models: logits on fixed prompts, settings, and weights bit for bit.
 
-`neobert convert` refuses a wrong result by it, `neobert verify` compares two folders, `neobert check parity` measures.
-Logits show the function, so a wrong permutation cannot hide behind names and shapes that fit. Logits do not show
-everything: prompts read a few hundred rows of the embedding, and an epsilon of 1e-6 for 1e-5 stays below any tolerance.
-Therefore settings and weights are compared as well.
+`neobert convert`, `neobert verify` and `neobert check parity` use this module. Equal logits show that the function is
+equal; names and shapes would not reveal a wrong permutation. Logits do not show all errors: the prompts use only a few
+hundred rows of the embedding, and an epsilon of 1e-6 instead of 1e-5 changes less than any tolerance. Therefore
+settings and weights are compared as well.
 
-A conversion is verified before its folder gets its name: the result is loaded again from disk, its settings must be the
-source's, its weights the same in every bit, and its logits close, padded and packed. In fp32 always; where bfloat16 is
-stored, in bfloat16 as well, as its users will run it.
+A conversion is verified before its folder gets its final name. The result is loaded again from disk; its settings and
+weights must equal the source's, the weights bit for bit, and its logits must be close, padded and packed, in fp32. If
+the stored weights are in bfloat16, logits are compared in bfloat16 too.
 
-Models of Hugging Face folders are those that any user of transformers gets, from local files, without the folder's
-code. A folder of the neobert layout is loaded with our own class, which is the file that our exports carry.
+Hugging Face folders are loaded with transformers from local files, and none of their code is executed. For the neobert
+layout, transformers uses the class of this package, which is also the modelling file of exported folders.
 
-Shapes: `b` rows, `s` tokens of a row, `t` packed tokens, `v` vocabulary.
+Shapes: `b` rows of the padded batch, `s` positions of a row, `t` packed tokens, `n` documents + 1, `v` vocabulary.
 """
 
 import math
@@ -38,11 +38,11 @@ from megatron_neobert.huggingface.checks import WEIGHTS, check_folder
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTForMaskedLM
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
-# Largest difference over largest logit that two correct implementations may show, by the precision that computes.
-# neobert check parity measures 5e-15, 1.4e-6 and 0.026 at 28 x 768 on CPU; a wrong rotary convention shows 0.9.
+# Largest difference between two correct implementations, relative to the largest logit, by the dtype that computes.
+# neobert check parity measures 5e-15, 1.4e-6 and 0.026 at 28 x 768 on CPU, and 0.9 for a wrong rotary convention.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
-# Settings that decide the function and the longest input; how weights started and how a vocabulary is padded do not.
+# Settings that affect the function or the longest input. Initialization and vocabulary padding do not.
 COMPARED_SETTINGS = (
     "num_layers",
     "hidden_size",
@@ -52,18 +52,19 @@ COMPARED_SETTINGS = (
     "rotary_base",
     "norm_epsilon",
 )
-PROMPT_TOKENS = (7, 23, 64, 128)  # tokens of the four rows; all but the longest are padded
+PROMPT_TOKENS = (7, 23, 64, 128)  # lengths of the four prompts
 
-# Options of a forward, also where config.json asks for something else.
+# Forward options that replace those of config.json.
 _OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _CLASSES = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTForMaskedLM, "llama": LlamaModel}
 
-Checks = dict[str, "Comparison"]  # by what was compared: "padded", "packed", "padded in bfloat16"
+# Keys name the inputs: "padded", "packed", "padded in bfloat16", "packed in bfloat16"; for ONNX, rows x tokens.
+Checks = dict[str, "Comparison"]
 
 
 @dataclass(frozen=True)
 class LogitModel:
-    """A model that can be compared, whatever kind of files it comes from."""
+    """A model that can be compared, loaded from a checkpoint or from a Hugging Face folder."""
 
     description: str
     vocab_size: int
@@ -71,23 +72,23 @@ class LogitModel:
     padded: Callable[[Tensor, Tensor], Tensor]  # (tokens_bs, attention_mask_bs) -> logits_bsv
     packed: Callable[[Tensor, Tensor], Tensor]  # (tokens_t, cu_seqlens_n) -> logits_tv
     settings: ModelConfig
-    weights: Callable[[], dict[str, Tensor]]  # under internal names, without padding of the vocabulary
+    weights: Callable[[], dict[str, Tensor]]  # by internal name, without the padding of the vocabulary
 
 
 class Prompts(NamedTuple):
-    """A padded batch: token ids, and 1 where there is a token."""
+    """A padded batch; the mask is 1 at tokens and 0 at padding."""
 
     tokens_bs: Tensor
     attention_mask_bs: Tensor
 
     @property
     def packed(self) -> tuple[Tensor, Tensor]:
-        """The rows end to end: token ids, and where each starts, with their number at the end."""
-        present = self.attention_mask_bs.bool()
-        return self.tokens_bs[present], F.pad(present.sum(1).cumsum(0), (1, 0)).int()
+        """The packed sequence of all prompts: token ids [t] and document starts [n], 0, ..., t in int32."""
+        present_bs = self.attention_mask_bs.bool()
+        return self.tokens_bs[present_bs], F.pad(present_bs.sum(1).cumsum(0), (1, 0)).int()
 
     def unpack(self, logits_tv: Tensor) -> Tensor:
-        """Return the logits of the packed row where the padded batch has them, zeros at padding."""
+        """Return logits of the packed sequence at their positions in the padded batch [b, s, v], zeros at padding."""
         logits_bsv = logits_tv.new_zeros(*self.tokens_bs.shape, logits_tv.shape[-1])
         logits_bsv[self.attention_mask_bs.bool()] = logits_tv
         return logits_bsv
@@ -95,33 +96,34 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distance of the second model's logits from the first's, over every token that is not padding."""
+    """Difference between the logits of two models over all tokens except padding."""
 
     tokens: int
-    largest_logit: float
-    max_abs: float
-    relative: float  # max_abs over largest_logit
-    cosine: float  # of the token whose two logit vectors differ most in direction
-    argmax_agreement: float  # share of the tokens for which both predict the same id
+    largest_logit: float  # largest absolute value of the first model
+    max_abs: float  # largest absolute difference
+    relative: float  # max_abs / largest_logit
+    cosine: float  # lowest cosine similarity of the two logit vectors of a token
+    argmax_agreement: float  # share of tokens for which both models predict the same id
 
     def within(self, tolerance: float) -> bool:
-        return self.relative <= tolerance  # False for NaN as well
+        """Return whether the relative difference is at most `tolerance`; NaN is not."""
+        return self.relative <= tolerance
 
 
 def to_table(comparisons: Mapping[str, Comparison]) -> str:
-    """Format one line for each comparison, under its name."""
+    """Format a header and one line per comparison."""
     width = max(map(len, comparisons))
     header = f"{'':<{width}} {'tokens':>6} {'largest diff.':>13} {'relative':>9} {'cosine':>11} {'same token':>10}"
     lines = [
-        f"{name:<{width}} {found.tokens:>6} {found.max_abs:>13.2e} {found.relative:>9.1e} {found.cosine:>11.8f} "
-        f"{found.argmax_agreement:>10.1%}"
-        for name, found in comparisons.items()
+        f"{name:<{width}} {check.tokens:>6} {check.max_abs:>13.2e} {check.relative:>9.1e} {check.cosine:>11.8f} "
+        f"{check.argmax_agreement:>10.1%}"
+        for name, check in comparisons.items()
     ]
     return "\n".join([header, *lines])
 
 
 def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
-    """Return four rows of random ids, the same in every process, none longer than `longest` tokens."""
+    """Return four prompts of random token ids, the same in every process, of at most `longest` tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([min(tokens, longest) for tokens in PROMPT_TOKENS])
     tokens_bs = torch.randint(vocab_size, (len(lengths), int(lengths.max())), generator=generator)
@@ -134,18 +136,18 @@ def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
 
 @torch.no_grad()
 def compare_models(first: LogitModel, second: LogitModel) -> Checks:
-    """Run both models on the same prompts, the second one padded and packed.
+    """Compare the logits of the second model, padded and packed, with the first model's padded logits.
 
-    Both are held against the first model's padded rows, so that a packed row shows what leaks between documents.
+    Attention across documents would make the packed logits differ from the padded ones.
     """
     prompts = build_prompts(first.vocab_size, longest=min(first.max_tokens, second.max_tokens))
     expected_bsv = first.padded(*prompts)
-    found = {"padded": second.padded(*prompts), "packed": prompts.unpack(second.packed(*prompts.packed))}
-    return {how: compare_logits(expected_bsv, logits, prompts.attention_mask_bs) for how, logits in found.items()}
+    logits_bsv = {"padded": second.padded(*prompts), "packed": prompts.unpack(second.packed(*prompts.packed))}
+    return {how: compare_logits(expected_bsv, logits, prompts.attention_mask_bs) for how, logits in logits_bsv.items()}
 
 
 def compare_logits(first_bsv: Tensor, second_bsv: Tensor, attention_mask_bs: Tensor) -> Comparison:
-    """Return the figures for two sets of logits, without those of padding, which mean nothing."""
+    """Compare two sets of logits at all tokens except padding, whose logits are undefined."""
     present = attention_mask_bs.bool()
     first, second = first_bsv[present].double(), second_bsv[present].double()
     max_abs, largest = (first - second).abs().max(), first.abs().max()
@@ -160,60 +162,60 @@ def compare_logits(first_bsv: Tensor, second_bsv: Tensor, attention_mask_bs: Ten
 
 
 def differing_settings(first: LogitModel, second: LogitModel) -> list[str]:
-    """Describe every setting that two models do not share, with both values."""
-    pairs = {name: (getattr(first.settings, name), getattr(second.settings, name)) for name in COMPARED_SETTINGS}
-    return [f"{name} is {one!r} and {other!r}" for name, (one, other) in pairs.items() if one != other]
+    """Describe every setting that differs, with both values."""
+    values = {name: (getattr(first.settings, name), getattr(second.settings, name)) for name in COMPARED_SETTINGS}
+    return [f"{name} is {a!r} and {b!r}" for name, (a, b) in values.items() if a != b]
 
 
 @torch.no_grad()
 def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the tensors that are not the same in every bit, and their largest difference over their largest value.
+    """Return the largest difference of every tensor that is not equal bit for bit, relative to its largest value.
 
-    A tensor that only one side has, or that has another shape there, differs infinitely.
+    The difference is infinite if a tensor is missing on one side, or has another shape.
     """
     differing: dict[str, float] = {}
     for name in {**first, **second}:
-        one, other = first.get(name), second.get(name)
-        if one is None or other is None or one.shape != other.shape:
+        if name not in first or name not in second or first[name].shape != second[name].shape:
             differing[name] = math.inf
             continue
-        one, other = one.float(), other.float()
-        if not torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32)):
-            largest = torch.maximum(one.abs().max(), other.abs().max())
-            differing[name] = float((one - other).abs().max() / largest) if largest else 0.0  # 0 and -0
+        a, b = first[name].float(), second[name].float()
+        if not torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)):
+            largest = torch.maximum(a.abs().max(), b.abs().max())
+            differing[name] = float((a - b).abs().max() / largest) if largest else 0.0  # 0 and -0
     return differing
 
 
-def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, stored: torch.dtype, what: str) -> Checks:
-    """Compare the result of a conversion with its source, and return every comparison of logits by name.
+def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, stored: torch.dtype, name: str) -> Checks:
+    """Compare the result of a conversion with its source, and return the comparisons of logits.
 
     Args:
-        source: In fp32, its weights rounded as the stored ones are.
-        load: Gives the result of the conversion, computing in a given precision.
-        stored: The precision of its files.
-        what: The result, for messages.
+        source: Model in fp32, with weights rounded to `stored`.
+        load: Loads the result of the conversion so that it computes in the given dtype.
+        stored: Dtype of the weights in the result's files.
+        name: Name of the result for messages.
 
     Raises:
-        ConversionError: A comparison is beyond the tolerance of its precision, or settings or weights differ.
+        ConversionError: Logits differ by more than the tolerance of their dtype, or settings or weights differ.
     """
     checks: Checks = {}
     for dtype in dict.fromkeys((torch.float32, stored)):
-        result, name = load(dtype), str(dtype).removeprefix("torch.")
+        result, precision = load(dtype), str(dtype).removeprefix("torch.")
         for how, comparison in compare_models(source, result).items():
             if not comparison.within(TOLERANCES[dtype]):
                 raise ConversionError(
-                    f"{what}, {how}: its logits differ from the source's by {comparison.relative:.3g} of the largest, "
-                    f"more than {TOLERANCES[dtype]:g} in {name}; nothing was written. transformers is "
-                    f"{version('transformers')}: try the version in constraints.txt."
+                    f"{name}, {how}: its logits differ from the source's by {comparison.relative:.3g} of the largest, "
+                    f"more than {TOLERANCES[dtype]:g} in {precision}; nothing was written. Replace transformers "
+                    f"{version('transformers')} by the version in constraints.txt."
                 )
-            checks[how if dtype is torch.float32 else f"{how} in {name}"] = comparison
+            checks[how if dtype is torch.float32 else f"{how} in {precision}"] = comparison
         if dtype is torch.float32:
-            if differing := differing_settings(source, result):
-                raise ConversionError(f"{what}: {differing[0]}, in the source and in the result; nothing was written.")
+            differences = differing_settings(source, result)
             if weights := differing_weights(source.weights(), result.weights()):
+                differences.append(f"{len(weights)} weights differ, the first is {next(iter(weights))}")
+            if differences:
                 raise ConversionError(
-                    f"{what}: {len(weights)} weights are not the source's, the first of them {next(iter(weights))}; "
-                    "nothing was written."
+                    f"{name} differs from its source: {differences[0]}; nothing was written. Replace transformers "
+                    f"{version('transformers')} by the version in constraints.txt."
                 )
     return checks
 
@@ -223,28 +225,28 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
 
 @torch.no_grad()
 def make_loud(model: ReferenceNeoBERT, *, seed: int = 0) -> ReferenceNeoBERT:
-    """Give the model random weights under which every part of it matters, and return it.
+    """Give the model random weights with which every parameter affects the logits, and return it.
 
-    Fresh weights are a poor test: logits of 0.05 hide errors, attention is almost uniform under any rotary
-    convention, and norms of one and biases of zero do nothing. With these, logits reach several units.
+    With initial weights, errors stay invisible: logits are about 0.05, attention is almost uniform under any rotary
+    convention, and norms of one and biases of zero have no effect. With these weights, logits reach several units.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5, generator=generator)
         elif name == "model.encoder.weight":
-            parameter.normal_(std=0.1, generator=generator)  # small enough for the norm's epsilon to matter
+            parameter.normal_(std=0.1, generator=generator)  # so small that the norm's epsilon matters
         elif parameter.dim() == 1:
             parameter.normal_(std=0.5, generator=generator)
         else:
-            parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)  # keeps the variance of its input
+            parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)  # keeps the input's variance
     return model.eval()
 
 
 def checkpoint_model(
     checkpoint: MegatronCheckpoint, dtype: torch.dtype = torch.float32, *, description: str = "reference"
 ) -> LogitModel:
-    """Return a checkpoint as one side of a comparison, its weights rounded to `dtype` first."""
+    """Return the reference model of a checkpoint for a comparison, in fp32 with weights rounded to `dtype`."""
     reference, settings = checkpoint.build_reference(dtype), checkpoint.settings.model
 
     def weights() -> dict[str, Tensor]:
@@ -269,16 +271,17 @@ def load_model(
     weights: Mapping[str, Tensor] | None = None,
     **changes: Any,
 ) -> Any:
-    """Return what transformers makes of a folder, in evaluation mode.
+    """Load a folder with transformers, in evaluation mode.
 
     Args:
-        kind: A class of transformers, or ours. AutoModel leaves out the weights of a head.
-        weights: Replace those in the folder's files, under the names of the class.
-        changes: Settings of config.json to replace.
+        kind: Model class. With AutoModel, weights of a head in the folder are ignored.
+        weights: Weights to use instead of those in the folder, under the names of the class.
+        changes: Values to use instead of those in config.json.
 
     Raises:
-        ConversionError: The folder names something outside it, or transformers cannot load it, or leaves out or
-            invents a weight.
+        MissingInputError: The folder has no config.json.
+        ConversionError: config.json refers to something outside the folder, transformers cannot load the folder, or
+            weights are unused or missing.
     """
     check_folder(folder)
     source: Path | None = folder
@@ -291,18 +294,20 @@ def load_model(
             source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
         )
     ignored = "unexpected_keys" if kind is AutoModel else ""
-    problems = {what: sorted(map(str, names)) for what, names in info.items() if names and what != ignored}
+    problems = [
+        f"{key}: {', '.join(sorted(map(str, names)))}" for key, names in info.items() if names and key != ignored
+    ]
     if problems:
-        found = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items())[:LONGEST_REASON]
-        raise ConversionError(f"{folder}: weights and architecture do not fit ({found}); fetch the folder again.")
+        reason = "; ".join(problems)[:LONGEST_REASON]
+        raise ConversionError(f"{folder}: weights do not fit the architecture ({reason}); fetch the folder again.")
     return model.eval()
 
 
 def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitModel:
-    """Return the model that transformers loads from a folder's files, with the head beside it in a llama folder.
+    """Load a folder with transformers, with the head of a llama folder, as one side of a comparison.
 
     Raises:
-        ConversionError: As `load_model`.
+        MissingInputError, ConversionError: See `load_model`.
     """
     head_file = folder / HEAD_FOLDER / WEIGHTS
     head = load_file(head_file) if head_file.is_file() else {}
@@ -310,26 +315,26 @@ def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitM
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
-    """Return the model that transformers makes of a folder's config.json and of weights read from it, in fp32.
+    """Build the model of a folder's config.json in fp32, with weights that `imports.read_weights` returned.
 
-    From the folder's files transformers would draw a bias that is left out.
+    Loaded from the folder's files instead, a bias that the files lack would be initialized randomly.
 
     Args:
         layout: A name in mapping.TABLES.
         weights: Tensors under all published names of the layout.
 
     Raises:
-        ConversionError: As `load_model`.
+        MissingInputError, ConversionError: See `load_model`.
     """
     tensors = dict(weights)
     changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if layout == "eurobert" else {})
-    changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # of the embedding, without padding
+    changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # rows of the embedding, without padding
     head = {name: tensors.pop(name) for name in HEAD_NAMES} if layout == "llama" else {}
     return to_logit_model(folder, load_model(folder, _CLASSES[layout], weights=tensors, **changes), head)
 
 
 def to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> LogitModel:
-    """Wrap a model of transformers; `head` holds the decoder that its class has no place for."""
+    """Wrap a model of transformers for a comparison; `head` has the decoder if the class has none, else is empty."""
     config, parsed = model.config, read_model_config(check_folder(folder), folder / "config.json")
     decoder = {name: head[name].to(model.dtype) for name in HEAD_NAMES if head}
 
@@ -337,7 +342,8 @@ def to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> Logi
         output = model(**inputs)
         return F.linear(output.last_hidden_state, *decoder.values()) if decoder else output.logits
 
-    def packed_by_blocks(tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:  # eurobert, llama
+    # For eurobert and llama, whose classes have no cu_seqlens.
+    def packed_by_blocks(tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:
         lengths = cu_seqlens_n.diff()
         document_t = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         positions_t = torch.arange(len(tokens_t)) - cu_seqlens_n[document_t]

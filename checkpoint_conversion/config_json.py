@@ -1,7 +1,8 @@
-"""config.json of the three layouts: written from our settings, and read into them.
+"""Write and read config.json of the three layouts.
 
-Written: every convention that the function depends on (rotary base and style, epsilon, widths); nothing is left to a
-default. Read: the same, never assumed; what our layers cannot compute is refused with the reason.
+A written file states every convention that the function depends on (rotary base and style, epsilon, widths), also where
+the value is a default. A file that is read must state the conventions too; values that NeoBERT's layers cannot compute
+are refused with the reason.
 
 Source: transformers >= 5.3 models/eurobert and models/llama; chandar-lab/NeoBERT on the Hub, config.json and model.py.
 """
@@ -18,49 +19,49 @@ from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.huggingface.checks import quote
 
-_INIT_RANGE = 0.02  # of the heads that fine-tuning adds; the published model draws these from N(0, 0.02)
-_LARGEST = 2**31 - 1  # no model has a larger size, and a product of two stays within 64 bits
-# The published code has no setting for it; rotary.py there defaults to this base and no caller passes another.
+_INIT_RANGE = 0.02  # of heads added by fine-tuning; the published model initializes them from N(0, 0.02)
+_LARGEST = 2**31 - 1  # the product of two sizes then fits into 64 bits
+# The published code has no setting for the base: rotary.py has this default, and no caller passes another value.
 _NEOBERT_ROTARY_BASE = 10_000
 
-# Keys with the only values that our layers can follow, and why; None among them lets the key be absent.
+# Keys, their accepted values, and the reason. None among the values means that the key may be absent.
 _Demands = tuple[tuple[str, tuple[object, ...], str], ...]
 _LLAMA_LIKE: _Demands = (
     ("hidden_act", ("silu", "swish"), "NeoBERT's feed-forward is SwiGLU, which gates with SiLU"),
-    ("attention_bias", (None, False), "NeoBERT's attention has no biases to hold them"),
+    ("attention_bias", (None, False), "NeoBERT's attention has no biases"),
 )
-_OF_ALL: _Demands = (
-    ("quantization_config", (None,), "weights that are stored quantised cannot be trained further, use the original"),
-    ("compression_config", (None,), "weights that are stored compressed cannot be trained further, use the original"),
+_ALL_LAYOUTS: _Demands = (
+    ("quantization_config", (None,), "quantized weights cannot be trained further, use the original model"),
+    ("compression_config", (None,), "compressed weights cannot be trained further, use the original model"),
     ("partial_rotary_factor", (None, 1, 1.0), "NeoBERT rotates every channel of a head, which is 1.0"),
-    ("tie_word_embeddings", (None, False, True), "it decides whether the decoder is the embedding"),
+    ("tie_word_embeddings", (None, False, True), "true or false is needed"),
 )
 _DEMANDS: dict[str, _Demands] = {
-    "eurobert": (*_LLAMA_LIKE, ("mlp_bias", (None, False, True), "it decides whether there are biases")),
+    "eurobert": (*_LLAMA_LIKE, ("mlp_bias", (None, False, True), "true or false is needed")),
     "llama": (
         *_LLAMA_LIKE,
-        ("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases to hold them"),
-        ("is_causal", (False,), "NeoBERT's tokens see those after them; a Llama's do so where this is false"),
-        ("use_bidirectional_attention", (None, True), "some readers would compute causal attention"),
+        ("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases"),
+        ("is_causal", (False,), "NeoBERT's attention is bidirectional; a Llama's is only if is_causal is false"),
+        ("use_bidirectional_attention", (None, True), "some software would compute causal attention"),
     ),
     "neobert": (
         ("hidden_act", (None, "swiglu", "SwiGLU"), "the feed-forward must be SwiGLU"),
         ("rms_norm", (None, True), "the norms must be RMSNorm"),
-        ("rope", (None, True), "positions must be rotary angles"),
-        ("ngpt", (None, False), "the normalised layers of nGPT compute something else"),
+        ("rope", (None, True), "positions must be rotary"),
+        ("ngpt", (None, False), "NeoBERT does not have the normalised layers of nGPT"),
     ),
 }
 
 
 class FolderConfig(NamedTuple):
-    """A model that our settings can express, and what else its weights are to be read by."""
+    """Settings of a folder's model, and facts that are needed to read its weights."""
 
     layout: str  # a name in mapping.TABLES
     model: ModelConfig
     vocab_size: int
     tied: bool  # the decoder's weight is the embedding
-    has_biases: bool  # in the feed-forward and, with it, in EuroBERT's decoder
-    notes: tuple[str, ...]
+    has_biases: bool  # mlp_bias: feed-forward layers and EuroBERT's decoder have biases
+    notes: tuple[str, ...]  # assumptions, for the user
 
 
 # --- writing
@@ -68,7 +69,7 @@ class FolderConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class FolderSpec:
-    """Model and tokenizer that a folder is written from."""
+    """Model, tokenizer and dtype of a folder to write."""
 
     shape: ModelShape
     tokenizer: Tokenizer
@@ -81,17 +82,13 @@ class FolderSpec:
 
 
 def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
-    """Return the fields of config.json.
+    """Return the content of config.json.
 
-    EuroBERT's decoder has a bias only if its feed-forward layers have biases too, hence `mlp_bias`.
-
-    A Llama whose tokens all see each other has two keys, because each has readers that ignore the other: `is_causal` is
-    read by transformers >= 5.3 and by vLLM; `use_bidirectional_attention`, with a base of the rotary angles outside
-    `rope_parameters`, by Text Embeddings Inference, which otherwise computes causal attention.
-    Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
+    Args:
+        layout: A name in mapping.TABLES.
 
     Raises:
-        ConversionError: The layout's fields cannot hold the model.
+        ConversionError: The layout cannot express the model.
     """
     if layout == "neobert":
         return neobert_config(spec)
@@ -123,10 +120,14 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
             "architectures": ["EuroBertForMaskedLM"],
             "model_type": "eurobert",
             **shared,
-            "mlp_bias": True,
+            "mlp_bias": True,  # without it EuroBERT's decoder has no bias
             "mask_token_id": tokenizer.mask_id,
             "classifier_pooling": "bos",
         }
+    # Each of the two keys for bidirectional attention has readers that ignore the other. transformers >= 5.3 and vLLM
+    # read is_causal. Text Embeddings Inference reads use_bidirectional_attention, and the base of the rotary angles
+    # outside of rope_parameters.
+    # Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
     return {
         "architectures": ["LlamaModel"],
         "model_type": "llama",
@@ -140,21 +141,18 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
 
 
 def neobert_config(spec: FolderSpec) -> dict[str, Any]:
-    """Return the published fields, and `max_position_embeddings` beside `max_length`.
-
-    The published class takes its longest input from the latter alone, 1,024 tokens without it; transformers 5 saves
-    only the former, because it takes the other for a setting of text generation.
+    """Return the content of config.json for the neobert layout, with the published fields.
 
     Raises:
-        ConversionError: The feed-forward's width has no value in these fields.
+        ConversionError: The feed-forward width is not a multiple of 8.
     """
-    from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # transformers: seconds
+    from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # imports transformers, which takes seconds
 
     model, tokenizer = spec.shape.model, spec.tokenizer
     if model.ffn_width % 8:
         raise ConversionError(
-            f"--ffn-hidden-size {model.ffn_width} is not a multiple of 8, as every width in the neobert layout "
-            "is; use --format eurobert."
+            f"--ffn-hidden-size {model.ffn_width} is not a multiple of 8, which the neobert layout requires; use "
+            "--format eurobert."
         )
     return {
         "architectures": ["NeoBERTForMaskedLM"],
@@ -165,7 +163,9 @@ def neobert_config(spec: FolderSpec) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "dim_head": model.hidden_size // model.num_attention_heads,
-        "intermediate_size": model.ffn_width * 3 // 2,  # whose two thirds are the width, as readers expect
+        "intermediate_size": model.ffn_width * 3 // 2,  # the model's width is two thirds of it
+        # The published class reads max_length only, 1,024 without it. transformers 5 treats max_length as a setting of
+        # text generation, and saves max_position_embeddings only.
         "max_position_embeddings": model.max_position_embeddings,
         "max_length": model.max_position_embeddings,
         "norm_eps": model.norm_epsilon,
@@ -174,14 +174,14 @@ def neobert_config(spec: FolderSpec) -> dict[str, Any]:
         "decoder_init_range": model.init_method_range,
         "classifier_init_range": _INIT_RANGE,
         "tie_word_embeddings": False,
-        "tokenizer_class": "PreTrainedTokenizerFast",  # pipelines of transformers 4.48 find the tokenizer by it
+        "tokenizer_class": "PreTrainedTokenizerFast",  # pipelines of transformers 4.48 need it to find the tokenizer
         "pad_token_id": tokenizer.pad_id,
         "bos_token_id": tokenizer.cls_id,
         "eos_token_id": tokenizer.sep_id,
         "cls_token_id": tokenizer.cls_id,
         "sep_token_id": tokenizer.sep_id,
         "mask_token_id": tokenizer.mask_id,
-        "torch_dtype": spec.dtype_name,  # transformers 4.48 knows no other name
+        "torch_dtype": spec.dtype_name,  # the only name in transformers 4.48
     }
 
 
@@ -189,60 +189,66 @@ def neobert_config(spec: FolderSpec) -> dict[str, Any]:
 
 
 class _Fields(NamedTuple):
-    """The values of a config.json, each checked as it is read."""
+    """Checked access to the values of a config.json; each method raises ConversionError for a value that is wrong."""
 
     config: dict[str, Any]
     path: Path
 
     def size(self, key: str) -> int:
+        """Return a value that must be a whole number of at least 1."""
         value = self.config.get(key)
         if type(value) is not int or not 1 <= value <= _LARGEST:
             raise self.wrong(key, f"a whole number from 1 to {_LARGEST:,} is needed")
         return value
 
     def number(self, key: str) -> float:
+        """Return a value that must be a number of at least 0."""
         value: Any = self.config.get(key)
         if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
             raise self.wrong(key, f"a number from 0 to {_LARGEST:,} is needed")
         return float(value)
 
     def demand(self, key: str, accepted: tuple[object, ...], reason: str) -> None:
+        """Refuse a value that is not among the accepted ones; a missing key has the value None."""
         value = self.config.get(key)
-        if not any(type(value) is type(one) and value == one for one in accepted):  # True is not 1
+        if not any(type(value) is type(candidate) and value == candidate for candidate in accepted):  # True is not 1
             raise self.wrong(key, reason)
 
     def wrong(self, key: str, rule: str) -> ConversionError:
+        """Return the error for the value of `key`."""
         value = self.config.get(key)
-        found = f"{key} is missing" if value is None else f"{key} is {quote(value)}"
-        return ConversionError(f"{self.path}: {found}; {rule}.")
+        state = "missing" if value is None else quote(value)
+        return ConversionError(f"{self.path}: {key} is {state}; {rule}.")
 
 
 def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
-    """Return the settings of a model from the content of its config.json; `path` is the file, for messages.
+    """Return the settings of a model from the content of its config.json.
+
+    Args:
+        path: The file, for messages.
 
     Raises:
-        ConversionError: A value is missing, of the wrong kind, or asks for something that NeoBERT's layers are not.
+        ConversionError: A value is missing, of the wrong type, or describes layers that NeoBERT does not have.
     """
     fields, layout = _Fields(config, path), config.get("model_type")
-    if layout not in tuple(TABLES):  # a tuple, because a stranger's value may not be hashable
-        raise fields.wrong("model_type", f"only folders of {', '.join(TABLES)} hold layers like NeoBERT's")
-    for demand in (*_OF_ALL, *_DEMANDS[layout]):
-        fields.demand(*demand)
+    if layout not in tuple(TABLES):  # a tuple, because a value from a file may not be hashable
+        raise fields.wrong("model_type", f"only {', '.join(TABLES)} have layers like NeoBERT's")
+    for key, accepted, reason in (*_ALL_LAYOUTS, *_DEMANDS[layout]):
+        fields.demand(key, accepted, reason)
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     if hidden % heads or (hidden // heads) % 2:
         rule = f"hidden_size {hidden} must give each head the same, even number of channels"
         raise fields.wrong("num_attention_heads", rule)
-    width = f"NeoBERT's heads are hidden_size / num_attention_heads = {hidden // heads} wide"
-    fields.demand("head_dim", (None, hidden // heads), width)
-    fields.demand("dim_head", (None, hidden // heads), width)
-    own = f"NeoBERT's {heads} heads have keys and values of their own, not shared ones"
-    fields.demand("num_key_value_heads", (None, heads), own)
+    for key in ("head_dim", "dim_head"):
+        rule = f"NeoBERT's head width is hidden_size / num_attention_heads = {hidden // heads}"
+        fields.demand(key, (None, hidden // heads), rule)
+    fields.demand("num_key_value_heads", (None, heads), f"NeoBERT has one key head for each of its {heads} query heads")
     is_neobert, notes = layout == "neobert", []
     ffn_width, positions = fields.size("intermediate_size"), "max_position_embeddings"
     if is_neobert:
-        # The file has 3/2 of SwiGLU's width, before that is rounded up to a multiple of 8: model.py EncoderBlock. The
-        # published name of the longest row is max_length, which transformers 5 no longer saves.
+        # SwiGLU's width is two thirds of intermediate_size, rounded up to a multiple of 8: model.py EncoderBlock.
         ffn_width = 8 * -(-(2 * ffn_width // 3) // 8)
+        # The published name of the longest input is max_length, which transformers 5 no longer saves.
         if config.get("max_length") is not None:
             if config.get(positions) is not None:
                 rule = f"max_position_embeddings is {quote(config[positions])}; remove the wrong one"
@@ -251,18 +257,19 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
     rotary_base = read_rotary_base(fields)
     if rotary_base is None and is_neobert:
         rotary_base = _NEOBERT_ROTARY_BASE
-        notes.append(f"the rotary base is {rotary_base:,}, which NeoBERT's published code fixes; config.json has none")
-    # The start of the weights is recorded by NeoBERT's own layout alone, and has no effect on weights that exist.
-    has_start = config.get("embedding_init_range") is not None
+        notes.append(f"config.json has no rotary base; it is {rotary_base:,}, the constant in NeoBERT's published code")
+    # Only the neobert layout records the initialization, which has no effect on existing weights.
+    has_init_range = config.get("embedding_init_range") is not None
     model = ModelConfig(
         num_layers=fields.size("num_hidden_layers"),
         hidden_size=hidden,
         num_attention_heads=heads,
         ffn_hidden_size=ffn_width,
         max_position_embeddings=fields.size(positions),
-        rotary_base=fields.size("rope_theta") if rotary_base is None else rotary_base,  # missing: refused
+        # Without a base, `size` raises the error for the missing key.
+        rotary_base=fields.size("rope_theta") if rotary_base is None else rotary_base,
         norm_epsilon=fields.number("norm_eps" if is_neobert else "rms_norm_eps"),
-        init_method_range=fields.number("embedding_init_range") if has_start else ModelConfig().init_method_range,
+        init_method_range=fields.number("embedding_init_range") if has_init_range else ModelConfig().init_method_range,
     )
     return FolderConfig(
         layout=layout,
@@ -275,7 +282,11 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
 
 
 def read_rotary_base(fields: _Fields) -> int | None:
-    """Return the base of unscaled rotary angles over whole heads, wherever a version of transformers writes it."""
+    """Return the base of the rotary angles from the keys of all versions of transformers, or None if there is none.
+
+    Raises:
+        ConversionError: A base is not a whole number, two keys differ, or the angles are scaled.
+    """
     bases = {"rope_theta": fields.config.get("rope_theta")}
     plain = {"rope_type": (None, "default"), "type": (None, "default"), "partial_rotary_factor": (None, 1, 1.0)}
     for key in ("rope_parameters", "rope_scaling"):
@@ -285,18 +296,19 @@ def read_rotary_base(fields: _Fields) -> int | None:
         if not isinstance(parameters, dict):
             raise fields.wrong(key, "an object with rope_type and rope_theta is needed")
         for name, value in parameters.items():
-            if name != "rope_theta" and not any(value == one for one in plain.get(name, ())):
+            if name != "rope_theta" and value not in plain.get(name, ()):
                 raise ConversionError(
-                    f"{fields.path}: {key} has {quote(name)} {quote(value)}; NeoBERT's rotary angles are not scaled, "
-                    "they depend on rope_theta alone. Only a model without it can be read."
+                    f"{fields.path}: {key} has {quote(name)} {quote(value)}, but NeoBERT's rotary angles depend on "
+                    "rope_theta only. Use a model with unscaled angles."
                 )
         bases[f"{key}.rope_theta"] = parameters.get("rope_theta")
-    given = {key: base for key, base in bases.items() if base is not None}
-    for key, base in given.items():
+    stated = {key: base for key, base in bases.items() if base is not None}
+    for key, base in stated.items():
         if type(base) not in (int, float) or not 2 <= base <= _LARGEST or base != int(base):
-            rule = f"a whole number from 2 to {_LARGEST:,} is needed"
-            raise ConversionError(f"{fields.path}: {key} is {quote(base)}; {rule}.")
-    if len(set(given.values())) > 1:
-        found = " and ".join(f"{key} {base:g}" for key, base in given.items())
-        raise ConversionError(f"{fields.path}: {found} contradict each other; remove the wrong one.")
-    return int(next(iter(given.values()))) if given else None
+            raise ConversionError(
+                f"{fields.path}: {key} is {quote(base)}; a whole number from 2 to {_LARGEST:,} is needed."
+            )
+    if len(set(stated.values())) > 1:
+        pairs = " and ".join(f"{key} {base:g}" for key, base in stated.items())
+        raise ConversionError(f"{fields.path}: {pairs} contradict each other; remove the wrong key.")
+    return int(next(iter(stated.values()))) if stated else None

@@ -1,11 +1,11 @@
-"""The commands that convert checkpoints: a Megatron checkpoint as a Hugging Face folder, and back.
+"""The commands `neobert convert` (Megatron checkpoint to Hugging Face folder and back) and `neobert verify`.
 
-Each written folder is compared with its source before it gets its name. A folder for Hugging Face is loaded again with
-transformers and compared with `model/reference.py` holding the same weights. A folder from Hugging Face is read by our
-own rules, and nothing in it is executed; the checkpoint made of it is read back from disk and run against the folder's
-model. Runs on one CPU without GPU, torchrun or Transformer Engine, for any number of ranks that wrote the checkpoint.
+Every output folder is compared with its source before it gets its final name. An exported folder is loaded with
+transformers and compared with the reference model (model/reference.py) with the same weights. An imported folder is
+read as data, and none of its code is executed; the new checkpoint is read again and compared with the folder's model.
+Conversion runs in one CPU process, without torchrun or Transformer Engine, for checkpoints of any number of ranks.
 
-As a file of the checkout this module is `neobert convert`.
+`python checkpoint_conversion/convert.py` in a checkout is the same as `neobert convert`.
 """
 
 import sys
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+# Import this checkout, not an installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_neobert import __main__ as neobert
 from megatron_neobert.cli import option
@@ -29,17 +30,17 @@ if TYPE_CHECKING:  # --help answers without importing torch
 class ExportOptions:
     """The command line of `neobert convert megatron-to-hf`."""
 
-    load: Path = option(help="folder that training was given as --save", metavar="DIR")
+    load: Path = option(help="folder given to training as --save", metavar="DIR")
     output: Path = option(help="folder to create", metavar="DIR")
     layout: Literal["eurobert", "neobert", "llama"] = option(
         "eurobert",
-        "layout to write: eurobert needs no remote code; neobert has the published names",
+        "layout of the output: eurobert needs no remote code; neobert has the published names",
         flag="--format",
     )
-    dtype: Literal["float32", "bfloat16"] = option("float32", "of the stored weights")
-    sentence_transformers: bool = option(False, "add what SentenceTransformer(DIR) reads: mean pooling")
-    iteration: int | None = option(None, "checkpoint to convert; without it the newest")
-    no_verification: bool = option(False, "do not run the written model against its source")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the stored weights")
+    sentence_transformers: bool = option(False, "add the files that SentenceTransformer(DIR) reads: mean pooling")
+    iteration: int | None = option(None, "checkpoint to convert (default: the newest)")
+    no_verification: bool = option(False, "do not compare the output with its source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class ImportOptions:
 
     load: Path = option(help="Hugging Face folder with a masked language model", metavar="DIR")
     output: Path = option(help="folder to create, for training's --continue-from", metavar="DIR")
-    no_verification: bool = option(False, "do not run the written model against its source")
+    no_verification: bool = option(False, "do not compare the output with its source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,35 +57,29 @@ class VerifyOptions:
     """The command line of `neobert verify`."""
 
     first: Path = option(help="folder of checkpoints, or Hugging Face folder", positional=True, metavar="A")
-    second: Path = option(help="the same", positional=True, metavar="B")
+    second: Path = option(help="folder of checkpoints, or Hugging Face folder", positional=True, metavar="B")
     tolerance: float | None = option(
         None,
-        "largest difference that still counts as equal, over the largest logit, and over the largest value of a "
-        "weight; without it 1e-4 for logits, as after a conversion, and none for weights (rounded to bfloat16 on one "
-        "side, logits differ by 0.015)",
+        "largest accepted difference, relative to the largest logit and to the largest value of each weight (default: "
+        "1e-4 for logits, 0 for weights; if one side is rounded to bfloat16, logits differ by 0.015)",
         minimum=0,
     )
 
 
-def main() -> int | None:
-    """Run `neobert convert` with the words of this command line."""
-    sys.argv.insert(1, "convert")
-    return neobert.main()
-
-
 def megatron_to_hf(options: ExportOptions) -> None:
-    """Write a Megatron checkpoint as a Hugging Face folder and compare it with the reference.
+    """Write a Megatron checkpoint as a Hugging Face folder and compare it with the reference model.
 
     Raises:
-        MissingInputError: There is no checkpoint.
-        ConversionError: The weights do not fit, or the written model computes something else.
-        OutputError: The output exists or cannot be created.
+        MissingInputError: --load has no such checkpoint.
+        CheckpointError: The checkpoint is damaged or incomplete.
+        ConversionError: The layout cannot hold the model, or the output differs from the checkpoint.
+        OutputError, SaveError: The output exists, cannot be created or cannot be written.
     """
     from megatron_neobert.checkpoint.folder import latest_checkpoint
 
     start = time.monotonic()
     refuse_existing(options.output)
-    latest_checkpoint(options.load, iteration=options.iteration)  # refuses a folder without any before torch is loaded
+    latest_checkpoint(options.load, iteration=options.iteration)  # fails before torch is imported
     from checkpoint_conversion.checkpoint import read_checkpoint
     from checkpoint_conversion.export import export
 
@@ -102,12 +97,13 @@ def megatron_to_hf(options: ExportOptions) -> None:
 
 
 def hf_to_megatron(options: ImportOptions) -> None:
-    """Write a checkpoint to continue pre-training from and compare it with the model of the Hugging Face folder.
+    """Write a Hugging Face folder as a checkpoint for --continue-from and compare it with the folder's model.
 
     Raises:
-        MissingInputError: There is no config.json.
-        ConversionError: The folder holds no model that a checkpoint can hold, or the written one computes another.
-        OutputError: The output exists or cannot be created.
+        MissingInputError: The folder has no config.json, tokenizer or weights.
+        DataError: The tokenizer cannot be used.
+        ConversionError: The folder's model is not a NeoBERT, or the checkpoint differs from the folder's model.
+        OutputError, SaveError: The output exists, cannot be created or cannot be written.
     """
     start = time.monotonic()
     refuse_existing(options.output)
@@ -121,13 +117,13 @@ def hf_to_megatron(options: ImportOptions) -> None:
         print(f"note: {note}")
     print(
         f"{imported.layout} layout; continue pre-training with --continue-from {options.output} --tokenizer-model "
-        f"{options.load} and the settings of this model: {model_flags(imported.model) or 'the default ones'}"
+        f"{options.load} and the settings of this model: {model_flags(imported.model) or 'the defaults'}"
     )
     print_result(options.output, checks, source=f"the model of {options.load}", start=start)
 
 
 def print_result(output: Path, checks: "Checks", *, source: str, start: float) -> None:
-    """Print how the output compares with its source, and the duration of the conversion."""
+    """Print the differences between output and source, if they were measured, and the duration in seconds."""
     if checks:
         from checkpoint_conversion.compare import to_table
 
@@ -136,55 +132,52 @@ def print_result(output: Path, checks: "Checks", *, source: str, start: float) -
 
 
 def verify(options: VerifyOptions) -> int:
-    """Check whether two models are the same, as checkpoints or Hugging Face folders: exit 0 if they are, else 1.
+    """Compare two models, each a checkpoint or a Hugging Face folder: exit 0 if they are equal, else 1.
 
-    Both run in fp32 on the same fixed prompts, padded and packed into one row, each against A's padded rows. The
-    settings that decide the function must be equal as well, and every weight in every bit, or within the tolerance if
-    one is given.
+    Both run in fp32 on the same fixed prompts. The logits of B, padded and packed, must be those of A, padded. The
+    settings that affect the function must be equal. Weights must be equal bit for bit, or within --tolerance if given.
+
+    Raises:
+        MissingInputError: A folder does not exist, or has no model.
+        CheckpointError, ConversionError: A model cannot be read, or the vocabularies differ in size.
     """
-    for name, folder in (("A", options.first), ("B", options.second)):
-        require_folder(name, folder)
-
+    require_folder("A", options.first)
+    require_folder("B", options.second)
     import torch
 
-    from checkpoint_conversion.compare import (
-        TOLERANCES,
-        compare_models,
-        differing_settings,
-        differing_weights,
-        to_table,
-    )
+    from checkpoint_conversion import compare
 
     first, second = (load_side(folder) for folder in (options.first, options.second))
     if first.vocab_size != second.vocab_size:
         raise ConversionError(
-            f"{first.description} predicts {first.vocab_size} tokens and {second.description} {second.vocab_size}; "
-            "only models of one vocabulary can be compared."
+            f"{first.description} has a vocabulary of {first.vocab_size} tokens, and {second.description} of "
+            f"{second.vocab_size}. Compare models with the same vocabulary."
         )
-    checks, settings = compare_models(first, second), differing_settings(first, second)
-    weights, count = differing_weights(first.weights(), second.weights()), len(first.weights())
-    tolerance = TOLERANCES[torch.float32] if options.tolerance is None else options.tolerance
+    checks, settings = compare.compare_models(first, second), compare.differing_settings(first, second)
+    expected = first.weights()
+    differences = compare.differing_weights(expected, second.weights())
+    tolerance = compare.TOLERANCES[torch.float32] if options.tolerance is None else options.tolerance
     are_logits_equal = all(comparison.within(tolerance) for comparison in checks.values())
-    print(f"A  {first.description}\nB  {second.description}\n\n{to_table(checks)}\n")
+    print(f"A  {first.description}\nB  {second.description}\n\n{compare.to_table(checks)}\n")
     print(f"logits: {'equal' if are_logits_equal else 'NOT equal'} within {tolerance:g} of the largest")
     print(f"settings: {'; '.join(settings) + ' in A and B' if settings else 'equal'}")
-    worst = max(weights, key=lambda name: weights[name], default="")
-    if weights:
-        largest = f"most of all {worst}, by {weights[worst]:.2g} of its largest value"
-        print(f"weights: {len(weights)} of {count} tensors differ; {largest}")
+    worst = max(differences, key=lambda name: differences[name], default="")
+    if differences:
+        largest = f"largest in {worst}, by {differences[worst]:.2g} of its largest value"
+        print(f"weights: {len(differences)} of {len(expected)} tensors differ; {largest}")
     else:
-        print(f"weights: all {count} tensors equal bit for bit")
-    alike = are_logits_equal and not settings and weights.get(worst, 0.0) <= (options.tolerance or 0.0)
-    print("equal" if alike else "NOT equal")
-    return 0 if alike else 1
+        print(f"weights: all {len(expected)} tensors equal bit for bit")
+    are_equal = are_logits_equal and not settings and differences.get(worst, 0.0) <= (options.tolerance or 0.0)
+    print("equal" if are_equal else "NOT equal")
+    return 0 if are_equal else 1
 
 
 def load_side(folder: Path) -> "LogitModel":
-    """Return the model of a folder in fp32, whichever kind it is.
+    """Return the model of a Hugging Face folder, or of the newest checkpoint in a folder, in fp32.
 
     Raises:
-        MissingInputError: It holds no model.
-        CheckpointError, ConversionError: The model cannot be used.
+        MissingInputError: The folder has no model.
+        CheckpointError, ConversionError: The model cannot be read.
     """
     if (folder / "config.json").is_file():
         from checkpoint_conversion.imports import load_as_read
@@ -195,6 +188,12 @@ def load_side(folder: Path) -> "LogitModel":
 
     checkpoint = read_checkpoint(folder)
     return checkpoint_model(checkpoint, description=f"{checkpoint.folder} (Megatron)")
+
+
+def main() -> int | None:
+    """Run `neobert convert` with the arguments of this command line."""
+    sys.argv.insert(1, "convert")
+    return neobert.main()
 
 
 if __name__ == "__main__":

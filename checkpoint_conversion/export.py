@@ -1,7 +1,7 @@
-"""A checkpoint as a Hugging Face folder, compared with the reference before it gets its name.
+"""Write a checkpoint as a Hugging Face folder, compared with the reference model before it gets its final name.
 
-`eurobert` is transformers' own class that computes the same function, `neobert` the published names with a modelling
-file that the folder carries, `llama` the encoder alone for software that does not know the other two.
+Layouts: `eurobert` uses the class of transformers that computes the same function; `neobert` has the published names
+and its own modelling file; `llama` has the encoder alone, for software that does not support the other two.
 """
 
 import json
@@ -28,13 +28,13 @@ from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.huggingface.checks import MODELING_FILE, WEIGHTS
 from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
 
-if TYPE_CHECKING:  # its module imports transformers: seconds, which an export without verification does not need
+if TYPE_CHECKING:  # importing transformers takes seconds, and an export without verification does not need it
     from checkpoint_conversion.compare import Checks
 
-_SECTIONS = ("model", "data", "optimizer", "training")  # of the settings: what the weights were made with
+_SECTIONS = ("model", "data", "optimizer", "training")  # sections of the settings in the report
 
-# Requirements that sentence-transformers enforces. Its old versions ignore them; transformers before 5.3 then refuses
-# EuroBERT but computes a LlamaModel with causal attention.
+# Requirements that sentence-transformers checks. Its old versions ignore them: transformers before 5.3 then refuses
+# EuroBERT, but computes a LlamaModel with causal attention.
 _NATIVE = {"specifier": ">=5.3", "reason": "Older versions do not know this architecture as an encoder."}
 _REMOTE_CODE = {"specifier": ">=4.57", "reason": "modeling_neobert.py is not tested with older ones."}
 
@@ -48,32 +48,34 @@ def export(
     sentence_transformers: bool = False,
     verified: bool = True,
 ) -> "Checks":
-    """Write and verify the folder.
+    """Write `output` as a Hugging Face folder with weights, tokenizer, report and model card, and verify it.
 
     Args:
         layout: A name in mapping.TABLES.
-        dtype: Precision of the stored weights, float32 or bfloat16.
+        dtype: Dtype of the stored weights, float32 or bfloat16.
         sentence_transformers: Add the files that `SentenceTransformer(output)` reads.
 
     Returns:
-        Distance of the written model from the reference, empty if it was not verified.
+        Differences between the written model and the reference model, empty if not verified.
 
     Raises:
         OutputError: The folder exists, or cannot be created.
-        ConversionError: The weights do not fit, or the written model computes something else. Nothing is left behind.
+        SaveError: A file cannot be written.
+        ConversionError: The layout cannot hold the model, or the written model differs. No output is left then.
     """
-    stored, model, length = getattr(torch, dtype), checkpoint.settings.model, checkpoint.trained_length
-    spec = FolderSpec(checkpoint.shape, checkpoint.tokenizer, stored, model_max_length=length)
+    torch_dtype, length = getattr(torch, dtype), checkpoint.trained_length
+    spec = FolderSpec(checkpoint.shape, checkpoint.tokenizer, torch_dtype, model_max_length=length)
     checks: Checks = {}
     with build_folder(output) as folder:
         write_folder(folder, layout, spec, checkpoint.tensors)
         if verified:
             from checkpoint_conversion.compare import checkpoint_model, load_logit_model, verify
 
-            source = checkpoint_model(checkpoint, stored)
-            checks = verify(source, partial(load_logit_model, folder), stored=stored, what="the exported model")
+            load = partial(load_logit_model, folder)
+            source = checkpoint_model(checkpoint, torch_dtype)
+            checks = verify(source, load, stored=torch_dtype, name="the exported model")
         if sentence_transformers:
-            write_sentence_transformers_files(folder, layout, model, max_seq_length=length)
+            write_sentence_transformers_files(folder, layout, checkpoint.settings.model, max_seq_length=length)
         write_report(checkpoint, folder, checks, layout=layout, dtype=dtype)
         write_model_card(CardOptions(model=folder))
     return checks
@@ -83,15 +85,15 @@ def export(
 
 
 def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str, Tensor]) -> None:
-    """Fill an empty folder with config.json, safetensors files, the tokenizer's files, and what the layout adds.
+    """Write config.json, weights, tokenizer files and the layout's additional files into an empty folder.
 
     Args:
-        layout: eurobert, neobert or llama.
-        tensors: Under the internal names of mapping.py; rounded to the dtype of `spec`.
+        layout: A name in mapping.TABLES.
+        tensors: Weights under the internal names of mapping.py. They are rounded to the dtype of `spec`.
 
     Raises:
-        ConversionError: The tensors are not those of such a model, or the layout cannot hold it.
-        OSError: It cannot be written.
+        ConversionError: The tensors do not fit the model, or the layout cannot hold it.
+        OSError, SafetensorError: A file cannot be written.
     """
     config = {**build_config(layout, spec), "transformers_version": version("transformers")}
     rounded = {name: tensor.to(spec.dtype) for name, tensor in tensors.items()}
@@ -106,31 +108,32 @@ def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str,
         (folder / MODELING_FILE).write_bytes(modeling_source())
     longest = spec.model_max_length or spec.shape.model.max_position_embeddings
     spec.tokenizer.save_tokenizer_files(folder, model_max_length=longest)
-    for path in folder.rglob("*.safetensors"):  # written for the owner alone, but as public as the others
+    # safetensors creates files that only their owner can read; give them the mode of the other files.
+    for path in folder.rglob("*.safetensors"):
         path.chmod((folder / "config.json").stat().st_mode)
 
 
 def modeling_source() -> bytes:
-    """Return the modelling file that a folder of the neobert layout carries."""
+    """Return the content of the modelling file for folders of the neobert layout."""
     return (resources.files("megatron_neobert.huggingface") / MODELING_FILE).read_bytes()
 
 
 def write_sentence_transformers_files(folder: Path, layout: str, model: ModelConfig, *, max_seq_length: int) -> None:
-    """Make a folder one that `SentenceTransformer(folder)` encodes with.
+    """Write the files that `SentenceTransformer(folder)` reads.
 
-    A text's embedding is the mean of its tokens' last hidden states, [CLS] and [SEP] included and padding excluded. A
-    pre-trained encoder has learnt no embeddings yet; this is the start for training them. The files are written in the
-    spelling of sentence-transformers 3, which 6 still reads, because 3 cannot read that of 6. No Normalize module
-    follows the pooling: cosine similarity divides by the lengths itself, and training for dot products needs them.
+    A text's embedding is the mean of the last hidden states of its tokens, including [CLS] and [SEP], without padding.
+    A pre-trained encoder has not learnt such embeddings yet; contrastive fine-tuning starts from them.
 
     Args:
-        layout: With `neobert`, loading takes trust_remote_code=True, which no file can give; only the versions of
-            transformers that are asked for depend on it.
-        max_seq_length: Tokens at which texts are truncated.
+        layout: Determines the required version of transformers. A `neobert` folder must be loaded with
+            trust_remote_code=True.
+        max_seq_length: Tokens after which texts are truncated.
 
     Raises:
         OSError: A file cannot be written.
     """
+    # In the format of sentence-transformers 3, which version 6 reads too; version 3 cannot read that of version 6.
+    # No Normalize module: cosine similarity normalises by itself, and training for dot products needs the lengths.
     modules = {"": "Transformer", "1_Pooling": "Pooling"}
     modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     pooling = {f"pooling_mode_{mode}": mode == "mean_tokens" for mode in modes}
@@ -140,7 +143,7 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
             for number, (path, name) in enumerate(modules.items())
         ],
         "1_Pooling/config.json": {"word_embedding_dimension": model.hidden_size, **pooling, "include_prompt": True},
-        # Texts are truncated at max_seq_length; do_lower_case would be on top of what the tokenizer does.
+        # The tokenizer lower-cases by itself where it should, so do_lower_case is false.
         "sentence_bert_config.json": {"max_seq_length": max_seq_length, "do_lower_case": False},
         "config_sentence_transformers.json": {
             "model_type": "SentenceTransformer",
@@ -156,34 +159,32 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
 
 
 def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", *, layout: str, dtype: str) -> None:
-    """Record what the folder was made of and how it was checked."""
+    """Write conversion_report.json: the source checkpoint, its settings without paths, and the comparison."""
     compared: dict[str, Any] = {}
-    if checks:  # read back from the written folder; a folder that differs is not written
+    if checks:  # the folder exists only if settings and weights were equal
         from checkpoint_conversion.compare import COMPARED_SETTINGS
 
         compared = {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)}
-    progress, continued = checkpoint.progress, checkpoint.settings.checkpoint.continue_from
-    last = phase_at(checkpoint.settings, checkpoint.iteration).settings  # of several phases the last that has begun
-    settings = {
-        name: {
-            item.name: getattr(getattr(last, name), item.name)
-            for item in fields(getattr(last, name))
-            if "is_path" not in item.metadata
-        }
-        for name in _SECTIONS
-    }
+    state, continued = checkpoint.train_state, checkpoint.settings.checkpoint.continue_from
+    settings: dict[str, dict[str, Any]] = {}
+    if checkpoint.iteration:  # at iteration 0 the weights were converted, not trained
+        phase = phase_at(checkpoint.settings, checkpoint.iteration)
+        for name in _SECTIONS:
+            section = getattr(phase.settings, name)
+            public = [item.name for item in fields(section) if "is_path" not in item.metadata]
+            settings[name] = {key: getattr(section, key) for key in public}
     report = {
         "source": {
             "checkpoint": checkpoint.folder.name,
             "iteration": checkpoint.iteration,
-            "consumed_rows": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_tokens,
+            "consumed_rows": state.consumed_samples,
+            "consumed_tokens": state.consumed_tokens,
             **({"continued_from": Path(continued).name} if continued else {}),
             "manifest_sha256": sha256_of(checkpoint.folder / MANIFEST),
         },
         "format": layout,
         "dtype": dtype,
-        "training": settings if checkpoint.iteration else {},  # 0: converted, not trained
+        "training": settings,
         "verification": {name: asdict(check) for name, check in checks.items()},
         "compared": compared,
         "versions": {

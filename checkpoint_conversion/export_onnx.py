@@ -1,10 +1,10 @@
-"""The command `neobert export-onnx`: a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum.
+"""The command `neobert export-onnx`: write a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum.
 
-Writes onnx/model.onnx, in fp32 with batch and sequence of any size, and on request onnx/model_quantized.onnx with 8-bit
-weights, beside config.json and the tokenizer: the places where those libraries look. A graph has the inputs input_ids
-and attention_mask (int64, batch x sequence) and one output. Weights above 2 GB are in a file of their own beside it,
-because protobuf ends there. onnxruntime runs every file on padded batches that the tracer has not seen; the folder gets
-its name only if the fp32 file computes what PyTorch does. Full size takes a minute and 4 GB of memory.
+Writes onnx/model.onnx in fp32, with dynamic batch size and length, and with --int8 onnx/model_quantized.onnx with 8-bit
+weights. config.json and the tokenizer are written where those libraries expect them. A graph has the inputs input_ids
+and attention_mask (int64, batch x sequence) and one output. Large weights are in a separate file, because protobuf is
+limited to 2 GB. onnxruntime runs every graph on padded batches of other sizes than the traced one, and the folder gets
+its final name only if the results agree with PyTorch. The full model needs a minute and 4 GB of memory.
 """
 
 import json
@@ -27,22 +27,22 @@ if TYPE_CHECKING:  # --help answers without importing torch
 
     from checkpoint_conversion.compare import Checks
 
-TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # -> name of the graph's output
-OPSET = 18  # the version of ONNX's operators that the most runtimes know; PyTorch cannot go below
+TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # task -> name of the graph's output
+OPSET = 18  # version of ONNX's operators: the lowest that PyTorch exports, for the most runtimes
 INPUTS = ("input_ids", "attention_mask")
 
-# Largest difference over largest value. 28 x 768 with random weights on CPU shows 5e-6 in fp32 and 0.17 in 8 bits, a
-# graph that attends to padding 1. The second keeps out only what is broken: how much 8 bits may cost is for those who
-# read the figures to decide.
+# Largest difference relative to the largest value. 28 x 768 with random weights on CPU shows 5e-6 in fp32 and 0.17 in
+# 8 bits; a graph that attends to padding shows 1. The limit for 8 bits refuses broken graphs only; whether the measured
+# error is acceptable is the user's decision.
 TOLERANCE, TOLERANCE_INT8 = 1e-4, 0.5
 
-# Tokens of each row, cut to what the model can read: rows and tokens differ, down to a row of one token and up to long
-# ones, because a size that tracing has frozen shows at any other.
+# Token counts of the rows of each test batch, limited to the model's longest input. All sizes differ from those of the
+# traced batch, because a size that tracing has made constant fails at every other size.
 _BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
-_TRACED_LENGTHS = (11, 5, 8)  # of another batch than these; padded, so that the mask is part of the graph
+_TRACED_LENGTHS = (11, 5, 8)  # token counts of the traced batch, which has padding so that the mask is in the graph
 
 _COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "LICENSE")
-# sentence-transformers pools hidden states, which a fill-mask graph does not give.
+# sentence-transformers pools hidden states, which a fill-mask graph does not return.
 _POOLING = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
@@ -57,20 +57,23 @@ class OnnxOptions:
         "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state",
         choices=tuple(TASKS),
     )
-    int8: bool = option(False, "8-bit weights in model_quantized.onnx; their error is measured")
+    int8: bool = option(False, "also write model_quantized.onnx with 8-bit weights, and print its error")
 
 
 def export_onnx(options: OnnxOptions) -> None:
-    """Write a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum, and check it against PyTorch.
+    """Write a Hugging Face folder as ONNX and compare it with PyTorch.
+
+    The output is for onnxruntime, transformers.js and optimum.
 
     Raises:
-        MissingInputError: The folder holds no model or no tokenizer.json.
-        ConversionError: The model has no head for the task, or a graph computes something else.
-        OutputError: The output exists or cannot be created.
+        MissingInputError: The folder has no config.json or no tokenizer.json.
+        ConversionError: The model has no head for the task, or a graph differs from PyTorch.
+        OutputError, SaveError: The output exists, cannot be created or cannot be written.
     """
     require_folder("--model", options.model, holding="config.json")
     refuse_existing(options.output)  # before a minute of work
-    import onnx  # noqa: F401 (what is missing is reported before the work)
+    # Imported here so that a missing package is reported before the work.
+    import onnx  # noqa: F401
     import onnxscript  # noqa: F401
 
     from checkpoint_conversion.compare import to_table
@@ -80,16 +83,17 @@ def export_onnx(options: OnnxOptions) -> None:
         copy_companions(options.model, folder, options.task)
         for path, batches in write_graphs(model, folder / "onnx", options.task, int8=options.int8).items():
             size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
-            print(f"{path.name}, {size / 1e6:.1f} MB, against PyTorch by rows x tokens:")
+            print(f"{path.name}, {size / 1e6:.1f} MB, difference from PyTorch by rows x tokens:")
             print(f"{to_table(batches)}\n")
     print(f"wrote {options.output}")
 
 
 def load_for_task(folder: Path, task: str) -> Any:
-    """Return the folder's model in fp32, with its masked-language-model head for fill-mask, else without.
+    """Load the model of a folder in fp32, with the masked-language-model head for fill-mask, else without a head.
 
     Raises:
-        ConversionError: The folder holds no NeoBERT, or one without that head.
+        MissingInputError: The folder has no config.json.
+        ConversionError: The model is not a NeoBERT, or has no such head.
     """
     from transformers import AutoModel, AutoModelForMaskedLM
 
@@ -99,17 +103,20 @@ def load_for_task(folder: Path, task: str) -> Any:
     layout = read_model_config(check_folder(folder), folder / "config.json").layout
     if task == "fill-mask" and layout == "llama":
         raise ConversionError(
-            f"{folder}: a folder of the {layout} layout is the encoder alone, which predicts no tokens; use "
-            "--task feature-extraction."
+            f"{folder} has the llama layout, whose model has no head for --task fill-mask; use --task "
+            "feature-extraction."
         )
     return load_model(folder, AutoModelForMaskedLM if task == "fill-mask" else AutoModel)
 
 
 def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Path, Checks]":
-    """Write model.onnx, and model_quantized.onnx if wanted, and return how far each is from PyTorch.
+    """Write model.onnx and, with `int8`, model_quantized.onnx into a new folder.
+
+    Returns:
+        The differences from PyTorch for each file; see `check_graph`.
 
     Raises:
-        ConversionError: A graph computes something else.
+        ConversionError: A graph cannot be run, or differs from PyTorch by more than its tolerance.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -118,9 +125,9 @@ def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Pa
     trace(model, TASKS[task]).save(plain)
     checks = {plain: check_graph(model, plain, tolerance=TOLERANCE)}
     if int8:
-        # Signed weights run twice as fast as unsigned ones where the processor has VNNI. Of 7 bits, because sums of
-        # 8 saturate where it has not: logits were then off by 0.8 of the largest. Activations are rounded while
-        # running.
+        # Signed weights are twice as fast as unsigned ones on processors with VNNI. They have 7 bits (reduce_range),
+        # because without VNNI sums of 8-bit products saturate: logits were wrong by 0.8 of the largest. Activations are
+        # quantized at run time.
         is_large = plain.with_name(f"{plain.name}.data").exists()
         options = {"per_channel": True, "reduce_range": True, "use_external_data_format": is_large}
         with _quiet():
@@ -130,16 +137,14 @@ def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Pa
 
 
 def trace(model: Any, output: str) -> Any:
-    """Return the model as an ONNX program whose output has this name.
-
-    Attention is traced in its plain form: PyTorch's fused one becomes the same matrix products, with a guard against
-    rows of NaN around each softmax that this model's masks cannot cause.
-    """
+    """Return the model as an ONNX program with one output of this name."""
     import torch
 
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
     mask_bs = _mask(_TRACED_LENGTHS)
-    usual = model.config._attn_implementation
+    previous = model.config._attn_implementation
+    # PyTorch's fused attention would become the same matrix products, with a check for rows of NaN at each softmax that
+    # the masks of this model cannot cause.
     model.set_attn_implementation("eager")
     with _quiet():
         program = torch.onnx.export(
@@ -152,15 +157,15 @@ def trace(model: Any, output: str) -> Any:
             dynamo=True,
             verbose=False,
         )
-    model.set_attn_implementation(usual)
+    model.set_attn_implementation(previous)
     return program
 
 
 def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
-    """Return how far the graph's output in onnxruntime is from PyTorch's, by batch: "rows x tokens".
+    """Return the differences between the graph's output in onnxruntime and PyTorch's, by batch size "rows x tokens".
 
     Args:
-        tolerance: Largest difference that is accepted, relative to the largest value.
+        tolerance: Largest accepted difference, relative to the largest value.
 
     Raises:
         ConversionError: onnxruntime cannot run the graph, or a batch differs by more or is not finite.
@@ -179,24 +184,25 @@ def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
             expected = model(**inputs)[0]
         try:
             session = session or onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-            (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+            (output,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
         except Exception as error:  # onnxruntime's exceptions have no common base
             raise ConversionError(
-                f"{path.name}: onnxruntime {onnxruntime.__version__} cannot run it ({short_reason(error)})."
+                f"{path.name}: onnxruntime {onnxruntime.__version__} cannot run it ({short_reason(error)}). Use the "
+                "version in constraints.txt."
             ) from error
         batch = " x ".join(str(size) for size in mask_bs.shape)
-        checks[batch] = compare_logits(expected, torch.tensor(found), mask_bs)
+        checks[batch] = compare_logits(expected, torch.tensor(output), mask_bs)
         if not checks[batch].within(tolerance):
             raise ConversionError(
                 f"with {batch} tokens the graph's output differs from PyTorch's by {checks[batch].relative:.3g} of the "
-                f"largest value, more than {tolerance:g}; nothing was written. Try the versions of torch and "
+                f"largest value, more than {tolerance:g}; nothing was written. Use the versions of torch and "
                 "onnxruntime in constraints.txt."
             )
     return checks
 
 
 def _mask(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "Tensor":
-    """Return the attention mask of rows that have so many tokens."""
+    """Return the attention mask [b, s] of rows with these token counts, each limited to `longest`."""
     import torch
 
     lengths_b = torch.tensor(lengths).clamp(max=longest)
@@ -204,10 +210,10 @@ def _mask(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "
 
 
 def copy_companions(model: Path, folder: Path, task: str) -> None:
-    """Write the files that readers of ONNX folders look for in the folder above the graphs.
+    """Write config.json, the tokenizer and other files that libraries expect in the parent folder of the graphs.
 
-    A config.json that names our modelling file gets that file of this package, for libraries that ask it for the
-    configuration; a config.json that names other code loses the names, and the code stays behind.
+    If the auto_map of config.json names our modelling file, write this package's version of it, because libraries load
+    the configuration with it. Otherwise remove auto_map; code of the model's folder is never copied.
 
     Raises:
         MissingInputError: The model has no tokenizer.json.
@@ -215,14 +221,14 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
     from checkpoint_conversion.export import modeling_source
 
     if not (model / "tokenizer.json").is_file():
-        raise MissingInputError(f"{model}: has no tokenizer.json, without which the graph cannot be used; add it.")
+        raise MissingInputError(f"{model} has no tokenizer.json, which users of the graph need; add it.")
     for name in (*_COMPANIONS, *(_POOLING if task == "feature-extraction" else ())):
         if (model / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(model / name, folder / name)
     config = check_folder(model)
-    ours, named = MODELING_FILE.removesuffix("py"), config.get("auto_map")
-    if isinstance(named, dict) and all(str(name).startswith(ours) for name in named.values()):
+    module, auto_map = MODELING_FILE.removesuffix("py"), config.get("auto_map")
+    if isinstance(auto_map, dict) and all(str(name).startswith(module) for name in auto_map.values()):
         (folder / MODELING_FILE).write_bytes(modeling_source())
     else:
         config.pop("auto_map", None)
@@ -231,7 +237,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what the libraries report about themselves: packages that are not needed, axes that share a name."""
+    """Suppress warnings of the libraries about packages that are not needed and axes with equal names."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

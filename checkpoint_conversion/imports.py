@@ -1,11 +1,11 @@
-"""A Hugging Face folder as data: settings, tokenizer, and weights under the names of a table in mapping.py.
+"""Read a Hugging Face folder as data (settings, tokenizer, weights), and write it as a checkpoint.
 
-Nothing of the folder is run, and no class of transformers takes part. Every tensor in the files is used exactly once,
-or left out with a note. What NeoBERT has and a folder leaves to a rule (a decoder tied to the embedding, biases that
-are not there) is filled in, with a note as well.
+No code of the folder is executed, and no class of transformers is used for reading. Every tensor in the files is used
+exactly once, or omitted with a note. Tensors that a folder implies but does not store (a decoder tied to the embedding,
+biases of zeros) are added, with a note as well.
 
-Weights are mapped from their files: headers are compared with the settings before any value is read, and nothing is
-allocated for a size that a header only claims. Pickled weights are refused unread.
+Weight files are memory-mapped. Shapes in their headers are compared with the settings before any value is read, and
+nothing is allocated for a size that only a header states. Pickled weights are refused without reading them.
 """
 
 import sys
@@ -28,34 +28,37 @@ from megatron_neobert.errors import ConversionError, MissingInputError
 from megatron_neobert.huggingface.checks import INDEX, WEIGHTS, check_folder, quote, quote_names, read_weight_map
 from megatron_neobert.runtime.atomic_files import build_folder
 
-if TYPE_CHECKING:  # its module imports transformers: seconds, which an import without verification does not need
+if TYPE_CHECKING:  # importing transformers takes seconds, and an import without verification does not need it
     from checkpoint_conversion.compare import Checks, LogitModel
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LEFTOVERS = ("rotary_emb.inv_freq", "freqs_cis")  # tables that older code stored; they follow from the rotary base
+_ROTARY_TABLES = ("rotary_emb.inv_freq", "freqs_cis")  # stored by older code; computed from the rotary base
 
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """A published model that training can continue from."""
+    """Content of a Hugging Face folder, from which training can continue."""
 
     layout: str  # a name in mapping.TABLES
     model: ModelConfig
     tokenizer: Tokenizer
-    weights: dict[str, Tensor]  # fp32 or bf16, complete under the layout's published names
-    notes: tuple[str, ...]  # what was left out or filled in
+    weights: dict[str, Tensor]  # fp32 or bf16, under all published names of the layout
+    notes: tuple[str, ...]  # omitted and added tensors, and assumptions, for the user
 
 
 def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tuple[ImportedModel, Checks]":
-    """Write a checkpoint of a folder's model, and verify it.
+    """Write the model of `folder` as a checkpoint in the new folder `output`, and verify it.
 
     Returns:
-        What was read, and the distance of the checkpoint's model from the folder's (empty if it was not verified).
+        The content of the folder, and the differences between the checkpoint's model and the folder's (empty if not
+        verified).
 
     Raises:
         OutputError: The output exists, or cannot be created.
-        MissingInputError, ConversionError: The folder cannot be used. Nothing is left behind.
+        SaveError: A file cannot be written.
+        MissingInputError, DataError, ConversionError: See `read_folder`; or the checkpoint's model differs from the
+            folder's. No output is left then.
     """
     imported = read_folder(folder)
     shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
@@ -68,15 +71,15 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tupl
 
             written = checkpoint_model(read_checkpoint(temporary))
             source = build_logit_model(folder, imported.layout, imported.weights)
-            checks = verify(source, lambda _: written, stored=torch.float32, what="the written checkpoint")
+            checks = verify(source, lambda _: written, stored=torch.float32, name="the written checkpoint")
     return imported, checks
 
 
 def load_as_read(folder: Path) -> "LogitModel":
-    """Return the model of a folder in fp32, with the weights as conversion reads them.
+    """Return the model of a folder for a comparison, in fp32, with the weights that `read_weights` returns.
 
     Raises:
-        MissingInputError, ConversionError: As `read_weights` and `compare.load_model`.
+        MissingInputError, ConversionError: See `read_weights` and `compare.load_model`.
     """
     from checkpoint_conversion.compare import build_logit_model
 
@@ -85,13 +88,13 @@ def load_as_read(folder: Path) -> "LogitModel":
 
 
 def read_folder(folder: Path) -> ImportedModel:
-    """Read a folder in EuroBERT's, NeoBERT's or the bidirectional Llama's layout.
+    """Read a folder of one of the three layouts, without rows of zeros that pad the vocabulary.
 
-    Rows of zeros that pad the vocabulary behind the tokenizer's last id are dropped.
+    Prints a warning if config.json and the tokenizer have different mask tokens.
 
     Raises:
-        MissingInputError: There is no such folder, or no config, tokenizer or weights in it.
-        ConversionError: It holds something that NeoBERT's layers cannot compute, or its files do not fit together.
+        MissingInputError: The folder, its config.json, tokenizer or weights are missing.
+        ConversionError: The model is not a NeoBERT, or the files contradict each other.
         DataError: The tokenizer cannot be used.
     """
     content = check_folder(folder)
@@ -100,31 +103,31 @@ def read_folder(folder: Path) -> ImportedModel:
         tokenizer = load_tokenizer(folder)
     except MissingInputError as error:
         raise MissingInputError(
-            f"{folder} holds no tokenizer; put the tokenizer.json or vocab.txt into it that the model was trained with."
+            f"{folder} has no tokenizer; add the tokenizer.json or vocab.txt that the model was trained with."
         ) from error
     ids, rows = tokenizer.vocab_size, config.vocab_size
     if ids > rows:
         raise ConversionError(
-            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json); every "
-            "id needs a row. The tokenizer belongs to another model."
+            f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows (vocab_size of config.json). Use the "
+            "tokenizer that the model was trained with, with at most one id per row."
         )
-    if (stated := content.get("mask_token_id")) not in (None, tokenizer.mask_id):
+    if (mask_id := content.get("mask_token_id")) not in (None, tokenizer.mask_id):
         print(
-            f"warning: {folder}: the tokenizer's [MASK] is id {tokenizer.mask_id}, and mask_token_id of config.json is "
-            f"{quote(stated)}; training uses the tokenizer's.",
+            f"warning: {folder}: [MASK] has id {tokenizer.mask_id} in the tokenizer, but mask_token_id is "
+            f"{quote(mask_id)} in config.json; training uses the tokenizer's id.",
             file=sys.stderr,
         )
     weights, notes = read_weights(folder, config)
     if ids < rows:
-        for name in (name for row in TABLES[config.layout] if row.rule is STRIP_PADDING for name in row.published):
+        padded = [entry.published[0] for entry in TABLES[config.layout] if entry.rule is STRIP_PADDING]
+        for name in padded:
             if weights[name][ids:].any():
                 raise ConversionError(
-                    f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows, and {name} is not zero in "
-                    "the rows behind the last id: they would take part in every prediction. Give the tokenizer a "
-                    "placeholder for each of them."
+                    f"{folder}: the tokenizer has {ids} ids and the embedding {rows} rows, but {name} is not zero in "
+                    "rows without an id, which would affect every prediction. Add placeholder tokens to the tokenizer."
                 )
             weights[name] = weights[name][:ids].clone()
-        notes.append(f"dropped {rows - ids} rows of zeros, for which the tokenizer has no ids, from the vocabulary")
+        notes.append(f"dropped {rows - ids} rows of zeros from the vocabulary, for which the tokenizer has no ids")
     return ImportedModel(config.layout, config.model, tokenizer, weights, (*config.notes, *notes))
 
 
@@ -132,70 +135,77 @@ def read_folder(folder: Path) -> ImportedModel:
 
 
 def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor], list[str]]:
-    """Read the weights that the folder's config.json describes.
+    """Read the weights of a folder with this config.json.
 
     Returns:
-        The tensors under the layout's published names, and notes on what was left out or filled in.
+        Tensors under all published names of the layout, and notes on omitted and added tensors.
 
     Raises:
-        MissingInputError: There are no weights.
-        ConversionError: The weights are not those of the config, or there is no masked-language-model head.
+        MissingInputError: A weight file is missing.
+        ConversionError: The weights do not fit config.json, cannot be converted exactly, or have no
+            masked-language-model head.
     """
     stored = map_weights(folder, config.layout)
-    if config.model.num_layers > len(stored):  # before names are made for each of these
+    # Checked before tables are expanded, because config.json can state any number of layers.
+    if config.model.num_layers > len(stored):
         raise ConversionError(
-            f"{folder}: config.json has num_hidden_layers {config.model.num_layers:,}, but the files hold "
-            f"{len(stored):,} tensors, fewer than layers; fetch the folder again."
+            f"{folder}: the files have {len(stored):,} tensors, fewer than the num_hidden_layers "
+            f"{config.model.num_layers:,} of config.json. Fetch the folder again."
         )
     shape = ModelShape(config.model, config.vocab_size, config.vocab_size)
     shapes = published_shapes(TABLES[config.layout], shape)
-    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(_LEFTOVERS)}
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(_ROTARY_TABLES)}
     notes = []
-    if left_out := [name for name in stored if name not in tensors]:
-        notes.append(f"left out {quote_names(left_out)}: rotary angles follow from the base")
+    if omitted := [name for name in stored if name not in tensors]:
+        notes.append(f"omitted {quote_names(omitted)}: rotary angles follow from the base")
     embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
-    zero = find_zero_biases(folder, config, tensors, shapes, decoder=decoder)
+    zero_biases = find_zero_biases(folder, config, tensors, shapes, decoder=decoder)
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ConversionError(
-                f"{folder}: {quote(name)} is stored as {tensor.dtype}; only {', '.join(map(str, _DTYPES))} are kept "
-                "exactly. Save the weights as float32."
+                f"{folder}: {quote(name)} is stored as {tensor.dtype}; only {', '.join(map(str, _DTYPES))} can be "
+                "converted exactly. Save the weights as float32."
             )
         if tensor.shape != shapes[name]:
             raise ConversionError(
-                f"{folder}: {quote(name)} has shape {tuple(tensor.shape)}; the sizes in config.json give it "
-                f"{shapes[name]}. One of the files belongs to another model."
+                f"{folder}: {quote(name)} has shape {tuple(tensor.shape)}, but the sizes in config.json give it "
+                f"{shapes[name]}. Use weights and config.json of the same model."
             )
-    # Exactly: nothing here stores float16.
+    # No output format has float16, and float32 holds its values exactly.
     tensors |= {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype == torch.float16}
     if config.tied:
-        own = tensors.get(decoder)
-        if own is not None and (differing := int((own != tensors[embedding]).sum())):
+        stored_decoder = tensors.get(decoder)
+        if stored_decoder is not None and (differing := int((stored_decoder != tensors[embedding]).sum())):
             raise ConversionError(
                 f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
-                f"{differing:,} of {own.numel():,} values; set it to false, or remove the tensor."
+                f"{differing:,} of {stored_decoder.numel():,} values; set it to false, or remove the tensor."
             )
         notes.append(f"{decoder} is a copy of the embedding; training does not keep them equal")
         tensors[decoder] = tensors[embedding].clone()
-    if zero:
-        notes.append(f"filled with zeros, as the files lack them: {quote_names(zero)}")
-        tensors |= {name: tensors[embedding].new_zeros(shapes[name]) for name in zero}
+    if zero_biases:
+        notes.append(f"filled with zeros, because the files lack them: {quote_names(zero_biases)}")
+        tensors |= {name: tensors[embedding].new_zeros(shapes[name]) for name in zero_biases}
     return tensors, notes
 
 
 def find_zero_biases(
     folder: Path, config: FolderConfig, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], *, decoder: str
 ) -> list[str]:
-    """Return the biases that no file holds and that are zeros; `decoder` is the published name of the head's weight.
+    """Return the names of biases that the files lack because the folder's model has none; NeoBERT's are zeros.
+
+    Args:
+        tensors: Tensors in the files.
+        shapes: Shapes of all tensors of the layout, by published name.
+        decoder: Published name of the weight of the masked-language-model head.
 
     Raises:
-        ConversionError: The files lack something else, or hold what the model has not.
+        ConversionError: The files lack another tensor, or have one that the model does not have.
     """
     biases = [name for name in shapes if name.endswith(".bias") and not config.has_biases]
     if config.layout == "eurobert" and (ignored := [name for name in biases if name in tensors]):
         raise ConversionError(
-            f"{folder}: config.json has mlp_bias false, but the files hold {quote_names(ignored)}, which transformers "
-            "would ignore; set it to true, or remove them."
+            f"{folder}: config.json has mlp_bias false, but the files have {quote_names(ignored)}, which transformers "
+            "would ignore. Set mlp_bias to true, or remove the tensors."
         )
     optional = [*biases, decoder] if config.tied else biases
     missing = [name for name in shapes if name not in tensors and name not in optional]
@@ -203,19 +213,18 @@ def find_zero_biases(
     if decoder in missing:
         others = f", but {quote_names(unknown)}" if unknown else ""
         raise ConversionError(
-            f"{folder}: there is no {decoder}{others}. Pre-training continues only from a model with its "
-            "masked-language-model head; if the embedding is that decoder, config.json must have "
-            '"tie_word_embeddings": true.'
+            f"{folder}: there is no {decoder}{others}. Pre-training needs the masked-language-model head; if its "
+            'decoder is the embedding, set "tie_word_embeddings": true in config.json.'
         )
     if unknown:
         raise ConversionError(
-            f"{folder}: NeoBERT has no place for {quote_names(unknown)}; config.json has num_hidden_layers "
-            f"{config.model.num_layers} and the layout {config.layout}. Fetch the folder again, or save it without."
+            f"{folder}: a {config.layout} model with num_hidden_layers {config.model.num_layers} does not have "
+            f"{quote_names(unknown)}. Fetch the folder again, or remove these tensors."
         )
     if missing:
         raise ConversionError(
             f"{folder}: the files lack {quote_names(missing)}; a {config.layout} folder of {config.model.num_layers} "
-            f"layers holds {len(shapes)} tensors. Fetch it again."
+            f"layers has {len(shapes)} tensors. Fetch the folder again."
         )
     return [name for name in biases if name not in tensors]
 
@@ -224,61 +233,61 @@ def find_zero_biases(
 
 
 def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
-    """Map the tensors of model.safetensors, or of the files that its index names.
-
-    Of a llama folder the head beside the encoder is mapped as well.
+    """Memory-map the tensors of model.safetensors or of the files in its index, with the head of a llama folder.
 
     Raises:
-        MissingInputError: There are no weights, or a file that the index names is not there.
-        ConversionError: The weights are pickled, a file is damaged, or index and files do not agree.
+        MissingInputError: There are no weights, or a file in the index is missing.
+        ConversionError: The weights are pickled, a file is damaged, or the index and the files contradict each other.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
-        raise ConversionError(f"{folder}: {WEIGHTS} and {INDEX} are both there; remove what is left of another model.")
+        raise ConversionError(f"{folder} has both {WEIGHTS} and {INDEX}; remove the file of another model.")
     if single.is_file():
         tensors = map_file(single)
     elif index.is_file():
         tensors = map_shards(folder, read_weight_map(index))
     elif pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise ConversionError(
-            f"{folder}: the weights are pickled ({quote(pickles[0])}), and a pickle can run code. Load them where you "
-            f"trust them (torch.load with weights_only=True), and save the state dict as {WEIGHTS} with safetensors."
+            f"{folder}: the weights are pickled ({quote(pickles[0])}), and a pickle can run code. Load them with "
+            f"torch.load(..., weights_only=True), and save the state dict as {WEIGHTS} with safetensors."
         )
     else:
-        raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder that holds weights.")
+        raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder with weights.")
     if layout != "llama":
         return tensors
     if not (folder / HEAD_FOLDER / WEIGHTS).is_file():
         raise ConversionError(
-            f"{folder}: there is no {HEAD_FOLDER}/{WEIGHTS}, so it holds no masked-language-model head (what Llama "
-            "calls lm_head predicts the next token); pre-training continues only from a model with its own head."
+            f"{folder}: there is no {HEAD_FOLDER}/{WEIGHTS}, so it holds no masked-language-model head (the lm_head of "
+            "Llama predicts the next token). Use a folder with the head, which pre-training needs."
         )
     head = map_file(folder / HEAD_FOLDER / WEIGHTS)
-    if twice := sorted(tensors.keys() & head.keys()):
-        raise ConversionError(f"{folder}: {quote(twice[0])} is in {HEAD_FOLDER} as well; remove one of them.")
+    if duplicates := sorted(tensors.keys() & head.keys()):
+        raise ConversionError(f"{folder}: {quote(duplicates[0])} is in {HEAD_FOLDER} as well; remove one of them.")
     return tensors | head
 
 
 def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
+    """Memory-map the tensors of all files in an index, which must list the tensors of each file."""
     tensors: dict[str, Tensor] = {}
-    found = set()
+    locations = set()
     for file in sorted(set(weight_map.values())):
         if not (folder / file).is_file():
-            raise MissingInputError(f"{folder / file}: no such file, but {INDEX} names it; fetch the folder again.")
-        of_file = map_file(folder / file)
-        found |= {(name, file) for name in of_file}
-        tensors |= of_file
-    if differing := sorted(found ^ set(weight_map.items())):
+            raise MissingInputError(f"{folder / file}: no such file, but {INDEX} lists it; fetch the folder again.")
+        shard = map_file(folder / file)
+        locations |= {(name, file) for name in shard}
+        tensors |= shard
+    if differing := sorted(locations ^ set(weight_map.items())):
         name, file = differing[0]
-        holds = "holds" if differing[0] in found else "does not hold"
+        has = "has" if differing[0] in locations else "does not have"
         raise ConversionError(
-            f"{folder / file} {holds} {quote(name)}; for that, {INDEX} names {quote(weight_map.get(name))}. One of the "
-            "files belongs to another model: fetch the folder again."
+            f"{folder / file} {has} {quote(name)}, whose file in {INDEX} is {quote(weight_map.get(name))}. Fetch the "
+            "folder again."
         )
     return tensors
 
 
 def map_file(file: Path) -> dict[str, Tensor]:
+    """Memory-map the tensors of one safetensors file."""
     try:
         return load_file(file)
     except SafetensorError as error:

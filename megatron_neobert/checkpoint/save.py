@@ -1,8 +1,7 @@
-"""Saves a run: everything into a temporary folder, the manifest last, then one rename makes the checkpoint exist.
+"""Save a run: write all files into a temporary folder, then the manifest, then rename the folder.
 
-With --async-save training resumes as soon as the tensors are copied to host memory; the rest is the same. All ranks
-agree that a checkpoint is whole or there is none: a failure of one of them ends the run on all, and the older
-checkpoints stay.
+With --async-save, training continues as soon as the tensors are copied to host memory, and a thread writes them. If one
+rank fails, the run ends on all ranks, no incomplete checkpoint remains, and older checkpoints are not changed.
 """
 
 import shutil
@@ -40,21 +39,22 @@ from megatron_neobert.state import Run, TrainState
 
 @dataclass
 class _Pending:
-    """A checkpoint on its way to disk."""
+    """A checkpoint that is being written."""
 
     state: TrainState
-    optimizer: dict[str, Any]  # its plain values, the same on all ranks
-    file: Future[dict[str, FileRecord]] | None  # of this rank, which a thread writes; None: it has no part to write
+    optimizer: dict[str, Any]  # optimizer values that are not tensors, the same on all ranks
+    # Record of this rank's file, once its thread has written it; None if this rank has no tensors to write.
+    file: Future[dict[str, FileRecord]] | None
 
 
 class Saver:
-    """Writes SAVE/iter_N of a run; one checkpoint at a time."""
+    """Writer of a run's checkpoints, one at a time."""
 
     def __init__(self, run: Run, *, log: Callable[[str], None]) -> None:
         self.run = run
         self.log = log
         self.save_folder = Path(run.settings.checkpoint.save or "")
-        self._iteration = 0  # of the checkpoint that is being written
+        self._iteration = 0  # iteration of the checkpoint that is being written
         self._pending: _Pending | None = None
 
     @property
@@ -64,11 +64,13 @@ class Saver:
         return file is not None and not file.done()
 
     def save(self) -> None:
-        """Save the run as it is; return when it is saved, or with --async-save when training may continue.
+        """Save the current state of the run.
+
+        Return when the checkpoint is complete, or with --async-save when its tensors are copied to host memory.
 
         Raises:
-            SaveError: A checkpoint cannot be written, this one or the one before it.
-            DivergenceError: There are values that are not finite.
+            SaveError: This checkpoint, or the previous one with --async-save, cannot be written.
+            DivergenceError: Weights or optimizer state have values that are not finite.
 
         Collective: all ranks.
         """
@@ -76,28 +78,30 @@ class Saver:
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.state.iteration
         if run.model.ddp_config.overlap_param_gather:
-            run.model.start_param_sync(force_sync=True)  # else the other ranks' newest weights would be missing
+            # Gather the weights that other ranks have just updated, which otherwise happens in the next forward.
+            run.model.start_param_sync(force_sync=True)
         problem = None
         if is_rank_zero():
             try:
                 prepare_folder(self._temporary)
             except OSError as error:
                 problem = _describe(error)
-        self._raise_alike(problem)
-        for optimizer in run.optimizer.chained_optimizers:  # which have no state before the first update
+        self._raise_on_all_ranks(problem)
+        for optimizer in run.optimizer.chained_optimizers:  # allocates state before the first update
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-        sharded, plain = save_preprocess(sharded_state(run, loading=False))  # collective: all ranks compare their parts
-        own = [tensor for tensor in nested_values(sharded) if is_main_replica(tensor.replica_id)]
-        assert all(isinstance(tensor, ShardedTensor) for tensor in own), {type(tensor) for tensor in own}
-        parts = {tensor.key: tensor.data for tensor in own}
-        assert len(parts) == len(own), "two parts of one tensor on one rank cannot lie in one file"
-        self._refuse_values_not_finite(parts)
+        # Collective: all ranks check that their shards are complete.
+        sharded, plain = save_preprocess(sharded_state(run, loading=False))
+        shards = [shard for shard in nested_values(sharded) if is_main_replica(shard.replica_id)]
+        assert all(isinstance(shard, ShardedTensor) for shard in shards), {type(shard) for shard in shards}
+        tensors = {shard.key: shard.data for shard in shards}
+        assert len(tensors) == len(shards), "a file cannot have two shards of one tensor"
+        self._check_finite(tensors)
         file = None
-        if parts:
-            copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in parts.items()}
+        if tensors:
+            copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
             path = self._temporary / f"rank_{torch.distributed.get_rank():05d}.safetensors"
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            file = thread.submit(_write, path, copies, {tensor.key: tensor.global_offset for tensor in own})
+            file = thread.submit(_write, path, copies, {shard.key: shard.global_offset for shard in shards})
             thread.shutdown(wait=False)
         self._pending = _Pending(run.state, plain["optimizer"], file)
         if config.async_save:
@@ -106,7 +110,10 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and make it the newest.
+        """Wait for the checkpoint that is being written, if there is one, and publish it.
+
+        Raises:
+            SaveError: The checkpoint cannot be written.
 
         Collective: all ranks.
         """
@@ -117,11 +124,11 @@ class Saver:
         problem = None
         try:
             files = {} if pending.file is None else pending.file.result()
-        except Exception as error:  # of any kind: the other ranks have to hear of it
+        except Exception as error:  # any exception, because the other ranks wait for this rank
             problem = _describe(error)
-        parts: list[Any] | None = [None] * torch.distributed.get_world_size() if is_rank_zero() else None
-        torch.distributed.gather_object((files, problem), parts)  # collective: all ranks
-        self._raise_alike(self._complete(pending, parts) if parts is not None else None)
+        results: list[Any] | None = [None] * torch.distributed.get_world_size() if is_rank_zero() else None
+        torch.distributed.gather_object((files, problem), results)  # collective: all ranks
+        self._raise_on_all_ranks(self._complete(pending, results) if results is not None else None)
         self.log(f"saved {self._final}")
 
     @property
@@ -132,19 +139,25 @@ class Saver:
     def _temporary(self) -> Path:
         return self._final.with_name(f".tmp-{self._final.name}")
 
-    def _refuse_values_not_finite(self, parts: Mapping[str, Tensor]) -> None:
-        names = sorted(name for name, tensor in parts.items() if not tensor.isfinite().all())
-        found = _first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
-        if found is not None:
+    def _check_finite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise DivergenceError on all ranks if a tensor of any rank is not finite. Collective: all ranks."""
+        names = sorted(name for name, tensor in tensors.items() if not tensor.isfinite().all())
+        problem = _first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
+        if problem is not None:
             self._remove_temporary()
             raise DivergenceError(
-                f"iteration {self._iteration} is not saved: {found} hold values that are not finite. {self._remaining}"
+                f"iteration {self._iteration} is not saved: {problem} hold values that are not finite. {self._newest} "
+                "Continue from an earlier checkpoint, with a lower --lr."
             )
 
-    def _complete(self, pending: _Pending, parts: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
-        """Complete the checkpoint on rank 0 when all ranks have written; return what went wrong on any of them."""
+    def _complete(self, pending: _Pending, results: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
+        """Write the remaining files and publish the checkpoint, on rank 0; return the first problem of any rank.
+
+        Args:
+            results: Records of written files and problem of each rank.
+        """
         run, config = self.run, self.run.settings.checkpoint
-        if (problem := next((problem for _, problem in parts if problem is not None), None)) is not None:
+        if (problem := next((problem for _, problem in results if problem is not None), None)) is not None:
             return problem
         try:
             write_train_state(self._temporary, pending.state, pending.optimizer)
@@ -152,24 +165,25 @@ class Saver:
             run.tokenizer.save_tokenizer_files(
                 self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings
             )
-            write_manifest(self._temporary, {name: file for files, _ in parts for name, file in files.items()})
+            write_manifest(self._temporary, {name: file for files, _ in results for name, file in files.items()})
             publish(self._temporary, self._final)
-        except Exception as error:  # the other ranks wait to hear of it
+        except Exception as error:  # any exception, because the other ranks wait for this rank
             return _describe(error)
         try:
             if config.keep_last is not None:
                 prune(self.save_folder, keep_last=config.keep_last, keep_every=config.keep_every)
-        except OSError as error:  # the checkpoint is there
-            self.log(f"warning: {self.save_folder} could not be tidied: {error}")
+        except OSError as error:  # the checkpoint itself is complete
+            self.log(f"warning: old checkpoints in {self.save_folder} could not be deleted: {error}")
         return None
 
-    def _raise_alike(self, problem: str | None) -> None:
-        problem = _first_problem(problem)  # collective: all ranks
+    def _raise_on_all_ranks(self, problem: str | None) -> None:
+        """Raise SaveError on all ranks if any rank has a problem. Collective: all ranks."""
+        problem = _first_problem(problem)
         if problem is not None:
             self._remove_temporary()
             raise SaveError(
-                f"iteration {self._iteration} could not be saved: {problem}. {self._remaining} Make room or "
-                "fix it, then start again with the same command."
+                f"iteration {self._iteration} could not be saved: {problem}. {self._newest} Make room or fix the "
+                "problem, then start again with the same command."
             )
 
     def _remove_temporary(self) -> None:
@@ -177,15 +191,16 @@ class Saver:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     @property
-    def _remaining(self) -> str:
+    def _newest(self) -> str:
+        """Sentence about the newest checkpoint, for messages."""
         if self.run.settings.checkpoint.save is None:
-            return "There is no checkpoint, for lack of --save."
+            return "There is no checkpoint, because --save is not set."
         older = list_checkpoints(self.save_folder)
-        return f"The newest checkpoint is {older[0]}." if older else f"There is no older one in {self.save_folder}."
+        return f"The newest checkpoint is {older[0]}." if older else f"There is no checkpoint in {self.save_folder}."
 
 
-def _write(path: Path, parts: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, FileRecord]:
-    write_tensors(path, parts, offsets)
+def _write(path: Path, shards: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, FileRecord]:
+    write_tensors(path, shards, offsets)
     sync_to_disk(path)
     return {path.name: record_of(path)}
 
@@ -196,7 +211,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _first_problem(problem: str | None) -> str | None:
-    """Return the problem of the lowest rank that has one, the same on all ranks. Collective: all ranks."""
+    """Return the problem of the lowest rank with a problem, the same on all ranks, or None. Collective: all ranks."""
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(problems, problem)
     return next((text for text in problems if text is not None), None)

@@ -1,16 +1,10 @@
-"""Checks before any rank exists: the checkpoint that a start would continue, and room for its own. Needs no torch."""
+"""Checks before ranks start: the newest checkpoint fits the settings, and there is disk space. Needs no torch."""
 
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.checkpoint.folder import (
-    TRAIN_STATE,
-    iteration_of,
-    leftovers,
-    list_checkpoints,
-    verify_files,
-)
+from megatron_neobert.checkpoint.folder import TRAIN_STATE, iteration_of, leftovers, list_checkpoints, verify_files
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
@@ -24,9 +18,15 @@ from megatron_neobert.text import in_bytes, parse_json
 
 
 def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
-    """Refuse a start whose settings, data or tokenizer do not fit the newest checkpoint.
+    """Check that settings, data and tokenizer fit the newest checkpoint, without reading its tensors.
 
-    A damaged checkpoint is not judged: loading passes over it and may find an older one. Tensors are not read.
+    A damaged checkpoint is not checked, because loading skips it and may use an older one.
+
+    Args:
+        inputs: Data of each phase of the run.
+
+    Raises:
+        CheckpointError, ConfigError: The checkpoint is of another model, data order, corpus or tokenizer.
     """
     folder = newest_checkpoint(settings.checkpoint)
     if folder is None:
@@ -45,21 +45,21 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
         )
     except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return
-    own = inputs[phase_at(settings, saved.iteration).number]
+    phase_inputs = inputs[phase_at(settings, saved.iteration).number]
     load = settings.checkpoint.load
     has_new_data = load is None or not list_checkpoints(Path(load))
-    refuse_unfit_checkpoint(saved, settings, own.identities, has_new_data=has_new_data)
-    refuse_other_tokenizer(folder, tokenizer, own.tokenizer)
+    refuse_unfit_checkpoint(saved, settings, phase_inputs.identities, has_new_data=has_new_data)
+    refuse_other_tokenizer(folder, tokenizer, phase_inputs.tokenizer)
 
 
 def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
-    """Raise SaveError if the file system of --save has no room for a single checkpoint."""
+    """Raise SaveError if the file system of --save has no space for one checkpoint of this run."""
     checkpoint = settings.checkpoint
     if checkpoint.save is None or first_iteration(checkpoint) >= settings.training.train_iters:
         return
     save, size = Path(checkpoint.save).resolve(), checkpoint_bytes(settings, vocab_size=vocab_size)
     free = shutil.disk_usage(existing_parent(save)).free
-    if free < size:  # the first save deletes what crashes have left
+    if free < size:  # the first save deletes leftovers of crashes
         free += sum(path.stat().st_size for folder in leftovers(save) for path in folder.rglob("*") if path.is_file())
     if free < size:
         raise SaveError(
@@ -69,22 +69,22 @@ def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
 
 
 def newest_checkpoint(config: CheckpointConfig) -> Path | None:
-    """Return the newest checkpoint of --load, else that of --continue-from."""
-    places = [place for place in (config.load, config.continue_from) if place is not None]
-    return next((folder for place in places for folder in list_checkpoints(Path(place))), None)
+    """Return the newest checkpoint of --load, else of --continue-from, or None. Its files are not verified."""
+    folders = [Path(folder) for folder in (config.load, config.continue_from) if folder is not None]
+    return next((checkpoint for folder in folders for checkpoint in list_checkpoints(folder)), None)
 
 
 def first_iteration(config: CheckpointConfig) -> int:
-    """Return the iteration that this run would continue from."""
+    """Return the iteration of the newest checkpoint, from which this run continues, or 0."""
     folder = newest_checkpoint(config)
     return 0 if folder is None else iteration_of(folder)
 
 
-def refuse_other_tokenizer(folder: Path, saved: Tokenizer, now: Tokenizer) -> None:
-    """Raise CheckpointError if tokenizers differ. Equal sizes do not show that ids mean the same words."""
-    if saved.fingerprint != now.fingerprint:
+def refuse_other_tokenizer(folder: Path, saved: Tokenizer, current: Tokenizer) -> None:
+    """Raise CheckpointError if the tokenizers of a checkpoint and of this run differ, also if their sizes are equal."""
+    if saved.fingerprint != current.fingerprint:
         raise CheckpointError(
             f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "
-            f"--tokenizer-model is {now.fingerprint[:12]} ({now.vocab_size:,} ids); its embeddings mean nothing "
-            f"there. Use {folder / 'tokenizer'} and a corpus written with it."
+            f"--tokenizer-model is {current.fingerprint[:12]} ({current.vocab_size:,} ids). Use {folder / 'tokenizer'} "
+            "and a corpus written with it."
         )

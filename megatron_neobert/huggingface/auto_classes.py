@@ -1,7 +1,7 @@
-"""Lets transformers load `neobert` folders with this project's class: no remote code, and no file that lies in them.
+"""Let transformers load `neobert` folders with this package's classes, without executing code of the folder.
 
-Once registered, AutoModel and its kind, pipelines, SentenceTransformer and everything else built on them load such a
-folder with trust_remote_code=False.
+After registration, AutoModel and the other auto classes, pipelines and SentenceTransformer load such a folder with
+trust_remote_code=False.
 """
 
 from collections.abc import Iterator
@@ -17,25 +17,26 @@ from megatron_neobert.huggingface import modeling_neobert
 
 
 def register_neobert() -> None:
-    """Makes transformers of this process know the model type `neobert`; may be called again."""
+    """Register the model type `neobert` with transformers in this process; repeated calls have no effect."""
     for auto_class, path in modeling_neobert.AUTO_MAP.items():
-        own = getattr(modeling_neobert, path.split(".")[1])
-        if auto_class == "AutoConfig":
-            transformers.AutoConfig.register(own.model_type, own, exist_ok=True)
-        else:
-            getattr(transformers, auto_class).register(modeling_neobert.NeoBERTConfig, own, exist_ok=True)
+        cls = getattr(modeling_neobert, path.split(".")[1])
+        key = cls.model_type if auto_class == "AutoConfig" else modeling_neobert.NeoBERTConfig
+        getattr(transformers, auto_class).register(key, cls, exist_ok=True)
 
 
 @contextmanager
-def loading(folder: Path, what: str) -> Iterator[None]:
-    """Load a local folder in this block: with our class, without a network, without progress bars and load reports.
+def loading(folder: Path, class_name: str) -> Iterator[None]:
+    """Prepare transformers for loading a local folder in this block, and translate its errors.
+
+    In the block, `neobert` folders are loaded with this package's classes, the network is not used, and transformers
+    prints no progress bars and no reports. The class name is for messages.
 
     Raises:
         ConversionError: transformers cannot load the folder.
     """
     register_neobert()
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
-    huggingface_hub.constants.HF_HUB_OFFLINE = True  # the environment variable was read when the package was imported
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # the environment variable is read only when it is imported
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -43,9 +44,9 @@ def loading(folder: Path, what: str) -> Iterator[None]:
         yield
     except ConversionError:
         raise
-    except Exception as error:  # a strange config.json makes transformers raise almost anything
+    except Exception as error:  # with an invalid config.json, transformers raises almost any exception
         raise ConversionError(
-            f"{folder}: transformers cannot load it as {what} ({short_reason(error)}); use the version in "
+            f"{folder}: transformers cannot load it as {class_name} ({short_reason(error)}); use the version in "
             "constraints.txt, or fetch the folder again."
         ) from error
     finally:

@@ -1,12 +1,13 @@
-"""Checks of a Hugging Face folder, before transformers or sentence-transformers read it.
+"""Check a Hugging Face folder before transformers or sentence-transformers read it.
 
-transformers runs no code of a folder that is loaded with trust_remote_code=False, and reads safetensors only if it is
-told so. It still follows the names in a folder's own files: to weights in other folders, to the model that an adapter
-belongs to, and to attention kernels on the network. Those are refused here.
+With trust_remote_code=False and use_safetensors=True, transformers executes no code of a folder and reads no pickles.
+It still follows references in the folder's files: to weights in other folders, to the base model of an adapter, and to
+attention kernels on the network. These references are refused here.
 
-The files themselves may be symbolic links, as they are in Hugging Face's cache.
+The files may be symbolic links, as in Hugging Face's cache.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,55 +18,55 @@ from megatron_neobert.text import listed, parse_json
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-MODELING_FILE = "modeling_neobert.py"  # in a folder of the neobert layout that we wrote
+MODELING_FILE = "modeling_neobert.py"  # in exported folders of the neobert layout
 TORCH_ATTENTION = ("eager", "sdpa")
 
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _LARGEST_JSON_BYTES = 64 << 20  # an index of 100,000 tensors takes 10 MB
-_MOST_LABELS = 10_000  # transformers makes a name for each before it looks at the weights
+_MOST_LABELS = 10_000  # transformers creates a name for each label before it reads the weights
 
 
 def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) -> dict[str, Any]:
-    """Return the content of config.json, if the files of the folder name nothing outside it.
+    """Return the content of config.json after checking that the folder refers to nothing outside of it.
 
     Args:
-        attention: Implementations of attention that config.json may ask for.
+        attention: Attention implementations that config.json may name.
 
     Raises:
         MissingInputError: There is no config.json.
-        ConversionError: A key asks for code, for other weights or for another model; a pipe, a socket or a device is in
-            the folder; or an index names other files than safetensors.
+        ConversionError: A file refers to code, weights or a model outside of the folder; the folder has a pipe, a
+            socket or a device; or the weight index lists files that are not safetensors.
     """
     config_path, index_path = folder / "config.json", folder / INDEX
     if not config_path.exists():
         remedy = "name a Hugging Face folder; nothing is downloaded"
         if any(folder.glob("iter_*")):
-            remedy = f"it holds checkpoints: neobert convert megatron-to-hf --load {folder} --output DIR comes first"
+            remedy = f"convert its checkpoints first: neobert convert megatron-to-hf --load {folder} --output DIR"
         raise MissingInputError(f"{folder}: no such folder, or one without config.json; {remedy}.")
     for path in sorted(folder.rglob("*")):
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ConversionError(f"{path} is a pipe, a socket or a device; a model consists of files. Remove it.")
+            raise ConversionError(f"{path} is a pipe, a socket or a device, and only files are read. Remove it.")
     config = read_object(config_path)
     for key in _ATTENTION_KEYS:
         if config.get(key) not in (None, *attention):
             raise ConversionError(
-                f"{config_path}: {key} is {quote(config[key])}, which transformers may fetch code for; only "
-                f"{', '.join(map(repr, attention))} are accepted. Remove the key."
+                f"{config_path}: {key} is {quote(config[key])}, for which transformers may download code. Use "
+                f"{' or '.join(map(repr, attention))}, or remove the key."
             )
     labels = config.get("num_labels")
     if isinstance(labels, (int, float)) and labels > _MOST_LABELS:
         raise ConversionError(
-            f"{config_path}: num_labels is {quote(labels)}, and at most {_MOST_LABELS:,} are accepted, because "
-            "transformers allocates them unseen. Remove the key."
+            f"{config_path}: num_labels is {quote(labels)}, but at most {_MOST_LABELS:,} are accepted, because "
+            "transformers allocates them unchecked. Remove the key."
         )
     if config.get("transformers_weights") is not None:
         raise ConversionError(
-            f"{config_path}: transformers_weights is {quote(config['transformers_weights'])}; weights are read from "
-            f"{WEIGHTS} or its index alone. Remove the key."
+            f"{config_path}: transformers_weights is {quote(config['transformers_weights'])}, but weights are read "
+            f"from {WEIGHTS} or its index only. Remove the key."
         )
     if (folder / "adapter_config.json").exists():
         raise ConversionError(
-            f"{folder / 'adapter_config.json'}: an adapter changes a model that lies elsewhere; merge it into a whole "
+            f"{folder / 'adapter_config.json'}: an adapter needs a model outside of the folder. Merge it into its "
             "model and remove the file."
         )
     if index_path.is_file():
@@ -74,27 +75,30 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor, from a model.safetensors.index.json.
+    """Return the file name of each tensor in a model.safetensors.index.json.
 
     Raises:
-        ConversionError: The file is no such index, or names something else than a safetensors file beside it.
+        MissingInputError, ConversionError: See `read_object`.
+        ConversionError: The file is not an index, or lists a file that is not a safetensors file in its folder.
     """
     weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ConversionError(f"{path}: has no weight_map from names to files; fetch it again.")
+        raise ConversionError(f"{path} has no weight_map with the file of each tensor; fetch it again.")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
             raise ConversionError(
-                f"{path}: {quote(tensor)} shall be read from {quote(name)}, which is no safetensors file of the folder."
+                f"{path}: the file of {quote(tensor)} is {quote(name)}, but must be a safetensors file in the same "
+                "folder; fetch it again."
             )
     return weight_map
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the JSON object in a file.
 
     Raises:
-        MissingInputError, ConversionError: As `read_json`; or the file holds no object.
+        MissingInputError, ConversionError: See `read_json`.
+        ConversionError: The content is not an object.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -107,7 +111,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         MissingInputError: There is no such file.
-        ConversionError: The file is not JSON, has more than 64 MiB, or has a key twice.
+        ConversionError: The file is not JSON, is larger than 64 MiB, or has a duplicate key.
     """
     if not path.is_file():
         raise MissingInputError(f"{path}: no such file; name a Hugging Face folder.")
@@ -122,17 +126,18 @@ def read_json(path: Path) -> Any:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{quote(twice)} is there twice")
+        duplicate, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"duplicate key {quote(duplicate)}")
     return content
 
 
 def quote(value: object) -> str:
-    """A value of a file as a message may show it: short, without control characters, and never nested."""
-    return f"{value!r:.80}" if not isinstance(value, (dict, list)) else f"of {len(value)} entries"
+    """Format a value from a file for a message: short, without control characters, and not nested."""
+    return (
+        f"{value!r:.80}" if not isinstance(value, (dict, list)) else f"a {type(value).__name__} of length {len(value)}"
+    )
 
 
 def quote_names(names: Iterable[str]) -> str:
-    """The first names, and the number of the others."""
+    """Format the first names from a file, and the number of others, for a message."""
     return listed(map(quote, names))

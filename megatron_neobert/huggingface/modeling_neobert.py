@@ -1,10 +1,11 @@
-"""NeoBERT for transformers 4.57 to 5.23 and PyTorch, in one file that is stored beside the weights.
+"""NeoBERT for transformers 4.57 to 5.23, in one file that is stored with the weights.
 
-Parameter names and conventions are those of the published checkpoint. A batch is padded (`attention_mask`) or one row
-of documents laid end to end (`cu_seqlens`), which then never attend to each other under any attention.
-There are no buffers: rotary angles are computed in fp32 once per forward, so no cast and no lazy loading spoils them.
+Parameter names and conventions are those of the published checkpoint. A batch is either padded (`attention_mask`) or
+one packed sequence of several documents (`cu_seqlens`), which never attend to each other, whatever the attention
+implementation. There are no buffers: rotary angles are computed in fp32 in every forward, so that casts and lazy
+loading cannot change them.
 
-Shapes: `b` rows, `s` tokens of a row, `h` hidden, `n` heads, `d` head width, `v` vocabulary, `c` classes.
+Shapes: `b` rows, `s` positions, `h` hidden, `n` heads, `d` head width, `v` vocabulary, `c` classes.
 Source: arXiv 2502.19587 section 3.
 """
 
@@ -35,14 +36,14 @@ PUBLISHED_MODEL = {
     "hidden_size": 768,
     "num_hidden_layers": 28,
     "num_attention_heads": 12,
-    "intermediate_size": 3072,  # 3/2 of the width of SwiGLU, see SwiGLU
+    "intermediate_size": 3072,  # 3/2 of the width, see SwiGLU
     "max_position_embeddings": 4096,
     "norm_eps": 1e-5,
     "rope_theta": 10_000.0,
     "embedding_init_range": 0.02,
     "decoder_init_range": 0.02,
     "classifier_init_range": 0.02,
-    "classifier_dropout": 0.1,  # of the classification heads; the model itself has no dropout
+    "classifier_dropout": 0.1,  # in classification heads; the encoder has no dropout
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
@@ -50,10 +51,13 @@ logger = logging.get_logger(__name__)
 
 
 class NeoBERTConfig(PretrainedConfig):
-    """Settings as in PUBLISHED_MODEL, which holds the defaults, and those that every model of transformers has.
+    """Settings of a NeoBERT model. PUBLISHED_MODEL has their names and default values.
 
-    `max_position_embeddings`, `max_length` in published folders, is the longest document that the model was trained
-    for; the code has no limit.
+    `max_position_embeddings` (`max_length` in published folders) is the longest document that the model was trained
+    for. Longer documents cause a warning only.
+
+    Raises:
+        ValueError: Rotary angles are scaled, or heads do not divide the hidden size into even widths.
     """
 
     model_type = "neobert"
@@ -62,13 +66,13 @@ class NeoBERTConfig(PretrainedConfig):
         legacy_length = settings.pop("max_length", None)  # transformers 5 refuses to save a setting of this name
         if legacy_length is not None:
             settings.setdefault("max_position_embeddings", legacy_length)
-        for name in ("rope_scaling", "rope_parameters"):  # transformers 5 writes the base into the second
-            given = dict(settings.pop(name, None) or {})
-            base = given.pop("rope_theta", None)
-            if set(given.values()) - {"default"} or base not in (None, settings.get("rope_theta", base)):
+        for name in ("rope_scaling", "rope_parameters"):  # transformers 5 saves the base in rope_parameters
+            rotary = dict(settings.pop(name, None) or {})
+            base = rotary.pop("rope_theta", None)
+            if set(rotary.values()) - {"default"} or base not in (None, settings.get("rope_theta", base)):
                 raise ValueError(
-                    f"rotary settings {name} {given}, rope_theta {base} are not supported beside rope_theta "
-                    f"{settings.get('rope_theta')}. Leave {name} out; rope_theta is the only one."
+                    f"{name} {rotary} with rope_theta {base} is not supported beside rope_theta "
+                    f"{settings.get('rope_theta')}. Remove {name}; rope_theta is the only rotary setting."
                 )
             settings |= {} if base is None else {"rope_theta": base}
         settings = {**PUBLISHED_MODEL, **settings}
@@ -76,33 +80,36 @@ class NeoBERTConfig(PretrainedConfig):
         width = settings.setdefault("dim_head", hidden_size // heads)
         if width % 2 or width * heads != hidden_size:
             raise ValueError(
-                f"hidden_size {hidden_size}, num_attention_heads {heads}, dim_head {width}: the heads share the hidden "
-                "size equally, and each needs an even width. Change one of them; dim_head may be left out."
+                f"hidden_size {hidden_size}, num_attention_heads {heads}, dim_head {width}: hidden_size must be "
+                "num_attention_heads x dim_head, and dim_head even. Change one of them, or remove dim_head."
             )
-        # All of the map, so that what is saved as one class loads as every other; code kept elsewhere stays there.
-        given = settings.get("auto_map") or {}
-        own = {name: path for name, path in AUTO_MAP.items() if "--" not in str(given.get(name))}
-        super().__init__(**{**settings, "auto_map": {**given, **own}})
+        # A folder saved as one class can be loaded as any other. Paths with "--" are code of other repositories.
+        auto_map = settings.get("auto_map") or {}
+        local = {name: path for name, path in AUTO_MAP.items() if "--" not in str(auto_map.get(name))}
+        super().__init__(**{**settings, "auto_map": {**auto_map, **local}})
 
 
 class Packing(NamedTuple):
-    """Documents laid end to end in one row."""
+    """Documents of one packed sequence."""
 
-    starts: Tensor  # int32, 0, ..., s
-    longest: int  # tokens, at least those of the longest document
-    document_s: Tensor  # which document each token belongs to
-    position_s: Tensor  # of each token within its document
+    starts: Tensor  # int32: 0, ..., s
+    longest: int  # tokens of the longest document, or more
+    document_s: Tensor  # document number of each token
+    position_s: Tensor  # position of each token in its document
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every angle, fp32, [b or 1, 1, s, d/2]: one angle per pair of adjacent channels."""
+    """Cosine and sine of the rotary angles, fp32, [b or 1, 1, s, d/2]: one angle per pair of adjacent channels."""
 
     cosine: Tensor
     sine: Tensor
 
 
 class SwiGLU(nn.Module):
-    """Two thirds of intermediate_size wide, rounded up to a multiple of 8; `w12` holds the gate's rows first."""
+    """Feed-forward layer. Its width is two thirds of intermediate_size, rounded up to a multiple of 8.
+
+    The rows of the gate are the first half of `w12`.
+    """
 
     def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__()
@@ -116,11 +123,11 @@ class SwiGLU(nn.Module):
 
 
 class EncoderBlock(GradientCheckpointingLayer):
-    """Attention, then feed-forward; each reads its input through an RMSNorm and adds its output to it."""
+    """Attention and feed-forward with pre-normalization and residual connections."""
 
     def __init__(self, config: NeoBERTConfig, layer_idx: int) -> None:
         super().__init__()
-        # The attention functions of transformers read these three.
+        # Attributes that the attention functions of transformers read.
         self.config, self.layer_idx, self.is_causal = config, layer_idx, False
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)  # rows: q, k, v within each head
@@ -131,7 +138,12 @@ class EncoderBlock(GradientCheckpointingLayer):
     def forward(
         self, hidden_bsh: Tensor, rotation: Rotation, implementation: str, mask: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """The block's output and, if computed the eager way, the attention weights [b, n, s, s]."""
+        """Return the hidden states [b, s, h] and, with eager attention, the attention weights [b, n, s, s].
+
+        Args:
+            mask: See `build_mask`.
+            options: Further arguments of the attention function, see `build_mask`.
+        """
         heads_bsnd = self.qkv(self.attention_norm(hidden_bsh)).unflatten(-1, (self.config.num_attention_heads, -1))
         query, key, value = heads_bsnd.transpose(1, 2).chunk(3, dim=-1)
         attend = attend_eagerly if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
@@ -143,17 +155,18 @@ class EncoderBlock(GradientCheckpointingLayer):
 
 
 class HeadLinear(nn.Linear):
-    """A layer that fine-tuning adds: drawn from a normal distribution, unlike all others."""
+    """Linear layer of a head for fine-tuning, initialized from a normal distribution, unlike all other layers."""
 
 
 class NeoBERTPreTrainedModel(PreTrainedModel):
-    """Base of every NeoBERT class, with the forward of classes whose head returns logits."""
+    """Base class of all NeoBERT models, with the forward of the models with a head."""
 
     config_class = NeoBERTConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    compute_logits: Any  # by every class that uses this forward: (hidden states, other inputs)
-    compute_loss: Any  # (logits, labels, other inputs)
+    # Defined by models with a head.
+    compute_logits: Any  # (hidden_bsh, inputs) -> logits
+    compute_loss: Any  # (logits, labels, inputs) -> loss
     output_class: Any
     _no_split_modules = ["EncoderBlock"]  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = (
@@ -161,7 +174,7 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
     ) = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        # torch.nn.init alone: transformers 5 keeps these away from weights that have been loaded.
+        # Functions of torch.nn.init only: transformers 5 makes them skip weights that have been loaded.
         if isinstance(module, HeadLinear):
             nn.init.normal_(module.weight, std=self.config.classifier_init_range)
         elif isinstance(module, nn.Linear):
@@ -183,20 +196,20 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Logits and, with labels, their loss; the other inputs are those of NeoBERT."""
+        """Return logits and, with labels, the loss. See `NeoBERT.forward` for the other arguments."""
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.compute_logits(outputs.last_hidden_state, kwargs)
         loss = None if labels is None else self.compute_loss(logits, labels.to(logits.device), kwargs)
         return self.finish(self.output_class, outputs, return_dict, loss=loss, logits=logits)
 
-    def finish(self, kind: type, outputs: Any, return_dict: bool | None, **results: Any) -> Any:
-        """The results with what else the backbone gave, as one object or as a tuple of what is there."""
-        output = kind(**results, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+    def finish(self, output_class: type, outputs: Any, return_dict: bool | None, **results: Any) -> Any:
+        """Return the results with the hidden states and attentions in `outputs`, as an output object or a tuple."""
+        output = output_class(**results, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 class NeoBERT(NeoBERTPreTrainedModel):
-    """Embedding, blocks and final norm (`encoder` is the embedding)."""
+    """Encoder without a head. `encoder` is the token embedding, as in the published model."""
 
     def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)
@@ -224,23 +237,28 @@ class NeoBERT(NeoBERTPreTrainedModel):
         max_seqlen: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Hidden states [b, s, h] after the final norm; what other models need (`token_type_ids`) is left alone.
+        """Return hidden states [b, s, h] after the final norm.
 
         Args:
-            input_ids: [b, s].
-            attention_mask: [b, s], not zero where there is a token. Padding is never attended to; its own outputs mean
-                nothing.
-            position_ids: [b or 1, s]; None counts from 0 in every document.
-            inputs_embeds: [b, s, h], instead of input_ids.
-            output_attentions: Also the weights of every block; this forward then computes attention the eager way.
-            output_hidden_states: Also the embeddings and the output of every block, the last one after the final norm.
-            return_dict: False gives a tuple.
-            cu_seqlens: Where the documents of a single row start and the row ends: 0, ..., s. `cu_seq_lens_q` of
-                DataCollatorWithFlattening is the same. Positions that restart do not separate documents by themselves.
-            max_seqlen: Tokens of the longest document; None counts them.
+            input_ids: Token ids [b, s].
+            attention_mask: [b, s], 0 at padding and not 0 at tokens. Outputs at padding are undefined.
+            position_ids: [b or 1, s]. By default, positions count from 0 in every document.
+            inputs_embeds: Embeddings [b, s, h], instead of input_ids.
+            output_attentions: Also return the attention weights of every block, computed with eager attention.
+            output_hidden_states: Also return the embeddings and the output of each block, the last after the final
+                norm.
+            return_dict: If False, return a tuple.
+            cu_seqlens: Starts of the documents in a packed sequence (b = 1), and its length: 0, ..., s.
+                DataCollatorWithFlattening's `cu_seq_lens_q` is accepted too. Position ids that restart do not separate
+                documents.
+            max_seqlen: Tokens of the longest document. By default, computed from cu_seqlens.
+            kwargs: Inputs of other models, such as `token_type_ids`, are ignored.
+
+        Raises:
+            ValueError: Inputs contradict each other, see the messages.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids and inputs_embeds: give one of them and not both.")
+            raise ValueError("input_ids and inputs_embeds: give exactly one of them.")
         hidden_bsh = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
         length = hidden_bsh.shape[1]
         cu_seqlens = find_documents({**kwargs, "cu_seqlens": cu_seqlens})
@@ -248,8 +266,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
         longest = length if packing is None else packing.longest
         if not is_tracing() and longest > self.config.max_position_embeddings:
             logger.warning_once(
-                f"A document of {longest} tokens is longer than max_position_embeddings, "
-                f"{self.config.max_position_embeddings}: the model was not trained for that."
+                f"A document has {longest} tokens, more than max_position_embeddings "
+                f"{self.config.max_position_embeddings}, for which the model was trained."
             )
         if position_ids is None:
             position_ids = torch.arange(length, device=hidden_bsh.device) if packing is None else packing.position_s
@@ -273,10 +291,10 @@ class NeoBERT(NeoBERTPreTrainedModel):
 
 
 class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
-    """Logits [b, s, v] of a linear layer with a bias; the loss is the mean over the labels [b, s] that are not -100."""
+    """NeoBERT with a linear head: logits [b, s, v]. The loss is the mean over labels [b, s] that are not -100."""
 
     output_class = modeling_outputs.MaskedLMOutput
-    _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}  # noqa: RUF012  where tie_word_embeddings asks for it
+    _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}  # noqa: RUF012  used with tie_word_embeddings
 
     def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)
@@ -297,14 +315,17 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
         return mean_token_loss(logits, labels, inputs.get("num_items_in_batch"))
 
 
-NeoBERTLMHead = NeoBERTForMaskedLM  # the published name, which older folders have in their auto_map
+NeoBERTLMHead = NeoBERTForMaskedLM  # the published name, in the auto_map of older folders
 
 
 class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
-    """Logits [documents, c] of dropout, linear, tanh, dropout, linear on every document's first token."""
+    """NeoBERT with a head on the first token of each document: dropout, linear, tanh, dropout, linear.
+
+    Logits have the shape [documents, c].
+    """
 
     output_class = modeling_outputs.SequenceClassifierOutput
-    accepts_loss_kwargs = False  # the loss is a plain mean, which Trainer divides by its micro-batches
+    accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the number of micro-batches
 
     def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)
@@ -333,7 +354,7 @@ class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
 
 
 class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
-    """Logits [b, s, c] of dropout and a linear layer; the loss is the mean over the labels that are not -100."""
+    """NeoBERT with dropout and a linear layer: logits [b, s, c]. The loss is the mean over labels that are not -100."""
 
     output_class = modeling_outputs.TokenClassifierOutput
 
@@ -351,49 +372,53 @@ class NeoBERTForTokenClassification(NeoBERTPreTrainedModel):
 
 
 def is_tracing() -> bool:
-    """Return True while the forward is compiled or exported, when tensor values are not available."""
+    """Return True during compilation or export, when the values of tensors are not available."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def find_documents(inputs: dict[str, Any]) -> Tensor | None:
-    """Return the starts of documents, given under either name."""
+    """Return the starts of documents in a packed sequence, from either of their two names."""
     starts = inputs.get("cu_seqlens")
     return inputs.get("cu_seq_lens_q") if starts is None else starts
 
 
 def build_rotation(positions_bs: Tensor, config: PretrainedConfig) -> Rotation:
-    """The rotation of every position: pair i turns by theta^(-2i/d) per token."""
+    """Return the rotations for positions [b or 1, s]: pair i rotates by theta^(-2i/d) per position."""
     channels = torch.arange(0, config.dim_head, 2, device=positions_bs.device, dtype=torch.float32)
     angles = positions_bs[:, None, :, None].float() * (1.0 / config.rope_theta ** (channels / config.dim_head))
     return Rotation(angles.cos(), angles.sin())
 
 
 def rotate_pairs(heads_bnsd: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates channels (0, 1), (2, 3), ... of every head in fp32; same dtype as given."""
+    """Rotate channels (0, 1), (2, 3), ... of every head in fp32, and return them in the input's dtype."""
     even, odd = heads_bnsd.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (even * rotation.cosine - odd * rotation.sine, even * rotation.sine + odd * rotation.cosine)
-    return torch.stack(turned, dim=-1).flatten(-2).to(heads_bnsd.dtype)
+    rotated = (even * rotation.cosine - odd * rotation.sine, even * rotation.sine + odd * rotation.cosine)
+    return torch.stack(rotated, dim=-1).flatten(-2).to(heads_bnsd.dtype)
 
 
 def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attention_mask: Tensor | None) -> Packing:
-    """The documents of a packed row; ValueError if they are none, as far as values can be looked at."""
+    """Return the documents of a packed sequence.
+
+    Raises:
+        ValueError: The inputs are not a packed sequence. Values of tensors are not checked during tracing.
+    """
     rows, length = hidden_bsh.shape[:2]
     if rows != 1:
-        raise ValueError(f"cu_seqlens with {rows} rows: documents laid end to end are one row, (1, tokens).")
+        raise ValueError(f"cu_seqlens with {rows} rows: a packed sequence has one row. Use shape (1, tokens).")
     if attention_mask is not None and (is_tracing() or not bool((attention_mask != 0).all())):
-        raise ValueError("attention_mask and cu_seqlens: documents laid end to end have no padding. Leave one out.")
+        raise ValueError("attention_mask and cu_seqlens: a packed sequence has no padding. Remove one of them.")
     longest = max_seqlen or length
     if not is_tracing():
         starts = cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         if not lengths or starts[0] != 0 or starts[-1] != length or min(lengths) < 1:
             raise ValueError(
-                f"cu_seqlens {starts[:4]} ... {starts[-1:]} for {length} tokens: it must grow from 0 to the number of "
-                "tokens."
+                f"cu_seqlens {starts[:4]} ... {starts[-1:]} for {length} tokens: it must increase from 0 to the number "
+                "of tokens."
             )
         longest = max(lengths)
         if max_seqlen is not None and max_seqlen < longest:
-            raise ValueError(f"max_seqlen {max_seqlen}: the longest document of cu_seqlens has {longest} tokens.")
+            raise ValueError(f"max_seqlen {max_seqlen}: the longest document in cu_seqlens has {longest} tokens.")
     starts_n = cu_seqlens.to(hidden_bsh.device, torch.int32)
     token_s = torch.arange(length, device=hidden_bsh.device, dtype=torch.int32)
     document_s = torch.searchsorted(starts_n[1:].contiguous(), token_s, right=True)
@@ -403,23 +428,25 @@ def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attenti
 def build_mask(
     implementation: str, attention_mask: Tensor | None, packing: Packing | None, hidden_bsh: Tensor
 ) -> tuple[Any, dict[str, Any]]:
-    """The mask in the form that an attention implementation takes, and what else it must be told."""
+    """Return the mask in the format of an attention implementation, and further arguments for it."""
     rows, length = hidden_bsh.shape[:2]
     mask = None
     if attention_mask is not None and packing is None:
         if attention_mask.shape != (rows, length):
             raise ValueError(
-                f"attention_mask {tuple(attention_mask.shape)}: it must be ({rows}, {length}), one value per token."
+                f"attention_mask has shape {tuple(attention_mask.shape)}, but must have one value per token: "
+                f"({rows}, {length})."
             )
         mask = attention_mask != 0
         if not is_tracing() and bool(mask.all()):
-            mask = None  # kernels without a mask are faster
+            mask = None  # kernels are faster without a mask
     if "flash" in implementation:
         if packing is None:
             return mask, {}
         starts, longest = packing.starts, packing.longest
+        # These arguments separate the documents; no mask is needed.
         lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
-        return None, lengths  # which keep documents apart
+        return None, lengths
     if implementation == "flex_attention" and (mask is not None or packing is not None):
 
         def may_attend(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -436,7 +463,7 @@ def build_mask(
 def attend_eagerly(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention spelled out: the context [b, s, n, d] and the weights [b, n, s, s]."""
+    """Compute attention with separate matrix products; return the context [b, s, n, d] and the weights [b, n, s, s]."""
     scores = query @ key.transpose(-1, -2) * scaling
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
@@ -445,14 +472,16 @@ def attend_eagerly(
 
 
 def mean_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """Cross-entropy in fp32, summed over the labels that are not -100 and divided by their number.
+    """Return the cross-entropy in fp32, summed over labels that are not -100 and divided by `num_items`.
 
-    Trainer gives that number for all micro-batches of an update together. Without any label the loss is 0.
+    Trainer sets `num_items` to the number of labels in all micro-batches of an update. By default, it is the number of
+    labels in this batch. Without labels the loss is 0.
     """
     flat = logits.float().flatten(0, -2)
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     return total / ((labels != IGNORED_LABEL).sum().clamp(min=1) if num_items is None else num_items)
 
 
-for auto_class, path in AUTO_MAP.items():  # saving a model then saves this file with it
+# `save_pretrained` then copies this file into the folder.
+for auto_class, path in AUTO_MAP.items():
     globals()[path.split(".")[1]].register_for_auto_class(auto_class)

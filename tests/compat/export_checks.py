@@ -1,4 +1,4 @@
-"""What an exported folder must do in a user's hands, with any transformers from 4.57 on.
+"""Checks of an exported folder as users load it, with transformers 4.57 or later.
 
     python export_checks.py FOLDER [--trust-remote-code]
 
@@ -22,17 +22,17 @@ from torch.nn.functional import cross_entropy
 STEPS = 3
 
 
-# --- what people call instead of the model itself
+# --- tokenizer, pipelines and Trainer
 
 
 @check("tokenizer")
 def tokenizer(subject: Subject) -> None:
-    """The ids of tokenizer.json, no token_type_ids, padding on the right, and the special tokens of config.json."""
+    """Ids are those of tokenizer.json, without token_type_ids; padding and truncation are on the right."""
     loaded = subject.tokenizer()
     backend = tokenizers.Tokenizer.from_file(str(subject.folder / "tokenizer.json"))
-    for words in [(subject.text(9),), ("Ünïcode, numb3rs & [MASK]; 世界!",), ("",), ("a", "b")]:
-        ids, expected = loaded(*words)["input_ids"], backend.encode(*words).ids
-        assert ids == expected, f"{words!r} becomes {ids}, but with tokenizer.json {expected}"
+    for texts in [(subject.text(9),), ("Ünïcode, numb3rs & [MASK]; 世界!",), ("",), ("a", "b")]:
+        ids, expected = loaded(*texts)["input_ids"], backend.encode(*texts).ids
+        assert ids == expected, f"{texts!r} becomes {ids}, but with tokenizer.json {expected}"
     batch = loaded([subject.text(9), subject.text(5)], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}, f"a batch has {sorted(batch)}"
     assert batch["attention_mask"][1] == [1] * 5 + [0] * 4, f"mask of a padded text: {batch['attention_mask'][1]}"
@@ -41,15 +41,15 @@ def tokenizer(subject: Subject) -> None:
     assert len(loaded) == subject.fields["vocab_size"], f"{len(loaded)} tokens, {subject.fields['vocab_size']} rows"
     longest = loaded.model_max_length
     text = subject.text(longest + 10)
-    cut, whole = loaded(text, truncation=True)["input_ids"], backend.encode(text).ids
-    assert len(cut) == longest, f"a long text is truncated to {len(cut)} tokens, model_max_length is {longest}"
-    assert cut == [*whole[: longest - 1], whole[-1]], "a long text is not truncated at its end, before the separator"
+    truncated, ids = loaded(text, truncation=True)["input_ids"], backend.encode(text).ids
+    assert len(truncated) == longest, f"a long text is truncated to {len(truncated)} tokens, not {longest}"
+    assert truncated == [*ids[: longest - 1], ids[-1]], "a long text is not truncated at its end, before the separator"
 
 
 @check("pipeline fill-mask")
 @torch.no_grad()
 def fill_mask(subject: Subject) -> None:
-    """Its best word is the one with the highest logit."""
+    """The best prediction is the token with the largest logit."""
     pipeline, mask = subject.pipeline("fill-mask", "AutoModelForMaskedLM"), subject.tokenizer().mask_token
     text = f"{subject.text(6)} {mask} {subject.text(5, start=5)}"
     encoded = subject.encode(text)
@@ -61,7 +61,7 @@ def fill_mask(subject: Subject) -> None:
 
 @check("Trainer")
 def train(subject: Subject) -> None:
-    """Masked language modelling has finite losses and moves every weight."""
+    """Masked-language-model training has finite losses and changes every weight."""
     if importlib.util.find_spec("accelerate") is None:
         raise NotApplicable("accelerate is not installed")
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
@@ -79,22 +79,22 @@ def train(subject: Subject) -> None:
         trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == STEPS and all(map(math.isfinite, losses)), f"losses of {STEPS} steps: {losses}"
-    still = [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
-    assert not still, f"weights that did not move: {still[:3]}"
+    unchanged = [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
+    assert not unchanged, f"weights that did not change: {unchanged[:3]}"
 
 
-# --- heads: the folder's weights are loaded, and the loss is the one that the labels ask for
+# --- heads: the folder's weights are loaded, and the loss is that of the labels
 
 
 @check("AutoModel")
 @torch.no_grad()
 def backbone(subject: Subject) -> None:
-    """AutoModel finds all its weights; only a head of pre-training may be left over."""
+    """All weights of AutoModel are in the folder, which may also have the pre-training head."""
     model, info = subject.load_with_info("AutoModel")
     assert not info["missing_keys"], f"weights that the folder lacks: {sorted(info['missing_keys'])[:3]}"
     assert not info["mismatched_keys"], f"weights of another shape: {sorted(info['mismatched_keys'])[:3]}"
-    left_over = [name for name in info["unexpected_keys"] if not name.startswith(("lm_head.", "decoder."))]
-    assert not left_over, f"weights that the model does not use: {sorted(left_over)[:3]}"
+    unused = [name for name in info["unexpected_keys"] if not name.startswith(("lm_head.", "decoder."))]
+    assert not unused, f"weights that the model does not use: {sorted(unused)[:3]}"
     batch = subject.batch()
     states = model(**batch.inputs()).last_hidden_state
     assert states.isfinite().all(), "hidden states are not finite"
@@ -104,7 +104,7 @@ def backbone(subject: Subject) -> None:
 @check("AutoModelForMaskedLM, loss")
 @torch.no_grad()
 def masked_lm(subject: Subject) -> None:
-    """All weights are used, and the loss is the mean over the labels that are not -100."""
+    """All weights are used, and the loss is the mean over labels that are not -100."""
     model, info = subject.load_with_info("AutoModelForMaskedLM")
     problems = {kind: sorted(names)[:3] for kind, names in info.items() if names}
     assert not problems, f"weights and model do not fit: {problems}"
@@ -117,10 +117,8 @@ def masked_lm(subject: Subject) -> None:
 @check("AutoModelForSequenceClassification, loss")
 @torch.no_grad()
 def sequence_classification(subject: Subject) -> None:
-    model, labels = (
-        load_with_new_head(subject, "AutoModelForSequenceClassification", num_labels=3),
-        torch.tensor([2, 0, 1]),
-    )
+    model = load_with_new_head(subject, "AutoModelForSequenceClassification", num_labels=3)
+    labels = torch.tensor([2, 0, 1])
     outputs = model(**subject.batch().inputs(), labels=labels)
     expect_close(outputs.loss, cross_entropy(outputs.logits, labels), "loss")
 
@@ -135,7 +133,7 @@ def token_labels(subject: Subject) -> None:
 
 
 def load_with_new_head(subject: Subject, class_name: str, **options: Any) -> torch.nn.Module:
-    """The model, after a look at its backbone: the folder's weights, not new ones."""
+    """Load a model with a new head, and check that its backbone has the folder's weights."""
     model = subject.load(class_name, **options)
     stored: dict[str, Tensor] = subject.load("AutoModel").state_dict()
     loaded: dict[str, Tensor] = model.base_model.state_dict()
@@ -145,24 +143,24 @@ def load_with_new_head(subject: Subject, class_name: str, **options: Any) -> tor
     return model
 
 
-# --- the same numbers whichever way the model is asked, and after what users do to it
+# --- equal results for equivalent inputs and settings, and after changes of the model
 
 
 @check("attention to both sides")
 @torch.no_grad()
-def looks_both_ways(subject: Subject) -> None:
-    """A later token changes what an earlier one becomes."""
+def attends_in_both_directions(subject: Subject) -> None:
+    """A later token changes the hidden states of an earlier one."""
     model, ids = subject.load("AutoModel"), subject.batch((9,)).input_ids
     changed = ids.clone()
     changed[0, -2] = subject.tokenizer().mask_token_id
     before, after = (model(rows).last_hidden_state[0, 1] for rows in (ids, changed))
-    assert (before - after).abs().max() > 1e-6 * before.abs().max(), "a token does not see those to its right"
+    assert (before - after).abs().max() > 1e-6 * before.abs().max(), "a token does not attend to later tokens"
 
 
 @check("padded = alone")
 @torch.no_grad()
 def padded_as_alone(subject: Subject) -> None:
-    """With a mask of integers or booleans; and no mask is a mask of ones."""
+    """The mask may have integers or booleans; no mask is equivalent to a mask of ones."""
     model, batch = subject.load_main(), subject.batch()
     padded = main_output(model(**batch.inputs()))
     as_bool = main_output(model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.bool()))
@@ -175,9 +173,9 @@ def padded_as_alone(subject: Subject) -> None:
 @check("packed = alone")
 @torch.no_grad()
 def packed_as_alone(subject: Subject) -> None:
-    """Documents in one packed sequence: by cu_seqlens, or by a block mask where the layout has no cu_seqlens.
+    """Documents are separated by cu_seqlens, or by a block mask in layouts without cu_seqlens.
 
-    Positions run on through the sequence, which rotary embeddings do not notice.
+    Without position_ids, positions do not restart at documents. Relative rotary angles are the same.
     """
     model, batch = subject.load_main(), subject.batch()
     documents = [row[:length] for row, length in zip(batch.input_ids, batch.lengths, strict=True)]
@@ -199,7 +197,7 @@ def sdpa_as_eager(subject: Subject) -> None:
     batch, outputs = subject.batch(), {}
     for name in ("sdpa", "eager"):
         model = subject.load_main(attn_implementation=name)
-        assert model.config._attn_implementation == name, f"{name} was asked for and not used"
+        assert model.config._attn_implementation == name, f"{name} was requested but not used"
         outputs[name] = main_output(model(**batch.inputs()))[batch.attention_mask.bool()]
     expect_close(outputs["sdpa"], outputs["eager"], "sdpa and eager")
 
@@ -209,18 +207,18 @@ def sdpa_as_eager(subject: Subject) -> None:
 def inputs_embeds(subject: Subject) -> None:
     model, batch = subject.load_main(), subject.batch()
     embedded = model.get_input_embeddings()(batch.input_ids)
-    given = main_output(model(inputs_embeds=embedded, attention_mask=batch.attention_mask))
-    expect_close(given, main_output(model(**batch.inputs())), "inputs_embeds and input_ids")
+    outputs = main_output(model(inputs_embeds=embedded, attention_mask=batch.attention_mask))
+    expect_close(outputs, main_output(model(**batch.inputs())), "inputs_embeds and input_ids")
 
 
 @check("hidden states")
 @torch.no_grad()
 def hidden_states(subject: Subject) -> None:
-    """The embeddings, then one per layer, the last of them after the final norm; and a tuple where one is wanted."""
+    """Hidden states are the embeddings and one output per layer, the last after the final norm."""
     model, batch = subject.load("AutoModel"), subject.batch()
     outputs = model(**batch.inputs(), output_hidden_states=True)
-    states, wanted = outputs.hidden_states, 1 + model.config.num_hidden_layers
-    assert len(states) == wanted, f"{len(states)} hidden states instead of {wanted}"
+    states, count = outputs.hidden_states, 1 + model.config.num_hidden_layers
+    assert len(states) == count, f"{len(states)} hidden states instead of {count}"
     expect_close(states[0], model.get_input_embeddings()(batch.input_ids), "first hidden state and the embeddings")
     expect_close(states[-1], outputs.last_hidden_state, "last hidden state and last_hidden_state")
     as_tuple = model(**batch.inputs(), return_dict=False)
@@ -230,11 +228,11 @@ def hidden_states(subject: Subject) -> None:
 
 @check("gradient checkpointing")
 def gradient_checkpointing(subject: Subject) -> None:
-    """The same gradients, and layers that really are computed twice."""
+    """Gradients are the same, and layers are computed twice."""
     gradients: list[dict[str, Tensor]] = []
     for enabled, runs in ((False, 1), (True, 2)):
         model = subject.load_main().train()
-        torch.manual_seed(0)  # for dropout, where a layout has it
+        torch.manual_seed(0)  # for dropout
         if enabled:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         calls: list[int] = []
@@ -244,7 +242,7 @@ def gradient_checkpointing(subject: Subject) -> None:
         assert len(calls) == runs, f"a layer ran {len(calls)} times instead of {runs}"
         gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
     plain, checkpointed = gradients
-    assert plain.keys() == checkpointed.keys() and plain, "not the same weights have gradients"
+    assert plain.keys() == checkpointed.keys() and plain, "different weights have gradients"
     for name, gradient in plain.items():
         expect_close(checkpointed[name], gradient, f"gradient of {name}")
 
@@ -252,7 +250,7 @@ def gradient_checkpointing(subject: Subject) -> None:
 @check("resize")
 @torch.no_grad()
 def resize(subject: Subject) -> None:
-    """Eight more tokens: the old ones' outputs stay, and the head grows along."""
+    """With eight more tokens, outputs for old tokens are unchanged, and the head has eight more rows."""
     model, inputs = subject.load_main(), subject.batch().inputs()
     before, size = main_output(model(**inputs)), model.config.vocab_size
     model.resize_token_embeddings(size + 8)
@@ -268,11 +266,11 @@ def resize(subject: Subject) -> None:
 @check("save and reload")
 @torch.no_grad()
 def save_and_reload(subject: Subject) -> None:
-    """Bit for bit, config and code included; and so does a model with a new head."""
-    wanted: list[tuple[str, dict[str, int]]] = [(subject.main_class, {})]
+    """A reloaded model is equal bit for bit, with config and code, also with a new head."""
+    cases: list[tuple[str, dict[str, int]]] = [(subject.main_class, {})]
     if subject.has("AutoModelForSequenceClassification"):
-        wanted.append(("AutoModelForSequenceClassification", {"num_labels": 3}))
-    for class_name, options in wanted:
+        cases.append(("AutoModelForSequenceClassification", {"num_labels": 3}))
+    for class_name, options in cases:
         model, inputs = subject.load(class_name, **options), subject.batch().inputs()
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -282,8 +280,8 @@ def save_and_reload(subject: Subject) -> None:
             saved_map = Subject(folder, subject.trusted).auto_map
             assert saved_map == subject.auto_map, f"{class_name}: auto_map after saving: {saved_map}"
             code = {name.split(".")[0] for name in saved_map.values()}
-            lost = [module for module in code if not (folder / f"{module}.py").is_file()]
-            assert not lost, f"{class_name}: code that saving leaves out: {lost}"
+            missing = [module for module in code if not (folder / f"{module}.py").is_file()]
+            assert not missing, f"{class_name}: code that is not saved: {missing}"
             ids = subject.tokenizer(folder)(subject.text(9))["input_ids"]
             assert ids == subject.tokenizer()(subject.text(9))["input_ids"], "other token ids after saving"
         problems = {kind: sorted(names)[:3] for kind, names in info.items() if names}

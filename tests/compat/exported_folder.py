@@ -1,7 +1,6 @@
-"""An exported folder as a user of transformers loads it: its models, tokenizer and pipelines.
+"""Load models, tokenizer and pipelines of an exported folder as a user of transformers does.
 
-Needs torch and transformers alone, any version from 4.57 on. Nothing else in this project lets a folder's own
-code run.
+Needs torch and transformers 4.57 or later only. Code of the folder is executed if it is trusted.
 """
 
 import json
@@ -17,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 
 VERSION = Version(transformers.__version__)
-# Largest difference over largest value, in fp32. What is told apart is wrong by a tenth or more.
+# Largest difference relative to the largest value, in fp32. The errors that checks detect are 0.1 or larger.
 TOLERANCE = 1e-4
 FIRST_NATIVE = Version("5.3")
 NATIVE = {
@@ -28,12 +27,12 @@ CHECKS: dict[str, Callable[["Subject"], None]] = {}  # of export_checks.py, in i
 
 
 class NotApplicable(Exception):
-    """A check that cannot be asked of this layout or version; the text is the reason."""
+    """A check does not apply to this layout or version; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Two or more texts in one batch, padded on the right, and their lengths in tokens."""
+    """A batch of texts, padded on the right, and their lengths in tokens."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -45,14 +44,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Subject:
-    """A folder, and whether the user lets its code run."""
+    """A folder, and whether its code may be executed."""
 
     folder: Path
     trusted: bool
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """Of config.json, as written."""
+        """Content of config.json."""
         return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
 
     @property
@@ -61,21 +60,21 @@ class Subject:
 
     @property
     def reason_against_models(self) -> str | None:
-        """Why this version of transformers cannot have this folder's models; None if it can."""
+        """Reason why this version of transformers does not support the folder's models, or None if it does."""
         return NATIVE.get(self.fields["model_type"]) if VERSION < FIRST_NATIVE else None
 
     def has(self, class_name: str) -> bool:
-        """Whether such a model exists for this layout, in the folder or in transformers."""
+        """Return whether this class exists for the layout, in the folder or in transformers."""
         if self.auto_map:
             return class_name in self.auto_map
         mapping = getattr(transformers, class_name)._model_mapping
         return transformers.CONFIG_MAPPING[self.fields["model_type"]] in mapping
 
     def load_with_info(self, class_name: str, *, folder: Path | None = None, **options: Any) -> tuple[Any, dict]:
-        """A model in fp32 and evaluation mode, and what transformers reports about its weights."""
+        """Return a model in fp32 and evaluation mode, and the loading report of transformers."""
         if not self.has(class_name):
-            where = "auto_map" if self.auto_map else f"transformers {VERSION}"
-            raise NotApplicable(f"{where} has no {class_name} for {self.fields['model_type']}")
+            source = "auto_map" if self.auto_map else f"transformers {VERSION}"
+            raise NotApplicable(f"{source} has no {class_name} for {self.fields['model_type']}")
         options.setdefault("dtype", torch.float32)
         if VERSION.major < 5:
             options["torch_dtype"] = options.pop("dtype")
@@ -93,7 +92,7 @@ class Subject:
 
     @property
     def main_class(self) -> str:
-        """The masked language model, or the backbone where a layout has none."""
+        """Class of the masked language model, or of the backbone in layouts without one."""
         return "AutoModelForMaskedLM" if self.has("AutoModelForMaskedLM") else "AutoModel"
 
     def load_main(self, **options: Any) -> Any:
@@ -103,23 +102,23 @@ class Subject:
         return transformers.AutoTokenizer.from_pretrained(folder or self.folder, local_files_only=True)
 
     def pipeline(self, task: str, class_name: str) -> Any:
-        """Build a pipeline by the folder's name."""
+        """Return a pipeline for the folder in fp32."""
         if not self.has(class_name):
             raise NotApplicable(f"there is no {class_name} for {self.fields['model_type']}")
-        options = {"torch_dtype" if VERSION.major < 5 else "dtype": torch.float32}  # as `load`, whichever is stored
+        options = {"torch_dtype" if VERSION.major < 5 else "dtype": torch.float32}
         return transformers.pipeline(
             task, model=str(self.folder), trust_remote_code=self.trusted, device="cpu", **options
         )
 
     @cached_property
     def words(self) -> list[str]:
-        """Whole words that are one token each."""
+        """Words with a single token."""
         tokenizer = self.tokenizer()
-        known = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        return [piece for piece, number in known if piece.isalnum() and tokenizer(piece)["input_ids"][1:-1] == [number]]
+        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        return [word for word, id in vocabulary if word.isalnum() and tokenizer(word)["input_ids"][1:-1] == [id]]
 
     def text(self, tokens: int, *, start: int = 0) -> str:
-        """A text of so many tokens, [CLS] and [SEP] included."""
+        """Return a text of this number of tokens, including [CLS] and [SEP]."""
         return " ".join(self.words[(start + 7 * index) % len(self.words)] for index in range(tokens - 2))
 
     def encode(self, text: str) -> dict[str, Tensor]:
@@ -132,20 +131,20 @@ class Subject:
 
 
 def main_output(outputs: Any) -> Tensor:
-    """The logits, or the last hidden states of a model without a head."""
+    """Return the logits, or the last hidden states of a model without a head."""
     return outputs.logits if "logits" in outputs else outputs.last_hidden_state
 
 
-def expect_close(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Asserts a difference below TOLERANCE of the largest value; NaN is infinitely far."""
-    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+def expect_close(actual: Tensor, expected: Tensor, name: str) -> None:
+    """Assert that the difference is at most TOLERANCE, relative to the largest value. NaN is an infinite difference."""
+    assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     difference = (actual.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30)
-    apart = float(torch.nan_to_num(difference, nan=float("inf")))
-    assert apart <= TOLERANCE, f"{what}: {apart:.2g} of the largest value apart, allowed are {TOLERANCE:g}"
+    relative = float(torch.nan_to_num(difference, nan=float("inf")))
+    assert relative <= TOLERANCE, f"{name}: differs by {relative:.2g} of the largest value, more than {TOLERANCE:g}"
 
 
 def check(name: str) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
-    """Puts a function into CHECKS. It returns, raises NotApplicable, or fails with any other exception."""
+    """Register a check in CHECKS. The check returns, raises NotApplicable, or fails with any other exception."""
 
     def add(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
         CHECKS[name] = function
@@ -155,21 +154,21 @@ def check(name: str) -> Callable[[Callable[[Subject], None]], Callable[[Subject]
 
 
 def run_checks(folder: Path, *, trusted: bool) -> dict[str, str]:
-    """The outcome of every check."""
+    """Return the result of every check: "ok", "not applicable: REASON" or "FAILED: REASON"."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    subject, found = Subject(folder, trusted), {}
+    subject, results = Subject(folder, trusted), {}
     for name, function in CHECKS.items():
         try:
             if name != "tokenizer" and subject.reason_against_models is not None:
                 raise NotApplicable(subject.reason_against_models)
-            torch.manual_seed(0)  # for heads that are new
+            torch.manual_seed(0)  # for new heads
             function(subject)
-            found[name] = "ok"
+            results[name] = "ok"
         except NotApplicable as reason:
-            found[name] = f"not applicable: {reason}"
-        except Exception as error:  # anything that transformers raises is an answer
-            found[name] = f"FAILED: {type(error).__name__}: {error}"
-    return found
+            results[name] = f"not applicable: {reason}"
+        except Exception as error:  # any exception is a result
+            results[name] = f"FAILED: {type(error).__name__}: {error}"
+    return results

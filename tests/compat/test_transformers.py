@@ -1,8 +1,7 @@
-"""What users of each version of transformers can do with an exported folder, layout by layout.
+"""Exported folders of every layout work with every supported version of transformers.
 
-The installed version is tested in this process. Another one needs an environment of its own, `transformers-VERSION`
-below the folder that TRANSFORMERS_ENVIRONMENTS names; CONTRIBUTING.md has the commands that make it. A check that
-cannot fail would show nothing, so the checks also meet folders that are wrong on purpose.
+The installed version is tested in this process. Other versions need an environment `transformers-VERSION` in the folder
+that the variable TRANSFORMERS_ENVIRONMENTS names. As negative controls, the checks also run on wrong folders.
 """
 
 import json
@@ -27,13 +26,6 @@ from megatron_neobert.huggingface import modeling_neobert
 OTHER_VERSIONS = ("4.57.3",)  # the last of 4
 INSTALLED = transformers.__version__
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(40)), "##s"]
-HEADS = {
-    "AutoConfig": "NeoBERTConfig",
-    "AutoModel": "NeoBERT",
-    "AutoModelForMaskedLM": "NeoBERTForMaskedLM",
-    "AutoModelForSequenceClassification": "NeoBERTForSequenceClassification",
-    "AutoModelForTokenClassification": "NeoBERTForTokenClassification",
-}
 SIZES = {"vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_LIKE = {
     **SIZES, "intermediate_size": 48, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
@@ -42,7 +34,7 @@ LLAMA_LIKE = {
 
 
 def write(folder: Path, model: transformers.PreTrainedModel) -> Path:
-    """With weights so large that every token matters to every other."""
+    """Save a model and its tokenizer, with weights so large that every token affects every other."""
     torch.manual_seed(0)
     for weight in model.parameters():
         if weight.dim() > 1:
@@ -55,8 +47,8 @@ def write(folder: Path, model: transformers.PreTrainedModel) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each layout."""
-    place = tmp_path_factory.mktemp("folders")
+    """One folder of each layout."""
+    root = tmp_path_factory.mktemp("folders")
     eurobert = EuroBertConfig(**LLAMA_LIKE, mask_token_id=4, mlp_bias=True, classifier_pooling="bos")
     neobert = modeling_neobert.NeoBERTConfig(
         **SIZES, dim_head=8, intermediate_size=72, max_position_embeddings=64, pad_token_id=0
@@ -66,10 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": LlamaModel(LlamaConfig(**LLAMA_LIKE, is_causal=False)),
         "neobert": modeling_neobert.NeoBERTForMaskedLM(neobert),
     }
-    written = {layout: write(place / layout, model) for layout, model in models.items()}
-    shutil.copy(modeling_neobert.__file__, written["neobert"])
-    edit("config.json", auto_map={auto: f"modeling_neobert.{name}" for auto, name in HEADS.items()})(written["neobert"])
-    return written
+    return {layout: write(root / layout, model) for layout, model in models.items()}
 
 
 def edit(name: str, **fields: object) -> Callable[[Path], None]:
@@ -81,25 +70,25 @@ def edit(name: str, **fields: object) -> Callable[[Path], None]:
 
 
 def outcomes(folder: Path, version: str) -> dict[str, str]:
-    """Of every check, with a version of transformers."""
+    """Return the result of every check with a version of transformers."""
     trusted = folder.name == "neobert"
     if version == INSTALLED:
         return run_checks(folder, trusted=trusted)
-    place = os.environ.get("TRANSFORMERS_ENVIRONMENTS", "")
-    python = Path(place, f"transformers-{version}", "bin", "python")
-    if not (place and python.exists()):
-        pytest.skip(f"no transformers {version}: TRANSFORMERS_ENVIRONMENTS names no folder with transformers-{version}")
-    # A cache of its own: transformers copies remote code there, under the folder's name.
-    own = {"HF_HOME": str(folder.parent / f"cache-{version}"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environments = os.environ.get("TRANSFORMERS_ENVIRONMENTS", "")
+    python = Path(environments, f"transformers-{version}", "bin", "python")
+    if not (environments and python.exists()):
+        pytest.skip(f"TRANSFORMERS_ENVIRONMENTS has no transformers-{version}")
+    # A separate cache, because transformers copies remote code there under the folder's name.
+    changes = {"HF_HOME": str(folder.parent / f"cache-{version}"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [python, Path(__file__).with_name("export_checks.py"), folder, *["--trust-remote-code"] * trusted]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | changes
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
-def missing(layout: str, version: str) -> set[str]:
-    """The checks that do not apply; docs/conversion.md counts them."""
+def not_applicable(layout: str, version: str) -> set[str]:
+    """Return the checks that do not apply; docs/conversion.md has their numbers."""
     if layout != "neobert" and Version(version) < FIRST_NATIVE:  # EuroBERT is unknown, LlamaModel is causal
         return set(CHECKS) - {"tokenizer"}
     return {"AutoModelForMaskedLM, loss", "pipeline fill-mask", "Trainer"} if layout == "llama" else set()
@@ -118,36 +107,36 @@ def missing(layout: str, version: str) -> set[str]:
         ),
     ],
 )
-def test_folder_does_all_that_this_version_of_transformers_has_for_its_layout(folders, layout, version):
-    found = outcomes(folders[layout], version)
-    assert found.keys() == CHECKS.keys()
-    assert {name: words for name, words in found.items() if words.startswith("FAILED")} == {}
-    assert {name for name, words in found.items() if words != "ok"} == missing(layout, version)
+def test_folder_passes_all_checks_that_apply_to_its_layout_and_version(folders, layout, version):
+    results = outcomes(folders[layout], version)
+    assert results.keys() == CHECKS.keys()
+    assert {name: result for name, result in results.items() if result.startswith("FAILED")} == {}
+    assert {name for name, result in results.items() if result != "ok"} == not_applicable(layout, version)
 
 
-def lose_a_weight(folder: Path) -> None:
+def remove_weight(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-have_token_types = edit("tokenizer_config.json", model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+add_token_types = edit("tokenizer_config.json", model_input_names=["input_ids", "token_type_ids", "attention_mask"])
 WRONG: list[tuple[str, Callable[[Path], None], str, str]] = [
-    ("llama", edit("config.json", is_causal=True), "attention to both sides", "does not see those to its right"),
-    ("eurobert", lose_a_weight, "AutoModel", "weights that the folder lacks: .*up_proj"),
-    ("eurobert", lose_a_weight, "AutoModelForMaskedLM, loss", "missing_keys.*up_proj"),
-    ("eurobert", lose_a_weight, "AutoModelForTokenClassification, loss", "other weights: .*up_proj"),
+    ("llama", edit("config.json", is_causal=True), "attention to both sides", "does not attend to later tokens"),
+    ("eurobert", remove_weight, "AutoModel", "weights that the folder lacks: .*up_proj"),
+    ("eurobert", remove_weight, "AutoModelForMaskedLM, loss", "missing_keys.*up_proj"),
+    ("eurobert", remove_weight, "AutoModelForTokenClassification, loss", "other weights: .*up_proj"),
     ("eurobert", edit("config.json", vocab_size=48), "tokenizer", "46 tokens, 48 rows"),
     ("eurobert", edit("config.json", pad_token_id=3), "tokenizer", "pad_token_id is not config.json's"),
-    ("eurobert", have_token_types, "tokenizer", "a batch has .*token_type_ids"),
+    ("eurobert", add_token_types, "tokenizer", "a batch has .*token_type_ids"),
     ("eurobert", edit("tokenizer_config.json", padding_side="left"), "tokenizer", "mask of a padded text"),
     ("eurobert", edit("tokenizer_config.json", truncation_side="left"), "tokenizer", "not truncated at its end"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "spoil", "check", "reason"), WRONG)
-def test_folder_that_is_wrong_fails_its_check(folders, tmp_path, layout, spoil, check, reason):
+@pytest.mark.parametrize(("layout", "change", "check", "reason"), WRONG)
+def test_wrong_folder_fails_its_check(folders, tmp_path, layout, change, check, reason):
     folder = shutil.copytree(folders[layout], tmp_path / layout)
-    spoil(folder)
+    change(folder)
     with pytest.raises(AssertionError, match=reason):
         CHECKS[check](Subject(folder, trusted=False))

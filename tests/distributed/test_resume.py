@@ -186,7 +186,7 @@ def test_checkpoint_of_a_version_that_did_not_hash_the_boundaries_of_documents_r
     (folder / "train_state.json").write_text(json.dumps(state))
     seal(folder)
     train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save))
-    assert f"{folder} does not say where its documents begin" in capfd.readouterr().out
+    assert f"{folder} does not record document boundaries" in capfd.readouterr().out
     newest = list_checkpoints(Path(run.checkpoint.save))[0]
     assert json.loads((newest / "train_state.json").read_text())["progress"]["corpus_sha256"] == now
 

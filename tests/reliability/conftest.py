@@ -1,7 +1,7 @@
-"""Proof that a run survives what happens to runs: real starts of the training command, and one run to compare with.
+"""Fixtures for runs that are killed, stopped or damaged: real starts of the training command, and an undisturbed run.
 
-"Exactly" compares the tensors of the last checkpoint bit for bit with those of a run that nothing has happened to. All
-of this takes minutes and is left to `make test-all`; tests/distributed guards the same promises with forked ranks.
+Tests compare the last checkpoint bit for bit with that of the undisturbed run. They take minutes and run in
+`make test-all` only; tests/distributed guards the same promises with forked ranks.
 """
 
 import shutil
@@ -30,23 +30,23 @@ Start = Callable[..., Training]
 
 @pytest.fixture(scope="session")
 def start(tiny_corpus: Any) -> Start:
-    """Return a function that starts the training command, to be used as a context, so that no process outlives it.
+    """Return a function that starts the training command; its result is a context that ends all processes.
 
-    Its options come after those of the tiny run, and win over them.
+    Options replace those of the small run.
     """
 
     def start_training(save: Path, *options: object, command: list[str] = BASH, **variables: object) -> Training:
         data = ["--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
         folders = ["--save", str(save), "--load", str(save), "--save-interval", str(SAVE_INTERVAL)]
-        words = [*data, *MODEL.split(), *STEPS.split(), *folders, *map(str, options)]
-        return Training([*command, *words], **variables)
+        arguments = [*data, *MODEL.split(), *STEPS.split(), *folders, *map(str, options)]
+        return Training([*command, *arguments], **variables)
 
     return start_training
 
 
 @pytest.fixture(scope="session")
 def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SAVE of a run of 300 iterations that nothing happens to, with a checkpoint after each 50; only to be read."""
+    """Save folder of an undisturbed run of 300 iterations with a checkpoint every 50 iterations. Read only."""
     save = tmp_path_factory.mktemp("undisturbed")
     with start(save, command=LAUNCH_FAULTY) as training:
         assert training.finish() == 0, training.output
@@ -55,7 +55,7 @@ def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy_until(undisturbed: Path, tmp_path: Path) -> Callable[[int], Path]:
-    """Makes a SAVE that holds the undisturbed run's checkpoints up to an iteration, as if it had ended there."""
+    """Return a function that copies the undisturbed run's checkpoints up to an iteration into a new save folder."""
 
     def copy(iteration: int) -> Path:
         save = tmp_path / "run"

@@ -1,6 +1,6 @@
-"""The training command with something broken on purpose, in place of examples/pretrain_neobert.sh.
+"""The training command with injected faults, instead of examples/pretrain_neobert.sh.
 
-FAULTS lists what, as `name:rank:iteration`; the names are those of the functions below.
+The environment variable FAULTS lists faults as `name:rank:iteration`. Names are those of the functions below.
 """
 
 import os
@@ -18,33 +18,32 @@ LARGEST_FILE_BYTES = 1 << 16
 
 
 def crash(run: Run) -> None:
-    """Once: a process that was started again does not crash."""
+    """Raise an exception, but not after a restart."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise RuntimeError("crashed on purpose")
 
 
 def clock_ahead(run: Run) -> None:
-    """By an hour, as if this rank had started that much earlier."""
+    """Set this rank's start time back by an hour."""
     signals._started_seconds -= 3600
 
 
 def file_size_limit(run: Run) -> None:
-    """From now on this rank can write no large file: EFBIG, from the kernel."""
+    """Let the kernel refuse large files of this rank with EFBIG from now on."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE_BYTES, LARGEST_FILE_BYTES))
 
 
 def install(faults: str) -> None:
-    """Wraps the training step of this rank."""
-    wanted = [fault.split(":") for fault in faults.split()]
+    """Inject faults before the training steps of this rank."""
     train_step = loop.train_step
 
-    def broken_step(run: Run, batches: Any) -> Any:
-        for name, rank, iteration in wanted:
+    def faulty_step(run: Run, batches: Any) -> Any:
+        for name, rank, iteration in (fault.split(":") for fault in faults.split()):
             if rank == RANK and int(iteration) == run.state.iteration + 1:
                 globals()[name](run)
         return train_step(run, batches)
 
-    loop.train_step = broken_step
+    loop.train_step = faulty_step
 
 
 if __name__ == "__main__":

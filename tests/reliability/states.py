@@ -1,4 +1,4 @@
-"""What checkpoints hold, for comparisons bit for bit."""
+"""Contents of checkpoints, for comparisons bit for bit."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whichever ranks wrote it."""
-    reader = dcp.HuggingFaceStorageReader(str(checkpoint))  # and not this project's own
+    """Return the whole tensors of a checkpoint, read by torch instead of this project."""
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint))
     described = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -23,19 +23,18 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def progress_of(checkpoint: Path) -> dict[str, Any]:
-    """How far the run had come: iteration, place in the data, counts."""
+def train_state_of(checkpoint: Path) -> dict[str, Any]:
     return dict(json.loads((checkpoint / "train_state.json").read_text())["progress"])
 
 
 def assert_same_state(checkpoint: Path, expected: Path) -> None:
-    """Weights, moments and progress are those of the other checkpoint, bit for bit."""
-    found, wanted = tensors_of(checkpoint), tensors_of(expected)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-    assert progress_of(checkpoint) == progress_of(expected)
+    """Assert that weights, optimizer state and train state of two checkpoints are equal bit for bit."""
+    tensors, expected_tensors = tensors_of(checkpoint), tensors_of(expected)
+    assert tensors.keys() == expected_tensors.keys()
+    assert [name for name, tensor in expected_tensors.items() if not torch.equal(tensors[name], tensor)] == []
+    assert train_state_of(checkpoint) == train_state_of(expected)
 
 
 def names_in(folder: Path) -> set[str]:
-    """Of the checkpoints and of whatever lies beside them, without logs and lock."""
+    """Return the names of all files and folders in a save folder, without logs and lock."""
     return {path.name for path in folder.iterdir()} - {"metrics.jsonl", "tensorboard", "lock"}

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints rot, whose disk is full or whose ranks crash resume exactly from the newest sound one."""
+"""Runs with damaged checkpoints, a full disk or crashed ranks resume from the newest undamaged checkpoint."""
 
 import re
 from pathlib import Path
@@ -16,13 +16,13 @@ LAST = f"iter_{ITERATIONS:07d}"
 
 
 def flip_bit(path: Path) -> None:
-    """Flip one bit in the middle; size and time stay."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def test_a_bit_flip_and_a_truncation_are_named_and_the_run_goes_on_exactly_from_the_checkpoint_before_them(
+def test_flipped_bit_and_truncated_file_are_named_and_the_run_resumes_from_an_older_checkpoint(
     start, copy_until, undisturbed
 ):
     save = copy_until(250)
@@ -43,17 +43,15 @@ def test_a_bit_flip_and_a_truncation_are_named_and_the_run_goes_on_exactly_from_
 
 
 OFTEN = ("--save-interval", 10)
-# What is broken, which rank, in which iteration; and how the checkpoint is written. The kernel refuses the writing. The
-# second rank writes tensors with tensor parallelism only. Errors of rank 0 alone: distributed/test_saving.py, planted.
+# Fault, and options of the run. Rank 1 writes tensors with tensor parallelism only. tests/distributed/test_saving.py
+# tests errors in the files that rank 0 alone writes.
 FULL_DISKS = {
     "file_size_limit:0:255": (),
     "file_size_limit:1:255": ("--async-save", "--tensor-model-parallel-size", 2),
 }
 
 
-def test_a_disk_that_is_full_for_one_rank_ends_all_with_74_leaves_the_old_checkpoints_and_loses_no_bit(
-    start, copy_until, undisturbed
-):
+def test_full_disk_of_one_rank_ends_all_ranks_with_74_and_loses_no_checkpoint(start, copy_until, undisturbed):
     save = copy_until(250)
     before = names_in(save)
     for fault, options in FULL_DISKS.items():
@@ -73,7 +71,7 @@ def test_a_disk_that_is_full_for_one_rank_ends_all_with_74_leaves_the_old_checkp
     assert [name for name in names_in(save) if name.startswith(".")] == []
 
 
-def test_torchrun_starts_a_crashed_run_again_and_it_ends_exactly_as_without_the_crash(start, copy_until, undisturbed):
+def test_run_that_crashes_and_is_restarted_by_torchrun_equals_the_undisturbed_run(start, copy_until, undisturbed):
     save = copy_until(200)
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", FAULTY_SCRIPT]
     with start(save, command=command, FAULTS="crash:1:260") as training:

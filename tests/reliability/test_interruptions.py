@@ -1,4 +1,4 @@
-"""A run that is stopped again and again, each time in another way, becomes the run that was never stopped."""
+"""A run that is stopped three times, each time in another way, equals an undisturbed run."""
 
 import os
 import re
@@ -17,11 +17,11 @@ LAST = f"iter_{ITERATIONS:07d}"
 
 
 class Ended(NamedTuple):
-    """How one start of several ended."""
+    """End of one start."""
 
     code: int
     output: str
-    iteration: int  # of the newest checkpoint then
+    iteration: int  # of the newest checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def starts(start: Start, run: Path) -> dict[str, Ended]:
-    """The starts of one run: it is stopped three times and then trains to its end."""
+    """Start one run four times: stop it three times, then let it train to its end."""
     ended = {}
 
     def end(name: str, training) -> None:
@@ -58,13 +58,13 @@ def starts(start: Start, run: Path) -> dict[str, Ended]:
     return ended
 
 
-def test_the_time_limit_on_the_clock_of_one_rank_stops_all_of_them_after_the_same_saved_iteration(starts):
+def test_time_limit_reached_on_one_rank_stops_all_ranks_after_the_same_saved_iteration(starts):
     code, output, iteration = starts["time limit"]
     assert (code, iteration) == (75, 7), output
     assert f"stopped after iteration 7 of {ITERATIONS}: --exit-duration-in-mins" in output
 
 
-def test_a_signal_to_one_rank_while_a_checkpoint_is_written_in_the_background_completes_it_and_saves_again(starts):
+def test_signal_to_one_rank_during_a_background_save_completes_it_and_saves_again(starts):
     code, output, iteration = starts["background save"]
     assert code == 75, output
     saved = [int(number) for number in re.findall(r"saved .*/iter_(\d+)", output)]
@@ -74,14 +74,14 @@ def test_a_signal_to_one_rank_while_a_checkpoint_is_written_in_the_background_co
     assert f"stopped after iteration {iteration} of {ITERATIONS}: a signal asked for it" in output
 
 
-def test_a_signal_to_one_rank_during_validation_stops_without_waiting_for_its_end(starts):
+def test_signal_to_one_rank_stops_the_run_during_validation(starts):
     code, output, iteration = starts["validation"]
     assert (code, iteration) == (75, EVAL_INTERVAL), output
     assert f"stopped after iteration {EVAL_INTERVAL} of {ITERATIONS}: a signal asked for it" in output
     assert "validation loss" not in output
 
 
-def test_an_interrupted_validation_is_made_up_for_and_the_curve_has_every_point(starts, run, undisturbed):
+def test_interrupted_validation_is_repeated_and_the_validation_curve_is_complete(starts, run, undisturbed):
     output = starts["to the end"].output
     assert output.index(f"iteration {EVAL_INTERVAL}/{ITERATIONS} | validation loss") < output.index(
         f"iteration {EVAL_INTERVAL + 1}/"
@@ -91,14 +91,14 @@ def test_an_interrupted_validation_is_made_up_for_and_the_curve_has_every_point(
     assert read_metrics(run, "validation_loss") == expected
 
 
-def test_a_run_that_was_stopped_three_times_ends_bit_for_bit_like_one_that_was_not(starts, run, undisturbed):
+def test_run_stopped_three_times_equals_the_undisturbed_run_bit_for_bit(starts, run, undisturbed):
     assert starts["to the end"].code == 0, starts["to the end"].output
     assert_same_state(run / LAST, undisturbed / LAST)
     for key in ("loss", "grad_norm", "consumed_tokens"):
         assert read_metrics(run, key) == read_metrics(undisturbed, key), key
 
 
-def test_states_that_differ_by_one_save_interval_are_told_apart(undisturbed):
-    """The control of every comparison here."""
+def test_states_one_save_interval_apart_are_not_equal(undisturbed):
+    """Negative control of the comparisons in this folder."""
     with pytest.raises(AssertionError):
         assert_same_state(undisturbed / "iter_0000250", undisturbed / LAST)

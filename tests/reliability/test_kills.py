@@ -1,4 +1,4 @@
-"""A run whose processes are killed at random instants becomes the run that nothing happened to."""
+"""A run whose processes are killed at random moments equals an undisturbed run."""
 
 import os
 import random
@@ -15,22 +15,22 @@ from reliability.training_process import Training
 SYNC, ASYNC = ("--save-interval", 5), ("--save-interval", 5, "--async-save")
 
 
-def wait_for_a_random_instant(training: Training, rng: random.Random) -> None:
-    """Some iterations after the first one of this start, and at any point of an iteration or a save."""
+def wait_for_a_random_moment(training: Training, rng: random.Random) -> None:
+    """Wait for 5 to 25 iterations of this start, and then for a random part of an iteration or a save."""
     first = int(training.wait_for("iteration ").split()[1].split("/")[0])
     training.wait_for(f"iteration {first + rng.randint(5, 25)}/")
-    time.sleep(rng.uniform(0, 0.1))  # nothing is awaited: the instant shall be random
+    time.sleep(rng.uniform(0, 0.1))
 
 
 def stop_in_a_save(training: Training, save: Path) -> None:
-    """All processes stand still, and a checkpoint is half written; a complete one of this start exists."""
+    """Stop all processes while a checkpoint is half written, after this start has saved another one."""
     training.wait_for("saved ")
     while True:
         training.wait_until(lambda: is_half_written(save))
         training.send_to_all(signal.SIGSTOP)
         if is_half_written(save):
             return
-        training.send_to_all(signal.SIGCONT)  # it was completed meanwhile: the next one, then
+        training.send_to_all(signal.SIGCONT)  # the save was completed; try with the next one
 
 
 def is_half_written(save: Path) -> bool:
@@ -38,14 +38,14 @@ def is_half_written(save: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_killed_five_times_ends_bit_for_bit_like_one_that_was_not(start: Start, tmp_path, undisturbed):
+def test_run_killed_five_times_equals_the_undisturbed_run_bit_for_bit(start: Start, tmp_path, undisturbed):
     rng, save = random.Random(5), tmp_path
 
-    with start(save, *ASYNC) as training:  # all processes, as by a power cut
-        wait_for_a_random_instant(training, rng)
+    with start(save, *ASYNC) as training:  # all processes, as in a power failure
+        wait_for_a_random_moment(training, rng)
         training.kill()
         assert training.finish() == -signal.SIGKILL, training.output
-    for options in (ASYNC, SYNC):  # the same, with a half-written checkpoint for certain
+    for options in (ASYNC, SYNC):  # all processes during a save
         with start(save, *options) as training:
             stop_in_a_save(training, save)
             training.kill()
@@ -54,14 +54,14 @@ def test_a_run_killed_five_times_ends_bit_for_bit_like_one_that_was_not(start: S
     with start(save, *SYNC) as training:  # one rank
         training.wait_for("training ")
         rank_1 = training.rank(1)
-        wait_for_a_random_instant(training, rng)
+        wait_for_a_random_moment(training, rng)
         os.kill(rank_1, signal.SIGKILL)
         assert training.finish() == 128 + signal.SIGKILL, training.output
     assert "rank 1 was ended by signal 9" in training.output
     assert "Traceback" not in training.output
 
-    with start(save, *ASYNC) as training:  # the launcher: its ranks end by themselves
-        wait_for_a_random_instant(training, rng)
+    with start(save, *ASYNC) as training:  # the launcher, whose ranks must end by themselves
+        wait_for_a_random_moment(training, rng)
         os.kill(training.process.pid, signal.SIGKILL)
         training.finish()
     assert training.pids() == []

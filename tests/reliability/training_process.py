@@ -1,7 +1,7 @@
-"""One start of the training command with real processes, driven by what they say and by what is seen of them.
+"""One start of the training command with real processes.
 
-Nothing sleeps until something is probably ready. A wait that takes too long kills every process of the start and fails
-with all that they said.
+Tests wait for output or files of the processes, never for a fixed time. A wait that takes too long kills all processes
+of the start and fails with their output.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from types import TracebackType
 
 from distributed.training_command import environment
 
-_PATIENCE_SECONDS = 600  # on an idle machine every wait is over within 20 s
-_MARK = "RELIABILITY_TEST_START"  # in the environment of every process of a start, whoever its parent is
+_TIMEOUT_SECONDS = 600  # on an idle machine every wait ends within 20 s
+_MARK = "RELIABILITY_TEST_START"  # variable in the environment of every process of a start
 
 
 class Training:
-    """Everything that one command starts; leaving the context kills what is left of it.
+    """The processes of one command; the end of the context kills them.
 
     Args:
-        command: A command that trains on two ranks.
-        variables: More of its environment.
+        command: Command that trains on two ranks.
+        variables: Additional environment variables.
     """
 
     def __init__(self, command: list[str], **variables: object) -> None:
@@ -39,8 +39,8 @@ class Training:
             text=True,
         )
         self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._has_ended = False  # nobody holds the other end of the pipe any more
+        self._changed = threading.Condition()
+        self._has_ended = False  # all processes have closed their output
         threading.Thread(target=self._read, daemon=True).start()
 
     def __enter__(self) -> "Training":
@@ -51,70 +51,70 @@ class Training:
 
     @property
     def output(self) -> str:
-        """What all processes have said so far, both streams."""
+        """Output of all processes so far, both streams."""
         return "".join(self.lines)
 
     def wait_for(self, text: str) -> str:
-        """The first line that holds `text`, as soon as it is said."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        with self._news:
+        """Wait for a line that contains `text`, and return the first one."""
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        with self._changed:
             while True:
                 for line in self.lines:
                     if text in line:
                         return line.rstrip("\n")
-                if self._has_ended or not self._news.wait(deadline - time.monotonic()):
+                if self._has_ended or not self._changed.wait(deadline - time.monotonic()):
                     break
-        raise self._failure(f"nobody said {text!r}")
+        raise self._failure(f"no output contains {text!r}")
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """For what can be seen but is not said, such as a file."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        """Wait for a condition that is not visible in the output, such as a file."""
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not condition():
             if self._has_ended or time.monotonic() > deadline:
-                raise self._failure("what was waited for did not come")
+                raise self._failure("the condition did not become true")
             time.sleep(0.01)
 
     def finish(self) -> int:
-        """The exit code of the command, once it and all processes that it started have ended."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        with self._news:
+        """Wait until all processes have ended, and return the exit code of the command."""
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        with self._changed:
             while not self._has_ended:
-                if not self._news.wait(deadline - time.monotonic()):
+                if not self._changed.wait(deadline - time.monotonic()):
                     raise self._failure("it did not end")
-        return self.process.wait(timeout=_PATIENCE_SECONDS)
+        return self.process.wait(timeout=_TIMEOUT_SECONDS)
 
     def pids(self) -> list[int]:
-        """All processes of this start that still run, the oldest first."""
-        wanted = f"{_MARK}={self._mark}"
-        numbers = sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-        return [pid for pid in numbers if wanted in _variables_of(pid)]
+        """Return the running processes of this start, oldest first."""
+        mark = f"{_MARK}={self._mark}"
+        pids = sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+        return [pid for pid in pids if mark in _variables_of(pid)]
 
     def rank(self, number: int) -> int:
-        """The process of one rank; its own children inherit its number, but are younger."""
+        """Return the process of one rank. Its children have the same RANK, but are younger."""
         return next(pid for pid in self.pids() if f"RANK={number}" in _variables_of(pid))
 
     def send_to_all(self, number: int) -> None:
-        """A signal to every process of this start."""
+        """Send a signal to every process of this start."""
         for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            with contextlib.suppress(ProcessLookupError):  # has ended meanwhile
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """Ends all processes at once, as a power cut does."""
+        """Kill all processes at once, as a power failure does."""
         while self.pids():
             self.send_to_all(signal.SIGKILL)
-        self.process.wait(timeout=_PATIENCE_SECONDS)
+        self.process.wait(timeout=_TIMEOUT_SECONDS)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         with self.process.stdout:
             for line in self.process.stdout:
-                with self._news:
+                with self._changed:
                     self.lines.append(line)
-                    self._news.notify_all()
-        with self._news:
+                    self._changed.notify_all()
+        with self._changed:
             self._has_ended = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def _failure(self, problem: str) -> AssertionError:
         self.kill()
@@ -124,5 +124,5 @@ class Training:
 def _variables_of(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:  # the process has ended, or belongs to another user
         return []

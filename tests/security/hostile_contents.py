@@ -300,9 +300,9 @@ def tokenize_with(*words: str) -> Change:
 
 
 MODELS = [
-    *((read_weights_from(place), f"shall be read from {place!r}, which is no safetensors file of the folder")
+    *((read_weights_from(place), f"is {place!r}, but must be a safetensors file in the same folder")
       for place in ("../outside.safetensors", "/etc/w.safetensors", "sub/w.safetensors", "w.bin")),
-    *((edit("config.json", **{key: "somebody/kernel"}), f"{key} is 'somebody/kernel', which transformers may fetch")
+    *((edit("config.json", **{key: "somebody/kernel"}), f"{key} is 'somebody/kernel', for which transformers may")
       for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")),
     *((change, f"{WEIGHTS}: not a safetensors file") for change in (
         claim(shape=[-8, -8]), claim(data_offsets=[0, 10**15]),
@@ -311,14 +311,14 @@ MODELS = [
     (spoil(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].int()})), "is stored as torch.int32"),
     (spoil(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:4].clone()})), "has shape (4, 8)"),
     (spoil(lambda tensors: tensors[WEIGHT].fill_(float("nan"))), "finite"),
-    (spoil(lambda tensors: tensors.update({"\x1b[2J\x1b]0;owned\x07": torch.zeros(1)})), r"no place for '\x1b[2J"),
+    (spoil(lambda tensors: tensors.update({"\x1b[2J\x1b]0;owned\x07": torch.zeros(1)})), r"does not have '\x1b[2J"),
     (edit("config.json", num_hidden_layers=10**6), "num_hidden_layers 1,000,000"),
     (edit("config.json", intermediate_size=2**31 - 1), "give it (8, 2147483647)"),
     (edit("config.json", vocab_size=10**9), "give it (1000000000,)"),
     (edit("config.json", num_labels=10**6), "num_labels is 1000000"),  # transformers gives each of them a name
     (edit("config.json", hidden_act="\x1b[31m"), "hidden_act is '\\x1b[31m'"),
     (write("config.json", b"\xff"), "not JSON"),
-    (write("config.json", '{"vocab_size": 16, "vocab_size": 17}'), "'vocab_size' is there twice"),
+    (write("config.json", '{"vocab_size": 16, "vocab_size": 17}'), "duplicate key 'vocab_size'"),
     (make_huge("config.json"), HUGE),
     (tokenize_with(*WORDS[:-1]), f"the tokenizer has {len(WORDS) - 1} ids and the embedding {len(WORDS)} rows"),
     (tokenize_with(*WORDS, "l"), f"the tokenizer has {len(WORDS) + 1} ids and the embedding {len(WORDS)} rows"),

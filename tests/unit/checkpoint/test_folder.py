@@ -1,4 +1,4 @@
-"""Folders of checkpoints as files: what counts, what is refused, what is kept, and what a crash may leave."""
+"""Checkpoint folders: selection, verification, pruning, crashes during a save, and locks."""
 
 import errno
 import json
@@ -50,7 +50,7 @@ def names(save: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "kept"), [(2, None, [9, 10]), (3, 4, [4, 8, 9, 10]), (2, 3, [3, 6, 9, 10])]
 )
-def test_the_newest_are_kept_and_those_of_every_so_many_iterations(tmp_path, keep_last, keep_every, kept):
+def test_pruning_keeps_the_newest_checkpoints_and_multiples_of_keep_every(tmp_path, keep_last, keep_every, kept):
     for iteration in range(1, 11):
         save_files(tmp_path, iteration)
     prune(tmp_path, keep_last=keep_last, keep_every=keep_every)
@@ -59,25 +59,25 @@ def test_the_newest_are_kept_and_those_of_every_so_many_iterations(tmp_path, kee
         verify_files(folder)
 
 
-def test_everything_in_a_checkpoint_is_on_disk_before_it_counts(tmp_path, monkeypatch):
-    """Files and folders: a file whose folder was never synced can be missing after a power cut."""
+def test_all_files_and_folders_are_synced_before_a_checkpoint_is_published(tmp_path, monkeypatch):
+    """A file whose folder was never synced can be missing after a power failure."""
     synced: list[str] = []
     fsync = os.fsync
 
-    def sync_and_note(descriptor: int) -> None:
+    def sync_and_record(descriptor: int) -> None:
         fsync(descriptor)
         synced.append(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path / ".tmp-iter_0000001"))
 
-    monkeypatch.setattr(os, "fsync", sync_and_note)
+    monkeypatch.setattr(os, "fsync", sync_and_record)
     monkeypatch.setattr(checkpoint_files, "publish", lambda *_, **__: None)
     final = save_files(tmp_path, 1)
-    del synced[synced.index(".") + 1 :]  # what came after its rename
+    del synced[synced.index(".") + 1 :]  # after the folder itself comes the manifest
     below = [path.relative_to(final) for path in final.rglob("*") if path.name != "MANIFEST.json"]
     assert sorted({*map(str, below), "."} - {*synced}) == []
 
 
 def die_at(event: int) -> None:
-    """Ends this process without a word at that event: opening to write, right after it, syncing, renaming, deleting."""
+    """End this process at the given file-system event: before or after opening for writing, syncing, renaming, ..."""
     seen, fsync = 0, os.fsync
 
     def count() -> bool:
@@ -85,13 +85,13 @@ def die_at(event: int) -> None:
         seen += 1
         return seen == event
 
-    def look(name: str, arguments: tuple) -> None:
-        if seen >= event:  # it is dying
+    def audit(name: str, arguments: tuple) -> None:
+        if seen >= event:  # already ending
             return
         if name == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
             if count():
                 os._exit(1)
-            if count():  # the file is there, and empty
+            if count():  # the file exists and is empty
                 os.close(os.open(arguments[0], os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
                 os._exit(1)
         elif name in ("os.rename", "os.link", "os.mkdir", "os.rmdir", "os.remove", "os.truncate") and count():
@@ -103,11 +103,11 @@ def die_at(event: int) -> None:
         fsync(descriptor)
 
     os.fsync = sync_or_die
-    sys.addaudithook(look)
+    sys.addaudithook(audit)
 
 
 def save_and_die(save: Path, event: int) -> bool:
-    """Save iteration 3 in a process of its own that ends at an event; return whether it got to the end."""
+    """Save iteration 3 in a child process that ends at an event; return whether the save was completed."""
     child = os.fork()
     if not child:
         try:
@@ -123,33 +123,36 @@ def save_and_die(save: Path, event: int) -> bool:
 
 
 def restart(save: Path) -> int:
-    """What a run that starts after the crash finds; it must be whole, and the next save must clear what is left."""
+    """Start after the crash and save iteration 4; return the iteration of the checkpoint that was found.
+
+    That checkpoint must be undamaged, and the save must delete leftovers of the crash.
+    """
     check_folders(config(save))
     with claim(str(save)):
-        found, problems = find_good_checkpoint(save)
+        checkpoint, problems = find_good_checkpoint(save)
         assert problems == []
-        iteration = checkpoint_files.iteration_of(found)
+        iteration = checkpoint_files.iteration_of(checkpoint)
         save_files(save, 4)
         prune(save, keep_last=2, keep_every=None)
     assert names(save) == [f"iter_{iteration:07d}", "iter_0000004", "latest_checkpointed_iteration.txt", "lock"]
     return iteration
 
 
-def test_a_crash_at_any_file_system_event_of_a_save_leaves_the_newest_or_the_one_before_it_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but not waited for
+def test_crash_at_any_file_system_event_of_a_save_leaves_an_undamaged_newest_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted only
     for iteration in (1, 2):
         save_files(tmp_path / "template", iteration)
-    found, is_complete = [], False
+    iterations, is_complete = [], False
     while not is_complete:
-        save = tmp_path / str(len(found))
+        save = tmp_path / str(len(iterations))
         shutil.copytree(tmp_path / "template", save)
-        is_complete = save_and_die(save, len(found) + 1)
-        found.append(restart(save))
-    assert len(found) > 60
-    assert found == sorted(found) and set(found) == {2, 3}
+        is_complete = save_and_die(save, len(iterations) + 1)
+        iterations.append(restart(save))
+    assert len(iterations) > 60
+    assert iterations == sorted(iterations) and set(iterations) == {2, 3}
 
 
-def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path):
+def test_file_of_another_rank_that_is_not_visible_is_reported(tmp_path):
     written = {"rank_00001.safetensors": checkpoint_files.FileRecord(bytes=10, sha256="0" * 64)}
     with pytest.raises(OSError, match="is not seen here; --save must be on a file system that all nodes share"):
         write_manifest(tmp_path, written)
@@ -165,64 +168,50 @@ def damage_manifest(change):
     return damage
 
 
+def add_to_manifest(name: str):
+    return damage_manifest(lambda files: files.update({name: files["train_state.json"]}))
+
+
 def link_elsewhere(folder: Path) -> None:
     (folder / "train_state.json").rename(folder.parent / "elsewhere")
     (folder / "train_state.json").symlink_to(folder.parent / "elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (damage_manifest(lambda files: files.clear()), "does not list train_state.json, settings.yaml"),
-        (damage_manifest(lambda files: files.pop("train_state.json")), "does not list train_state.json"),
-        (damage_manifest(lambda files: files.update({"../x": files["train_state.json"]})), "'../x', which is no file"),
-        (
-            damage_manifest(lambda files: files.update({".metadata": files["train_state.json"]})),
-            "megatron.core's format",
-        ),
-        (damage_manifest(lambda files: files.update({"a\nb": files["train_state.json"]})), "'a\\nb', which is no file"),
-        (
-            damage_manifest(lambda files: files.update({"/etc/passwd": files["train_state.json"]})),
-            "'/etc/passwd', which",
-        ),
-        (link_elsewhere, "train_state.json: missing"),
-        (lambda folder: (folder / "train_state.json").write_text("contenT"), "train_state.json: its sha256"),
-        (lambda folder: (folder / "train_state.json").write_text("conten"), "train_state.json: 6 bytes, expected 7"),
-        (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: not readable"),
-    ],
-    ids=[
-        "empty",
-        "incomplete",
-        "parent",
-        "old format",
-        "line feed",
-        "absolute",
-        "link",
-        "flipped",
-        "truncated",
-        "unsealed",
-    ],
-)
-def test_a_damaged_newest_checkpoint_is_passed_over_with_its_file_named_and_can_be_quarantined(tmp_path, damage, said):
+DAMAGES = {
+    "empty": (damage_manifest(lambda files: files.clear()), "does not list train_state.json, settings.yaml"),
+    "incomplete": (damage_manifest(lambda files: files.pop("train_state.json")), "does not list train_state.json"),
+    "parent": (add_to_manifest("../x"), "'../x', which is not a file in its folder"),
+    "old format": (add_to_manifest(".metadata"), "megatron.core's format"),
+    "line feed": (add_to_manifest("a\nb"), "'a\\nb', which is not a file in its folder"),
+    "absolute": (add_to_manifest("/etc/passwd"), "'/etc/passwd', which is not a file in its folder"),
+    "link": (link_elsewhere, "train_state.json: missing"),
+    "flipped": (lambda folder: (folder / "train_state.json").write_text("contenT"), "train_state.json: its sha256"),
+    "truncated": (lambda folder: (folder / "train_state.json").write_text("conten"), "6 bytes, expected 7"),
+    "no manifest": (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damaged_newest_checkpoint_is_skipped_with_its_file_named_and_can_be_quarantined(tmp_path, damage, message):
     good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
     damage(newest)
-    chosen, damaged = find_good_checkpoint(tmp_path)
-    assert chosen == good
-    assert [folder for folder, _ in damaged] == [newest]
-    assert said in str(damaged[0][1])
+    checkpoint, problems = find_good_checkpoint(tmp_path)
+    assert checkpoint == good
+    assert [folder for folder, _ in problems] == [newest]
+    assert message in str(problems[0][1])
     quarantine(newest)
     assert find_good_checkpoint(tmp_path) == (good, [])
     assert (tmp_path / "iter_0000002.damaged").is_dir()
 
 
-def test_only_folders_with_a_checkpoints_own_name_count_and_numbers_decide(tmp_path):
+def test_checkpoints_are_listed_by_exact_name_and_number(tmp_path):
     for name in ("iter_0000002", "iter_0000002.bak", "iter_9999999", "iter_10000000", ".tmp-iter_0000003"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "MANIFEST.json").write_text("{}")
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["iter_10000000", "iter_9999999", "iter_0000002"]
 
 
-def test_a_newest_checkpoint_that_the_disk_cannot_read_is_passed_over(tmp_path, monkeypatch):
+def test_newest_checkpoint_with_a_read_error_is_skipped(tmp_path, monkeypatch):
     good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
     read = checkpoint_files.sha256_of
 
@@ -232,8 +221,8 @@ def test_a_newest_checkpoint_that_the_disk_cannot_read_is_passed_over(tmp_path, 
         return read(path)
 
     monkeypatch.setattr(checkpoint_files, "sha256_of", read_or_fail)
-    chosen, problems = find_good_checkpoint(tmp_path)
-    assert chosen == good
+    checkpoint, problems = find_good_checkpoint(tmp_path)
+    assert checkpoint == good
     assert [(folder, type(problem)) for folder, problem in problems] == [(newest, OSError)]
 
 
@@ -241,26 +230,26 @@ def config(folder: Path, **changes: object) -> CheckpointConfig:
     return CheckpointConfig(**{"save": str(folder), "load": str(folder), **changes})
 
 
-def test_no_run_starts_over_checkpoints_or_in_a_folder_with_a_stop_file(tmp_path):
+def test_save_folder_with_checkpoints_of_another_run_or_a_stop_file_is_refused(tmp_path):
     save_files(tmp_path, 1)
-    with pytest.raises(OutputError, match=r"already holds checkpoints of a run; give --load .* to continue it"):
+    with pytest.raises(OutputError, match=r"already holds checkpoints of a run; add --load .* to resume it"):
         check_folders(config(tmp_path, load=None))
     (tmp_path / "STOP").touch()
     with pytest.raises(ConfigError, match=f"{tmp_path}/STOP exists, so no run starts in --save {tmp_path}; remove"):
         check_folders(config(tmp_path))
 
 
-def test_save_folder_is_created_by_the_run_that_claims_it_and_by_no_check(tmp_path):
-    check_folders(config(tmp_path / "new" / "run"))
+def test_save_folder_is_created_by_claim_and_not_by_the_check(tmp_path):
+    save = tmp_path / "new" / "run"
+    check_folders(config(save))
     assert list(tmp_path.iterdir()) == []
-    with claim(str(tmp_path / "new" / "run")):
-        assert (tmp_path / "new" / "run").is_dir()
-    check_folders(config(tmp_path / "new" / "run"))
-    assert (tmp_path / "new" / "run").is_dir()
+    with claim(str(save)):
+        assert save.is_dir()
+    check_folders(config(save))
 
 
 @pytest.mark.parametrize("below", ["", "run"])
-def test_save_folder_in_the_place_of_a_file_is_refused(tmp_path, below):
+def test_save_folder_at_or_below_a_file_is_refused(tmp_path, below):
     (tmp_path / "file").touch()
     save = str(tmp_path / "file" / below)
     with pytest.raises(OutputError, match=r"cannot be created \(Not a directory\); name another folder"):
@@ -268,13 +257,13 @@ def test_save_folder_in_the_place_of_a_file_is_refused(tmp_path, below):
 
 
 @pytest.mark.parametrize("remains", ["iter_0000003", "iter_0000003.damaged", "latest_checkpointed_iteration.txt"])
-def test_remains_of_checkpoints_are_no_reason_to_start_from_scratch(tmp_path, remains):
+def test_remains_of_checkpoints_prevent_a_start_from_scratch(tmp_path, remains):
     (tmp_path / remains).mkdir()
-    with pytest.raises(CheckpointError, match=f"holds {remains} but no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=f"holds {remains} but no complete checkpoint"):
         check_folders(config(tmp_path))
 
 
-HOLD = """
+CLAIM_AND_WAIT = """
 import sys
 from megatron_neobert.checkpoint.folder import claim
 with claim(sys.argv[1]):
@@ -283,9 +272,9 @@ with claim(sys.argv[1]):
 """
 
 
-def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "_LEAVE_SECONDS", 0)
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+def test_two_runs_cannot_claim_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "_LOCK_WAIT_SECONDS", 0)
+    command = [sys.executable, "-c", CLAIM_AND_WAIT, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"claimed\n"
         with (

@@ -1,4 +1,4 @@
-"""A small checkpoint in the format of training, its weights, and what it is exported as."""
+"""Fixtures: a small training checkpoint, its weights, and exported folders."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +15,7 @@ from checkpoint_conversion.mapping import NEOBERT, to_internal
 
 @pytest.fixture
 def internal() -> dict[str, Tensor]:
-    """Weights of the saved model under the internal names, free to be spoilt."""
+    """Weights of the saved model under the internal names; tests may change them."""
     return to_internal(build_reference().state_dict(), SHAPE, NEOBERT)
 
 
@@ -26,13 +26,13 @@ def saved(tmp_path: Path, internal: dict[str, Tensor]) -> SavedModel:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Checks]]:
-    """The folder that the export of a checkpoint gives with some options, made once, and its comparison."""
-    place = tmp_path_factory.mktemp("exports")
-    saved = save_model(place, to_internal(build_reference().state_dict(), SHAPE, NEOBERT))
+    """Return a function that exports the saved model with the given options, once for each combination."""
+    root = tmp_path_factory.mktemp("exports")
+    saved = save_model(root, to_internal(build_reference().state_dict(), SHAPE, NEOBERT))
 
     @cache
-    def make(**options: Any) -> tuple[Path, Checks]:
-        folder = place / f"model-{len(list(place.iterdir()))}"
+    def export_with(**options: Any) -> tuple[Path, Checks]:
+        folder = root / f"model-{len(list(root.iterdir()))}"
         return folder, convert(saved, folder, **options)
 
-    return make
+    return export_with

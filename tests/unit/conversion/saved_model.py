@@ -1,4 +1,4 @@
-"""A small checkpoint in the format of training, written without Megatron, and the model that it holds."""
+"""A small training checkpoint, written without Megatron, and its model."""
 
 import json
 import shutil
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.checkpoint import read_checkpoint
+from checkpoint_conversion.checkpoint import read_checkpoint, reference_config
 from checkpoint_conversion.compare import Checks, make_loud
 from checkpoint_conversion.export import export
 from checkpoint_conversion.mapping import ModelShape, split_halves
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
+from megatron_neobert.checkpoint.folder import write_manifest
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
-from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.model.reference import ReferenceNeoBERT
 from megatron_neobert.state import TrainState
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
@@ -31,15 +31,14 @@ MODEL = ModelConfig(
     rotary_base=5000,
 )
 SHAPE = ModelShape(MODEL, len(WORDS), MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1))
-PROGRESS = TrainState(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
+TRAIN_STATE = TrainState(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
 
 
 @dataclass
 class SavedModel:
-    """A save folder with one checkpoint, and the model whose weights it holds."""
+    """A save folder with one checkpoint."""
 
     save: Path
-    reference: ReferenceNeoBERT
     vocabulary: Path
 
     @property
@@ -47,54 +46,39 @@ class SavedModel:
         return self.save / "iter_0000030"
 
     def write(self, tensors: dict[str, Tensor]) -> None:
-        """Replaces the weights by tensors under the names of a Megatron checkpoint, and renews the manifest."""
-        optimizer = {"optimizer.state.exp_avg.output_layer.bias": torch.ones(3)}
+        """Replace the checkpoint by one with these weights, under the internal names."""
         folder = self.iteration_folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        parts = split_halves(tensors) | optimizer
-        write_tensors(folder / "rank_00000.safetensors", parts, {name: [0] * parts[name].dim() for name in parts})
+        stored = split_halves(tensors) | {"optimizer.state.exp_avg.output_layer.bias": torch.ones(3)}
+        write_tensors(folder / "rank_00000.safetensors", stored, {name: [0] * stored[name].dim() for name in stored})
         write_record(Settings(model=MODEL), folder / "settings.yaml")
-        write_train_state(folder, PROGRESS)
+        write_train_state(folder, TRAIN_STATE)
         load_tokenizer(self.vocabulary).save_tokenizer_files(folder / "tokenizer", model_max_length=64)
         self.seal()
 
     def record(self, settings: Settings) -> None:
-        """Replaces the settings that the weights were trained with, and renews the manifest."""
+        """Replace settings.yaml and the manifest."""
         write_record(settings, self.iteration_folder / "settings.yaml")
         self.seal()
 
     def seal(self) -> None:
-        """Writes the manifest of the files that are there."""
-        manifest = self.iteration_folder / "MANIFEST.json"
-        manifest.unlink(missing_ok=True)
-        files = [path for path in self.iteration_folder.rglob("*") if path.is_file()]
-        listed = {
-            str(path.relative_to(self.iteration_folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in files
-        }
-        manifest.write_text(json.dumps({"format": 1, "files": listed}))
+        """Write a manifest of the present files."""
+        (self.iteration_folder / "MANIFEST.json").unlink(missing_ok=True)
+        write_manifest(self.iteration_folder, {})
 
 
-def save_model(place: Path, tensors: dict[str, Tensor]) -> SavedModel:
-    vocabulary = place / "vocab.txt"
+def save_model(root: Path, tensors: dict[str, Tensor]) -> SavedModel:
+    vocabulary = root / "vocab.txt"
     vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
-    model = SavedModel(save=place / "checkpoints", reference=build_reference(), vocabulary=vocabulary)
+    model = SavedModel(save=root / "checkpoints", vocabulary=vocabulary)
     model.write(tensors)
     (model.save / "latest_checkpointed_iteration.txt").write_text("30")
     return model
 
 
 def build_reference() -> ReferenceNeoBERT:
-    config = ReferenceConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=48,
-        vocab_size=len(WORDS),
-        rotary_base=5000.0,
-    )
-    return make_loud(ReferenceNeoBERT(config))
+    return make_loud(ReferenceNeoBERT(reference_config(Settings(model=MODEL), vocab_size=len(WORDS))))
 
 
 def convert(saved: SavedModel, output: Path, **options: Any) -> Checks:

@@ -1,4 +1,4 @@
-"""Converting: what cannot be right is refused and leaves nothing behind; the command says what it does."""
+"""`neobert convert megatron-to-hf`: wrong results and wrong inputs are refused, without output."""
 
 import re
 from dataclasses import replace
@@ -12,7 +12,7 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CheckpointError, ConversionError
 
 
-def exchange_queries_and_keys(tensors):
+def swap_queries_and_keys(tensors):
     query, key = (f"model.layers.0.self_attn.{letter}_proj.weight" for letter in "qk")
     tensors |= {query: tensors[key], key: tensors[query] * 2}
 
@@ -22,53 +22,53 @@ def change_a_bias(tensors):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("change", "message"),
     [
-        (exchange_queries_and_keys, r"logits differ from the source's by [\d.]+ of the largest, more than 0\.0001"),
-        (change_a_bias, r"the exported model: 1 weights .* output_layer\.bias;.* nothing was written"),
+        (swap_queries_and_keys, r"logits differ from the source's by [\d.]+ of the largest, more than 0\.0001"),
+        (change_a_bias, r"the exported model differs .*: 1 weights .* output_layer\.bias; nothing was written"),
         (lambda tensors: tensors.pop("lm_head.bias"), r"missing_keys.*lm_head.bias"),
         (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.bias"), r"missing_keys.*layers.1.mlp.up_proj.bias"),
     ],
-    ids=["mapping", "one value", "head that transformers would invent", "layer that transformers would invent"],
+    ids=["wrong mapping", "one value", "missing in the head", "missing in a layer"],
 )
-def test_weights_that_arrive_otherwise_are_refused_and_leave_nothing(saved, tmp_path, monkeypatch, spoil, said):
-    right = export.to_published
+def test_export_with_wrong_or_missing_weights_is_refused(saved, tmp_path, monkeypatch, change, message):
+    to_published = export.to_published
 
-    def wrong(*arguments):
-        tensors = right(*arguments)
-        spoil(tensors)
+    def to_published_with_error(*arguments):
+        tensors = to_published(*arguments)
+        change(tensors)
         return tensors
 
-    monkeypatch.setattr(export, "to_published", wrong)
-    with pytest.raises(ConversionError, match=said):
+    monkeypatch.setattr(export, "to_published", to_published_with_error)
+    with pytest.raises(ConversionError, match=message):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
 
 
-def test_setting_whose_difference_logits_do_not_show_is_refused_and_leaves_nothing(saved, tmp_path, monkeypatch):
-    right = export.build_config
-    monkeypatch.setattr(export, "build_config", lambda *a: {**right(*a), "rms_norm_eps": 1.0001e-5})
-    said = r"the exported model: norm_epsilon is 1e-05 and 1\.0001e-05.* nothing was written"
-    with pytest.raises(ConversionError, match=said):
+def test_export_with_a_wrong_setting_that_logits_do_not_show_is_refused(saved, tmp_path, monkeypatch):
+    build_config = export.build_config
+    monkeypatch.setattr(export, "build_config", lambda *a: {**build_config(*a), "rms_norm_eps": 1.0001e-5})
+    message = r"the exported model differs .*: norm_epsilon is 1e-05 and 1\.0001e-05; nothing was written"
+    with pytest.raises(ConversionError, match=message):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"num_attention_heads": 0}, "--num-attention-heads 0 is below 1"),
         ({"ffn_hidden_size": -8}, "--ffn-hidden-size -8 is below 1"),
         ({"hidden_size": 2**31}, "shape"),
-        ({"num_layers": 3}, r"of 2 layers; settings.yaml has --num-layers 3\."),
-        ({"num_layers": 10**9}, r"of 2 layers; settings.yaml has --num-layers 1000000000\."),
+        ({"num_layers": 3}, r"of 2 layers, but settings.yaml has --num-layers 3\."),
+        ({"num_layers": 10**9}, r"of 2 layers, but settings.yaml has --num-layers 1000000000\."),
         ({"swiglu": False}, "iter_0000030 was trained with .*swiglu False.* have SwiGLU"),
         ({"normalization": "LayerNorm"}, "iter_0000030 was trained with .*normalization LayerNorm.* have SwiGLU"),
     ],
 )
-def test_record_of_another_model_or_of_none_that_has_a_layout_is_refused(saved, tmp_path, change, said):
+def test_settings_of_another_model_or_of_a_model_without_a_layout_are_refused(saved, tmp_path, change, message):
     saved.record(Settings(model=replace(MODEL, **change)))
-    with pytest.raises((CheckpointError, ConversionError), match=said):
+    with pytest.raises((CheckpointError, ConversionError), match=message):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
 
@@ -76,50 +76,46 @@ def test_record_of_another_model_or_of_none_that_has_a_layout_is_refused(saved, 
 # --- the command ---
 
 
-def to_hf(saved, output, *flags):
-    return call("convert", "megatron-to-hf", "--load", saved.save, "--output", output, *flags)
+def to_hf(load, output, *flags):
+    return call("convert", "megatron-to-hf", "--load", load, "--output", output, *flags)
 
 
 @pytest.mark.parametrize("load", ["checkpoints", "checkpoints/iter_0000030"])
-def test_command_fills_an_empty_folder_and_prints_the_comparison(saved, tmp_path, load):
+def test_command_writes_into_an_empty_folder_and_prints_the_comparison(saved, tmp_path, load):
     (tmp_path / "model").mkdir()
-    code, shown, complaints = call(
-        "convert", "megatron-to-hf", "--load", tmp_path / load, "--output", tmp_path / "model"
-    )
-    assert (code, complaints) == (0, "")
-    assert "iter_0000030" in shown and "same token" in shown
-    assert re.search(r"wrote \S+model in \d+ s", shown)
+    code, output, errors = to_hf(tmp_path / load, tmp_path / "model")
+    assert (code, errors) == (0, "")
+    assert "iter_0000030" in output and "same token" in output
+    assert re.search(r"wrote \S+model in \d+ s", output)
     assert {"config.json", "conversion_report.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
 
 
-@pytest.mark.parametrize("kind", ["file", "folder with a file"])
-def test_existing_output_is_refused_and_kept(saved, tmp_path, kind):
-    output = tmp_path / "model"
-    mine = output if kind == "file" else output / "notes.txt"
-    mine.parent.mkdir(exist_ok=True)
-    mine.write_text("mine")
-    code, _, complaint = to_hf(saved, output)
-    assert code == 73 and "model exists already and is not empty" in complaint
-    assert mine.read_text() == "mine"
+@pytest.mark.parametrize("existing", ["model", "model/notes.txt"])
+def test_existing_output_is_refused_and_not_changed(saved, tmp_path, existing):
+    (tmp_path / existing).parent.mkdir(exist_ok=True)
+    (tmp_path / existing).write_text("mine")
+    code, _, error = to_hf(saved.save, tmp_path / "model")
+    assert code == 73 and "model exists already and is not empty" in error
+    assert (tmp_path / existing).read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("flags", "lost", "code", "sentence"),
+    ("flags", "missing", "code", "message"),
     [
         (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
         (["--load", "loop"], None, 66, "loop holds no checkpoint"),
-        (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77; it holds those of 30."),
+        (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77. Choose one of 30."),
         ([], "MANIFEST.json", 66, "checkpoints holds no checkpoint"),
         ([], "rank_00000.safetensors", 78, "rank_00000.safetensors: missing"),
     ],
 )
-def test_command_ends_with_the_sentence_and_exit_code_of_the_problem(
-    saved, tmp_path, monkeypatch, flags, lost, code, sentence
+def test_missing_checkpoint_or_file_has_its_message_and_exit_code(
+    saved, tmp_path, monkeypatch, flags, missing, code, message
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
-    if lost:
-        (saved.iteration_folder / lost).unlink()
-    ended, _, complaint = call("convert", "megatron-to-hf", "--load", "checkpoints", "--output", "model", *flags)
-    assert ended == code and sentence in complaint
+    if missing:
+        (saved.iteration_folder / missing).unlink()
+    exit_code, _, error = to_hf("checkpoints", "model", *flags)
+    assert exit_code == code and message in error
     assert_nothing_written(tmp_path)

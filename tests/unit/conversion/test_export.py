@@ -1,8 +1,8 @@
-"""What a conversion writes: complete, right and loadable by anybody."""
+"""Files of an exported folder: config.json, weights, report."""
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ from checkpoint_conversion.checkpoint import model_shape
 from checkpoint_conversion.compare import Checks
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from megatron_neobert.config.schema import CheckpointConfig, DataConfig, PhaseChange, Settings
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.runtime.atomic_files import sha256_of
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-# Of the published config.json: loading options that leaked into it, and versions.
-NOT_OF_THE_MODEL = {
+# Keys of the published config.json that do not describe the model.
+NOT_SETTINGS = {
     "architectures",
     "auto_map",
     "kwargs",
@@ -29,16 +28,15 @@ NOT_OF_THE_MODEL = {
     "transformers_version",
     "trust_remote_code",
 }
+Exported = Callable[..., tuple[Path, Checks]]
 
 
-@pytest.fixture(scope="module")
-def folder(exported: Callable[..., tuple[Path, Checks]]) -> Path:
-    """The export without any option."""
-    return exported()[0]
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
 
 
-def test_exported_config_says_everything_that_differs_from_a_default(folder: Path):
-    config = json.loads((folder / "config.json").read_text())
+def test_exported_config_states_every_convention(exported: Exported):
+    config = read_json(exported()[0] / "config.json")
     expected = {
         "architectures": ["EuroBertForMaskedLM"],
         "model_type": "eurobert",
@@ -68,27 +66,24 @@ def test_exported_config_says_everything_that_differs_from_a_default(folder: Pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exported_weights_have_the_dtype_asked_for_and_the_format_pt(exported: Any, dtype: str):
+def test_exported_weights_have_the_chosen_dtype_and_the_format_pt(exported: Exported, dtype: str):
     folder, checks = exported(dtype=dtype)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
-    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
-    assert max(checks[how].relative for how in ("padded", "packed")) < 1e-5, "after rounding, so as exact as fp32"
+    assert read_json(folder / "config.json")["dtype"] == dtype
+    assert max(checks[how].relative for how in ("padded", "packed")) < 1e-5, "the source is rounded too"
     assert ("padded in bfloat16" in checks) == (dtype == "bfloat16")
 
 
-def test_report_names_the_source_its_settings_and_the_difference(exported: Any):
+def test_report_has_source_settings_and_differences(exported: Exported):
     folder, checks = exported()
-    report = json.loads((folder / "conversion_report.json").read_text())
+    report = read_json(folder / "conversion_report.json")
     assert (report["source"]["iteration"], report["source"]["consumed_tokens"]) == (30, 9_000)
     assert report["training"]["model"]["rotary_base"] == 5000
     manifest = folder.parent / "checkpoints" / "iter_0000030" / "MANIFEST.json"
     assert report["source"]["manifest_sha256"] == sha256_of(manifest)
-    assert {how: figures["max_abs"] for how, figures in report["verification"].items()} == {
-        "padded": checks["padded"].max_abs,
-        "packed": checks["packed"].max_abs,
-    }
+    assert report["verification"] == {how: asdict(check) for how, check in checks.items()}
     assert report["compared"]["weights"] == 16
     assert {"rotary_base", "norm_epsilon"} <= set(report["compared"]["settings"])
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
@@ -101,58 +96,49 @@ def test_texts_are_truncated_at_the_last_trained_sequence_length(saved: SavedMod
     folder = tmp_path / "model"
     convert(saved, folder, verified=False, sentence_transformers=True)
     assert AutoTokenizer.from_pretrained(folder, trust_remote_code=False).model_max_length == longest
-    assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == longest
-    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 64
+    assert read_json(folder / "sentence_bert_config.json")["max_seq_length"] == longest
+    assert read_json(folder / "config.json")["max_position_embeddings"] == 64
 
 
-def test_report_of_a_run_in_phases_has_the_settings_of_the_last_one_and_no_path_of_the_machine(
-    saved: SavedModel, tmp_path: Path
-):
-    free = [item for item in fields(DataConfig) if "str" in str(item.type) and item.default in (None, ())]
-    private = {item.name: "/of/a/machine" if item.default is None else ("/of/a/machine",) for item in free}
+def test_report_has_the_settings_of_the_last_phase_and_no_paths(saved: SavedModel, tmp_path: Path):
+    path_fields = [item for item in fields(DataConfig) if "str" in str(item.type) and item.default in (None, ())]
+    paths = {item.name: "/private/path" if item.default is None else ("/private/path",) for item in path_fields}
     phases = (
-        PhaseChange(after_iters=29, seq_length=64, data_path=("/of/a/machine",)),
+        PhaseChange(after_iters=29, seq_length=64, data_path=("/private/path",)),
         PhaseChange(after_iters=30, seq_length=32),
     )
-    saved.record(Settings(model=MODEL, data=DataConfig(**private)).with_section("training", phases=phases))
+    saved.record(Settings(model=MODEL, data=DataConfig(**paths)).with_section("training", phases=phases))
     convert(saved, tmp_path / "model", verified=False)
-    assert "/of/a/machine" in (saved.iteration_folder / "settings.yaml").read_text()
+    assert "/private/path" in (saved.iteration_folder / "settings.yaml").read_text()
     report = (tmp_path / "model" / "conversion_report.json").read_text()
     assert json.loads(report)["training"]["data"]["seq_length"] == 64
-    assert "/of/a/machine" not in report
+    assert "/private/path" not in report
 
 
-def test_a_run_that_began_from_other_weights_says_so(saved: SavedModel, tmp_path: Path):
+def test_report_and_card_state_that_a_run_continued_from_other_weights(saved: SavedModel, tmp_path: Path):
     saved.record(Settings(model=MODEL, checkpoint=CheckpointConfig(continue_from="runs/published")))
     convert(saved, tmp_path / "model", verified=False)
-    report = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
-    assert report["source"]["continued_from"] == "published"
+    assert read_json(tmp_path / "model" / "conversion_report.json")["source"]["continued_from"] == "published"
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "It began from the weights of another run or model" in card
+    assert "It continued from the weights of another run or model" in card
 
 
 # --- config.json ---
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
-    return load_tokenizer(tmp_path / "vocab.txt")
-
-
 def test_neobert_config_has_the_published_fields(shared_data: Path):
-    published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text())
+    published = read_json(shared_data / "fixtures" / "hf_config.json")
     bert = load_tokenizer(shared_data / "tokenizers" / "bert-base-uncased" / "vocab.txt")
     shape = model_shape(Settings(), vocab_size=bert.vocab_size)
     config = build_config("neobert", FolderSpec(shape, bert))
-    expected = {name: value for name, value in published.items() if name not in NOT_OF_THE_MODEL}
+    expected = {name: value for name, value in published.items() if name not in NOT_SETTINGS}
     assert {name: config.get(name) for name in expected} == expected
     assert config["max_position_embeddings"] == published["max_length"]
     assert config["auto_map"].keys() >= published["auto_map"].keys()
     assert not {"trust_remote_code", "kwargs"} & config.keys()
 
 
-def test_a_width_that_the_published_fields_cannot_say_is_refused(tokenizer: Tokenizer):
+def test_feed_forward_width_that_the_neobert_layout_cannot_express_is_refused(saved: SavedModel):
     shape = replace(SHAPE, model=replace(MODEL, ffn_hidden_size=44))
     with pytest.raises(ConversionError, match="--ffn-hidden-size 44 is not a multiple of 8"):
-        build_config("neobert", FolderSpec(shape, tokenizer))
+        build_config("neobert", FolderSpec(shape, load_tokenizer(saved.vocabulary)))

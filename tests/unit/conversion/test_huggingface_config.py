@@ -1,4 +1,4 @@
-"""config.json as settings: what is read, what is refused, and that nothing is assumed."""
+"""Reading config.json: settings, refused values, and required keys."""
 
 import json
 import re
@@ -35,12 +35,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def read(layout: str, **changes: Any) -> FolderConfig:
-    """The config of a layout with other values; `...` removes a key."""
+    """Read the config of a layout with changed values; `...` removes a key."""
     changed = CONFIGS[layout] | changes
     return read_model_config({key: value for key, value in changed.items() if value is not ...}, PATH)
 
 
 def refusal(layout: str, **changes: Any) -> str:
+    """Return the message of the error for a changed config."""
     with pytest.raises(ConversionError) as caught:
         read(layout, **changes)
     message = str(caught.value)
@@ -52,16 +53,16 @@ def refusal(layout: str, **changes: Any) -> str:
 
 @pytest.mark.parametrize("layout", CONFIGS)
 def test_three_layouts_of_one_model_give_the_same_settings(layout: str):
-    found = read(layout)
-    assert (found.layout, found.model, found.vocab_size, found.tied) == (layout, MODEL, 13, False)
-    assert found.notes == ()
+    config = read(layout)
+    assert (config.layout, config.model, config.vocab_size, config.tied) == (layout, MODEL, 13, False)
+    assert config.notes == ()
 
 
 def test_published_config_gives_the_published_model(shared_data: Path):
-    config = json.loads((shared_data / "fixtures" / "hf_config.json").read_text())
-    found = read_model_config(config, PATH)
-    assert found.model == ModelConfig(ffn_hidden_size=2048)  # all else as the defaults of training, which are NeoBERT's
-    assert (found.layout, found.vocab_size, found.tied) == ("neobert", 30_522, False)
+    published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text())
+    config = read_model_config(published, PATH)
+    assert config.model == ModelConfig(ffn_hidden_size=2048)  # the other values are the defaults of training
+    assert (config.layout, config.vocab_size, config.tied) == ("neobert", 30_522, False)
 
 
 @pytest.mark.parametrize(("stated", "width"), [(3072, 2048), (72, 48), (100, 72), (4, 8)])
@@ -69,23 +70,23 @@ def test_neobert_width_is_two_thirds_rounded_up_to_a_multiple_of_8(stated: int, 
     assert read("neobert", intermediate_size=stated).model.ffn_hidden_size == width
 
 
-def test_published_base_of_the_angles_stands_in_for_none_in_the_neobert_layout_alone():
+def test_missing_rotary_base_is_the_published_one_in_the_neobert_layout_only():
     assert read("neobert", rope_theta=...).model.rotary_base == 10_000
     assert "rope_theta is missing" in refusal("eurobert", rope_parameters=...)
     assert "rope_theta is missing" in refusal("llama", rope_parameters={"rope_type": "default"})
 
 
-def test_base_is_found_wherever_transformers_wrote_it():
+def test_rotary_base_is_read_from_the_keys_of_all_versions_of_transformers():
     assert read("eurobert", rope_parameters=..., rope_theta=250_000, rope_scaling=None).model.rotary_base == 250_000
     assert read("neobert", rope_theta=..., rope_parameters={"rope_theta": 160_000.0}).model.rotary_base == 160_000
     assert read("llama", rope_parameters=..., rope_theta=500, rope_scaling={"type": "default"}).model.rotary_base == 500
 
 
-def test_longest_row_has_two_names_in_the_neobert_layout():
+def test_longest_input_has_two_names_in_the_neobert_layout():
     assert read("neobert", max_position_embeddings=..., max_length=512).model.max_position_embeddings == 512
     assert read("neobert", max_length=64).model.max_position_embeddings == 64
     assert "max_length is 512; max_position_embeddings is 64" in refusal("neobert", max_length=512)
-    assert read("eurobert", max_length=20).model.max_position_embeddings == 64  # there it belongs to generation
+    assert read("eurobert", max_length=20).model.max_position_embeddings == 64  # a setting of text generation
 
 
 REQUIRED = [
@@ -102,48 +103,40 @@ REQUIRED = [
 
 @pytest.mark.parametrize(("layout", "key"), REQUIRED)
 @pytest.mark.parametrize("value", [..., None], ids=["absent", "null"])
-def test_nothing_that_decides_the_function_is_assumed(layout: str, key: str, value: object):
+def test_keys_that_affect_the_function_are_required(layout: str, key: str, value: object):
     assert re.search(rf": {key} is (missing|None); ", refusal(layout, **{key: value}))
 
 
 UNFIT = [
-    ("eurobert", {"num_key_value_heads": 2}, "num_key_value_heads is 2; NeoBERT's 4 heads have keys and values of"),
-    ("llama", {"head_dim": 16}, "head_dim is 16; NeoBERT's heads are hidden_size / num_attention_heads = 8"),
-    ("neobert", {"dim_head": 4}, "dim_head is 4; NeoBERT's heads are hidden_size / num_attention_heads = 8"),
+    ("eurobert", {"num_key_value_heads": 2}, "num_key_value_heads is 2; NeoBERT has one key head for each of its 4"),
+    ("llama", {"head_dim": 16}, "head_dim is 16; NeoBERT's head width is hidden_size / num_attention_heads = 8"),
+    ("neobert", {"dim_head": 4}, "dim_head is 4; NeoBERT's head width is hidden_size / num_attention_heads = 8"),
     ("eurobert", {"attention_bias": True}, "attention_bias is True; NeoBERT's attention has no biases"),
     ("llama", {"mlp_bias": True}, "mlp_bias is True; NeoBERT's feed-forward has no biases"),
-    ("llama", {"is_causal": True}, "is_causal is True; NeoBERT's tokens see those after them"),
+    ("llama", {"is_causal": True}, "is_causal is True; NeoBERT's attention is bidirectional"),
     ("eurobert", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; NeoBERT's feed-forward is SwiGLU"),
     ("neobert", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the feed-forward must be SwiGLU"),
     ("neobert", {"rms_norm": False}, "rms_norm is False; the norms must be RMSNorm"),
-    ("neobert", {"rope": False}, "rope is False; positions must be rotary angles"),
-    ("neobert", {"rope": 1}, "rope is 1; positions must be rotary angles"),
-    ("llama", {"is_causal": 0}, "is_causal is 0; NeoBERT's tokens see those after them"),
-    ("neobert", {"ngpt": True}, "ngpt is True; the normalised layers of nGPT compute something else"),
-    ("eurobert", {"quantization_config": {"bits": 4}}, "quantization_config is of 1 entries; weights that are stored"),
+    ("neobert", {"rope": False}, "rope is False; positions must be rotary"),
+    ("neobert", {"rope": 1}, "rope is 1; positions must be rotary"),
+    ("llama", {"is_causal": 0}, "is_causal is 0; NeoBERT's attention is bidirectional"),
+    ("neobert", {"ngpt": True}, "ngpt is True; NeoBERT does not have the normalised layers of nGPT"),
+    ("eurobert", {"quantization_config": {"bits": 4}}, "quantization_config is a dict of length 1; quantized"),
     ("eurobert", {"num_attention_heads": 5}, "num_attention_heads is 5; hidden_size 32 must give each head the same"),
     ("eurobert", {"num_attention_heads": 32}, "num_attention_heads is 32; hidden_size 32 must give each head the same"),
-    ("eurobert", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has 'rope_type' 'yarn'; NeoBERT's rotary"),
-    (
-        "llama",
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling has 'type' 'linear'; NeoBERT's rotary",
-    ),
-    (
-        "llama",
-        {"rope_parameters": {"rope_theta": 9, "factor": 2.0}},
-        "rope_parameters has 'factor' 2.0; NeoBERT's rotary",
-    ),
-    ("llama", {"rope_parameters": [5000.0]}, "rope_parameters is of 1 entries; an object with rope_type and"),
+    ("eurobert", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has 'rope_type' 'yarn', but NeoBERT's rotary"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has 'type' 'linear', but NeoBERT's"),
+    ("llama", {"rope_parameters": {"rope_theta": 9, "factor": 2.0}}, "rope_parameters has 'factor' 2.0, but NeoBERT's"),
+    ("llama", {"rope_parameters": [5000.0]}, "rope_parameters is a list of length 1; an object with"),
     ("eurobert", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; NeoBERT rotates every channel"),
     ("eurobert", {"rope_theta": 9000}, "rope_theta 9000 and rope_parameters.rope_theta 5000 contradict each other"),
     ("neobert", {"rope_theta": 0.5}, "rope_theta is 0.5; a whole number from 2 to 2,147,483,647 is needed"),
     ("neobert", {"rope_theta": 5000.5}, "rope_theta is 5000.5; a whole number"),
-    ("neobert", {"model_type": "bert"}, "model_type is 'bert'; only folders of eurobert, neobert, llama hold"),
-    ("neobert", {"model_type": ...}, "model_type is missing; only folders of eurobert, neobert, llama hold"),
+    ("neobert", {"model_type": "bert"}, "model_type is 'bert'; only eurobert, neobert, llama have"),
+    ("neobert", {"model_type": ...}, "model_type is missing; only eurobert, neobert, llama have"),
 ]
 
 
 @pytest.mark.parametrize(("layout", "changes", "reason"), UNFIT)
-def test_what_our_layers_cannot_compute_is_refused_with_the_reason(layout: str, changes: dict[str, Any], reason: str):
+def test_value_that_neobert_cannot_have_is_refused_with_the_reason(layout: str, changes: dict[str, Any], reason: str):
     assert reason in refusal(layout, **changes)

@@ -1,4 +1,4 @@
-"""The mapping table: nothing lost, nothing invented, and the same table read both ways."""
+"""Mapping tables: every value is published once, in the right order, and wrong tensors are refused."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,10 +28,10 @@ SHAPE = ModelShape(MODEL, vocab_size=11, padded_vocab_size=16)
 
 
 def build_internal(shape: ModelShape = SHAPE) -> dict[str, Tensor]:
-    """Random tensors under the internal names, zeros in the rows that pad the vocabulary."""
+    """Return random tensors under the internal names, with zeros in the rows that pad the vocabulary."""
     torch.manual_seed(3)
-    rows = expand_table(NEOBERT, shape.model.num_layers)
-    tensors = {row.internal: torch.randn(shape.resolve(row.internal_shape)) for row in rows}
+    entries = expand_table(NEOBERT, shape.model.num_layers)
+    tensors = {entry.internal: torch.randn(shape.resolve(entry.internal_shape)) for entry in entries}
     for name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
         tensors[name][shape.vocab_size :] = 0
     return tensors
@@ -39,7 +39,7 @@ def build_internal(shape: ModelShape = SHAPE) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_value_is_published_exactly_once(table: Table):
-    """Each internal value is a number of its own; published values are those numbers and EuroBERT's zero biases."""
+    """All internal values are different; published values are the same numbers, and EuroBERT's zero biases."""
     internal, first = {}, 1
     for name, tensor in build_internal().items():
         used = tensor[: SHAPE.vocab_size] if SHAPE.resolve("V")[0] == len(tensor) and "layers" not in name else tensor
@@ -53,8 +53,8 @@ def test_every_value_is_published_exactly_once(table: Table):
     assert zeros == (2 * (2 * 6 + 8) if table is EUROBERT else 0)  # gate, up and down biases of two layers
 
 
-def test_rotary_pairs_become_adjacent_in_queries_and_keys_and_values_stay():
-    """Heads of width 4: internal channel 0 pairs with 2 and 1 with 3, so published rows are 0, 2, 1, 3."""
+def test_rotary_pairs_become_adjacent_in_queries_and_keys_only():
+    """With heads of width 4, internal channel 0 pairs with 2 and 1 with 3, so published rows are 0, 2, 1, 3."""
     internal = build_internal()
     rows = torch.arange(24.0)  # q0 k0 v0 q1 k1 v1, four rows each
     internal["decoder.layers.0.self_attention.linear_qkv.weight"] = rows[:, None].expand(24, 8).contiguous()
@@ -65,7 +65,7 @@ def test_rotary_pairs_become_adjacent_in_queries_and_keys_and_values_stay():
     ]  # fmt: skip
 
 
-def test_halves_of_swiglu_are_stored_apart_and_joined_in_order():
+def test_halves_of_swiglu_are_stored_separately_and_joined_in_order():
     internal = build_internal(replace(SHAPE, model=replace(MODEL, num_layers=12)))
     stored = split_halves(internal)
     name = "decoder.layers.11.mlp.linear_fc1.weight"
@@ -75,11 +75,11 @@ def test_halves_of_swiglu_are_stored_apart_and_joined_in_order():
     assert all(torch.equal(restored[name], tensor) for name, tensor in internal.items())
 
 
-def spoil(name: str, change: Callable[[Tensor], object]) -> Callable[[dict[str, Tensor]], object]:
+def edit(name: str, change: Callable[[Tensor], object]) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: change(tensors[name])
 
 
-def give(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
+def add(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({name: torch.zeros(shape)})
 
 
@@ -87,22 +87,25 @@ def give(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
     ("change", "message"),
     [
         (lambda tensors: tensors.pop("decoder.final_layernorm.weight"), r"^missing: decoder\.final_.* has 16 tensors"),
-        (give("decoder.layers.2.mlp.x", 1), r"^not part of .*: decoder\.layers\.2\.mlp\.x;"),
-        (give("decoder.layers.1.mlp.linear_fc2.weight", 8, 7), r"linear_fc2\.weight has shape \(8, 7\).*\(8, 6\)"),
-        (spoil("output_layer.weight", lambda one: one[2, 1:4].fill_(torch.nan)), r"weight has 3 of 128 values"),
-        (spoil("output_layer.weight", lambda one: one[2, 1:4].fill_(torch.inf)), r"weight has 3 of 128 values"),
-        (spoil("output_layer.bias", lambda one: one[12].fill_(1)), r"bias is not zero in its rows 11 to 15.*11 tokens"),
+        (add("decoder.layers.2.mlp.x", 1), r"^not part of .*: decoder\.layers\.2\.mlp\.x;"),
+        (add("decoder.layers.1.mlp.linear_fc2.weight", 8, 7), r"linear_fc2\.weight has shape \(8, 7\).*\(8, 6\)"),
+        (edit("output_layer.weight", lambda tensor: tensor[2, 1:4].fill_(torch.nan)), r"weight has 3 of 128 values"),
+        (edit("output_layer.weight", lambda tensor: tensor[2, 1:4].fill_(torch.inf)), r"weight has 3 of 128 values"),
+        (
+            edit("output_layer.bias", lambda tensor: tensor[12].fill_(1)),
+            r"bias is not zero in rows 11 to 15.*11 tokens",
+        ),
     ],
 )
-def test_tensors_of_no_such_model_are_refused_by_name(change, message):
+def test_tensors_that_do_not_fit_the_model_are_refused_by_name(change, message):
     internal = build_internal()
     change(internal)
     with pytest.raises(ConversionError, match=message):
         to_published(internal, SHAPE, NEOBERT)
 
 
-def test_bias_that_neobert_does_not_have_is_refused_on_the_way_back():
+def test_published_bias_that_is_not_zero_is_refused():
     published = to_published(build_internal(), SHAPE, EUROBERT)
     published["model.layers.1.mlp.down_proj.bias"][5] = 0.5
-    with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.down_proj\.bias has 1 values other than zero"):
+    with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.down_proj\.bias has 1 nonzero values"):
         to_internal(published, SHAPE, EUROBERT)

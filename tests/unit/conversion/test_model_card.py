@@ -1,4 +1,4 @@
-"""The model card: valid front matter, examples that run, no fact that the folder does not hold."""
+"""The model card: front matter, examples, and facts of the folder."""
 
 import json
 import re
@@ -40,13 +40,7 @@ REPORT = {
         "model": {"num_layers": 2},
         "data": {"data_path": ["/ann/secret_corpus"], "seq_length": 48, "mask_prob": 0.2, "batch_layout": "packed"},
         "training": {"global_batch_size": 2048, "bf16": True, "train_iters": 1_000_000},
-        "optimizer": {
-            "lr": 6e-4,
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.95,
-            "lr_decay_iters": None,
-            "lr_warmup_iters": None,
-        },
+        "optimizer": {"lr": 6e-4, "adam_beta1": 0.9, "adam_beta2": 0.95, "lr_warmup_iters": None},
         "checkpoint": {"save": "/ann/secret_runs"},
     },
     "versions": {"megatron_neobert": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
@@ -55,12 +49,12 @@ REPORT = {
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One folder of each layout, as convert.py writes them."""
-    place = tmp_path_factory.mktemp("layouts")
-    (place / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
-    tokenizer = load_tokenizer(place / "vocab.txt")
+    """Return an exported folder of each layout, without report and card."""
+    root = tmp_path_factory.mktemp("layouts")
+    (root / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    tokenizer = load_tokenizer(root / "vocab.txt")
     internal = to_internal(build_reference().state_dict(), SHAPE, NEOBERT)
-    folders = {name: place / name for name in TABLES}
+    folders = {name: root / name for name in TABLES}
     for name, folder in folders.items():
         folder.mkdir()
         write_folder(folder, name, FolderSpec(SHAPE, tokenizer), internal)
@@ -69,6 +63,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def copy(originals: dict[str, Path], tmp_path: Path) -> Any:
+    """Return a function that copies a folder, optionally with a report and files of sentence-transformers."""
+
     def make(layout: str = "eurobert", *, report: dict[str, Any] | None = None, sentences: bool = False) -> Path:
         folder = tmp_path / "model"
         shutil.copytree(originals[layout], folder)
@@ -82,7 +78,7 @@ def copy(originals: dict[str, Path], tmp_path: Path) -> Any:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """As the Hub's own library reads it."""
+    """Return the front matter as huggingface_hub reads it."""
     return ModelCard.load(folder / "README.md").data.to_dict()
 
 
@@ -91,7 +87,7 @@ def text_of(folder: Path) -> str:
 
 
 def run_examples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs every block of Python and returns them; trusting the folder's code where the block says so."""
+    """Run every Python block of the card, and return the blocks."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     blocks = re.findall(r"^```python\n(.*?)^```$", text_of(folder), flags=re.DOTALL | re.MULTILINE)
     for block in blocks:
@@ -103,7 +99,7 @@ def run_examples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("layout", "examples", "is_trusted"), [("eurobert", 3, False), ("neobert", 4, True)])
-def test_examples_run_with_the_folders_own_code_where_the_layout_needs_it(
+def test_examples_run_and_use_remote_code_only_for_the_neobert_layout(
     copy, layout, examples, is_trusted, monkeypatch, capsys
 ):
     folder = copy(layout)
@@ -113,12 +109,12 @@ def test_examples_run_with_the_folders_own_code_where_the_layout_needs_it(
     assert ("trust_remote_code" in text_of(folder)) == is_trusted
     if is_trusted:
         assert all("trust_remote_code=True" in block for block in blocks if "peft" not in block)
-    shown = capsys.readouterr().out
-    assert "'token_str'" in shown and "torch.Size([2, " in shown
+    output = capsys.readouterr().out
+    assert "'token_str'" in output and "torch.Size([2, " in output
 
 
 @torch.no_grad()
-def test_example_of_the_llama_layout_predicts_with_the_head_beside_it(copy, monkeypatch, capsys):
+def test_example_of_the_llama_layout_predicts_with_the_separate_head(copy, monkeypatch, capsys):
     folder = copy("llama")
     write_model_card(CardOptions(model=folder))
     blocks = run_examples(folder, monkeypatch)
@@ -149,7 +145,7 @@ def test_examples_of_a_sentence_transformers_folder_run(copy, layout, monkeypatc
         ("llama", True, "sentence-transformers", "sentence-similarity"),
     ],
 )
-def test_front_matter_of_a_new_folder_says_how_it_is_used_and_no_more(copy, layout, sentences, library, task):
+def test_front_matter_of_a_new_folder_has_library_task_and_tags(copy, layout, sentences, library, task):
     folder = copy(layout, sentences=sentences)
     write_model_card(CardOptions(model=folder))
     data = front_matter(folder)
@@ -157,7 +153,7 @@ def test_front_matter_of_a_new_folder_says_how_it_is_used_and_no_more(copy, layo
     assert data == {"license": "unknown", "library_name": library, "pipeline_tag": task, "tags": tags}
 
 
-def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_writing(copy):
+def test_declared_facts_are_in_the_front_matter_and_stay_when_the_card_is_rewritten(copy):
     folder = copy()
     flags = "--name ann/little --license mit --base-model ann/first --dataset ann/web ann/books --language no en"
     code, output, errors = call("model-card", "--model", folder, *flags.split())
@@ -172,15 +168,15 @@ def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_wri
     assert first.items() >= declared.items()
     assert 'model_id = "ann/little"' in text_of(folder)
 
-    whole = text_of(folder)
+    text = text_of(folder)
     write_model_card(CardOptions(model=folder))
-    assert text_of(folder) == whole
+    assert text_of(folder) == text
     write_model_card(CardOptions(model=folder, license="apache-2.0"))
     assert front_matter(folder) == {**first, "license": "apache-2.0"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (("--model", "nowhere"), 66, "--model nowhere: no such folder"),
         (("--model", ".", "--base-model", "runs/stage 1"), 2, "'runs/stage 1' cannot be a name on the Hub"),
@@ -190,28 +186,30 @@ def test_what_the_user_declares_is_in_the_front_matter_and_survives_a_second_wri
         (("--model", ".", "--name", '"); import os'), 2, "cannot be a name on the Hub; expected owner/name."),
     ],
 )
-def test_command_that_cannot_work_ends_with_one_sentence(arguments, code, said):
-    ended, output, errors = call("model-card", *arguments)
-    assert (ended, output) == (code, "")
-    assert said in errors and errors.count("\n") == 1
+def test_invalid_options_end_with_one_message(arguments, code, message):
+    exit_code, output, errors = call("model-card", *arguments)
+    assert (exit_code, output) == (code, "")
+    assert message in errors and errors.count("\n") == 1
 
 
-def test_front_matter_that_the_user_added_stays(copy):
+def test_front_matter_and_text_that_the_user_added_stay(copy):
     folder = copy()
     write_model_card(CardOptions(model=folder, name="ann/little-neobert"))
     result = EvalResult("text-classification", "nyu-mll/glue", "GLUE", "accuracy", 0.875, dataset_config="sst2")
     results = yaml.safe_dump({"model-index": eval_results_to_model_index("little-neobert", [result])})
     added = text_of(folder).replace("tags:\n", f"thumbnail: picture.png\n{results}tags:\n- biology\n", 1)
-    (folder / "README.md").write_text(added)
+    (folder / "README.md").write_text(f"{added}\n## Thanks\n\nTo Ann | all.\n")
     write_model_card(CardOptions(model=folder, license="mit"))
     data = front_matter(folder)
     assert data["thumbnail"] == "picture.png"
     assert data["tags"] == ["neobert", "encoder", "biology"]
     assert ModelCard.load(folder / "README.md").data.eval_results == [result]
+    assert text_of(folder).endswith(f"\n{MARKER}\n\n## Thanks\n\nTo Ann | all.\n")
+    assert text_of(folder).count(MARKER) == 1
 
 
 def write_glue_record(folder: Path, *, model: str, accuracy: float) -> Path:
-    """A record of the GLUE evaluation with one task."""
+    """Write a record of a GLUE evaluation with one task."""
     folder.mkdir(exist_ok=True)
     metrics = {"accuracy": {"mean": accuracy, "sd": 0.01}}
     record = {
@@ -224,7 +222,7 @@ def write_glue_record(folder: Path, *, model: str, accuracy: float) -> Path:
     return folder
 
 
-def test_scores_in_records_of_this_model_reach_the_model_index_and_replace_older_ones(copy, tmp_path):
+def test_scores_of_this_model_are_in_the_model_index_and_replace_older_scores(copy, tmp_path):
     folder = copy()
     for accuracy in (0.875, 0.9375):
         records = write_glue_record(tmp_path / "results", model=fingerprint(folder), accuracy=accuracy)
@@ -240,51 +238,41 @@ def test_scores_in_records_of_this_model_reach_the_model_index_and_replace_older
 # --- the text ---
 
 
-def test_settings_figures_and_sizes_are_shown_and_paths_are_not(copy):
+def test_card_shows_settings_and_differences_and_no_paths(copy):
     folder = copy(report=REPORT)
     write_model_card(CardOptions(model=folder))
     text = text_of(folder)
-    parameters = sum(parameter.numel() for parameter in build_reference().parameters()) + 2 * (
-        2 * 48 + 32
-    )  # zero biases
+    zero_biases = 2 * (2 * 48 + 32)
+    parameters = sum(parameter.numel() for parameter in build_reference().parameters()) + zero_biases
     for row in (
         f"| parameters | {parameters:,} |",
         "| tokens seen | 25,165,824,000 |",
-        "| documents of one row | each sees itself alone |",
-        "| computed in bfloat16 | yes |",
-        "| Adam's betas | 0.9 and 0.95 |",
+        "| attention across packed documents | no |",
+        "| bfloat16 | yes |",
+        "| Adam betas | 0.9 and 0.95 |",
         "|  | padded | packed |",
         "| relative to the largest logit | 7.5e-07 | 7.5e-07 |",
     ):
         assert f"\n{row}\n" in text
     assert "(torch 2.13.0, transformers 5.23.0)" in text
-    assert f"{2 * (2 * 48 + 32):,} of its parameters are biases" in text
-    assert "all 16 weights were equal to the checkpoint's" in text
-    assert "and so were the settings rotary_base, norm_epsilon." in text
+    assert f"{zero_biases:,} of its parameters are biases" in text
+    assert "All 16 weights were equal to the checkpoint's" in text
+    assert "These settings were equal: rotary_base, norm_epsilon." in text
     assert "no input longer than 48 tokens" in text
-    assert "Pre-trained only" in text
+    assert "pre-trained only" in text
     assert "secret" not in text
     assert "warm-up" not in text
 
 
-def test_text_below_the_last_line_stays(copy):
-    folder = copy()
-    write_model_card(CardOptions(model=folder))
-    (folder / "README.md").write_text(text_of(folder) + "\n## Thanks\n\nTo Ann | all.\n")
-    write_model_card(CardOptions(model=folder, license="mit"))
-    assert text_of(folder).endswith(f"\n{MARKER}\n\n## Thanks\n\nTo Ann | all.\n")
-    assert text_of(folder).count(MARKER) == 1
-
-
-def test_card_of_somebody_else_is_not_lost(copy):
+def test_card_without_the_marker_line_is_not_overwritten(copy):
     folder = copy()
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
-    with pytest.raises(OutputError, match="add the line <!-- Text below"):
+    with pytest.raises(OutputError, match="Add the line <!-- Text below"):
         write_model_card(CardOptions(model=folder))
     assert text_of(folder) == "---\nlicense: mit\n---\n# Mine\n"
 
 
-# --- folders that are none ---
+# --- invalid folders ---
 
 
 @pytest.mark.parametrize(
@@ -300,7 +288,7 @@ def test_card_of_somebody_else_is_not_lost(copy):
         ("model.safetensors", "x" * 100, ConversionError),
     ],
 )
-def test_folder_that_holds_no_model_is_refused_by_the_file_that_is_wrong(copy, name, content, error):
+def test_folder_with_a_missing_or_invalid_file_is_refused_by_name(copy, name, content, error):
     folder = copy()
     if content is None:
         (folder / name).unlink()

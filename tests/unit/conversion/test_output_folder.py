@@ -1,4 +1,4 @@
-"""What a conversion leaves of its output when it fails, is stopped or killed: nothing, or what others put there."""
+"""A conversion that fails, is stopped or is killed leaves no output, and does not change files of others."""
 
 import resource
 import time
@@ -18,7 +18,7 @@ from megatron_neobert.runtime.atomic_files import build_folder
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Lets this process write no file larger than `size` bytes: to it, a disk that is full there."""
+    """Limit files of this process to `size` bytes, which has the effect of a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -29,16 +29,16 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [100, 1000, 20_000], ids=["config", "tokenizer or head", "weights"])
 @pytest.mark.parametrize("direction", ["megatron-to-hf", "hf-to-megatron"])
-def test_a_full_disk_is_a_sentence_with_exit_code_74_and_leaves_nothing(saved, tmp_path, direction, size):
+def test_full_disk_ends_with_74_and_leaves_no_output(saved, tmp_path, direction, size):
     source = saved.save
     if direction == "hf-to-megatron":
         source = tmp_path / "source"
         convert(saved, source, verified=False)
     with largest_file(size):
-        code, _, complaint = call("convert", direction, "--load", source, "--output", tmp_path / "model")
+        code, _, error = call("convert", direction, "--load", source, "--output", tmp_path / "model")
     assert code == 74
-    assert "model cannot be written (" in complaint and "File too large" in complaint
-    assert complaint.count("\n") == 1
+    assert "model cannot be written (" in error and "File too large" in error
+    assert error.count("\n") == 1
     assert_nothing_written(tmp_path)
 
 
@@ -53,7 +53,7 @@ def build_slowly(output: Path) -> None:
 
 @contextmanager
 def building(output: Path) -> Iterator[BaseProcess]:
-    """A process that has written half of a folder."""
+    """Start a process that has written half of a folder and waits."""
     process = get_context("fork").Process(target=build_slowly, args=(output,))
     process.start()
     try:
@@ -66,7 +66,7 @@ def building(output: Path) -> Iterator[BaseProcess]:
         process.join()
 
 
-def test_sigterm_leaves_nothing_of_an_unfinished_folder(tmp_path: Path):
+def test_sigterm_removes_the_unfinished_folder(tmp_path: Path):
     with building(tmp_path / "model") as process:
         process.terminate()
         process.join()
@@ -74,7 +74,7 @@ def test_sigterm_leaves_nothing_of_an_unfinished_folder(tmp_path: Path):
     assert_nothing_written(tmp_path)
 
 
-def test_what_a_killed_process_left_is_named_by_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unfinished_folder_of_a_killed_process_is_named_by_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with building(tmp_path / "model") as killed:
         killed.kill()
         killed.join()

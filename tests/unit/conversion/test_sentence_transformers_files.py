@@ -1,4 +1,4 @@
-"""The files of sentence-transformers: the library itself loads the folder, encodes as said, and trains it."""
+"""Exported folders with --sentence-transformers, loaded with that library."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def encode(model: SentenceTransformer, texts: list[str]) -> Tensor:
 
 
 def last_hidden_states(folder: Path, text: str) -> Tensor:
-    """Of one text alone, [CLS] and [SEP] included, as transformers computes them: no padding, no mask."""
+    """Return the hidden states of one text with [CLS] and [SEP], computed by transformers without padding or mask."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     backbone = AutoModel.from_pretrained(folder, trust_remote_code=False, local_files_only=True).eval()
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -41,14 +41,14 @@ def last_hidden_states(folder: Path, text: str) -> Tensor:
         return backbone(ids).last_hidden_state[0]
 
 
-def test_embedding_is_the_mean_over_all_tokens_of_the_text(folder: Path, model: SentenceTransformer):
+def test_embedding_is_the_mean_over_all_tokens(folder: Path, model: SentenceTransformer):
     expected = torch.stack([last_hidden_states(folder, text).mean(dim=0) for text in TEXTS])
     torch.testing.assert_close(encode(model, TEXTS), expected, atol=1e-6, rtol=0)  # measured: equal
     without_cls = torch.stack([last_hidden_states(folder, text)[1:].mean(dim=0) for text in TEXTS])
-    assert (without_cls - expected).abs().max() > 1e-2  # so [CLS] counts
+    assert (without_cls - expected).abs().max() > 1e-2, "[CLS] must be included"
 
 
-def test_text_is_cut_at_max_seq_length_with_sep_at_its_end(model: SentenceTransformer):
+def test_long_text_is_truncated_at_max_seq_length_before_sep(model: SentenceTransformer):
     text = " ".join(["cat"] * 100)
     ids = model.preprocess([text])["input_ids"][0].tolist()
     assert model.max_seq_length == MAX_TOKENS
@@ -58,7 +58,7 @@ def test_text_is_cut_at_max_seq_length_with_sep_at_its_end(model: SentenceTransf
 
 
 @pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.57.3")])
-def test_versions_of_transformers_that_cannot_compute_it_are_refused(tmp_path: Path, layout: str, oldest: str):
+def test_versions_of_transformers_that_do_not_support_the_layout_are_refused(tmp_path: Path, layout: str, oldest: str):
     write_sentence_transformers_files(tmp_path, layout, MODEL, max_seq_length=64)
     settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
     supported = SpecifierSet(settings["requirements"]["transformers"]["specifier"])

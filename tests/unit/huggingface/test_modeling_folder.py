@@ -1,4 +1,4 @@
-"""A saved folder loads by itself, as every class and bit for bit; what users do to a loaded model works."""
+"""A saved folder is loaded with its own code, as every class, bit for bit; tying and compilation work."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_neobert import build_documents, build_model, gap, lay_end_to_end, pad
+from tiny_neobert import build_documents, build_model, gap, pack, pad
 
 from megatron_neobert.huggingface.modeling_neobert import (
     AUTO_MAP,
@@ -25,16 +25,19 @@ TASKS = [name for name in AUTO_MAP if name != "AutoConfig"]
 
 @pytest.fixture(scope="module")
 def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """transformers copies a folder's code into its cache and imports it from there; both end with these tests."""
+    """Use a separate cache for code of folders, and forget the modules that were imported from the cache."""
+
+    def cached_modules() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("transformers_modules"))
-        )
+        cache = str(tmp_path_factory.mktemp("transformers_modules"))
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
         patch.setattr(sys, "path", [*sys.path])
-        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        for name in cached_modules():
             patch.delitem(sys.modules, name)
         yield
-        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        for name in cached_modules():
             del sys.modules[name]
 
 
@@ -51,9 +54,7 @@ def load(task: str, folder: Path, **options: Any) -> Any:
 
 @pytest.mark.usefixtures("remote_code", "only_remote_code")
 @pytest.mark.parametrize("task", TASKS)
-def test_folder_saved_as_one_class_loads_as_every_other_and_saves_its_code_again(
-    task: str, saved: Path, tmp_path: Path
-):
+def test_folder_is_loaded_as_every_class_and_saved_with_its_code(task: str, saved: Path, tmp_path: Path):
     model, info = load(task, saved, output_loading_info=True)
     assert type(model).__name__ == AUTO_MAP[task].split(".")[1]
     assert type(model).__module__.startswith("transformers_modules.")
@@ -62,15 +63,15 @@ def test_folder_saved_as_one_class_loads_as_every_other_and_saves_its_code_again
     assert torch.equal(model.eval().base_model(**BATCH).last_hidden_state, expected)
 
     model.save_pretrained(tmp_path)
-    own_code = Path(sys.modules[NeoBERT.__module__].__file__ or "")
-    assert (tmp_path / "modeling_neobert.py").read_bytes() == own_code.read_bytes()
+    code = Path(sys.modules[NeoBERT.__module__].__file__ or "")
+    assert (tmp_path / "modeling_neobert.py").read_bytes() == code.read_bytes()
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["auto_map"] == AUTO_MAP
     again = load(task, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
 @pytest.mark.usefixtures("remote_code", "only_remote_code")
-def test_folder_that_names_the_masked_language_model_as_the_published_one_does_still_loads(saved: Path, tmp_path: Path):
+def test_folder_with_the_published_class_name_is_loaded(saved: Path, tmp_path: Path):
     folder = shutil.copytree(saved, tmp_path / "older")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = ["NeoBERTLMHead"]
@@ -81,12 +82,12 @@ def test_folder_that_names_the_masked_language_model_as_the_published_one_does_s
     assert torch.equal(model.eval()(**BATCH).logits, build_model()(**BATCH).logits)
 
 
-def test_model_holds_no_buffers():
-    """transformers 5 builds models without memory and fills in what the file holds; a buffer would stay garbage."""
+def test_model_has_no_buffers():
+    """transformers 5 builds models on the meta device and fills in stored tensors; a buffer would be undefined."""
     assert list(build_model().buffers()) == []
 
 
-def test_tied_weights_are_one_also_after_saving(tmp_path: Path):
+def test_tied_weights_are_shared_also_after_saving(tmp_path: Path):
     model = build_model(tie_word_embeddings=True)
     assert model.decoder.weight is model.model.encoder.weight
     expected = model(**BATCH).logits
@@ -97,12 +98,12 @@ def test_tied_weights_are_one_also_after_saving(tmp_path: Path):
     assert build_model().decoder.weight is not build_model().model.encoder.weight
 
 
-@pytest.mark.parametrize("batch", [BATCH, lay_end_to_end(DOCUMENTS)], ids=["padded", "end to end"])
-def test_forward_is_one_graph_also_with_another_length(batch: dict[str, torch.Tensor]):
+@pytest.mark.parametrize("batch", [BATCH, pack(DOCUMENTS)], ids=["padded", "packed"])
+def test_forward_compiles_to_one_graph_for_all_lengths(batch: dict[str, torch.Tensor]):
     torch._dynamo.reset()
     model = build_model()
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
-    shorter = pad(DOCUMENTS[1:]) if "attention_mask" in batch else lay_end_to_end(DOCUMENTS[:2])
+    shorter = pad(DOCUMENTS[1:]) if "attention_mask" in batch else pack(DOCUMENTS[:2])
     with torch.no_grad():
         for inputs in (batch, shorter):
             chosen = inputs["attention_mask"].bool() if "attention_mask" in inputs else slice(None)

@@ -1,10 +1,10 @@
-"""Outputs and losses: the conventions of transformers, and sums that are divided once."""
+"""Outputs and losses of the heads follow the conventions of transformers."""
 
 from typing import Any
 
 import pytest
 import torch
-from tiny_neobert import build_documents, build_model, gap, lay_end_to_end, pad
+from tiny_neobert import build_documents, build_model, gap, pack, pad
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
@@ -19,12 +19,12 @@ BATCH = pad(DOCUMENTS)
 
 
 def build_labels() -> Tensor:
-    """Every third token is predicted; padding never is."""
+    """Return labels for every third token except padding."""
     chosen = (torch.arange(27).view(3, 9) % 3 == 0) & BATCH["attention_mask"].bool()
     return BATCH["input_ids"].masked_fill(~chosen, -100)
 
 
-def test_loss_without_any_label_is_zero_with_zero_gradients():
+def test_loss_without_labels_is_zero_with_zero_gradients():
     model = build_model()
     loss = model(**BATCH, labels=torch.full((3, 9), -100)).loss
     loss.backward()
@@ -53,19 +53,19 @@ def test_sequence_classification_loss_follows_from_the_labels(num_labels: int, l
     assert model.config.problem_type == kind
 
 
-def test_sequence_classification_reads_the_first_token_of_every_document():
+def test_sequence_classification_uses_the_first_token_of_every_document():
     model = build_model(NeoBERTForSequenceClassification, num_labels=3)
     expected = model(**BATCH).logits
     first = model.model(**BATCH).last_hidden_state[:, 0]
     assert torch.allclose(expected, model.classifier(model.dense(first).tanh()))
-    row = lay_end_to_end(DOCUMENTS)
+    row = pack(DOCUMENTS)
     assert gap(model(**row).logits, expected) < 1e-5
     assert gap(model(row["input_ids"], cu_seq_lens_q=row["cu_seqlens"]).logits, expected) < 1e-5
 
 
 @pytest.mark.parametrize("kind", [NeoBERTForMaskedLM, NeoBERTForSequenceClassification])
-def test_trainer_takes_the_same_step_in_one_and_in_two_micro_batches(kind: type, tmp_path):
-    """A model that takes **kwargs and ignores num_items_in_batch would take steps twice as large in two."""
+def test_trainer_makes_the_same_update_with_one_and_two_micro_batches(kind: type, tmp_path):
+    """A model with **kwargs that ignores num_items_in_batch would make an update twice as large with two."""
     labels = build_labels() if kind is NeoBERTForMaskedLM else torch.tensor([0, 1, 1])
     rows = [
         {"input_ids": BATCH["input_ids"][row], "attention_mask": BATCH["attention_mask"][row], "labels": labels[row]}

@@ -1,4 +1,4 @@
-"""A NeoBERT of 2 layers x 32 with weights large enough to show an error, and the inputs that tests share."""
+"""A NeoBERT of 2 layers x 32, with weights so large that errors are visible, and inputs for tests."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def build_config(**changes: Any) -> NeoBERTConfig:
 
 
 def build_model(kind: type = NeoBERTForMaskedLM, *, attention: str = "sdpa", **changes: Any) -> Any:
-    """One of the classes, the same weights on every call."""
+    """Return a model with the same weights on every call."""
     torch.manual_seed(0)
     model = kind(build_config(**changes)).eval()
     model.config._attn_implementation = attention
@@ -45,17 +45,17 @@ def pad(documents: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": tokens_bs, "attention_mask": mask_bs.long()}
 
 
-def lay_end_to_end(documents: list[Tensor]) -> dict[str, Tensor]:
+def pack(documents: list[Tensor]) -> dict[str, Tensor]:
     starts = torch.tensor([0, *(len(document) for document in documents)]).cumsum(0).int()
     return {"input_ids": torch.cat(documents)[None], "cu_seqlens": starts}
 
 
 @torch.no_grad()
 def logits_alone(model: Any, documents: list[Tensor]) -> Tensor:
-    """Logits [t, v] of every document by itself, one after the other."""
+    """Return the concatenated logits [t, v] of single documents."""
     return torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
 
 
-def gap(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest value expected."""
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+def gap(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest expected value."""
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
