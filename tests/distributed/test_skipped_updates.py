@@ -69,13 +69,13 @@ class Poison:
             yield
             handle.remove()
         else:
-            original = step._sum_loss
-            step._sum_loss = functools.partial(self._sum_loss, original)
+            original = step._compute_loss
+            step._compute_loss = functools.partial(self._compute_loss, original)
             yield
-            step._sum_loss = original
+            step._compute_loss = original
 
-    def _sum_loss(self, original, labels_m, output):
-        total, tokens, report = original(labels_m, output)
+    def _compute_loss(self, original, batch, output):
+        total, tokens, report = original(batch, output)
         if self.of == "loss":
             total = total * self.factor
         return total, tokens, torch.cat([report[:1] * self.factor, report[1:]])

@@ -169,10 +169,9 @@ def make_layers(width: int) -> list[Tensor]:
 @pytest.mark.parametrize("kernel", [TorchAttention, FlashAttention])
 def test_a_packed_kernel_gives_what_one_call_per_document_gives(kernel, width):
     if kernel is FlashAttention and detect_hardware().flash_attn.version is None:
-        pytest.skip(f"flash-attn: {detect_hardware().flash_attn.why_not}")
+        pytest.skip(f"flash-attn: {detect_hardware().flash_attn.problem}")
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_neobert.model.attention import pack_row
 
     _, cu_seqlens_n = make_row(lengths=(*LENGTHS, 0))
     config = build(LOCAL).config
@@ -180,8 +179,8 @@ def test_a_packed_kernel_gives_what_one_call_per_document_gives(kernel, width):
     packed, by_document = make_layers(width), make_layers(width)
     for layer in (*packed, *by_document):
         layer.requires_grad_()
-    row = pack_row(cu_seqlens_n, MAX_SEQLEN, rotation=None)
-    context = module(*packed, None, packed_seq_params=row)
+    bounds = PackedSeqParams("thd", cu_seqlens_n, cu_seqlens_n, max_seqlen_q=MAX_SEQLEN, max_seqlen_kv=MAX_SEQLEN)
+    context = module(*packed, None, packed_seq_params=bounds)
     expected = attend_by_document(*by_document, cu_seqlens_n)
     torch.testing.assert_close(context, expected, rtol=2e-2, atol=2e-2)
     weights = torch.randn(context.shape, generator=torch.Generator().manual_seed(1)).to(context)

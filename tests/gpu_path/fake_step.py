@@ -235,7 +235,7 @@ def remove_patches(device: torch.device) -> None:
         return norm if isinstance(norm, Tensor) else torch.full((), norm, device=device)
 
     optimizer.get_grad_norm_fp32 = norm_as_tensor
-    setup.scale_by_tokens = finalize_model_grads
+    setup.finalize_gradients = finalize_model_grads
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:

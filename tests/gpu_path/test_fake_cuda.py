@@ -23,10 +23,10 @@ REPOSITORY = FOLDER.parents[1]
 PERFORMANCE = REPOSITORY / "docs" / "performance.md"
 IS_OLDEST_LINE = package_info.__version__.startswith("0.16")
 LAYERS = 2
-WAIT = {"cuda to cpu: training/step.py _over_all_ranks": 1}
+WAIT = {"cuda to cpu: training/step.py _gather_results": 1}
 COPIES = {
     "cpu to cuda: batches/stream.py <lambda>": 2 * 4,  # micro-batches, tensors of a PackedBatch
-    "cpu to cuda: training/step.py _over_all_ranks": 1,
+    "cpu to cuda: training/step.py _gather_results": 1,
 }
 TWO_OF_EACH = {
     "tensor_model_parallel_size": 2,

@@ -25,7 +25,7 @@ from megatron_neobert.model.neobert import NeoBERTModel
 
 CPU = Hardware()
 H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), transformer_engine=Library(version="2.11.0"))
-BARE_H100 = replace(H100, transformer_engine=Library(why_not="transformer_engine.pytorch cannot be imported: no"))
+BARE_H100 = replace(H100, transformer_engine=Library(problem="transformer_engine.pytorch cannot be imported: no"))
 A100 = replace(H100, gpu="NVIDIA A100", capability=(8, 0))
 V100 = replace(BARE_H100, gpu="NVIDIA V100", capability=(7, 0))
 

@@ -120,9 +120,9 @@ def test_finished_jobs_are_neither_used_nor_lost_unasked(folder):
 @pytest.mark.parametrize(
     ("now", "difference"),
     [
-        ({**SETTINGS, "min_tokens": 5}, "min_tokens 0 where this one has 5"),
-        ({**SETTINGS, "new": None}, "new unknown where this one has None"),  # of another version of the project
-        ({"tokenizer": "abc"}, "min_tokens 0 where this one has unknown"),
+        ({**SETTINGS, "min_tokens": 5}, "min_tokens 0, and this run has 5"),
+        ({**SETTINGS, "new": None}, "new unknown, and this run has None"),  # of another version of the project
+        ({"tokenizer": "abc"}, "min_tokens 0, and this run has unknown"),
     ],
 )
 def test_jobs_of_other_settings_are_refused_with_both_values(folder, resume, now, difference):
@@ -136,7 +136,7 @@ def test_jobs_of_other_settings_are_refused_with_both_values(folder, resume, now
 def test_folder_whose_settings_are_damaged_is_refused_or_begun_anew(folder, content):
     begin(folder, finish=["a"])
     (folder / "job.json").write_text(content)
-    with pytest.raises(ConfigError, match="tokenizer unknown where this one has abc"):
+    with pytest.raises(ConfigError, match="tokenizer unknown, and this run has abc"):
         begin(folder, resume=True)
     assert begin(folder, overwrite=True) == set()
 

@@ -23,11 +23,11 @@ def rank() -> None:
 
 def rank_in_a_group() -> None:
     signals.install_signal_handlers()
-    signals.remember_signals()
+    signals.finish_iteration_at_signals()
 
 
 def launcher() -> None:
-    signals.pass_on_stop_signals()
+    signals.forward_stop_signals()
 
 
 def wait_for_rank_1(prepare: Callable[[], None], port: int) -> None:
@@ -87,7 +87,7 @@ def interrupt_with_another_signal() -> None:
     rank_in_a_group()
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
-    while len(signals._signals_answered) < 2:
+    while len(signals._signals_handled) < 2:
         time.sleep(0.01)
     assert reason_of(signals.requested_stop(Settings())) == "a signal asked for it"
 

@@ -17,6 +17,6 @@ def test_node_ends_with_the_code_of_the_rank_that_did_not_merely_lose_another(co
 def test_rank_ended_by_a_signal_stopped_early_only_if_the_launcher_passed_it_on(monkeypatch, capsys):
     assert launch.exit_code_of_node({3: -15}) == 128 + 15
     assert "rank 3 was ended by signal 15" in capsys.readouterr().err
-    monkeypatch.setattr(signals, "passed_on", {15})
+    monkeypatch.setattr(signals, "forwarded", {15})
     assert launch.exit_code_of_node({3: -15}) == 75
     assert launch.exit_code_of_node({3: -9}) == 128 + 9

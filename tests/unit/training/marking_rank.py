@@ -50,7 +50,7 @@ def run(detector: HangDetector, place: str, how: str, iterations: int) -> None:
             detector.mark("training", iteration)
             detector.tick()
             while fails and not any(
-                beat.name.startswith("rank 1 ") and "iteration 3" in beat.place for beat in detector._read()
+                beat.name.startswith("rank 1 ") and "iteration 3" in beat.position for beat in detector._read()
             ):
                 time.sleep(0.05)
             if fails and place == "training":

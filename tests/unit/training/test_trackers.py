@@ -74,5 +74,5 @@ def start(save: object) -> None:
 @needs_wandb
 def test_a_wrong_variable_of_wandb_is_named_with_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nonsense")
-    with pytest.raises(ConfigError, match=r"did not start \(.* mode Input .*'nonsense'.*correct what it names"):
+    with pytest.raises(ConfigError, match=r"did not start \(.* mode Input .*'nonsense'.*correct the setting"):
         start(tmp_path)
