@@ -90,8 +90,8 @@ def _deferred_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        for received_number in received:
+            signal.raise_signal(received_number)
 
 
 class _Worker(SpawnProcess):

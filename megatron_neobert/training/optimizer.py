@@ -113,7 +113,8 @@ def _build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Modu
     Collective: all ranks.
     """
     # Embeddings and decoder are matrices, too, but AdamW updates them.
-    matrices, others = [], []
+    matrices: list[Parameter] = []
+    others: list[Parameter] = []
     for name, parameter in model.named_parameters():
         (matrices if ".layers." in name and parameter.dim() == 2 else others).append(parameter)
     with _frozen(others):
