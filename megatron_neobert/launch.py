@@ -4,8 +4,8 @@ The launcher checks all flags before it starts a rank, then runs the script with
 of the rank that failed first, because torchrun's own exit code does not tell a preempted run from a broken one.
 
 Environment: NPROC_PER_NODE (default: number of GPUs, or 1), NNODES (default: 1), RENDEZVOUS_TIMEOUT_SECONDS (default:
-600). Runs of several nodes also need NODE_RANK, MASTER_ADDR and MASTER_PORT; srun sets NNODES and NODE_RANK. See
-docs/cluster.md.
+600). Runs of several nodes also need NODE_RANK, MASTER_ADDR and MASTER_PORT. In a Slurm step, NNODES and NODE_RANK
+default to those of the step. See docs/cluster.md.
 """
 
 import logging

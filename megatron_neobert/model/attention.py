@@ -53,16 +53,6 @@ def rotate(query_tnd: Tensor, key_tnd: Tensor, cosines_t1e: Tensor, sines_t1e: T
     return rotate_halves(query_tnd), rotate_halves(key_tnd)
 
 
-def positions_in_documents(cu_seqlens_n: Tensor, *, tokens: int) -> Tensor:
-    """Return the 0-based position of each of `tokens` tokens in its document: int64, [t]. Does not wait for the device.
-
-    Args:
-        tokens: Last value of `cu_seqlens_n`, which only the device knows.
-    """
-    starts_t = torch.repeat_interleave(cu_seqlens_n[:-1], cu_seqlens_n.diff(), output_size=tokens)
-    return torch.arange(tokens, device=cu_seqlens_n.device) - starts_t
-
-
 class CoreAttention(MegatronModule):
     """Rotary embedding, context-parallel exchange and attention kernel. Has no parameters.
 

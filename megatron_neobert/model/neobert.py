@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.model.attention import RotaryPackedSeqParams, positions_in_documents
+from megatron_neobert.model.attention import RotaryPackedSeqParams
 from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.transformer_config import layer_spec, to_transformer_config
@@ -87,7 +87,9 @@ class NeoBERTModel(GPTModel):
         """
         ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         rank_tokens = tokens_t.size(0)
-        positions_t = positions_in_documents(cu_seqlens_n, tokens=rank_tokens * ranks)
+        # Without output_size, the host would wait for the device.
+        starts_t = torch.repeat_interleave(cu_seqlens_n[:-1], cu_seqlens_n.diff(), output_size=rank_tokens * ranks)
+        positions_t = torch.arange(rank_tokens * ranks, device=cu_seqlens_n.device) - starts_t
         rotation = None
         if self.rotary is not None:
             # Megatron returns the angles twice, once for each half of a head.

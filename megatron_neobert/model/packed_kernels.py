@@ -72,14 +72,12 @@ def attend_by_document(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, cu
     """Return the context, [t, n * d], with one kernel call per document. Empty documents are skipped."""
     lengths = [length for length in cu_seqlens_n.diff().tolist() if length]
     documents = zip(*(tensor_tnd.split(lengths) for tensor_tnd in (query_tnd, key_tnd, value_tnd)), strict=True)
-    return torch.cat([_attend(*document) for document in documents])
-
-
-def _attend(query_snd: Tensor, key_snd: Tensor, value_snd: Tensor) -> Tensor:
-    # Torch's fused kernels need four dimensions.
-    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query_snd, key_snd, value_snd))
-    context_1nsd = scaled_dot_product_attention(query, key, value)
-    return context_1nsd.squeeze(0).transpose(0, 1).flatten(1)
+    contexts = []
+    for document in documents:
+        # Torch's fused kernels need four dimensions, [1, n, s, d].
+        query, key, value = (tensor_snd.transpose(0, 1).unsqueeze(0) for tensor_snd in document)
+        contexts.append(scaled_dot_product_attention(query, key, value).squeeze(0).transpose(0, 1).flatten(1))
+    return torch.cat(contexts)
 
 
 def _attend_packed(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams) -> Tensor:

@@ -1,5 +1,5 @@
 """Processes and files: launcher environment, store, process groups, signals, Megatron patches, jobs, atomic files.
 
-Imports `errors`, `text`, `cli` and `config` only. `atomic_files`, `jobs` and `environment` also serve commands without
-torch. Read `distributed.py` first for training, `jobs.py` first for preprocessing.
+Imports only `errors`, `text`, `cli` and `config`. Preprocessing uses `atomic_files`, `jobs` and `executors`, which do
+not import torch. For training, read `distributed.py` first; for preprocessing, `jobs.py`.
 """

@@ -42,7 +42,7 @@ def name_models(folders: Sequence[Path]) -> dict[str, Path]:
     for folder in folders:
         require_folder("--model", folder, holding="config.json")
         if (name := folder.resolve().name) in models:
-            raise ConfigError(f"--model: two folders are named {name}, and so are their results; rename one of them.")
+            raise ConfigError(f"--model: two folders are named {name}, which would name their results; rename one.")
         models[name] = folder
     return models
 
@@ -105,7 +105,7 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a path in the same folder that no process on another machine uses, and no other process on this one."""
+    """Return a temporary path in the same folder, which no other process on any machine uses."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
 
 

@@ -258,7 +258,10 @@ class JobFolder:
             ConfigError: The folder has finished jobs with other settings, and `overwrite` is not set.
         """
         settings = parse_json(json.dumps(settings))
-        earlier = self._read_settings()
+        try:
+            earlier = msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
+        except (OSError, ValueError, msgspec.ValidationError):  # missing or damaged
+            earlier = {}
         if earlier == settings and resume:
             return
         finished = self.count_finished()
@@ -307,10 +310,3 @@ class JobFolder:
         """Delete the remains of folders whose deletion was interrupted."""
         for removed in self.path.parent.glob(f"{glob.escape(self.path.name)}.removed-*"):
             shutil.rmtree(removed, ignore_errors=True)
-
-    def _read_settings(self) -> dict[str, Any]:
-        """Return the settings that `begin` wrote, or {} if the file is missing or damaged."""
-        try:
-            return msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
-        except (OSError, ValueError, msgspec.ValidationError):
-            return {}

@@ -20,7 +20,7 @@ from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_U
 from megatron_neobert.runtime.environment import is_rank_zero
 
 _NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
-_REASONS = ("", "--exit-duration-in-mins is over", "the file STOP in --save asked for it", "a signal asked for it")
+_REASONS = ("", "--exit-duration-in-mins is reached", "the file STOP exists in --save", "a stop signal was received")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ABORT_SIGNAL = signal.SIGQUIT  # the launcher sends it to the ranks at the second Ctrl-C
@@ -47,7 +47,7 @@ def forward_stop_signals() -> None:
 def _forward(number: int) -> None:
     ranks = psutil.Process().children()
     if not ranks:
-        _write(f"stopped by {signal.Signals(number).name} while no rank was running\n")
+        write_to_stderr(f"stopped by {signal.Signals(number).name} while no rank was running\n")
         os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_EARLY)
     if number == ABORT_SIGNAL:  # torchrun forwards it, see --signals-to-handle in launch.py
         return
@@ -56,7 +56,7 @@ def _forward(number: int) -> None:
         interrupts.append(number)
         number = signal.SIGTERM if len(interrupts) == 1 else ABORT_SIGNAL
         if len(interrupts) == 1:
-            _write(f"{FIRST_INTERRUPT}\n")
+            write_to_stderr(f"{FIRST_INTERRUPT}\n")
     forwarded.add(number)
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):  # the rank has just ended
@@ -111,7 +111,9 @@ def _end_with_launcher(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(1.0)
     rank = os.environ.get("RANK", "0")
-    _write(f"error: rank {rank}: its launcher has ended. The last checkpoint is complete; start the run again.\n")
+    write_to_stderr(
+        f"error: rank {rank}: its launcher has ended. The last checkpoint is complete; start the run again.\n"
+    )
     os._exit(EXIT_UNAVAILABLE)
 
 
@@ -119,23 +121,19 @@ def _handle(number: int) -> None:
     rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
     _signals_handled.append(number)
     if number == ABORT_SIGNAL or _signals_handled.count(signal.SIGINT) > 1:
-        _write(f"rank {rank}: aborted\n")
+        write_to_stderr(f"rank {rank}: aborted\n")
         os._exit(EXIT_INTERRUPTED)
     if not _group_is_formed.is_set():
-        _write(f"rank {rank}: stopped by {name} before the first iteration\n")
+        write_to_stderr(f"rank {rank}: stopped by {name} before the first iteration\n")
         os._exit(EXIT_STOPPED_EARLY)
     if number == signal.SIGINT:
-        _write(f"{FIRST_INTERRUPT}\n")
-
-
-def _write(text: str) -> None:
-    # The reader of stderr may have stopped reading.
-    call_with_timeout(_WRITE_SECONDS, lambda: write_to_stderr(text))
+        write_to_stderr(f"{FIRST_INTERRUPT}\n")
 
 
 def write_to_stderr(text: str) -> None:
-    """Write with a single system call, so that lines of several ranks do not mix. Does not lock sys.stderr."""
-    os.write(2, text.encode())
+    """Write text to standard error, and give up after some seconds if its reader does not read."""
+    # A single system call, so that lines of several ranks do not mix. sys.stderr may be locked by the main thread.
+    call_with_timeout(_WRITE_SECONDS, lambda: os.write(2, text.encode()))
 
 
 def call_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:

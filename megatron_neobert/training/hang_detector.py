@@ -118,7 +118,7 @@ class HangDetector:
         # One rank of each machine reports, so that each log has the message once. Only the rank at fault prints stacks.
         count = partial(self._store.add, f"reports/{socket.gethostname()}", 1)
         if signals.call_with_timeout(_ANSWER_SECONDS, count) in (1, None):
-            signals.call_with_timeout(_ANSWER_SECONDS, partial(signals.write_to_stderr, visible(text, keep="\n")))
+            signals.write_to_stderr(visible(text, keep="\n"))
         if not suspects or any(beat.name == self._name for beat, _ in suspects):
             # Written by a C thread, because the reader of our output may hang.
             faulthandler.dump_traceback_later(0.1)
@@ -139,7 +139,7 @@ class HangDetector:
         ended = [(beat, f"has ended: {beat.ended}") for beat in beats if beat.ended not in ("", _LOST_ANOTHER)]
         silent = [beat for beat in beats if not beat.ended and numbers.get(beat.name) == beat.number]
         if ended or silent:
-            return ended + [(beat, f"does not answer any more, last heard of in {beat.position}") for beat in silent]
+            return ended + [(beat, f"does not answer, last heartbeat in {beat.position}") for beat in silent]
         # Ranks that ended because of another rank are included: they show how far the run had come.
         progress = [beat.progress for beat in beats]
         return [

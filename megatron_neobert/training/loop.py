@@ -63,7 +63,7 @@ def run_training(settings: Settings) -> int:
             if settings.checkpoint.save is None:
                 monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
             monitor.log(textwrap.fill(choose_kernels(settings).summary, 80, subsequent_indent="  "))
-            with monitor.running(), named_worker_deaths():
+            with monitor, named_worker_deaths():
                 code = train(run, monitor, detector)
         distributed.shut_down()
         return code
@@ -76,7 +76,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 after a stop without one.
 
     Raises:
-        DivergenceError: MOST_SKIPPED updates in a row were skipped.
+        DivergenceError: MOST_SKIPPED updates in a row were skipped, or weights to be saved are not finite.
         SaveError: A checkpoint could not be written.
 
     Collective: all ranks.
@@ -122,9 +122,9 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
 
 
 def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> LoopControl:
-    """Set `run.read_status`, repeat an interrupted validation, and decide whether the run can train at all.
+    """Set `run.read_status`, make a validation that an earlier stop prevented, and decide whether to train at all.
 
-    The run ends at once if its last iteration is saved already, or if a stop was requested while the run was built.
+    The run ends at once if its last iteration is already saved, or if a stop was requested while the run was built.
 
     Collective: all ranks.
     """
@@ -144,7 +144,7 @@ def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector:
         control = _validate(run, monitor, saver, detector, control)
     run.read_status = read_status
     if control.is_last and control.stop is None:
-        monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is saved already")
+        monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is already saved")
     return control
 
 

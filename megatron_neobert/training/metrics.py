@@ -7,7 +7,6 @@ once. Its tokens are counted, and its loss is left out of all averages.
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 
 import psutil
@@ -59,7 +58,7 @@ def _in_seven_columns(value: float | None, *, digits: int) -> str:
 
 
 class Monitor:
-    """Collects step results, and logs them on rank 0.
+    """Collects step results, and logs them on rank 0. A context manager that closes the trackers.
 
     Args:
         iteration: Iteration from which this start continues.
@@ -84,16 +83,13 @@ class Monitor:
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
 
-    @contextmanager
-    def running(self) -> Iterator["Monitor"]:
-        """Close the trackers when the block ends, with or without an error."""
-        failed = True
-        try:
-            yield self
-            failed = False
-        finally:
-            if self.trackers is not None:
-                self.trackers.close(failed=failed)
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the trackers."""
+        if self.trackers is not None:
+            self.trackers.close(failed=kind is not None)
 
     def log(self, text: str) -> None:
         """Print text on rank 0."""

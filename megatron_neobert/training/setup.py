@@ -10,8 +10,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, open_phases
-from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream
-from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.phases import build_training_stream
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
@@ -38,7 +37,14 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
 
 def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
     """Build the run of this rank, at iteration 0, from the results of `join`. Collective: all ranks."""
-    training_stream, validation_streams = build_streams(settings, inputs)
+    training_stream = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+    )
+    # Validation uses the settings and documents of the first phase in all phases, so that a curve is comparable.
+    validation = inputs[0].validation if settings.training.eval_iters else {}
     tokenizer = inputs[0].tokenizer
     model = build_model(settings, device, vocab_size=tokenizer.vocab_size)
     optimizer = build_optimizer(settings, model)
@@ -50,25 +56,11 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
         optimizer=optimizer,
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
-        validation_streams=validation_streams,
+        validation_streams={
+            name: replace(training_stream.streams[0], sources=sources) for name, sources in validation.items()
+        },
         state=TrainState(corpus_sha256=inputs[0].identities[0]),
     )
-
-
-def build_streams(settings: Settings, inputs: list[Inputs]) -> tuple[TrainingStream, dict[str, BatchStream]]:
-    """Return this rank's batches for training, and for validation by curve name. All start at the first batch.
-
-    Validation uses the settings and documents of the first phase in all phases, so that a curve is comparable.
-    """
-    training = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-        context_parallel_rank=parallel_state.get_context_parallel_rank(),
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-    )
-    first = training.streams[0]
-    validation = inputs[0].validation if settings.training.eval_iters else {}
-    return training, {name: replace(first, sources=sources) for name, sources in validation.items()}
 
 
 def build_model(settings: Settings, device: torch.device, *, vocab_size: int) -> DistributedDataParallel:

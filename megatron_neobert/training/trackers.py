@@ -73,7 +73,7 @@ class Trackers:
                 raise
             if tracker not in self.failed:
                 reason = getattr(error, "strerror", None) or error
-                self.log(f"warning: {tracker} takes no values ({reason}); the run continues without them")
+                self.log(f"warning: {tracker} cannot be written ({reason}); training continues without it")
             self.failed.add(tracker)
 
     def _append(self, values: dict[str, Any]) -> None:

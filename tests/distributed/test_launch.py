@@ -86,7 +86,7 @@ def test_processes_of_a_single_node_listen_on_loopback_only_and_loader_workers_d
 
 
 def test_signal_to_the_launcher_saves_ends_with_75_and_leaves_no_temporary_files(stopped):
-    assert "a signal asked for it" in stopped.output
+    assert "a stop signal was received" in stopped.output
     assert list(stopped.temporary.iterdir()) == []
     last = max(read_metrics(stopped.save))
     assert (stopped.save / f"iter_{last:07d}" / "MANIFEST.json").is_file()

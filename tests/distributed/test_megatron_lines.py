@@ -42,9 +42,9 @@ def other_line() -> None:
     if not OTHER_PYTHON:
         pytest.skip("OTHER_PYTHON is not set to a Python with the other release of megatron-core")
     command = [OTHER_PYTHON, "-c", "import importlib.metadata as m; print(m.version('megatron-core'))"]
-    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    if other == importlib.metadata.version("megatron-core"):
-        pytest.skip(f"OTHER_PYTHON also has megatron-core {other}")
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if version == importlib.metadata.version("megatron-core"):
+        pytest.skip(f"OTHER_PYTHON also has megatron-core {version}")
 
 
 def load_and_save(settings: Settings) -> None:

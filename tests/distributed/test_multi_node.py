@@ -45,7 +45,7 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
         output += first.stdout
         second_output = second.stdout.read()
     assert (first.returncode, second.returncode) == (75, 75), output
-    assert any("a signal asked for it" in line for line in output)
+    assert any("a stop signal was received" in line for line in output)
     assert any("on 4 x " in line for line in output)
     assert "iteration" not in second_output, "rank 0 logs for all nodes"
     stopped_at = max(read_metrics(tmp_path / "two nodes"))

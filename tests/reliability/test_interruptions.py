@@ -71,13 +71,13 @@ def test_a_signal_to_one_rank_while_a_checkpoint_is_written_in_the_background_co
     first = int(re.search(r"saving .*/iter_(\d+) in the background", output)[1])
     assert (saved[0], saved[-1]) == (first, iteration)
     assert first < iteration
-    assert f"stopped after iteration {iteration} of {ITERATIONS}: a signal asked for it" in output
+    assert f"stopped after iteration {iteration} of {ITERATIONS}: a stop signal was received" in output
 
 
 def test_a_signal_to_one_rank_during_validation_stops_without_waiting_for_its_end(starts):
     code, output, iteration = starts["validation"]
     assert (code, iteration) == (75, EVAL_INTERVAL), output
-    assert f"stopped after iteration {EVAL_INTERVAL} of {ITERATIONS}: a signal asked for it" in output
+    assert f"stopped after iteration {EVAL_INTERVAL} of {ITERATIONS}: a stop signal was received" in output
     assert "validation loss" not in output
 
 

@@ -71,13 +71,13 @@ def losses_and_gradients(model: NeoBERTModel) -> dict[str, torch.Tensor]:
     return results
 
 
-def gaps(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
+def gaps(computed: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
     """Return the relative error of the mean loss, and 1 - cosine of the gradient that differs most."""
-    assert found.keys() == exact.keys()
-    loss = abs(found["losses"].mean() / exact["losses"].mean() - 1).item()
+    assert computed.keys() == exact.keys()
+    loss = abs(computed["losses"].mean() / exact["losses"].mean() - 1).item()
     cosines = {
-        name: torch.cosine_similarity(found[name].flatten(), exact[name].flatten(), 0).item()
-        for name in found
+        name: torch.cosine_similarity(computed[name].flatten(), exact[name].flatten(), 0).item()
+        for name in computed
         if name != "losses"
     }
     return loss, 1 - min(cosines.values())

@@ -92,7 +92,7 @@ def receive_sigterm_and_one_interrupt() -> None:
         os.kill(os.getpid(), number)
     while len(signals._signals_handled) < 2:
         time.sleep(0.01)
-    assert reason_of(signals.requested_stop(Settings())) == "a signal asked for it"
+    assert reason_of(signals.requested_stop(Settings())) == "a stop signal was received"
 
 
 def test_sigterm_and_one_interrupt_request_a_stop_and_do_not_abort():
@@ -112,11 +112,11 @@ def test_stop_file_and_time_limit_are_requests_to_stop(tmp_path, monkeypatch):
     """Only rank 0 checks the file, and the limit is ignored before the first iteration of a start."""
     settings = saving_to(tmp_path).with_section("training", exit_duration_in_mins=0.0)
     assert reason_of(signals.requested_stop(saving_to(tmp_path))) is None
-    assert reason_of(signals.requested_stop(settings)) == "--exit-duration-in-mins is over"
+    assert reason_of(signals.requested_stop(settings)) == "--exit-duration-in-mins is reached"
     assert reason_of(signals.requested_stop(settings, has_trained=False)) is None
     (tmp_path / "STOP").touch()
     code = signals.requested_stop(saving_to(tmp_path))
-    assert reason_of(code) == "the file STOP in --save asked for it"
+    assert reason_of(code) == "the file STOP exists in --save"
     assert reason_of(code, iteration=TrainingConfig().train_iters) is None, "the last iteration"
     monkeypatch.setenv("RANK", "1")
     assert reason_of(signals.requested_stop(saving_to(tmp_path))) is None

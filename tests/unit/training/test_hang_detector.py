@@ -58,7 +58,7 @@ def test_rank_that_sleeps_ends_the_run_with_69_and_its_name_and_place(run_two, h
 @pytest.mark.parametrize(
     ("how", "code", "reason"),
     [
-        ("kill", -signal.SIGKILL, ") does not answer any more, last heard of in iteration 3 "),
+        ("kill", -signal.SIGKILL, ") does not answer, last heartbeat in iteration 3 "),
         ("raise", 1, ") has ended: ValueError: planted."),
         ("raise and stay", 1, ") has ended: ValueError: planted\\x1b]0;owned\\x07."),
     ],
@@ -101,7 +101,7 @@ def test_suspended_rank_ends_the_other_ranks_with_69_and_its_name():
     second.communicate()
     assert first.returncode == 69, output
     assert "no progress for 0.05 min on rank 0 (" in output
-    assert ") does not answer any more, last heard of in iteration 3 (training)." in output
+    assert ") does not answer, last heartbeat in iteration 3 (training)." in output
     assert ": rank 1 (" in output
 
 
@@ -117,7 +117,7 @@ def test_hung_rank_ends_although_its_output_is_not_read():
 
 
 def test_nccl_and_slurm_wait_longer_than_the_report_of_the_hang_detector_takes():
-    answers = 4 * hang_detector._ANSWER_SECONDS  # two reads of heartbeats, the pending collective, the report
+    answers = 4 * hang_detector._ANSWER_SECONDS  # two reads of heartbeats, the pending collective, the count of reports
     report_seconds = hang_detector._TICK_SECONDS + hang_detector._SILENCE_SECONDS + answers
     assert report_seconds < distributed.MARGIN_SECONDS
     (slurm_seconds,) = re.findall(r"--wait=(\d+)", (REPOSITORY / "examples" / "slurm" / "pretrain.sh").read_text())

@@ -57,9 +57,9 @@ def test_full_disk_is_reported_once_and_training_continues(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     record, tensorboard = sorted(logged)
     assert (
-        record == f"warning: {tmp_path}/metrics.jsonl takes no values (File too large); the run continues without them"
+        record == f"warning: {tmp_path}/metrics.jsonl cannot be written (File too large); training continues without it"
     )
-    assert tensorboard.startswith(f"warning: {tmp_path}/tensorboard takes no values (File too large)")
+    assert tensorboard.startswith(f"warning: {tmp_path}/tensorboard cannot be written (File too large)")
     assert (tmp_path / "metrics.jsonl").stat().st_size == 2000
 
 
