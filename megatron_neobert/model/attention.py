@@ -27,9 +27,8 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.kernels import compiled_on_cuda
 
 _NO_ENGINE_KERNEL = (
-    "Transformer Engine has no fused attention kernel for this model on this GPU, and its unfused kernel, which stores "
-    "all scores, is never used. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints its reasons; use --transformer-impl local, or "
-    "install flash-attn."
+    "Transformer Engine has no fused attention kernel for this model on this GPU; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 "
+    "prints its reasons. Use --transformer-impl local, or install flash-attn."
 )
 
 

@@ -167,8 +167,8 @@ def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     if hardware.foreign_apex is not None:
         yield (
             f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
-            "nor amp_C. PyPI's apex is another project, and Megatron would import it. Run `pip uninstall apex`; "
-            "NVIDIA's is optional and built from github.com/NVIDIA/apex."
+            "nor amp_C, and Megatron would import it. Run `pip uninstall apex`; NVIDIA's is optional and built from "
+            "github.com/NVIDIA/apex."
         )
     engine_problem = ""
     if hardware.gpu is None:

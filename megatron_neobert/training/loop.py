@@ -265,9 +265,9 @@ def _describe_divergence(run: Run) -> str | None:
         return None
     return (
         f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
-        f"gradient norm was not finite; at most {MOST_SKIPPED} in a row are skipped. Inspect the batch with neobert "
-        f"replay --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then continue from an "
-        "earlier checkpoint, with a lower --lr or other data."
+        f"gradient norm was not finite. Inspect the batch with neobert replay --load {save or 'SAVE'} "
+        f"--iteration {last} --checkpoint-iteration {last}; then continue from an earlier checkpoint, with a lower "
+        "--lr or other data."
     )
 
 
