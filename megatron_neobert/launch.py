@@ -55,7 +55,7 @@ def main() -> int:
         ConnectionError: The nodes do not find each other.
     """
     if len(sys.argv) < 2:
-        raise ConfigError("usage: python -m megatron_neobert.launch SCRIPT [flags]")
+        raise ConfigError("no script; start with python -m megatron_neobert.launch SCRIPT [flags]")
     script, *arguments = sys.argv[1:]
     signals.forward_stop_signals()
     node = find_node()

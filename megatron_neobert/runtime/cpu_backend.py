@@ -42,7 +42,7 @@ def install() -> None:
     namespace = types.ModuleType("torch")
     namespace.__dict__.update(torch.__dict__)
     for name in ("tensor", "zeros", "ones", "empty", "full"):
-        setattr(namespace, name, _on_cpu(getattr(torch, name)))
+        setattr(namespace, name, on_cpu(getattr(torch, name)))
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(name)
         assert module.torch is torch, f"{name} no longer has a global named torch; adapt _MODULES_THAT_NAME_CUDA"
@@ -54,7 +54,9 @@ def _current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a factory of tensors that replaces the device "cuda" by "cpu"."""
+
     def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         return factory(*args, device="cpu" if device == "cuda" else device, **kwargs)
 

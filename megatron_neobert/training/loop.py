@@ -101,6 +101,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         if attention != (attention := engine_attention()):
             monitor.log(f"Transformer Engine computes attention by {attention}")
         control = _control_after_step(run, result)
+        # Publish a checkpoint once all ranks have written it in the background.
         if not result.status.is_saving:
             saver.finish()
         if control.logs:
@@ -210,6 +211,7 @@ def _validation_is_due(run: Run) -> bool:
 
 
 def _exit_code(run: Run, monitor: Monitor, control: LoopControl) -> int:
+    """Log the reason of a stop, and return the exit code. Raise DivergenceError after a failure."""
     if control.failure is not None:
         raise DivergenceError(control.failure)
     if control.stop is None:

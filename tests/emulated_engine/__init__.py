@@ -25,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from emulated_engine import fp8, kernels
+from megatron_neobert.runtime.cpu_backend import on_cpu
 
 GPU, CAPABILITY, CUDA = "NVIDIA H200", (9, 0), "13.0"
 SOURCES = Path(sys.prefix) / "transformer_engine_sources"  # created by tools/prepare_environment.sh --dev
@@ -140,13 +141,6 @@ class _OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return factory(*args, device="cpu" if device == "cuda" else device, **kwargs)
-
-    return build
-
-
 class _Stream:
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -177,7 +171,7 @@ def install() -> None:
     torch.Tensor.is_cuda = seems_cuda  # type: ignore[assignment]
     load_package()
     _OnCpu().__enter__()
-    torch.empty = _on_cpu(torch.empty)  # the mode is not active in backward
+    torch.empty = on_cpu(torch.empty)  # the mode is not active in backward
 
 
 def load_package(wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function) -> None:
