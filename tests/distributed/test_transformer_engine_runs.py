@@ -7,6 +7,7 @@ from typing import Any
 
 import emulated_engine
 import pytest
+from emulated_engine import ENGINE, FP8
 from processes import run_on_ranks
 from ranks import quick_only, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
@@ -20,8 +21,6 @@ from megatron_neobert.config.schema import Settings
 pytestmark = emulated_engine.needs_sources
 
 PRELOAD = {"preload": "emulated_engine.preloaded"}
-ENGINE = {"transformer_impl": "transformer_engine"}
-FP8 = {name: {**ENGINE, "fp8_format": "hybrid", "fp8_recipe": name} for name in ("delayed", "tensorwise", "blockwise")}
 train = partial(train_on_ranks, **PRELOAD)
 
 

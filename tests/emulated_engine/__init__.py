@@ -27,6 +27,10 @@ from torch.overrides import TorchFunctionMode
 from emulated_engine import fp8, kernels
 from megatron_neobert.runtime.cpu_backend import on_cpu
 
+# Values of the settings section `compute`.
+ENGINE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
+FP8 = {name: {**ENGINE, "fp8_format": "hybrid", "fp8_recipe": name} for name in ("delayed", "tensorwise", "blockwise")}
+
 GPU, CAPABILITY, CUDA = "NVIDIA H200", (9, 0), "13.0"
 SOURCES = Path(sys.prefix) / "transformer_engine_sources"  # created by tools/prepare_environment.sh --dev
 

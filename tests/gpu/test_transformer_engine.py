@@ -13,6 +13,7 @@ from typing import Any
 import emulated_engine
 import pytest
 import torch
+from emulated_engine import ENGINE, LOCAL
 from torch import Tensor
 
 from megatron_neobert.config.schema import ModelConfig, Settings, TrainingConfig
@@ -31,8 +32,6 @@ LENGTHS = (5, 1, 250, 128, 640)
 TOKENS = sum(LENGTHS)  # 1024, a multiple of 128, which all FP8 recipes accept
 MAX_SEQLEN = 640
 MASKED = slice(None, None, 4)
-BF16 = {"bf16": True}
-ENGINE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 
 
 @pytest.fixture(scope="module", autouse=True)

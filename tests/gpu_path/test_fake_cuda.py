@@ -16,6 +16,7 @@ from typing import Any
 import emulated_engine
 import pytest
 import torch
+from emulated_engine import ENGINE, FP8
 from megatron.core import package_info
 
 FOLDER = Path(__file__).resolve().parent
@@ -33,10 +34,6 @@ TWO_OF_EACH = {
     "pipeline_model_parallel_size": 2,
     "context_parallel_size": 2,
 }
-
-
-ENGINE = {"transformer_impl": "transformer_engine"}
-FP8 = {name: {**ENGINE, "fp8_format": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "delayed", "blockwise")}
 BOTH = pytest.mark.parametrize(
     "compute", [{}, pytest.param(ENGINE, marks=emulated_engine.needs_sources)], ids=["local", "transformer_engine"]
 )

@@ -6,6 +6,7 @@ from typing import Any
 import emulated_engine
 import pytest
 import torch
+from emulated_engine import ENGINE, FP8, LOCAL
 from processes import run_on_ranks
 from tolerances import ENGINE_GRADIENT, ENGINE_LOSS
 
@@ -21,11 +22,7 @@ VOCAB = 1000
 LENGTHS = (5, 1, 250, 128, 640)
 TOKENS = sum(LENGTHS)  # a multiple of 128, which the FP8 recipe "blockwise" needs
 MAX_SEQLEN = 640
-ENGINE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
-RECIPES: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    **{name: {"fp8_format": "hybrid", "fp8_recipe": name} for name in ("delayed", "tensorwise", "blockwise")},
-}
+RECIPES: dict[str, dict[str, Any]] = {"bf16": ENGINE, **FP8}
 MODELS: dict[str, dict[str, Any]] = {
     "neobert": {},
     "layer_norm": {"normalization": "LayerNorm"},
@@ -86,7 +83,7 @@ def gaps(computed: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> t
 def compare_with_float32(recipe: str, model: dict[str, Any]) -> None:
     distributed.initialize(Settings())
     exact = losses_and_gradients(build(LOCAL, bf16=False, **model))
-    loss, gradient = gaps(losses_and_gradients(build({**ENGINE, **RECIPES[recipe]}, **model)), exact)
+    loss, gradient = gaps(losses_and_gradients(build(RECIPES[recipe], **model)), exact)
     print(f"{recipe}: loss {loss:.2e} gradient {gradient:.2e}")
     assert loss <= ENGINE_LOSS.gate
     assert gradient <= ENGINE_GRADIENT[recipe].gate
@@ -121,7 +118,7 @@ def test_causal_attention_gives_other_gradients():
 
 def compare_alone(recipe: str) -> None:
     distributed.initialize(Settings())
-    model = build({**ENGINE, **RECIPES[recipe]})
+    model = build(RECIPES[recipe])
     tokens_t, cu_seqlens_n = pack_documents()
 
     def logits_of(tokens_t: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
