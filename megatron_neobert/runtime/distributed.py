@@ -46,14 +46,12 @@ def initialize(settings: Settings) -> torch.device:
     parallel = settings.parallel
     cpu_backend.install()
     megatron_patches.install()
+    backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", environment.local_rank())
+        backend, device = "nccl", torch.device("cuda", environment.local_rank())
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=MARGIN_SECONDS)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
         # torchrun keeps its store when it restarts the ranks. The prefix hides the addresses of the earlier ranks.

@@ -18,9 +18,9 @@ def import_megatron() -> None:
     """Import megatron.core without Weights & Biases and TorchInductor. Do nothing if it is already imported."""
     if "megatron.core" in sys.modules:
         return
-    original_compile, had_wandb = torch.compile, "wandb" in sys.modules
+    original_compile = torch.compile
     torch.compile = _compile_at_first_call  # type: ignore[assignment]
-    if not had_wandb:
+    if "wandb" not in sys.modules:
         # "import wandb" now raises ImportError, which megatron.core catches.
         sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
@@ -28,7 +28,7 @@ def import_megatron() -> None:
         import megatron.core.optimizer  # noqa: F401
     finally:
         torch.compile = original_compile
-        if not had_wandb:
+        if sys.modules["wandb"] is None:
             del sys.modules["wandb"]
 
 
