@@ -105,9 +105,7 @@ def test_torchrun_resumes_a_run_of_the_bash_script(stopped, tiny_corpus):
     ("change", "code", "message"),
     [
         ({"data_path": "nowhere"}, 66, "no corpus nowhere"),
-        ({"tokenizer_model": "nowhere"}, 66, "nowhere"),
         ({"hidden_size": 33}, 2, "--hidden-size 33 is not a multiple of --num-attention-heads 2"),
-        ({"global_batch_size": 3}, 2, "--global-batch-size 3 is not a multiple of --micro-batch-size 2"),
         ({"load": "nowhere"}, 66, "--load nowhere holds no checkpoint"),
         ({"split": "0,1"}, 65, "none"),
         ({"save": "/dev/null/run"}, 73, "--save /dev/null/run cannot be created"),

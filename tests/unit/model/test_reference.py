@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from megatron_neobert.model import reference
-from megatron_neobert.model.reference import (
-    IGNORED_LABEL,
-    ReferenceConfig,
-    ReferenceNeoBERT,
-    build_rotation,
-    mlm_loss,
-    rotate_pairs,
-)
+from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceConfig, ReferenceNeoBERT, mlm_loss
 
 SMALL = ReferenceConfig(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=40, vocab_size=61)
 
@@ -36,17 +29,6 @@ def test_default_model_has_names_and_shapes_of_the_published_checkpoint(shared_d
         model = ReferenceNeoBERT(ReferenceConfig())
     assert {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()} == published
     assert len(published) == 4 + 6 * 28
-
-
-def test_rotation_equals_multiplication_of_adjacent_channels_by_a_complex_phase():
-    torch.manual_seed(0)
-    heads_bnsd = torch.randn(2, SMALL.num_attention_heads, 11, SMALL.head_width)
-    rotated = rotate_pairs(heads_bnsd, build_rotation(torch.arange(11)[None], SMALL))
-
-    frequencies = 10_000.0 ** (-torch.arange(0, SMALL.head_width, 2) / SMALL.head_width)
-    phase = torch.polar(torch.ones(11, SMALL.head_width // 2), torch.outer(torch.arange(11.0), frequencies))
-    expected = torch.view_as_real(torch.view_as_complex(heads_bnsd.unflatten(-1, (-1, 2))) * phase).flatten(-2)
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)  # measured 2.4e-7 on values up to 4
 
 
 def test_logits_equal_those_of_loops_over_heads_and_positions_in_float64(small_model: ReferenceNeoBERT):
