@@ -1,10 +1,11 @@
-"""Starts a training script on the ranks of this node: `python -m megatron_neobert.launch SCRIPT [flags]`.
+"""Start a training script on the ranks of this node: `python -m megatron_neobert.launch SCRIPT [flags]`.
 
-Checks the flags before any process is started, hands the script to torchrun, and ends with the exit code of the rank
-that failed first: torchrun itself always ends with 1, which does not tell a preempted run from a broken one.
+The launcher checks all flags before it starts a rank, then runs the script with torchrun. It exits with the exit code
+of the rank that failed first, because torchrun's own exit code does not tell a preempted run from a broken one.
 
-Environment: NPROC_PER_NODE (default: the number of GPUs, or 1), NNODES (1), NODE_RANK, MASTER_ADDR and MASTER_PORT
-(needed with more than one node; srun gives the first two), RENDEZVOUS_TIMEOUT_SECONDS (600). See docs/cluster.md.
+Environment: NPROC_PER_NODE (default: number of GPUs, or 1), NNODES (default: 1), RENDEZVOUS_TIMEOUT_SECONDS (default:
+600). Runs of several nodes also need NODE_RANK, MASTER_ADDR and MASTER_PORT. In a Slurm step, NNODES and NODE_RANK
+default to those of the step. See docs/cluster.md.
 """
 
 import logging
@@ -39,24 +40,31 @@ if TYPE_CHECKING:
 
 
 def train() -> int:
-    """Start this package's own script: `neobert train [flags]`."""
+    """Run `neobert train [flags]`: start pretrain.py, and return the exit code. See `main`."""
     sys.argv.insert(1, str(Path(__file__).with_name("pretrain.py")))
     return main()
 
 
 def main() -> int:
-    """Check, then start the ranks; `--help` and `--dry-run` are answered here and start no rank."""
+    """Check the command line in `sys.argv`, run the ranks of this node, and return the exit code.
+
+    With one rank, this process becomes the rank. `--help` and `--dry-run` start no rank.
+
+    Raises:
+        NeoBERTError: The environment, settings, corpus or folders are wrong.
+        ConnectionError: The nodes do not find each other.
+    """
     if len(sys.argv) < 2:
-        raise ConfigError("usage: python -m megatron_neobert.launch SCRIPT [flags]")
+        raise ConfigError("no script; start with python -m megatron_neobert.launch SCRIPT [flags]")
     script, *arguments = sys.argv[1:]
-    signals.pass_on_stop_signals()
+    signals.forward_stop_signals()
     node = find_node()
     nproc = whole_number("NPROC_PER_NODE", str(_default_processes()))
     timeout_seconds = whole_number("RENDEZVOUS_TIMEOUT_SECONDS", "600")
     world_size = node.nodes * nproc
     command = parse_command_line(arguments, world_size=world_size)
     settings = command.settings
-    inputs = open_phases(settings)  # once and now, before any rank is started
+    inputs = open_phases(settings)
     check_folders(settings.checkpoint)
     refuse_unfit_start(settings, inputs)
     refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
@@ -65,7 +73,7 @@ def main() -> int:
 
         return print_plan(settings, world_size=world_size)
     if world_size == 1:
-        # Kept back until the rank is prepared for them: it will be this process, for a moment without any handler.
+        # Block stop signals until the rank has installed its handlers: after execv, a signal would kill the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
         os.execv(sys.executable, [sys.executable, script, *arguments])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
@@ -73,50 +81,58 @@ def main() -> int:
 
 
 def _default_processes() -> int:
+    # Importing torch takes longer than everything else in this launcher.
     if shutil.which("nvidia-smi") is None:
-        return 1  # without asking torch, whose import takes longer than everything else here
+        return 1
     import torch
 
     return max(1, torch.cuda.device_count())
 
 
 def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds: int) -> int:
-    """Run a script with its arguments on the ranks of this node, and return the exit code of the node."""
+    """Run a script with its arguments on the ranks of this node, and return the exit code of the node.
+
+    Raises:
+        ConnectionError: The nodes do not find each other within `timeout_seconds`.
+        LauncherError: Another node has the same NODE_RANK.
+    """
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    store = None  # kept until the ranks have ended
+    # The variable keeps the store open until the ranks have ended.
+    store = None
     if node.nodes == 1:
-        # Not --standalone: its store listens on all interfaces, and torchrun unpickles what a stranger writes there.
+        # torchrun's --standalone opens a store on all interfaces, and unpickles what any client writes there.
         store = serve_store("127.0.0.1", 0, nodes=1)
         node = replace(node, address=store.host, port=store.port)
     else:
-        place = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
-        print(f"node {node.rank} of {node.nodes} can start; {place}", file=sys.stderr, flush=True)
-        store = _meet_at_store(node, timeout_seconds=timeout_seconds)
+        rendezvous = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
+        print(f"node {node.rank} of {node.nodes} can start; {rendezvous}", file=sys.stderr, flush=True)
+        store = _rendezvous(node, timeout_seconds=timeout_seconds)
     options = [f"--nproc-per-node={nproc}", f"--nnodes={node.nodes}", f"--node-rank={node.rank}"]
     options += [f"--master-addr={node.address}", f"--master-port={node.port}", f"--rdzv-conf=timeout={timeout_seconds}"]
-    options.append(f"--log-dir={os.devnull}")  # not torchrun's logs in a folder below TMPDIR
-    # Not torchrun's way with the others: it would kill the ranks 30 s later, in the middle of saving.
+    options.append(f"--log-dir={os.devnull}")  # no log folder below TMPDIR
+    # For other signals, torchrun would kill the ranks after 30 s, while they save.
     options.append("--signals-to-handle=SIGHUP,SIGQUIT")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank's own message is clearer
+    # The error message of the rank is clearer than torchrun's.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     started = time.monotonic()
     try:
         torchrun.run(torchrun.parse_args([*options, *script]))
     except ChildFailedError as error:
         return exit_code_of_node({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException as error:  # a closed terminal, or SIGQUIT; the ranks got it as well
-        signals.passed_on.add(error.sigval)
+    except SignalException as error:  # SIGHUP or SIGQUIT, which the ranks received, too
+        signals.forwarded.add(error.sigval)
         return 128 + error.sigval
     except DistError as error:
-        raise ConnectionError(_no_meeting(node, time.monotonic() - started, error)) from error
+        raise ConnectionError(_describe_failed_rendezvous(node, time.monotonic() - started, error)) from error
     return 0
 
 
-def _meet_at_store(node: Node, *, timeout_seconds: int) -> "TCPStore":
-    """Return the store of a run of several nodes: node 0 serves it, and the others wait for that."""
+def _rendezvous(node: Node, *, timeout_seconds: int) -> "TCPStore":
+    """Return the store of a run of several nodes. Node 0 serves the store; other nodes wait and connect."""
     from torch.distributed import DistError
 
     started = time.monotonic()
@@ -125,7 +141,7 @@ def _meet_at_store(node: Node, *, timeout_seconds: int) -> "TCPStore":
         store = store or reach_store(node.address, node.port, timeout_seconds=timeout_seconds)
         launchers = store.add(f"launchers of node {node.rank}", 1)
     except (OSError, DistError) as error:
-        raise ConnectionError(_no_meeting(node, time.monotonic() - started, error)) from error
+        raise ConnectionError(_describe_failed_rendezvous(node, time.monotonic() - started, error)) from error
     if launchers > 1:
         raise LauncherError(
             f"NODE_RANK {node.rank} was given to two nodes, or node {node.rank} was started twice; number the nodes "
@@ -134,29 +150,33 @@ def _meet_at_store(node: Node, *, timeout_seconds: int) -> "TCPStore":
     return store
 
 
-def _no_meeting(node: Node, seconds: float, error: Exception) -> str:
+def _describe_failed_rendezvous(node: Node, seconds: float, error: Exception) -> str:
     return (
         f"the {node.nodes} nodes did not all meet at {node.address} port {node.port} within {seconds:.0f} s "
-        f"({str(error).splitlines()[0][:200]}). Look at the output of the other nodes: one may have refused its start. "
-        "Check NODE_RANK, MASTER_ADDR, MASTER_PORT and the firewall; if a node is only slow, raise "
-        "RENDEZVOUS_TIMEOUT_SECONDS."
+        f"({str(error).splitlines()[0][:200]}). Read the output of the other nodes, and check NODE_RANK, MASTER_ADDR, "
+        "MASTER_PORT and the firewall; if a node is only slow, raise RENDEZVOUS_TIMEOUT_SECONDS."
     )
 
 
 def exit_code_of_node(codes: Mapping[int, int]) -> int:
-    """Return the code of the rank that failed for a reason of its own; 128 + the signal if a signal ended it.
+    """Return the exit code of the rank that failed first, or 128 + number if a signal ended the rank.
 
-    Of `codes`, which torchrun found first, some may be those of ranks that only lost another one.
+    Ranks with EXIT_UNAVAILABLE only lost the connection to another rank, so they count only if no rank has another
+    code. Prints the failed rank on standard error.
+
+    Args:
+        codes: Exit codes by rank, in the order in which torchrun noticed them; negative for a signal.
     """
     if len(signals.interrupts) > 1:
         return EXIT_INTERRUPTED
-    own_reasons = {rank: code for rank, code in codes.items() if code != EXIT_UNAVAILABLE}
-    rank, code = next(iter((own_reasons or codes).items()))
+    causes = {rank: code for rank, code in codes.items() if code != EXIT_UNAVAILABLE}
+    rank, code = next(iter((causes or codes).items()))
     if code >= 0:
         if code not in (EXIT_UNAVAILABLE, EXIT_STOPPED_EARLY, EXIT_INTERRUPTED):
             print(f"rank {rank} ended first, with exit code {code}", file=sys.stderr, flush=True)
         return code
-    if -code in signals.passed_on:  # it came before the rank could prepare for it: nothing had begun, nothing is lost
+    # A forwarded stop signal kills a rank only before its handlers are installed, when nothing can be lost.
+    if -code in signals.forwarded:
         return EXIT_STOPPED_EARLY
     print(f"error: rank {rank} was ended by signal {-code}", file=sys.stderr, flush=True)
     return 128 - code

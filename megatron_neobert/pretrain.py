@@ -1,10 +1,11 @@
-"""Entry point of a run on each of its ranks: what `neobert train`, torchrun or srun start, as a module or a file."""
+"""Entry point of each rank of a training run. `neobert train`, torchrun and srun start it as a module or a file."""
 
 import os
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # of a file it is the folder of the file, whose modules are none by their short names
+if __name__ == "__main__":
+    # When run as a file, Python puts this folder on sys.path. Replace it so that imports go through the package.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from megatron_neobert.errors import run_command
@@ -13,8 +14,9 @@ from megatron_neobert.runtime.environment import world_size
 
 
 def main() -> int:
-    """Parses the flags, then builds and trains, or prints what would be trained."""
-    signals.install_signal_handlers()  # first of all: the imports below take seconds
+    """Train with the settings in `sys.argv`, or print the plan with --dry-run, and return the exit code."""
+    # The imports below take seconds.
+    signals.install_signal_handlers()
     from megatron_neobert.config.cli import parse_command_line
 
     command = parse_command_line(sys.argv[1:], world_size=world_size())
@@ -23,12 +25,13 @@ def main() -> int:
 
         return print_plan(command.settings, world_size=world_size())
     if command.settings.parallel.tensor_model_parallel_size > 1:
-        # CUDA reads it when it starts. Kernels then begin in the order of their launches, by which Megatron overlaps
-        # the reductions of tensor parallelism with its matrix products.
+        # CUDA reads this when it starts. Kernels then start in launch order, which Megatron needs to overlap
+        # tensor-parallel reductions with matrix products.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron_neobert.model.kernels import check_hardware
 
-    check_hardware(command.settings)  # before Megatron is imported: it imports any package called apex
+    # Before Megatron is imported, because Megatron imports any package named apex.
+    check_hardware(command.settings)
     from megatron_neobert.runtime.megatron_imports import import_megatron
 
     import_megatron()

@@ -51,7 +51,7 @@ from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, writ
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import FinetuneOptions
 from megatron_neobert.evaluation.report import write_page
-from megatron_neobert.runtime.atomic_files import own_name
+from megatron_neobert.runtime.atomic_files import temporary_path
 from megatron_neobert.text import parse_json
 
 
@@ -236,7 +236,7 @@ def train(
 
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
     """Write the folder whole or not at all, in place of what an earlier start has left there."""
-    temporary = own_name(final)
+    temporary = temporary_path(final)
     shutil.rmtree(temporary, ignore_errors=True)
     if model.tokenizer.is_fast:  # it keeps the padding and cutting of its last call, and would write them down
         model.tokenizer.backend_tokenizer.no_truncation()

@@ -28,7 +28,7 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, suggestion
 from megatron_neobert.evaluation.data import check_data, columns_of, read_tables, reading
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
-from megatron_neobert.runtime.atomic_files import own_name, read_text, sha256_of, sync_to_disk
+from megatron_neobert.runtime.atomic_files import read_text, sha256_of, sync_to_disk, temporary_path
 from megatron_neobert.text import parse_json
 
 PREFIX = "local:"
@@ -251,7 +251,7 @@ def store_task(data_dir: Path, task: AbsTask) -> None:
     if isinstance(task, AbsTaskRetrieval):
         task.convert_v1_dataset_format_to_v2(num_proc=None)  # some tasks still load the old form
     target = data_dir / "tasks" / task.metadata.name
-    temporary = own_name(target)
+    temporary = temporary_path(target)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     subsets = []

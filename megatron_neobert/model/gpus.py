@@ -1,12 +1,12 @@
-"""Peak rates and memory of known GPUs: what MFU is a share of, and what a plan is held against.
+"""Peak rates and memory of known GPUs, for model FLOPs utilization (MFU) and memory plans. Does not import torch.
 
-Rates are dense (NVIDIA's sheets print twice as much, "with sparsity"), BF16 tensor cores with fp32 sums. A GPU that is
-not listed gets no MFU rather than a wrong one: names are compared whole, since a slice of a GPU (MIG) or a board with
-fewer watts differs by a word. Needs no torch.
+Rates are dense BF16 tensor-core rates with fp32 accumulation. NVIDIA's data sheets print twice as much, "with
+sparsity". GPU names must match exactly, because the names of a GPU slice (MIG) or of a board with a lower power limit
+differ by a word. A GPU that is not listed has no MFU.
 
 Source: NVIDIA's data sheets of A100, A10, A30, A40, L4, L40S, H100, H100 NVL, H200, GH200 and DGX B200; for GeForce and
-RTX the appendices of its white papers on GA102 and Ada. Memory: what CUDA leaves a program, whole GiB below the sheet's
-figure (GDDR6 boards give a sixteenth to error correction): estimates.
+RTX, the appendices of NVIDIA's white papers on GA102 and Ada. Memory figures are estimates: the memory that CUDA leaves
+to a program, in whole GiB below the data sheet (GDDR6 boards use a sixteenth for error correction).
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One model of GPU."""
+    """Peak rate and memory of one GPU model."""
 
-    name: str  # what torch.cuda.get_device_name says, without the maker
+    name: str  # of torch.cuda.get_device_name, without "NVIDIA "
     bf16_tflops: float
     memory_gib: float
 
@@ -46,6 +46,6 @@ GPUS: tuple[Gpu, ...] = (
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The GPU that CUDA calls `device_name`, None if it is not listed."""
+    """Return the GPU with this name of torch.cuda.get_device_name, or None if it is not listed."""
     name = device_name.removeprefix("NVIDIA ").strip()
     return next((gpu for gpu in GPUS if gpu.name == name), None)

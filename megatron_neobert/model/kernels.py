@@ -1,7 +1,7 @@
-"""Choice of the kernels that compute the model on this machine, with the reasons against others.
+"""Choice of the kernels that compute the model on this machine.
 
-`detect_hardware` looks once; the rules are functions of what it found and of the settings. Megatron is not imported
-here: it imports any package called apex, and the wrong package of that name has to be refused first.
+`detect_hardware` examines GPU and packages once; the other functions take its result and the settings. This module does
+not import Megatron, which would import a wrong package named apex before `check_hardware` can refuse it.
 """
 
 import functools
@@ -23,15 +23,15 @@ from megatron_neobert.errors import ConfigError
 
 @dataclass(frozen=True)
 class Library:
-    """An optional package: its version, or why it cannot serve."""
+    """An optional package: its version, or the reason why it cannot be used."""
 
     version: str | None = None
-    why_not: str = "not installed"
+    problem: str = "not installed"
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware and packages of this process. The default is a machine without a GPU."""
+    """GPU and optional packages of this process. The defaults describe a machine without a GPU."""
 
     gpu: str | None = None
     capability: tuple[int, int] = (0, 0)
@@ -39,30 +39,29 @@ class Hardware:
     flash_attn: Library = Library()
     apex_weight_gradients: Library = Library()
     apex_optimizers: Library = Library()
-    foreign_apex: str | None = None  # version of a package that is called apex and is not NVIDIA's
+    foreign_apex: str | None = None  # version of a package named apex that is not NVIDIA's
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Chosen kernels."""
+    """Kernels chosen for a run."""
 
     transformer_impl: str  # "transformer_engine" or "local"
     attention: str  # "transformer_engine", "torch" or "flash_attn"
-    attention_backend: str  # the name in Megatron's AttnBackend, with which it steers Transformer Engine
-    gradient_accumulation_fusion: bool  # by Apex, in all of Megatron's own linear layers
-    summary: str  # a line for the start of a run
+    attention_backend: str  # member of Megatron's AttnBackend, which selects Transformer Engine's kernel
+    gradient_accumulation_fusion: bool  # by Apex, in all linear layers of megatron.core
+    summary: str  # line for the log of a run
 
 
 @functools.cache
 def detect_hardware() -> Hardware:
-    """Return what is here; packages for CUDA are tried only where there is CUDA."""
+    """Examine the GPU and the optional packages of this process. Packages for CUDA are imported only with CUDA."""
     if not torch.cuda.is_available():
         return Hardware(foreign_apex=_foreign_apex())
-    engine = _try_import("transformer_engine.pytorch", distribution="transformer-engine")
     return Hardware(
         gpu=torch.cuda.get_device_name(),
         capability=torch.cuda.get_device_capability(),
-        transformer_engine=engine,
+        transformer_engine=_try_import("transformer_engine.pytorch", distribution="transformer-engine"),
         flash_attn=_try_import("flash_attn", distribution="flash-attn"),
         apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
         apex_optimizers=_try_import("apex.optimizers", distribution="apex"),
@@ -71,7 +70,7 @@ def detect_hardware() -> Hardware:
 
 
 def fp8_refusals() -> dict[str, str]:
-    """Return the FP8 recipes that the installed Transformer Engine cannot run on this GPU, with its reasons."""
+    """Return the FP8 recipes that the installed Transformer Engine cannot run on this GPU: recipe -> reason."""
     from transformer_engine.pytorch import quantization
 
     checks = {
@@ -80,42 +79,44 @@ def fp8_refusals() -> dict[str, str]:
         "blockwise": quantization.check_fp8_block_scaling_support,
         "mxfp8": quantization.check_mxfp8_support,
     }
-    answers = {recipe: check() for recipe, check in checks.items()}
-    return {recipe: reason for recipe, (is_possible, reason) in answers.items() if not is_possible}
+    results = {recipe: check() for recipe, check in checks.items()}
+    return {recipe: reason for recipe, (is_possible, reason) in results.items() if not is_possible}
 
 
 def _try_import(module: str, *, distribution: str) -> Library:
-    """Found by importing it: a compiled package that fits another torch is installed and of no use."""
+    # A compiled package may be installed and fail to import, because it was built for another torch.
     try:
         importlib.import_module(module)
     except (ImportError, OSError) as error:
-        return Library(why_not=f"{module} cannot be imported: {error}")
-    return Library(version=_installed_version(distribution) or "of unknown version")
+        return Library(problem=f"{module} cannot be imported: {error}")
+    return Library(version=_installed_version(distribution))
 
 
-def _installed_version(distribution: str) -> str | None:
+def _installed_version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return "of unknown version"
 
 
 def _foreign_apex() -> str | None:
-    """Version of a package called apex without NVIDIA's parts; it is looked at, not imported."""
-    found = importlib.util.find_spec("apex")
-    if found is None or importlib.util.find_spec("amp_C") is not None:
+    """Return the version of an installed package apex that is not NVIDIA's, without importing it; otherwise None."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None or importlib.util.find_spec("amp_C") is not None:
         return None
-    if any((Path(folder) / "optimizers").is_dir() for folder in found.submodule_search_locations or ()):
+    if any((Path(folder) / "optimizers").is_dir() for folder in spec.submodule_search_locations or ()):
         return None
-    return _installed_version("apex") or "of unknown version"
+    return _installed_version("apex")
 
 
 def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kernels:
-    """Return the kernels that serve these settings here; `check_hardware` refuses impossible ones."""
-    hardware = detect_hardware() if hardware is None else hardware
-    compute = settings.compute
-    bf16 = settings.training.bf16
-    engine = uses_engine(settings, hardware)
+    """Return the kernels for these settings on this machine. Settings that `check_hardware` refuses are not checked."""
+    hardware = hardware or detect_hardware()
+    compute, bf16 = settings.compute, settings.training.bf16
+    engine = compute.transformer_impl == "transformer_engine"
+    if compute.transformer_impl == "auto":
+        # Transformer Engine's only packed attention in float32 stores all scores.
+        engine = bf16 and hardware.transformer_engine.version is not None
     width = settings.model.hidden_size // settings.model.num_attention_heads
     if engine and width % HEAD_WIDTH_MULTIPLE == 0:
         attention = "transformer_engine"
@@ -129,37 +130,25 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
-    # In the order in which Megatron takes them; torch's through FusedAdam of training/optimizer.py.
+    # Megatron prefers Transformer Engine's Adam, then Apex's. Torch's is FusedAdam of training/optimizer.py.
     optimizer = "Apex" if hardware.apex_optimizers.version is not None else "torch"
     if hardware.transformer_engine.version is not None:
         optimizer = "Transformer Engine"
-    parts = [
-        f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers",
-        f"attention by {attention_name}",
-        precision,
-        f"Adam by {optimizer}",
-    ]
+    layers = f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers"
     return Kernels(
         transformer_impl="transformer_engine" if engine else "local",
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
         gradient_accumulation_fusion=hardware.apex_weight_gradients.version is not None,
-        summary=f"kernels on {hardware.gpu or 'CPU'}: {', '.join(parts)}",
+        summary=f"kernels on {hardware.gpu or 'CPU'}: {layers}, attention by {attention_name}, {precision}, "
+        f"Adam by {optimizer}",
     )
 
 
-def uses_engine(settings: Settings, hardware: Hardware) -> bool:
-    """True if the layers are Transformer Engine's."""
-    if settings.compute.transformer_impl == "auto":
-        # In float32 Transformer Engine has no packed attention but one that writes out all scores.
-        return settings.training.bf16 and hardware.transformer_engine.version is not None
-    return settings.compute.transformer_impl == "transformer_engine"
-
-
 def engine_attention() -> str | None:
-    """Return the name of Transformer Engine's kernel for attention; None before its first call and without it."""
+    """Return the attention kernel that Transformer Engine chose, or None before its first use or without it."""
     module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
-    chosen: dict[str, Any] = getattr(module, "_attention_backends", {})  # of 2.9 to 2.20
+    chosen: dict[str, Any] = getattr(module, "_attention_backends", {})  # in Transformer Engine 2.9 to 2.20
     if chosen.get("use_fused_attention"):
         return f"cuDNN ({chosen['fused_attention_backend']})"
     if chosen.get("use_flash_attention"):
@@ -168,87 +157,73 @@ def engine_attention() -> str | None:
 
 
 def check_hardware(settings: Settings, hardware: Hardware | None = None) -> None:
-    """Refuse with every reason what was asked for by name and this machine lacks. All ranks find the same."""
-    hardware = detect_hardware() if hardware is None else hardware
-    foreign_apex = (
-        f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers nor "
-        "amp_C. The registry's package of that name is another project, and Megatron would import it. Run `pip "
-        "uninstall apex`; NVIDIA's is optional and built from github.com/NVIDIA/apex."
-    )
-    problems = [
-        *([foreign_apex] if hardware.foreign_apex is not None else []),
-        *engine_problems(settings, hardware),
-        *attention_problems(settings, hardware),
-        *precision_problems(settings, hardware),
-    ]
-    if problems:
+    """Raise ConfigError with all reasons why this machine cannot run the settings. All ranks find the same reasons."""
+    if problems := list(_find_problems(settings, hardware or detect_hardware())):
         raise ConfigError(problems)
 
 
-def engine_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
-    """Yield what the settings want of Transformer Engine by name, and how to do without it."""
+def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
     compute = settings.compute
-    if compute.transformer_impl == "local":
-        return  # rules.py refuses the contradictions
-    if hardware.gpu is None:
-        missing = "this machine has no CUDA device"
-    elif hardware.transformer_engine.version is None:
-        missing = f"{hardware.transformer_engine.why_not} (pip install 'megatron-neobert[gpu]')"
-    else:
-        return
-    if compute.transformer_impl == "transformer_engine":
-        what = "--transformer-impl transformer_engine"
-        yield f"{what} needs Transformer Engine: {missing}; use --transformer-impl local."
-    if compute.attention_backend == "fused":
-        yield f"--attention-backend fused needs Transformer Engine: {missing}; use --attention-backend auto."
-    if compute.fp8_format is not None:
-        yield f"--fp8-format {compute.fp8_format} needs Transformer Engine: {missing}; leave it out."
-
-
-def attention_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
-    if settings.compute.attention_backend != "flash":
-        return
-    if hardware.gpu is None:
-        yield "--attention-backend flash needs a CUDA device, and this machine has none; use auto."
-    elif hardware.flash_attn.version is None:
+    if hardware.foreign_apex is not None:
         yield (
-            f"--attention-backend flash needs the package flash-attn ({hardware.flash_attn.why_not}); install it, or "
-            "use auto."
+            f"The installed package apex {hardware.foreign_apex} is not NVIDIA Apex: it has neither apex.optimizers "
+            "nor amp_C, and Megatron would import it. Run `pip uninstall apex`; NVIDIA's is optional and built from "
+            "github.com/NVIDIA/apex."
         )
-
-
-def precision_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
+    engine_problem = ""
+    if hardware.gpu is None:
+        engine_problem = "this machine has no CUDA device"
+    elif hardware.transformer_engine.version is None:
+        engine_problem = f"{hardware.transformer_engine.problem} (pip install 'megatron-neobert[gpu]')"
+    # config/rules.py refuses --transformer-impl local together with the other two settings.
+    if engine_problem and compute.transformer_impl != "local":
+        for flag, is_set, remedy in (
+            (
+                "--transformer-impl transformer_engine",
+                compute.transformer_impl == "transformer_engine",
+                "use --transformer-impl local",
+            ),
+            ("--attention-backend fused", compute.attention_backend == "fused", "use --attention-backend auto"),
+            (f"--fp8-format {compute.fp8_format}", compute.fp8_format is not None, "leave it out"),
+        ):
+            if is_set:
+                yield f"{flag} needs Transformer Engine: {engine_problem}; {remedy}."
+    if compute.attention_backend == "flash":
+        if hardware.gpu is None:
+            yield "--attention-backend flash needs a CUDA device, and this machine has none; use auto."
+        elif hardware.flash_attn.version is None:
+            problem = hardware.flash_attn.problem
+            yield f"--attention-backend flash needs the package flash-attn ({problem}); install it, or use auto."
     if hardware.gpu is None:
         return
-    here = f"{hardware.gpu} (compute capability {'.'.join(map(str, hardware.capability))})"
+    gpu = f"{hardware.gpu} (compute capability {'.'.join(map(str, hardware.capability))})"
     if settings.training.bf16 and hardware.capability < (8, 0):
         yield (
-            f"--bf16 needs compute capability 8.0 or higher for the packed attention kernels, not {here}; use "
-            "--no-bf16."
+            f"--bf16 needs compute capability 8.0 or higher for the packed attention kernels, not {gpu}; use --no-bf16."
         )
-    if settings.compute.fp8_format is None or hardware.transformer_engine.version is None:
-        return
-    recipe, refusals = settings.compute.fp8_recipe, fp8_refusals()
-    if recipe in refusals:
-        possible = [name for name in FP8_BLOCK if name not in refusals]
-        remedy = f"Use --fp8-recipe {' or '.join(possible)}." if possible else "Leave out --fp8-format."
-        yield f"--fp8-recipe {recipe} cannot run on {here}: {refusals[recipe]} {remedy}"
+    if compute.fp8_format is not None and hardware.transformer_engine.version is not None:
+        recipe, refusals = compute.fp8_recipe, fp8_refusals()
+        if recipe in refusals:
+            possible = [name for name in FP8_BLOCK if name not in refusals]
+            remedy = f"Use --fp8-recipe {' or '.join(possible)}." if possible else "Leave out --fp8-format."
+            yield f"--fp8-recipe {recipe} cannot run on {gpu}: {refusals[recipe]} {remedy}"
 
 
 def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of tensors without graph breaks at its first call on CUDA.
+    """Decorate a function of tensors so that `torch.compile` compiles it at its first call on CUDA.
 
-    Eager, each operation of such a function reads and writes all of its tensors; on a GPU that is most of the time that
-    a step spends outside matrix products and attention (docs/performance.md). On a CPU compiling gains little. A second
-    number of tokens compiles the function once more, for any number (torch's automatic dynamic shapes).
+    A call with another number of tokens compiles the function a second time, for all numbers (torch's automatic dynamic
+    shapes). On CPU the function runs eagerly, because compilation gains little there.
     """
 
+    # Without compilation, each operation reads and writes whole tensors. On a GPU that is most of the step's time
+    # outside matrix products and attention (docs/performance.md).
     @functools.cache
-    def kernel() -> Callable[..., Any]:
+    def compiled() -> Callable[..., Any]:
         return torch.compile(function)
 
     @functools.wraps(function)
-    def call(first: torch.Tensor, *others: torch.Tensor) -> Any:
-        return (kernel() if first.is_cuda else function)(first, *others)
+    def call(first: torch.Tensor, *rest: torch.Tensor) -> Any:
+        return (compiled() if first.is_cuda else function)(first, *rest)
 
     return call

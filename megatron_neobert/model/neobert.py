@@ -1,7 +1,7 @@
-"""NeoBERT as a bidirectional GPTModel of Megatron-Core.
+"""NeoBERT as a subclass of Megatron-Core's GPTModel.
 
-What it changes: every row is packed and bidirectional, the decoder is untied and has a bias, and decoder and loss are
-computed at the masked positions only (a fifth of the tokens). Everything else is megatron.core's.
+Differences from GPTModel: micro-batches are packed documents with bidirectional attention, the decoder has its own
+weights and a bias, and decoder and loss are computed at the masked positions only (a fifth of the tokens).
 """
 
 import os
@@ -15,19 +15,22 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.model.attention import pack_row, positions_in_documents
+from megatron_neobert.model.attention import RotaryPackedSeqParams
 from megatron_neobert.model.initialization import initialize_weights
 from megatron_neobert.model.loss import masked_token_losses
 from megatron_neobert.model.transformer_config import layer_spec, to_transformer_config
 
 
 class NeoBERTModel(GPTModel):
-    """The encoder with its masked-language-model head, or a pipeline stage of it; weights are those of the run's seed.
+    """The encoder and its masked-language-model head, or a pipeline stage of them, with the initial weights of a run.
 
-    Shape letters: `t` tokens of a packed row (`t/c` of this context-parallel rank), `n` documents + 1, `m` masked
-    positions of this rank, `v` this rank's share of the padded vocabulary, `h` hidden.
+    Shapes: `t` tokens of the micro-batch (`t/c` on one context-parallel rank), `n` documents + 1, `m` masked positions
+    of this rank, `v` this rank's share of the padded vocabulary, `h` hidden.
 
-    A stage has the embedding with `pre_process`, the final norm and the head with `post_process`.
+    Args:
+        vocab_size: Number of tokens, without padding.
+        pre_process: The stage has the embedding.
+        post_process: The stage has the final norm and the head.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class NeoBERTModel(GPTModel):
                 vocab_size, tensor_parallel=settings.parallel.tensor_model_parallel_size
             ),
             max_sequence_length=model.position_rows,
-            position_embedding_type="none" if rotates else "learned_absolute",  # rotation is CoreAttention's
+            position_embedding_type="none" if rotates else "learned_absolute",  # CoreAttention rotates
             share_embeddings_and_output_weights=False,
             pre_process=pre_process,
             post_process=post_process,
@@ -65,43 +68,54 @@ class NeoBERTModel(GPTModel):
         masked_positions_m: Tensor | None = None,
         labels_m: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Loss at the masked positions of a packed row, or the logits there, or the hidden states of every token.
+        """Return losses, logits or hidden states of one micro-batch.
 
         Args:
-            tokens_t: Token ids, documents end to end; under context parallelism this rank's slice of them.
-            cu_seqlens_n: Where each document of the whole row starts, and where the last one ends; int32. Documents of
-                no token may follow.
-            max_seqlen: At least the longest document, in tokens.
+            tokens_t: Token ids of the documents, end to end; with context parallelism, this rank's slice.
+            cu_seqlens_n: Start of each document in the whole micro-batch, and the end of the last one; int32. Empty
+                documents may follow at the end.
+            max_seqlen: Length of the longest document in tokens, or more.
             masked_positions_m: Indices into `tokens_t`.
-            labels_m: Original ids at these positions; below 0 for a filler.
+            labels_m: Original token ids at these positions; below 0 for a filler.
 
         Returns:
-            With labels (losses_m, correct_m), both fp32; without, logits_mv; without masked positions the normalized
-            hidden states [t/c, h]. On a stage without the head, hidden states for the next one.
+            With labels: (losses_m, correct_m), see `masked_token_losses`. Without labels: logits_mv. Without masked
+            positions: hidden states after the final norm, [t/c, h]. On a stage without the head: hidden states for the
+            next stage, [t/c, 1, h], or this rank's share of them with sequence parallelism.
 
         Collective: the tensor- and context-parallel groups.
         """
         ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        own = tokens_t.size(0)
-        positions_t = positions_in_documents(cu_seqlens_n, slots=own * ranks)
+        rank_tokens = tokens_t.size(0)
+        # Without output_size, the host would wait for the device.
+        starts_t = torch.repeat_interleave(cu_seqlens_n[:-1], cu_seqlens_n.diff(), output_size=rank_tokens * ranks)
+        positions_t = torch.arange(rank_tokens * ranks, device=cu_seqlens_n.device) - starts_t
         rotation = None
         if self.rotary is not None:
-            angles_s1e = self.rotary(max_seqlen, packed_seq=True)[:, 0].chunk(2, dim=-1)[0]  # both halves are equal
+            # Megatron returns the angles twice, once for each half of a head.
+            angles_s1e = self.rotary(max_seqlen, packed_seq=True)[:, 0].chunk(2, dim=-1)[0]
             rotation = (angles_s1e.cos()[positions_t], angles_s1e.sin()[positions_t])
-        embedded_t1h = None  # a later stage has the hidden states of the one before
+        embedded_t1h = None  # later stages receive hidden states from Megatron's schedule
         if self.pre_process:
-            # Row 0 of the learned positions is padding's, as in the released ablation.
-            position_ids_1t = 1 + positions_t[rank * own : (rank + 1) * own].unsqueeze(0)
+            # Row 0 of the learned positions belongs to padding, as in the released ablation.
+            position_ids_1t = 1 + positions_t[rank * rank_tokens : (rank + 1) * rank_tokens].unsqueeze(0)
             embedded_t1h = self.embedding(tokens_t.unsqueeze(0), position_ids_1t)
         hidden_t1h = self.decoder(
             hidden_states=embedded_t1h,
             attention_mask=None,
-            packed_seq_params=pack_row(cu_seqlens_n, max_seqlen, rotation=rotation),
+            packed_seq_params=RotaryPackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=cu_seqlens_n,
+                cu_seqlens_kv=cu_seqlens_n,
+                max_seqlen_q=max_seqlen,
+                max_seqlen_kv=max_seqlen,
+                rotation=rotation,
+            ),
         )
         if not self.post_process:
             return hidden_t1h
         if self.config.sequence_parallel:
-            # The gradient of each rank's share of the vocabulary is summed by the output layer itself.
+            # The output layer sums the gradients of all shares of the vocabulary (allreduce_dgrad in `_prepare_head`).
             hidden_t1h = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_t1h, tensor_parallel_output_grad=False
             )
@@ -111,9 +125,10 @@ class NeoBERTModel(GPTModel):
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
 
     def _set_attention_backend(self) -> None:
-        """Tell Transformer Engine which kernels it may choose from: never the unfused one, which stores all scores.
+        """Set Transformer Engine's environment variables so that it never chooses its unfused kernel.
 
-        Megatron's own allows it with `auto`, and fails an assertion if the environment says otherwise.
+        The unfused kernel stores all scores. Megatron's method, which this one replaces, allows it with `auto`, and
+        fails an assertion if the environment forbids it.
         """
         allowed = {"auto": ("FLASH", "FUSED"), "flash": ("FLASH",), "fused": ("FUSED",)}[
             self.config.attention_backend.name
@@ -124,19 +139,20 @@ class NeoBERTModel(GPTModel):
     def _decode(self, hidden_t1h: Tensor, masked_positions_m: Tensor) -> Tensor:
         logits_m1v, bias_v = self.output_layer(hidden_t1h.index_select(0, masked_positions_m))
         if self.padded_columns:
-            # Not -inf: a rank may hold nothing else, and infinity less infinity is no number. Not by overwriting the
-            # logits, whose backward pass would copy the gradient of them all.
+            # The smallest finite number, because a rank may have padding columns only, and inf - inf is NaN. Added to
+            # the bias, because overwriting logits would copy all their gradients in backward.
             bias_v = pad(bias_v[: -self.padded_columns], (0, self.padded_columns), value=torch.finfo(bias_v.dtype).min)
         return logits_m1v.squeeze(1) + bias_v
 
     def _prepare_head(self, vocab_size: int) -> None:
-        """Adds the bias that GPTModel's output layer does not have, but returns and checkpoints if it is there."""
+        """Add a bias to GPTModel's output layer, and count the padding columns of this rank."""
+        # The layer is built without a bias, but checkpoints one, and returns it separately with skip_bias_add.
         layer = self.output_layer
         layer.bias = nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
         set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
-        layer.skip_bias_add = True  # it is returned beside the logits
-        layer.sequence_parallel = False  # it reads masked positions of the whole row
+        layer.skip_bias_add = True
+        layer.sequence_parallel = False  # its input has masked positions of all tensor-parallel ranks
         layer.allreduce_dgrad = parallel_state.get_tensor_model_parallel_world_size() > 1
         columns = layer.weight.size(0)
         first = self.pg_collection.tp.rank() * columns
-        self.padded_columns = min(columns, max(0, first + columns - vocab_size))  # they stand for no token
+        self.padded_columns = min(columns, max(0, first + columns - vocab_size))

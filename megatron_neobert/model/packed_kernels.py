@@ -1,11 +1,11 @@
-"""Attention kernels of the local layers: bidirectional within each document of a packed row, no parameters.
+"""Attention kernels of the local layers: bidirectional within each document of a micro-batch, without parameters.
 
-On CUDA in bfloat16 a row is one call of a variable-length kernel: torch's own (FlashAttention 2, built in), or the
-package flash-attn. Neither asks the device for a number. Elsewhere every document is one call of torch's
-scaled_dot_product_attention: no mask, no work between documents. Measured on CPU, a loop over documents beats nested
-tensors 2.7 times and a block-diagonal mask 2.2 times (torch has no packed CPU kernel).
+On CUDA in bfloat16, a micro-batch is one call of a variable-length kernel, which is torch's (FlashAttention 2) or that
+of the package flash-attn. Neither waits for the device. Otherwise, each document is one call of torch's
+scaled_dot_product_attention. On CPU, this loop is 2.7 times faster than nested tensors and 2.2 times faster than a
+block-diagonal mask; torch has no packed kernel for CPUs.
 
-Letters: `t` tokens of the row, `s` tokens of a document, `n` heads of this rank, `d` head width.
+Shapes: `t` tokens of the micro-batch, `s` tokens of a document, `n` heads of this rank, `d` head width.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_neobert.config.rules import HEAD_WIDTH_MULTIPLE
 
 
 class TorchAttention(MegatronModule):
-    """Torch's kernels; for other dtypes than bfloat16 on CUDA the loop over documents waits for their lengths."""
+    """Torch's kernels. On CUDA, dtypes other than bfloat16 make the host wait for the lengths of the documents."""
 
     def __init__(
         self,
@@ -46,54 +46,52 @@ class TorchAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns the context, [t, n * d], in the dtype of the query."""
-        assert packed_seq_params is not None, "rows are always packed; a padded batch is one document per sequence"
+        """Return the context, [t, n * d], in the dtype of the query."""
+        assert packed_seq_params is not None, "a micro-batch is always packed"
         return self.attend(query_tnd, key_tnd, value_tnd, packed_seq_params)
 
-    def attend(self, query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, row: PackedSeqParams) -> Tensor:
+    def attend(self, query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Return the context, [t, n * d]."""
         if query_tnd.is_cuda and query_tnd.dtype is torch.bfloat16:
-            return _attend_packed(query_tnd, key_tnd, value_tnd, row)
-        return attend_by_document(query_tnd, key_tnd, value_tnd, row.cu_seqlens_q)
+            return _attend_packed(query_tnd, key_tnd, value_tnd, packed)
+        return attend_by_document(query_tnd, key_tnd, value_tnd, packed.cu_seqlens_q)
 
 
 class FlashAttention(TorchAttention):
-    """The kernel of the package flash-attn; CUDA and bfloat16 alone."""
+    """The kernel of the package flash-attn, for bfloat16 on CUDA only."""
 
-    def attend(self, query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, row: PackedSeqParams) -> Tensor:
-        from flash_attn import flash_attn_varlen_func  # an optional package that is large and slow to import
+    def attend(self, query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams) -> Tensor:
+        # An optional package, large and slow to import.
+        from flash_attn import flash_attn_varlen_func
 
-        context_tnd: Tensor = flash_attn_varlen_func(query_tnd, key_tnd, value_tnd, *_bounds(row))
+        context_tnd: Tensor = flash_attn_varlen_func(query_tnd, key_tnd, value_tnd, *_bounds(packed))
         return context_tnd.flatten(1)
 
 
 def attend_by_document(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, cu_seqlens_n: Tensor) -> Tensor:
-    """One call per document, of those with a token: [t, n * d]."""
+    """Return the context, [t, n * d], with one kernel call per document. Empty documents are skipped."""
     lengths = [length for length in cu_seqlens_n.diff().tolist() if length]
     documents = zip(*(tensor_tnd.split(lengths) for tensor_tnd in (query_tnd, key_tnd, value_tnd)), strict=True)
-    return torch.cat([_attend(*document) for document in documents])
+    contexts = []
+    for document in documents:
+        # Torch's fused kernels need four dimensions, [1, n, s, d].
+        query, key, value = (tensor_snd.transpose(0, 1).unsqueeze(0) for tensor_snd in document)
+        contexts.append(scaled_dot_product_attention(query, key, value).squeeze(0).transpose(0, 1).flatten(1))
+    return torch.cat(contexts)
 
 
-def _attend(query_snd: Tensor, key_snd: Tensor, value_snd: Tensor) -> Tensor:
-    """One document: [s, n * d]. The leading axis of one is for torch, whose fused kernels want four."""
-    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query_snd, key_snd, value_snd))
-    context_1nsd = scaled_dot_product_attention(query, key, value)
-    return context_1nsd.squeeze(0).transpose(0, 1).flatten(1)
-
-
-def _attend_packed(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, row: PackedSeqParams) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # CUDA alone needs it, and older builds of torch lack it
+def _attend_packed(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams) -> Tensor:
+    # Only CUDA needs this import, and some builds of torch do not have the module.
+    from torch.nn.attention.varlen import varlen_attn
 
     width = query_tnd.size(-1)
-    missing = -width % HEAD_WIDTH_MULTIPLE
-    if not missing:
-        context_tnd: Any = varlen_attn(query_tnd, key_tnd, value_tnd, *_bounds(row))
-        return context_tnd.flatten(1)
-    # Channels of zeros change no product of a query and a key, but the scale has to be that of the true width.
-    query, key, value = (pad(tensor, (0, missing)) for tensor in (query_tnd, key_tnd, value_tnd))
-    context_tnd = varlen_attn(query, key, value, *_bounds(row), scale=width**-0.5)
+    # Zero channels do not change the product of a query and a key. The scale remains that of the true width.
+    padding = -width % HEAD_WIDTH_MULTIPLE
+    query, key, value = (pad(tensor, (0, padding)) if padding else tensor for tensor in (query_tnd, key_tnd, value_tnd))
+    context_tnd: Any = varlen_attn(query, key, value, *_bounds(packed), scale=width**-0.5)
     return context_tnd[:, :, :width].flatten(1)
 
 
-def _bounds(row: PackedSeqParams) -> tuple[Any, ...]:
-    """Return the document bounds as positional arguments of variable-length kernels: starts twice, longest twice."""
-    return row.cu_seqlens_q, row.cu_seqlens_kv, row.max_seqlen_q, row.max_seqlen_kv
+def _bounds(packed: PackedSeqParams) -> tuple[Any, ...]:
+    """Return the document bounds in the order of the arguments of variable-length kernels."""
+    return packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv

@@ -1,11 +1,10 @@
-"""NeoBERT in plain PyTorch: what the model is, in one page.
+"""NeoBERT in plain PyTorch, as documentation and as the reference for tests.
 
-Documentation, test subject and oracle: the Megatron model and every export are compared with this file, so it follows
-the published checkpoint in names, shapes and conventions (rotary pairs are adjacent channels) and in nothing else.
-It computes the logits of every token and knows no parallelism; training never runs it.
+The Megatron model and all exports are compared with this model. Names, shapes and conventions (rotary pairs are
+adjacent channels) are those of the published checkpoint. The model has no parallelism and computes the logits of every
+token. Training does not use it.
 
-Shapes: `b` rows, `s` tokens of a row, `t` tokens of a packed row, `h` hidden, `n` heads, `d` head width,
-`v` vocabulary.
+Shapes: `b` batch, `s` sequence, `t` tokens of packed documents, `h` hidden, `n` heads, `d` head width, `v` vocabulary.
 
 Source: arXiv 2502.19587 section 3; chandar-lab/NeoBERT@ed75b68 model/model.py, model/rotary.py,
     conf/model/neobert.yaml.
@@ -23,12 +22,12 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The shape of one NeoBERT; the default is the published model of 245,136,954 parameters."""
+    """Shape of a NeoBERT model. The defaults are those of the published model with 245,136,954 parameters."""
 
     num_layers: int = 28
     hidden_size: int = 768
     num_attention_heads: int = 12
-    ffn_hidden_size: int = 2048  # width of each half of SwiGLU; the published config writes 3072 and means 2/3 of it
+    ffn_hidden_size: int = 2048  # width of each half of SwiGLU; two thirds of the published config's 3072
     vocab_size: int = 30_522
     rotary_base: float = 10_000.0
     norm_epsilon: float = 1e-5
@@ -40,21 +39,21 @@ class ReferenceConfig:
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every angle, fp32, [b or 1, 1, s, d/2]: one angle per pair of adjacent channels."""
+    """Cosine and sine of the rotary angles, fp32, [b or 1, 1, s, d/2]. Each pair of adjacent channels has one angle."""
 
     cosine: Tensor
     sine: Tensor
 
 
 class MaskedLoss(NamedTuple):
-    """Sum of the losses of the masked tokens, in nats, and their number."""
+    """Summed loss of the masked tokens, and their number."""
 
-    total: Tensor
+    total: Tensor  # nats
     tokens: int
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: `w12` holds the gate's rows first, then the rows that it multiplies."""
+    """SwiGLU. `w12` is the gate projection followed by the up projection."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -67,13 +66,14 @@ class FeedForward(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention, then feed-forward; each reads its input through an RMSNorm and adds its output to it."""
+    """A pre-norm transformer block: attention, then feed-forward, each with RMSNorm and a residual connection."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
         self.heads = config.num_attention_heads
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)  # rows: q, k, v within each head
+        # Output channels are ordered by head, and within a head by query, key, value.
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.ffn = FeedForward(config)
@@ -92,7 +92,7 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embedding, blocks and final norm, under the names of the published checkpoint (`encoder` is the embedding)."""
+    """Embedding, blocks and final norm. In the published checkpoint, the embedding is named `encoder`."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Encoder(nn.Module):
 
 
 class ReferenceNeoBERT(nn.Module):
-    """NeoBERT with its language-modelling head: one linear layer with a bias, not tied to the embedding."""
+    """NeoBERT with its masked-language-model head, a linear layer with a bias that is not tied to the embedding."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -119,15 +119,16 @@ class ReferenceNeoBERT(nn.Module):
         self.apply(lambda module: _initialize(module, config.init_method_range))
 
     def forward(self, tokens_bs: Tensor, attention_mask_bs: Tensor | None = None) -> Tensor:
-        """Return logits [b, s, v]; the mask is zero at padding, whose own logits mean nothing."""
+        """Return logits, [b, s, v]. The mask is 0 at padding, whose logits have no meaning."""
         positions_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)[None]
         mask = None if attention_mask_bs is None else attention_mask_bs.bool()[:, None, None, :]
         return self.decoder(self.model(tokens_bs, positions_bs, mask))
 
     def forward_packed(self, tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:
-        """Return logits [t, v] of documents laid end to end: attention and positions restart with each of them.
+        """Return logits, [t, v], of documents that follow each other. Attention and positions are per document.
 
-        `cu_seqlens_n` has the starts of documents and ends with t. The mask has t × t entries, too many for training.
+        Args:
+            cu_seqlens_n: Start of each document, and t.
         """
         lengths = cu_seqlens_n.diff()
         document_t = torch.repeat_interleave(torch.arange(len(lengths), device=tokens_t.device), lengths)
@@ -137,21 +138,21 @@ class ReferenceNeoBERT(nn.Module):
 
 
 def build_rotation(positions_bs: Tensor, config: ReferenceConfig) -> Rotation:
-    """The rotation of every position: pair i turns by base^(-2i/d) per token."""
+    """Return the rotation at every position. Channel pair i rotates by base^(-2i/d) per token."""
     channels = torch.arange(0, config.head_width, 2, device=positions_bs.device, dtype=torch.float32)
     angles = positions_bs[:, None, :, None] * config.rotary_base ** (-channels / config.head_width)
     return Rotation(angles.cos(), angles.sin())
 
 
 def rotate_pairs(heads_bnsd: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates channels (0, 1), (2, 3), ... of every head in fp32; same dtype as given."""
+    """Rotate channels (0, 1), (2, 3), ... of every head, in fp32. The result has the dtype of the input."""
     even, odd = heads_bnsd.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (even * rotation.cosine - odd * rotation.sine, even * rotation.sine + odd * rotation.cosine)
-    return torch.stack(turned, dim=-1).flatten(-2).to(heads_bnsd.dtype)
+    rotated = (even * rotation.cosine - odd * rotation.sine, even * rotation.sine + odd * rotation.cosine)
+    return torch.stack(rotated, dim=-1).flatten(-2).to(heads_bnsd.dtype)
 
 
 def mlm_loss(logits_bsv: Tensor, labels_bs: Tensor) -> MaskedLoss:
-    """Cross-entropy summed over the masked tokens, in fp32; labels are IGNORED_LABEL wherever nothing was masked."""
+    """Return the fp32 cross-entropy, summed over the masked tokens. Other labels are IGNORED_LABEL."""
     total = F.cross_entropy(
         logits_bsv.float().flatten(0, -2), labels_bs.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
@@ -159,7 +160,7 @@ def mlm_loss(logits_bsv: Tensor, labels_bs: Tensor) -> MaskedLoss:
 
 
 def _initialize(module: nn.Module, bound: float) -> None:
-    """Uniform(-bound, bound) for every matrix, zero for the bias; norms keep the ones they were built with."""
+    """Draw matrices from uniform(-bound, bound), and set biases to zero. Norms keep their initial ones."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.uniform_(module.weight, -bound, bound)
     if isinstance(module, nn.Linear) and module.bias is not None:

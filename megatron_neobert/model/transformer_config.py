@@ -1,12 +1,8 @@
-"""Our settings as Megatron's TransformerConfig and as the classes of its layers; the only module that knows both.
+"""Conversion of our settings to Megatron's TransformerConfig and layer classes.
 
-Transformer Engine's classes, or megatron.core's own and torch's: both compute the same with the same weights, and a
-checkpoint of one loads into the other: the local norms carry, in a checkpoint, the names that they have in Transformer
-Engine's fused layers.
+Layers are built from Transformer Engine's classes, or from classes of megatron.core and torch. Both compute the same
+function and share checkpoints: local norms are stored under the names of Transformer Engine's fused layers.
 """
-
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import (
@@ -34,16 +30,16 @@ from megatron_neobert.model.packed_kernels import FlashAttention, TorchAttention
 
 
 def to_transformer_config(settings: Settings) -> TransformerConfig:
-    """NeoBERT as Megatron describes it: pre-norm, no biases, no dropout.
+    """Return Megatron's configuration of NeoBERT: pre-norm, no biases, no dropout.
 
-    Rotation is CoreAttention's (attention.py): the halves of a head, which suits every fused kernel. The published
-    weights rotate adjacent pairs; the difference is a permutation of q and k rows, applied when weights are converted
-    (checkpoint_conversion/mapping.py).
+    The configuration has no rotary embedding, because CoreAttention (attention.py) rotates. It rotates the halves of a
+    head, while the published weights rotate adjacent pairs of channels. Conversion (checkpoint_conversion/mapping.py)
+    permutes the channels of queries and keys.
     """
     model, training = settings.model, settings.training
     kernels = choose_kernels(settings)
     dtype = torch.bfloat16 if training.bf16 else torch.float32
-    compute, parallel = settings.compute, settings.parallel
+    compute, parallel, has_cuda = settings.compute, settings.parallel, torch.cuda.is_available()
     recomputes_layers = compute.recompute_granularity == "full"
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -58,121 +54,91 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Weights are filled by initialization.py, equal for every layout; Megatron's own would depend on it.
+        # initialization.py sets the weights. Megatron's initial weights would depend on the layout.
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=not has_cuda,
         bf16=training.bf16,
         params_dtype=dtype,
-        # The loss is summed and divided once per iteration, by the masked tokens of all ranks and micro-batches.
+        # Divide the summed loss once per iteration, by the masked tokens of all ranks and micro-batches.
         calculate_per_token_loss=training.loss_normalization == "global",
-        # Fused variants are compiled by Inductor, which takes longer than a test runs.
-        bias_activation_fusion=model.swiglu and torch.cuda.is_available(),
+        # Inductor compiles the fused variant, which on CPU takes longer than a test.
+        bias_activation_fusion=model.swiglu and has_cuda,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,
         attention_backend=AttnBackend[kernels.attention_backend],
-        # Of loss.py. Eager on a CPU, with a vocabulary of 30,592, it takes 3.7 times as long as Megatron's own.
-        cross_entropy_loss_fusion=torch.cuda.is_available(),
-        # Context parallelism is not named: layers see a slice of tokens and need not know that (attention.py).
+        # The fused loss is that of loss.py. On CPU, with a vocabulary of 30,592, it takes 3.7 times as long as
+        # Megatron's unfused loss.
+        cross_entropy_loss_fusion=has_cuda,
+        # context_parallel_size stays 1: CoreAttention exchanges tokens itself, and other layers work on any slice.
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         pipeline_dtype=dtype,
-        # By default the host waits for the device after every send and receive, for the sake of old releases of torch.
+        # The default makes the host wait for the device after every send and receive, which only old torch needs.
         batch_p2p_sync=False,
         recompute_granularity=compute.recompute_granularity,
         recompute_method="uniform" if recomputes_layers else None,
         recompute_num_layers=1 if recomputes_layers else None,
         fp8=compute.fp8_format,
         fp8_recipe=compute.fp8_recipe,
-        # Of the recipe "delayed". Megatron's default is the amax of the last iteration alone.
+        # For the recipe "delayed". Megatron's default uses only the amax of the last iteration.
         fp8_amax_history_len=1024,
         fp8_amax_compute_algo="max",
     )
 
 
-class LocalRMSNorm(nn.RMSNorm):
-    """Torch's, built as Megatron builds norms. Megatron's own wrapper refuses sequence parallelism."""
+class LocalNorm:
+    """torch's RMSNorm or LayerNorm with the arguments that Megatron passes. Megatron's refuses sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark_for_gradient_reduction(self, config)
-
-
-class LocalLayerNorm(nn.LayerNorm):
-    """Torch's, built as Megatron builds norms; weight and bias."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark_for_gradient_reduction(self, config)
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:  # type: ignore[misc]
+        norm_class = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
+        # With sequence parallelism, each rank's norm sees a part of the tokens. Megatron sums the gradients of
+        # parameters with this attribute over the ranks.
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
 
 
-def _mark_for_gradient_reduction(norm: nn.Module, config: TransformerConfig) -> None:
-    """A norm that saw some of the tokens has some of the gradient; Megatron sums it over ranks where this is set."""
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Modules of one implementation for the slots of a layer."""
-
-    norm_before_linear: Any
-    first_linear: Any
-    second_linear: Any
-    final_norm: Any
-    names_in_checkpoint: dict[str, str] = field(default_factory=dict)
-
-
-# The names that norms of their own have in a checkpoint.
+# Names of the local norms' parameters -> names in a checkpoint.
 NORM_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-_TRANSFORMER_ENGINE = _Parts(
-    norm_before_linear=IdentityOp,  # part of the linear layer
-    first_linear=TELayerNormColumnParallelLinear,
-    second_linear=TERowParallelLinear,
-    final_norm=TENorm,
-)
-_LOCAL_NORMS = {"RMSNorm": LocalRMSNorm, "LayerNorm": LocalLayerNorm}
 _ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttention, "flash_attn": FlashAttention}
 
 
 def layer_spec(settings: Settings) -> TransformerBlockSubmodules:
-    """Return the layers of a pipeline stage; all stages have the same number."""
+    """Return the layers of a pipeline stage. All stages have the same number of layers."""
     kernels = choose_kernels(settings)
-    norm = _LOCAL_NORMS[settings.model.normalization]
-    parts = _Parts(norm, ColumnParallelLinear, RowParallelLinear, final_norm=norm, names_in_checkpoint=NORM_NAMES)
+    norm: type
     if kernels.transformer_impl == "transformer_engine":
-        parts = _TRANSFORMER_ENGINE
-    layer = _layer(parts, attention=_ATTENTION[kernels.attention])
-    # The final norm does not come from the layer's spec: without it here it would be the norm that Megatron finds.
-    return TransformerBlockSubmodules(layer_specs=[layer] * settings.layers_per_stage, layer_norm=parts.final_norm)
-
-
-def _layer(parts: _Parts, *, attention: type[nn.Module]) -> ModuleSpec:
-    # The mask type "padding" is Transformer Engine's word for documents bounded by cu_seqlens; its default is causal.
+        norm, final_norm = IdentityOp, TENorm  # the linear layer includes the norm before it
+        first_linear, second_linear, names_in_checkpoint = TELayerNormColumnParallelLinear, TERowParallelLinear, {}
+    else:
+        norm = final_norm = LocalNorm
+        first_linear, second_linear, names_in_checkpoint = ColumnParallelLinear, RowParallelLinear, NORM_NAMES
     self_attention = ModuleSpec(
         module=SelfAttention,
+        # "padding" is Transformer Engine's name for documents bounded by cu_seqlens. The default is causal.
         params={"attn_mask_type": AttnMaskType.padding},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.first_linear,
-            core_attention=ModuleSpec(module=CoreAttention, params={"kernel": attention}),
-            linear_proj=parts.second_linear,
+            linear_qkv=first_linear,
+            core_attention=ModuleSpec(module=CoreAttention, params={"kernel": _ATTENTION[kernels.attention]}),
+            linear_proj=second_linear,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=parts.first_linear, linear_fc2=parts.second_linear)
-    )
-    return ModuleSpec(
+    layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm_before_linear,
+            input_layernorm=norm,
             self_attention=self_attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=parts.norm_before_linear,
-            mlp=mlp,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=first_linear, linear_fc2=second_linear)),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=parts.names_in_checkpoint,
+            sharded_state_dict_keys_map=names_in_checkpoint,
         ),
     )
+    # Without layer_norm, Megatron would choose the class of the final norm itself.
+    return TransformerBlockSubmodules(layer_specs=[layer] * settings.layers_per_stage, layer_norm=final_norm)

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: checksums, and writing that survives a crash at any instant."""
+"""Checksums, and files and folders that appear complete or not at all, even if the process or machine crashes."""
 
 import errno
 import fcntl
@@ -16,45 +16,59 @@ from typing import IO
 
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, SaveError
 
-_CHUNK_BYTES = 1 << 20  # read at a time, for a checksum
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system that has none
+_CHUNK_BYTES = 1 << 20  # bytes per read
+# Errors of flock on a file system without locks.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = "check the path") -> None:
-    """Raise MissingInputError if a folder, or the file in it, is missing, before torch is imported."""
+    """Raise MissingInputError if `folder`, or the file `holding` in it, does not exist.
+
+    Commands call this before they import torch, so that a wrong path is reported at once.
+    """
     if not (folder / holding).exists():
         without = f", or one without {holding}" if holding else ""
         raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy}.")
 
 
 def name_models(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return the folders of models by their names in the results of an evaluation, or refuse them."""
+    """Return the model folders, keyed by the folder name under which an evaluation stores results.
+
+    Raises:
+        MissingInputError: A folder does not exist or has no config.json.
+        ConfigError: Two folders have the same name.
+    """
     models: dict[str, Path] = {}
     for folder in folders:
         require_folder("--model", folder, holding="config.json")
         if (name := folder.resolve().name) in models:
-            raise ConfigError(f"--model: two folders are called {name}, as results are; rename one of them.")
+            raise ConfigError(f"--model: two folders are named {name}, which would name their results; rename one.")
         models[name] = folder
     return models
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading; raise ValueError for a pipe, a socket, a device or a folder, without waiting for it."""
+    """Open a regular file for reading, in binary mode.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: The path is a pipe, socket, device or folder. Opening a pipe does not block.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path.name} is no regular file")
+        raise ValueError(f"{path.name} is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a regular file as UTF-8 text; see `open_regular`."""
+    """Return the content of a regular file as UTF-8 text. Raise the errors of `open_regular`, or ValueError."""
     with open_regular(path) as stream:
         return stream.read().decode("utf-8")
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a regular file's content, read in chunks."""
+    """Return the hexadecimal SHA-256 of a regular file. Raise the errors of `open_regular`."""
     digest = hashlib.sha256()
     with open_regular(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -63,18 +77,22 @@ def sha256_of(path: Path) -> str:
 
 
 def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
-    """Write a small text file; see `replacing`."""
+    """Write a UTF-8 text file atomically; see `replacing`."""
     with replacing(path, sync=sync) as temporary:
         temporary.write_text(content, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """Yield a file to write that takes its name when the block ends well: readers see the old or the new content whole.
+    """Yield a temporary path, and rename the file written there to `path` when the block ends without an error.
 
-    Of processes that write the same file together, one wins. Without `sync`, a crash of the machine may leave anything.
+    Readers see the complete old or the complete new content. If several processes write the same path, the last one
+    wins. An error removes the temporary file.
+
+    Args:
+        sync: Wait until the file is on disk. Without it, a crash of the machine may leave a damaged file.
     """
-    temporary = own_name(path)
+    temporary = temporary_path(path)
     try:
         yield temporary
         if sync:
@@ -86,13 +104,13 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
         sync_to_disk(path.parent)
 
 
-def own_name(path: Path) -> Path:
-    """Return a name beside a file that no other process on any machine takes, for what will be renamed to it."""
+def temporary_path(path: Path) -> Path:
+    """Return a temporary path in the same folder, which no other process on any machine uses."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk."""
+    """Wait until the content of a file, or the list of files of a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,7 +119,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:
-    """Call `fcntl.flock`; return False where the file system has no locks."""
+    """Call `fcntl.flock`, and return False if the file system has no locks. Raise OSError if locking fails."""
     try:
         fcntl.flock(file, operation)
     except OSError as error:
@@ -112,48 +130,52 @@ def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:
 
 
 def existing_parent(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists: the same file system."""
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
+    """Return `folder`, or its nearest parent that exists. New files in `folder` will be on the same file system."""
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Create a folder and return what was not there before, the innermost first, so that it can be removed again."""
+    """Create a folder and its parents, and return the folders that did not exist, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
 
 
 def refuse_existing(output: Path) -> None:
-    """Raise OutputError if a target is a file, a link, or a folder that is not empty."""
+    """Raise OutputError if `output` is a file, a symbolic link, or a folder that is not empty."""
     if output.is_symlink():
-        raise OutputError(f"--output {output} is a link, which a folder cannot take the place of; name a new folder.")
+        raise OutputError(f"--output {output} is a link, and a folder cannot replace a link; name a new folder.")
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise OutputError(f"--output {output} exists already and is not empty; name a new folder or remove this one.")
 
 
 @contextmanager
 def build_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `output` when the block ends well, and is removed when it does not.
+    """Yield a temporary folder. Rename it to `output` if the block ends without an error, and remove it otherwise.
 
-    SIGTERM ends the block as Ctrl-C does. What a killed process left at this output is named; a running one may be
-    writing it on another machine.
+    SIGTERM raises KeyboardInterrupt in the block, like Ctrl-C. Temporary folders of earlier processes are printed and
+    not removed, because a process on another machine may still write there.
 
     Raises:
-        OutputError: The target exists, or the folder cannot be created.
-        SaveError: A file cannot be written, as on a full disk.
+        OutputError: `output` exists, or the temporary folder cannot be created.
+        SaveError: A file cannot be written, for example because the disk is full.
     """
-    from safetensors import SafetensorError  # most that import this module do without it
+    # Slow to import, and most importers of this module do not need it.
+    from safetensors import SafetensorError
 
     refuse_existing(output)
     for leftover in output.parent.glob(f"{output.name}.unfinished.*"):
-        print(f"note: {leftover} may be left of a process that was killed; remove it if none is running")
-    temporary = own_name(output.with_name(f"{output.name}.unfinished"))
+        print(f"note: {leftover} may be left over from a killed process; remove it if no process writes there")
+    temporary = temporary_path(output.with_name(f"{output.name}.unfinished"))
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise OutputError(f"--output {output}: {temporary} cannot be created ({error.strerror}).") from error
-    is_main = threading.current_thread() is threading.main_thread()  # no other may set a handler
-    usual = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
+        raise OutputError(
+            f"--output {output}: {temporary} cannot be created ({error.strerror}); name a folder that can be written."
+        ) from error
+    # Python allows signal handlers in the main thread only.
+    is_main = threading.current_thread() is threading.main_thread()
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
@@ -161,13 +183,16 @@ def build_folder(output: Path) -> Iterator[Path]:
         temporary.rename(output)
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise OutputError(f"--output {output} was created by another program meanwhile; name a new one.") from error
+            raise OutputError(
+                f"--output {output} was created by another program meanwhile; name a new folder."
+            ) from error
         raise SaveError(
-            f"--output {output} cannot be written ({error}); nothing is left of it. Free some space, or name a folder "
-            "on another disk."
+            f"--output {output} cannot be written ({error}), and no file of it is left. Free some space, or name a "
+            "folder on another disk."
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
+        # After a successful rename the folder no longer exists.
+        shutil.rmtree(temporary, ignore_errors=True)
         if is_main:
-            signal.signal(signal.SIGTERM, usual)
+            signal.signal(signal.SIGTERM, previous_handler)
     sync_to_disk(output.parent)

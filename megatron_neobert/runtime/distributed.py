@@ -1,6 +1,6 @@
-"""Ranks and groups: where this process stands, and the few collectives that the loop itself needs.
+"""Start and end of the process group, over NCCL with CUDA and over gloo otherwise.
 
-gloo on CPU, NCCL where CUDA is present. `torchrun` gives the environment; without it a run is one process.
+torchrun sets the environment. Without RANK in the environment, the run is one process.
 """
 
 import datetime
@@ -23,45 +23,44 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime import cpu_backend, environment, megatron_patches, signals
 from megatron_neobert.text import parse_json
 
-_NODE_0 = "address of node 0"  # key of the store
-# Of gloo, which has no class for them; NCCL and the store raise torch.distributed.DistError.
+_NODE_0_KEY = "address of node 0"
+# gloo raises RuntimeError with these messages; NCCL and the store raise torch.distributed.DistError.
 _LOST_CONNECTION = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
     r"Application timeout caused pair closure|Timed out waiting"
 )
-_LEAVE_SECONDS = 5.0
-_RECORDED_COLLECTIVES = "256"
-# By which NCCL and gloo wait longer than the hang detector, which may need 44 s for its report.
+_SHUT_DOWN_SECONDS = 5.0
+_RECORDED_COLLECTIVES = "256"  # size of torch's flight recorder
+# NCCL and gloo time out this much later than the hang detector, which may take 44 s to report the rank at fault.
 MARGIN_SECONDS = 60
 
 
 def initialize(settings: Settings) -> torch.device:
-    """Join the process group, compare the settings of all ranks, form Megatron's groups, and return the device.
+    """Join the process group, form Megatron's groups, and return the device of this rank.
 
-    Collective: all ranks; other settings than rank 0's are a ConfigError on all.
+    Raises:
+        ConfigError: A rank has settings that differ from those of rank 0, or megatron.core is not a supported version.
+
+    Collective: all ranks.
     """
     parallel = settings.parallel
     cpu_backend.install()
     megatron_patches.install()
+    backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", environment.local_rank())
+        backend, device = "nccl", torch.device("cuda", environment.local_rank())
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # torch's flight recorder; 0 switches it off
-    # Later than the hang detector, whose message names the rank.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=MARGIN_SECONDS)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store when it starts the ranks again; they would read their predecessors' addresses there.
+        # torchrun keeps its store when it restarts the ranks. The prefix hides the addresses of the earlier ranks.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
         _listen_on_one_interface(store)
-        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     else:
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+        store, rank, size = torch.distributed.HashStore(), 0, 1
+    torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     _refuse_different_settings(settings)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -69,20 +68,22 @@ def initialize(settings: Settings) -> torch.device:
         context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
-    # Nothing is random in a step, but Megatron's sequence parallelism and recomputation want the states to exist.
+    # A step draws no random numbers, but Megatron's sequence parallelism and recomputation need the states to exist.
     tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed)
     return device
 
 
 def _refuse_different_settings(settings: Settings) -> None:
-    """Compare the settings of all ranks with those of rank 0. Collective: all ranks."""
+    """Raise ConfigError on all ranks if a rank has other settings than rank 0. Collective: all ranks."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    started = {flag_of(name): value for section in asdict(settings).values() for name, value in section.items()}
-    started["NPROC_PER_NODE"] = os.environ.get("LOCAL_WORLD_SIZE")
-    torch.distributed.all_gather_object(ranks, (socket.gethostname(), started))
+    values = {flag_of(name): value for section in asdict(settings).values() for name, value in section.items()}
+    values["NPROC_PER_NODE"] = os.environ.get("LOCAL_WORLD_SIZE")
+    torch.distributed.all_gather_object(ranks, (socket.gethostname(), values))
     _, expected = ranks[0]
-    for rank, (host, found) in enumerate(ranks):
-        differences = [f"{name} {found[name]}, not {value}" for name, value in expected.items() if found[name] != value]
+    for rank, (host, values) in enumerate(ranks):
+        differences = [
+            f"{name} {values[name]}, not {value}" for name, value in expected.items() if values[name] != value
+        ]
         if differences:
             raise ConfigError(
                 f"rank {rank} on {host} differs from rank 0 ({', '.join(differences)}); start all ranks with the same "
@@ -91,65 +92,72 @@ def _refuse_different_settings(settings: Settings) -> None:
 
 
 def _listen_on_one_interface(store: torch.distributed.Store) -> None:
-    """Keep gloo's sockets off the other networks: on one node loopback, else the way to MASTER_ADDR.
+    """Set the network interface of gloo and NCCL, unless the environment does.
 
-    gloo would listen on the address of the host's name, which is 127.0.1.1 on a Debian machine. There the way to
-    MASTER_ADDR, if that is the host's name, is loopback as well, so node 0 asks the other nodes where they see it.
-    NCCL knows the networks of several nodes better; on one node it would listen on the first interface.
+    On one node, both use loopback, so that no port is open to the network. On several nodes, gloo uses the interface
+    that reaches MASTER_ADDR, and NCCL chooses for itself.
 
     Collective: all nodes.
     """
     variables = ["GLOO_SOCKET_IFNAME"]
-    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if ranks_here == os.environ["WORLD_SIZE"]:
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if local_ranks == os.environ["WORLD_SIZE"]:
         address = "127.0.0.1"
         variables.append("NCCL_SOCKET_IFNAME")
     else:
         family, *_, master = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing
-            way.connect(master)
-            address = way.getsockname()[0]
-        if int(os.environ.get("GROUP_RANK", int(os.environ["RANK"]) // int(ranks_here))) > 0:
-            store.set(_NODE_0, str(master[0]))
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Connecting a UDP socket sends nothing and chooses the local address.
+            probe.connect(master)
+            address = probe.getsockname()[0]
+        # On Debian, a host resolves its own name to 127.0.1.1. If MASTER_ADDR is the name of node 0, node 0 would
+        # listen on loopback, so another node stores the address that it sees.
+        if int(os.environ.get("GROUP_RANK", int(os.environ["RANK"]) // int(local_ranks))) > 0:
+            store.set(_NODE_0_KEY, str(master[0]))
         elif ipaddress.ip_address(address).is_loopback:
-            address = store.get(_NODE_0).decode()
-    for interface, own in psutil.net_if_addrs().items():
-        if any(one.address == address for one in own):
-            for name in variables:
-                os.environ.setdefault(name, interface)
+            address = store.get(_NODE_0_KEY).decode()
+    for interface, interface_addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in interface_addresses):
+            for variable in variables:
+                os.environ.setdefault(variable, interface)
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Return whether an error of a collective means that another rank is gone."""
-    is_gloos = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
-    return is_gloos or isinstance(error, torch.distributed.DistError)
+    """Return whether an error of a collective means that the connection to another rank is lost."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
 
 
 def pending_collective() -> str:
-    """Return the name of the oldest collective that has not ended, such as nccl:all_reduce; empty without one."""
-    recorder = torch._C._distributed_c10d
-    dump = getattr(recorder, "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json", None)
-    if dump is None:  # another release of torch
+    """Return the name of the oldest collective that has not ended, such as "nccl:all_reduce".
+
+    Return "" if there is no such collective, or if this release of torch has another flight recorder.
+    """
+    name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    if dump is None:
         return ""
     entries = parse_json(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     return next((str(entry["profiling_name"]) for entry in entries if not entry["retired"]), "")
 
 
 def shut_down() -> None:
-    """Leave all groups. Collective: all ranks."""
+    """Destroy Megatron's groups and the process group. Collective: all ranks."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
 
 @contextmanager
-def leaving_gloo() -> Iterator[None]:
-    """Leave the groups after an error too: a process that ends with gloo's threads running may end by SIGABRT.
+def shutting_down_gloo_on_error() -> Iterator[None]:
+    """If the block raises an exception, destroy gloo's groups before the exception continues.
 
-    A thread of gloo may wait for a lost rank, so this waits a few seconds at most. NCCL needs no such end.
+    A process that exits while threads of gloo run may end with SIGABRT. NCCL does not need this.
     """
     try:
         yield
     except Exception:
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-            signals.ask_within(_LEAVE_SECONDS, shut_down)
+            # A thread of gloo may wait forever for a lost rank.
+            signals.call_with_timeout(_SHUT_DOWN_SECONDS, shut_down)
         raise

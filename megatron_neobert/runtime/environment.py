@@ -1,17 +1,16 @@
-"""Rank of this process, or node of this launcher, read from the environment. Standard library only."""
+"""The rank of this process, or the node of this launcher, read from environment variables. Standard library only."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_neobert.errors import LauncherError
 
-_LARGEST = 2**31 - 1  # ranks are int32 in every backend
+_LARGEST = 2**31 - 1  # ranks are int32 in NCCL and gloo
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One of the nodes of a run; `address` and `port` are node 0's."""
+    """This node of a run. `address` and `port` are those of node 0, and empty in a run of one node."""
 
     nodes: int
     rank: int
@@ -19,27 +18,31 @@ class Node:
     port: int = 0
 
 
-def whole_number(name: str, default: str = "", *, minimum: int = 1, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the value of an environment variable, or raise LauncherError if it is no whole number in range."""
-    text = environment.get(name, default)
+def whole_number(name: str, default: str = "", *, minimum: int = 1) -> int:
+    """Return the value of an environment variable. Raise LauncherError if it is not a whole number in range."""
+    text = os.environ.get(name, default)
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST))
     if not is_number or not minimum <= int(text) <= _LARGEST:
         raise LauncherError(
-            f"the environment variable {name} is {text[:80]!r}; it must be a whole number from {minimum} on."
+            f"the environment variable {name} is {text[:80]!r}; it must be a whole number of at least {minimum}."
         )
     if name == "MASTER_PORT" and int(text) > 65535:
-        raise LauncherError(f"MASTER_PORT is {text}; ports end at 65535. Choose a free one between 1024 and 32767.")
+        raise LauncherError(f"MASTER_PORT is {text}; ports end at 65535. Choose a free port from 1024 to 32767.")
     return int(text)
 
 
 def world_size() -> int:
-    """Return the number of ranks that the launcher announced, 1 without a launcher; refuse contradictory variables."""
+    """Return WORLD_SIZE, or 1 if no launcher has set RANK and WORLD_SIZE.
+
+    Raises:
+        LauncherError: A variable of the launcher is missing, is not a number in range, or contradicts another one.
+    """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 1
-    if missing := _missing(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), os.environ):
+    if missing := _missing("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         raise LauncherError(
             f"{missing} not set; torchrun and neobert train set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-            "MASTER_PORT, so start with one of them, or unset RANK and WORLD_SIZE for one process."
+            "MASTER_PORT. Start the ranks with one of these, or unset RANK and WORLD_SIZE to run one process."
         )
     ranks, rank = whole_number("WORLD_SIZE"), whole_number("RANK", minimum=0)
     if rank >= ranks:
@@ -53,35 +56,37 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this rank among those of its node, by which it takes its GPU."""
+    """Return the number of this rank on its node, which is also the number of its GPU; 0 without a launcher."""
     return whole_number("LOCAL_RANK", "0", minimum=0)
 
 
 def is_rank_zero() -> bool:
-    """True on the rank that logs for all."""
+    """Return whether this is rank 0, which logs for all ranks."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def find_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """Find this node by NNODES and NODE_RANK, or by the Slurm step of this process; else it is the only one."""
+def find_node() -> Node:
+    """Return the node of this launcher, from NNODES and NODE_RANK, or else from the Slurm step of this process.
 
-    def number(name: str, default: str = "", *, minimum: int = 1) -> int:
-        return whole_number(name, default, minimum=minimum, environment=environment)
+    Without these variables, the run has one node.
 
-    nodes, name = number("NNODES", "1"), "NODE_RANK"
-    if "NNODES" not in environment and "SLURM_STEP_NUM_TASKS" in environment:
-        nodes, tasks, name = number("SLURM_STEP_NUM_NODES"), number("SLURM_STEP_NUM_TASKS"), "SLURM_NODEID"
-        if tasks != nodes:
+    Raises:
+        LauncherError: A variable is missing, is not a number in range, or contradicts another one.
+    """
+    nodes, name = whole_number("NNODES", "1"), "NODE_RANK"
+    if "NNODES" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        nodes, name = whole_number("SLURM_STEP_NUM_NODES"), "SLURM_NODEID"
+        if (tasks := whole_number("SLURM_STEP_NUM_TASKS")) != nodes:
             raise LauncherError(
                 f"srun started {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, but one task starts all ranks "
                 "of its node; give srun --ntasks-per-node=1, or set NNODES."
             )
-    if nodes > 1 and (missing := _missing((name, "MASTER_ADDR", "MASTER_PORT"), environment)):
+    if nodes > 1 and (missing := _missing(name, "MASTER_ADDR", "MASTER_PORT")):
         raise LauncherError(
             f"{nodes} nodes need {name}, MASTER_ADDR and MASTER_PORT, but {missing} not set; number the nodes from 0 "
-            f"to {nodes - 1} and give all of them the address and a free port of node 0."
+            f"to {nodes - 1}, and set the address and a free port of node 0 on all nodes."
         )
-    rank = number(name, "0", minimum=0)
+    rank = whole_number(name, "0", minimum=0)
     if rank >= nodes:
         raise LauncherError(
             f"{name} is {rank}, but {nodes} {'node is' if nodes == 1 else 'nodes are'} started, numbered 0 to "
@@ -89,9 +94,10 @@ def find_node(environment: Mapping[str, str] = os.environ) -> Node:
         )
     if nodes == 1:
         return Node(nodes=1, rank=0)
-    return Node(nodes=nodes, rank=rank, address=environment["MASTER_ADDR"], port=number("MASTER_PORT"))
+    return Node(nodes=nodes, rank=rank, address=os.environ["MASTER_ADDR"], port=whole_number("MASTER_PORT"))
 
 
-def _missing(names: tuple[str, ...], environment: Mapping[str, str]) -> str:
-    missing = [name for name in names if not environment.get(name)]
+def _missing(*names: str) -> str:
+    """Return the variables that are not set, as the start of a sentence, or "" if all are set."""
+    missing = [name for name in names if not os.environ.get(name)]
     return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}" if missing else ""

@@ -1,4 +1,4 @@
-"""Executors of jobs: worker processes of this machine, and Ray clusters. Both give `concurrent.futures.Future`s."""
+"""Executors of jobs: worker processes on this machine, and Ray clusters. Both return `concurrent.futures.Future`."""
 
 import logging
 import multiprocessing
@@ -22,24 +22,24 @@ import megatron_neobert
 from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_EXIT_CODE_SECONDS = 1.0  # between the end of a worker and the note of its code by another thread, at most
-_RETRIES = 3  # of a job whose Ray worker has died
-_CONNECT_SECONDS = 10  # for any answer from the address of a cluster
+_EXIT_CODE_SECONDS = 1.0  # longest time until the exit code of an ended worker is known
+_RETRIES = 3  # retries of a job whose Ray worker died
+_CONNECT_SECONDS = 10
 _MOST_SUBMITTED_TO_RAY = 1 << 14
 
 
 class WorkerPool:
-    """Processes that neither hang this one nor survive it, until they are closed."""
+    """A pool of worker processes. A worker that dies raises an error here, and workers end with this process."""
 
     def __init__(self, workers: int) -> None:
         self.most_submitted = 2 * workers
         self._context = _TrackingContext()
-        with _deferred_stop_signals():  # the pool starts the process that removes semaphores
+        with _deferred_stop_signals():  # the pool starts a process that removes semaphores
             self._pool = ProcessPoolExecutor(workers, self._context, _exit_with_parent)
 
     def submit(self, function: Callable[[Any], Any], job: Any) -> Future[Any]:
-        """Hand a job to a worker. Raise ChildProcessError if a worker died."""
-        with self._named_death(job), _deferred_stop_signals():
+        """Queue `function(job)` for a worker and return its future. Raise ChildProcessError if a worker died."""
+        with self._reporting_worker_death(job), _deferred_stop_signals():
             return self._pool.submit(function, job)
 
     def result(self, future: Future[Any], job: Any) -> Any:
@@ -47,13 +47,13 @@ class WorkerPool:
 
         Raises:
             ChildProcessError: A worker died.
-            Exception: The job raised it.
+            Exception: The exception that the job raised.
         """
-        with self._named_death(job):
+        with self._reporting_worker_death(job):
             return future.result()
 
     @contextmanager
-    def _named_death(self, job: Any) -> Iterator[None]:
+    def _reporting_worker_death(self, job: Any) -> Iterator[None]:
         try:
             yield
         except BrokenProcessPool as error:
@@ -63,7 +63,7 @@ class WorkerPool:
             ) from error
 
     def close(self) -> None:
-        """End all processes, also those at work."""
+        """Kill all workers, including those that run a job."""
         with _deferred_stop_signals():
             for process in self._context.processes:
                 process.terminate()
@@ -72,13 +72,14 @@ class WorkerPool:
 
 @contextmanager
 def _deferred_stop_signals() -> Iterator[None]:
-    """Handle stop signals at the end of the block: an exception of a handler would leave a pool half changed.
+    """Handle stop signals only when the block has ended, because an exception in the block could break a pool.
 
-    Processes that start in the block inherit the signals as blocked, which lasts for their lives: Ctrl-C and a
-    scheduler's SIGTERM go to all processes of a group, and this process decides what a signal means.
+    Processes that start in the block keep these signals blocked until they end. Ctrl-C and a scheduler's SIGTERM go to
+    all processes of a group, and only this process should act on them.
     """
     received: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()  # no other may set a handler
+    # Python allows signal handlers in the main thread only.
+    is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS} if is_main else {}
     for number in handlers:
         signal.signal(number, lambda signal_number, _: received.append(signal_number))
@@ -89,23 +90,25 @@ def _deferred_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for again in received:
-            signal.raise_signal(again)
+        for received_number in received:
+            signal.raise_signal(received_number)
 
 
 class _Worker(SpawnProcess):
-    """A worker process that remembers whether this process ended it."""
+    """A worker process that records whether `terminate` ended it."""
 
-    is_ended_here = False
+    was_terminated = False
 
     def terminate(self) -> None:
         if self.pid is not None and not wait([self.sentinel], timeout=0):
-            self.is_ended_here = True
+            self.was_terminated = True
             self.kill()
 
 
 class _TrackingContext(SpawnContext):
-    """A context that keeps its processes. Spawn: a fork would copy the locks of other threads in any state."""
+    """A multiprocessing context that records its processes."""
+
+    # Spawn, because a fork would copy locks that other threads may hold.
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,11 +120,11 @@ class _TrackingContext(SpawnContext):
         return process
 
     def describe_death(self) -> str:
-        """Name the process that broke the pool, and how it ended."""
+        """Return which worker process died and how, as the start of a sentence."""
         for process in self.processes:
-            if not process.is_ended_here and process.pid is not None and wait([process.sentinel], timeout=0):
+            if not process.was_terminated and process.pid is not None and wait([process.sentinel], timeout=0):
                 process.join()
-                # The pool's own thread waits for the process as well; the one that comes second has no code at first.
+                # A thread of the pool also waits for this process. If it was first, the code appears a little later.
                 until = time.monotonic() + _EXIT_CODE_SECONDS
                 while (code := process.exitcode) is None and time.monotonic() < until:
                     time.sleep(0.01)
@@ -133,79 +136,82 @@ class _TrackingContext(SpawnContext):
 
 
 def _exit_with_parent() -> None:
-    """Exit with the parent; called in a worker process."""
+    """Start a thread that ends this worker process when its parent has ended."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "this is a worker"
+    assert parent is not None, "only a worker process calls this"
 
-    def wait_for_its_end() -> None:
+    def wait_for_parent() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=wait_for_its_end, daemon=True).start()
+    threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
 class RayCluster:
-    """A Ray cluster that this process has joined, or started for itself, until it is closed.
+    """A Ray cluster that this process has joined or started; `close` leaves it.
 
-    All nodes must see inputs and outputs under the same paths (a network file system, or URLs for the inputs); the
-    package itself travels with the jobs. A worker or node that dies costs its job another try.
+    All nodes must see inputs and outputs under the same paths (a network file system, or URLs for the inputs). Ray
+    copies this package to the nodes, and runs a job again if its worker or node died.
 
     Args:
-        address: host:port of a cluster, or "local" for a new one on this machine; None: what RAY_ADDRESS names, or a
-            new one. "auto" is refused: Ray would look for a cluster in a file of the shared temporary folder, which any
-            user may have written.
-        workers: The most jobs at a time; None: as many as the cluster has CPUs.
+        address: host:port of a cluster, or "local" for a new cluster on this machine. None means RAY_ADDRESS, or else
+            "local".
+        workers: Largest number of jobs at a time; None for as many as the cluster has CPUs.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
-        ConfigError: Ray does not start, there is no such cluster, or the address is "auto".
+        ConfigError: Ray does not start, no cluster answers, or the address is "auto".
     """
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         self.most_submitted = workers or _MOST_SUBMITTED_TO_RAY
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         if address == "auto":
+            # Ray would read the address from a file in the shared temporary folder, which any user can write.
             raise ConfigError(
                 "--ray-address auto may find the cluster of another user, who could run code here; name host:port of "
-                "your cluster (ray status shows it), or local for a new one"
+                "your cluster (ray status shows it), or local for a new cluster"
             )
         if address == "local":
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported: it reads this once
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads this once, when it is imported
         import ray
 
         environment: dict[str, Any] = {"py_modules": [str(Path(megatron_neobert.__file__).parent)]}
-        if " " in sys.executable:  # Ray starts workers by a shell, and without quotes waits for them for ever
+        if " " in sys.executable:
+            # Ray starts workers through a shell. Without quotes they never start, and Ray waits forever.
             environment["py_executable"] = shlex.quote(sys.executable)
-        on_sigterm = signal.getsignal(signal.SIGTERM)
+        sigterm_handler = signal.getsignal(signal.SIGTERM)
         try:
-            # Where nothing listens at host:port, Ray would try for minutes, and then end the process.
+            # If nothing listens at host:port, Ray would retry for minutes and then end the process.
             host, separator, port = address.removeprefix("ray://").rpartition(":")
             if separator:
                 socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
             ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
-        except Exception as error:  # Ray raises anything, Exception itself where a node does not come up
+        except Exception as error:  # Ray raises many classes, and plain Exception if a node does not start
             raise ConfigError(
                 f"--ray-address {address}: no Ray cluster answers or starts ({short_reason(error)}); see ray status "
                 "and the logs below RAY_TMPDIR, or use --executor local"
             ) from error
         finally:
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in its place
+            signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init replaces it
         node = ray.get_runtime_context().gcs_address
-        how = "started a cluster for this command" if address == "local" else "joined the cluster"
-        print(f"Ray: {how} at {node}")
+        action = "started a cluster for this command" if address == "local" else "joined the cluster"
+        print(f"Ray: {action} at {node}")
         self._ray = ray
-        self._remote = ray.remote(num_cpus=1, max_retries=_RETRIES)(_answer)
+        self._remote = ray.remote(num_cpus=1, max_retries=_RETRIES)(_run_remotely)
 
     def submit(self, function: Callable[[Any], Any], job: Any) -> Future[Any]:
-        future: Future[Any] = self._remote.remote(function, job).future()  # which keeps the reference
+        """Submit `function(job)` to the cluster and return its future."""
+        # The future keeps Ray's reference to the result alive.
+        future: Future[Any] = self._remote.remote(function, job).future()
         return future
 
     def result(self, future: Future[Any], job: Any) -> Any:
         """Return the result of a job that has ended.
 
         Raises:
-            ChildProcessError: The job's worker died again and again.
-            Exception: The job raised it.
+            ChildProcessError: The job's worker died at every try.
+            Exception: The exception that the job raised.
         """
         try:
             result = future.result()
@@ -219,12 +225,13 @@ class RayCluster:
         return result
 
     def close(self) -> None:
-        """Leave the cluster, which ends the jobs that are left."""
+        """Leave the cluster. Jobs that have not ended are cancelled."""
         self._ray.shutdown()
 
 
-def _answer(function: Callable[[Any], Any], job: Any) -> Any:
+def _run_remotely(function: Callable[[Any], Any], job: Any) -> Any:
     try:
         return function(job)
     except (NeoBERTError, OSError, ModuleNotFoundError) as error:
-        return error  # raised here, Ray would wrap it in a class of its own
+        # Returned instead of raised, because Ray would wrap the exception in its own class.
+        return error

@@ -1,10 +1,9 @@
-"""Resumable jobs: a function that writes named files, and a JSON record with their sha256 that is written last.
+"""Resumable jobs: functions that write named files and then a JSON record with their SHA-256.
 
-A job is finished if its record exists, was written for the job's key, and the hashes match. Any other job is done
-again from its beginning, so a run that was killed at any moment resumes with what is sound. Files do not wait for the
-disk one by one, unless a job asks for that: the hashes find what a crash of the machine has damaged.
+A job is finished if its record exists, has the job's key, and its hashes match the files. All other jobs are run again
+from their beginning, so a run resumes correctly after a kill at any moment.
 
-Jobs run in this process, in worker processes of this machine, or on a Ray cluster (`runtime/executors.py`).
+Jobs run in this process, in worker processes on this machine, or on a Ray cluster (`runtime/executors.py`).
 """
 
 import fcntl
@@ -27,7 +26,7 @@ from typing import IO, Any, ClassVar, Generic, Literal, TypeVar, get_args
 import msgspec
 
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.runtime.atomic_files import lock_if_possible, open_regular, replace_file, sha256_of
+from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of
 from megatron_neobert.runtime.executors import RayCluster, WorkerPool
 from megatron_neobert.runtime.new_file import FileRecord, NewFile
 from megatron_neobert.text import parse_json
@@ -40,13 +39,14 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True)
 class Job(ABC, Generic[Result]):
-    """One unit of work. Its files are `folder`/`name`.KIND, its record is `folder`/`name`.done.
+    """One unit of work. It writes `folder`/`name`.KIND for every kind, and the record `folder`/`name`.done.
 
-    Jobs are pickled for workers, so they hold absolute paths and stay small.
+    Jobs are pickled for workers, so they must be small and hold absolute paths.
     """
 
-    result_type: ClassVar[Any]  # what `work` returns: a type that msgspec can encode and decode
-    sync: ClassVar[bool] = False  # wait until the files are on disk
+    result_type: ClassVar[Any]  # type that `work` returns; msgspec must be able to encode and decode it
+    # Wait until the files are on disk. Without it, `read_finished` detects files that a crash of the machine damaged.
+    sync: ClassVar[bool] = False
 
     folder: Path
     name: str
@@ -58,14 +58,15 @@ class Job(ABC, Generic[Result]):
 
     @property
     def key(self) -> str:
-        """Everything outside the folder's settings that decides the output. A record with another key is stale."""
+        """Everything besides the folder's settings that decides the output. A record with another key is stale."""
         return ""
 
     @abstractmethod
     def work(self, files: Mapping[str, NewFile]) -> Result:
-        """Write the output files, and return what the record keeps besides their hashes."""
+        """Write the output files, and return the result to store in the record."""
 
     def file(self, kind: str) -> Path:
+        """Return the path of an output file, or of the record (`done`)."""
         return self.folder / f"{self.name}.{kind}"
 
 
@@ -74,30 +75,28 @@ class Finished(Generic[Result]):
     """The record of a finished job."""
 
     key: str
-    files: dict[str, FileRecord]  # by kind
+    files: dict[str, FileRecord]  # kind -> record
     result: Result
 
 
 def run_job(job: Job[Result]) -> Finished[Result]:
-    """Do a job: write its files, then its record."""
+    """Run a job: write its files, then its record, and return the record. An exception leaves no files."""
     job.file("done").unlink(missing_ok=True)
     with ExitStack() as stack:
         files = {kind: stack.enter_context(NewFile(job.file(kind))) for kind in job.kinds}
         result = job.work(files)
         records = {kind: file.commit(sync=job.sync) for kind, file in files.items()}
     finished = Finished(job.key, records, result)
-    # Escaped by json, since names of files may hold lone surrogates, which msgspec does not encode.
+    # Encoded by json, because names of files may contain lone surrogates, which msgspec cannot encode.
     replace_file(job.file("done"), json.dumps(msgspec.to_builtins(finished, str_keys=True)), sync=job.sync)
     return finished
 
 
 def read_finished(job: Job[Result]) -> Finished[Result] | None:
-    """Return the record of a job that is finished, or None if it has to be done."""
+    """Return the record of a finished job, or None if the job has to run."""
     try:
-        with open_regular(job.file("done")) as stream:
-            content = parse_json(stream.read())
         finished: Finished[Result] = msgspec.convert(
-            content,
+            parse_json(read_text(job.file("done"))),
             Finished[job.result_type],  # type: ignore[name-defined]
             str_keys=True,
             dec_hook=_decode_counter,
@@ -109,7 +108,7 @@ def read_finished(job: Job[Result]) -> Finished[Result] | None:
 
 
 def _decode_counter(kind: Any, value: Any) -> Any:
-    """Decode the one type of results that msgspec does not know, `Counter[...]`."""
+    """Decode `Counter[...]`, which msgspec does not support."""
     (key,) = get_args(kind)
     return Counter(msgspec.convert(value, dict[key, int], str_keys=True))  # type: ignore[valid-type]
 
@@ -125,58 +124,62 @@ def run_jobs(
     executor: Literal["local", "ray"] = "local",
     ray_address: str | None = None,
 ) -> Generator[tuple[AnyJob, Outcome], None, None]:
-    """Yield each job and what the function returned for it, in the order in which they finish.
+    """Yield each job and the result of `function(job)`, in the order in which the jobs end.
 
-    Closing the generator ends all workers, also those at work.
+    Closing the generator kills all workers, including those that run a job.
 
     Args:
-        function: `run_job`, or a function that calls it. Workers import it by its name.
-        workers: Number of processes; with Ray the most jobs at a time. None: one; with Ray as many as it has CPUs.
+        function: `run_job`, or a function that calls it. Workers import it, so it must be at module level.
+        workers: Number of processes, None for one. With Ray: largest number of jobs at a time, None for as many as
+            the cluster has CPUs.
 
     Raises:
-        ChildProcessError: A worker died; most often memory ran out.
-        ConfigError: There is no such Ray cluster.
-        Exception: The function raised it.
+        ChildProcessError: A worker died, most often because memory ran out.
+        ConfigError: Ray does not start, or no cluster answers.
+        Exception: The exception that the function raised.
     """
     count = min(workers or 1, len(jobs))
-    if not jobs or (executor == "local" and count == 1):  # nothing to start, nothing to send
+    if not jobs or (executor == "local" and count == 1):
         for job in jobs:
             yield job, function(job)
         return
     runner = RayCluster(ray_address, workers) if executor == "ray" else WorkerPool(count)
-    finished: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
     waiting, running = iter(jobs), dict[Future[Outcome], AnyJob]()
     try:
         while True:
             for job in islice(waiting, runner.most_submitted - len(running)):
                 future = runner.submit(function, job)
                 running[future] = job
-                future.add_done_callback(finished.put)
+                future.add_done_callback(ended.put)
             if not running:
                 return
-            done = finished.get()
-            job = running.pop(done)
-            yield job, runner.result(done, job)
+            future = ended.get()
+            job = running.pop(future)
+            yield job, runner.result(future, job)
     finally:
         runner.close()
 
 
 def finish_jobs(
-    jobs: Sequence[Job[Any]], *, label: str, function: Callable[[Any], Any] = run_job, **where: Any
+    jobs: Sequence[Job[Any]], *, label: str, function: Callable[[Any], Any] = run_job, **executor_options: Any
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Yield each job and its record: first of the jobs that are finished, then of the others as they are done.
+    """Run the jobs that are not finished. Yield each job and its record, finished jobs first.
+
+    Draws a progress bar on standard error. Raises the errors of `run_jobs`.
 
     Args:
-        label: Name of the jobs on the progress bar, which is drawn on standard error.
-        function: Does a job, as in `run_jobs`.
-        where: Workers and executor, as in `run_jobs`.
+        label: Name of the jobs on the progress bar.
+        function: Function that runs a job, as in `run_jobs`.
+        executor_options: Workers and executor, as in `run_jobs`.
     """
-    with ThreadPoolExecutor() as threads:  # all files are hashed
+    # Reading a record hashes all files of its job.
+    with ThreadPoolExecutor() as threads:
         records = list(zip(jobs, threads.map(read_finished, jobs), strict=True))
     missing = [job for job, record in records if record is None]
     yield from ((job, record) for job, record in records if record is not None)
     with (
-        closing(run_jobs(function, missing, **where)) as results,
+        closing(run_jobs(function, missing, **executor_options)) as results,
         _progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar,
     ):
         for job, outcome in results:
@@ -185,32 +188,33 @@ def finish_jobs(
 
 
 def _progress_bar(**options: Any) -> Any:
-    """Return a bar of tqdm: drawn twice a second on a terminal, and once a minute in a log."""
+    """Return a tqdm bar. It is drawn twice a second on a terminal, and once a minute in a log."""
     from tqdm import tqdm
 
     seconds = 0.5 if sys.stderr and sys.stderr.isatty() else 60.0
-    return tqdm(file=_Screen(), leave=False, miniters=0, mininterval=seconds, delay=seconds, **options)
+    return tqdm(file=_OptionalStderr(), leave=False, miniters=0, mininterval=seconds, delay=seconds, **options)
 
 
-class _Screen:
-    """Standard error, which may be closed while a bar is drawn: that is no reason to end a run."""
+class _OptionalStderr:
+    """Standard error for the progress bar. Errors are ignored, because a closed terminal must not end a run."""
 
     def write(self, text: str) -> None:
-        with suppress(OSError, ValueError, AttributeError):  # None where the process has started without one
+        # AttributeError: sys.stderr is None if the process was started without standard error.
+        with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(text)
             sys.stderr.flush()
 
     def flush(self) -> None:
-        """Do nothing: `write` has flushed."""
+        """Do nothing; `write` has flushed."""
 
 
 class JobFolder:
-    """The folder of an unfinished run, used by one process at a time; a context manager that holds its lock.
+    """Folder of the jobs of an unfinished run; a context manager that holds a lock on the folder.
 
-    Entering creates the folder. On leaving, it stays if a job in it is finished, and is removed otherwise.
+    Entering creates the folder. Leaving removes it unless it has finished jobs.
 
     Raises:
-        OutputError: The folder cannot be created, or another process uses it.
+        OutputError: On entering: the folder cannot be created, or another process uses it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -224,12 +228,14 @@ class JobFolder:
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be created ({error.strerror}); write to another folder") from error
         try:
+            # On a file system without locks, two runs in one folder are not detected.
             locked = lock_if_possible(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OutputError(
                 f"{self.path} belongs to a run that is still going; wait for it or choose another prefix"
             ) from error
-        lock = self.path / "lock"  # without locks, two runs in one folder are not told apart
+        # The earlier run may have removed the folder between the opening of the lock file and its locking.
+        lock = self.path / "lock"
         if locked and not (lock.exists() and os.path.samestat(os.fstat(self._lock.fileno()), lock.stat())):
             raise OutputError(f"{self.path} belonged to a run that has just ended; start again")
         return self
@@ -240,19 +246,22 @@ class JobFolder:
         self._lock.close()
 
     def begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
-        """Make this the folder of a run with these settings, and empty it unless it already is and `resume` is set.
+        """Start or resume a run in this folder. Empty the folder, unless the run resumes.
 
         Args:
-            settings: Everything that decides the content of all jobs, as JSON.
-            resume: Keep finished jobs.
-            overwrite: Remove the finished jobs of another run.
+            settings: Everything that decides the output of all jobs, as JSON.
+            resume: Keep the finished jobs of a run with the same settings.
+            overwrite: Remove the finished jobs of an earlier run.
 
         Raises:
-            OutputError: Jobs are finished, and neither resume nor overwrite is set.
-            ConfigError: Jobs are finished that belong to a run with other settings.
+            OutputError: The folder has finished jobs with the same settings; neither `resume` nor `overwrite` is set.
+            ConfigError: The folder has finished jobs with other settings, and `overwrite` is not set.
         """
         settings = parse_json(json.dumps(settings))
-        earlier = self._read_settings()
+        try:
+            earlier = msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
+        except (OSError, ValueError, msgspec.ValidationError):  # missing or damaged
+            earlier = {}
         if earlier == settings and resume:
             return
         finished = self.count_finished()
@@ -262,15 +271,15 @@ class JobFolder:
                     f"{self.path} holds {finished:,} finished chunks of an earlier run; continue with --resume, or "
                     "start anew with --overwrite"
                 )
-            # "unknown": a setting that one of two versions of this project does not have.
-            name, before, now = next(
-                (name, *both)
+            # "unknown" is a setting that another version of this project does not have.
+            name, old, new = next(
+                (name, old, new)
                 for name in settings | earlier
-                if (both := [some.get(name, "unknown") for some in (earlier, settings)])[0] != both[1]
+                if (old := earlier.get(name, "unknown")) != (new := settings.get(name, "unknown"))
             )
             raise ConfigError(
-                f"{self.path} belongs to a run with {name} {before} where this one has {now}; start with the same, or "
-                "start anew with --overwrite"
+                f"{self.path} belongs to a run with {name} {old}, and this run has {new}; start with the same value, "
+                "or start anew with --overwrite"
             )
         for path in self.path.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -281,27 +290,23 @@ class JobFolder:
 
     @property
     def has_begun(self) -> bool:
-        """True if a run has begun here that is not over."""
+        """True if the folder belongs to a run that has begun and not ended."""
         return (self.path / _SETTINGS).exists()
 
     def count_finished(self) -> int:
+        """Return the number of finished jobs. Their hashes are not checked."""
         return sum(1 for _ in self.path.glob("*.done"))
 
     def remove(self) -> None:
-        """Delete the folder. A kill during the deletion leaves nothing that would be taken for finished jobs."""
+        """Delete the folder, and the remains of interrupted deletions.
+
+        The folder is renamed first, so that a kill during the deletion leaves no jobs that would count as finished.
+        """
         with suppress(FileNotFoundError):
             self.path.rename(self.path.with_name(f"{self.path.name}.removed-{os.getpid()}"))
         self.sweep()
 
     def sweep(self) -> None:
-        """Delete the remains of folders whose deletion was killed."""
+        """Delete the remains of folders whose deletion was interrupted."""
         for removed in self.path.parent.glob(f"{glob.escape(self.path.name)}.removed-*"):
             shutil.rmtree(removed, ignore_errors=True)
-
-    def _read_settings(self) -> dict[str, Any]:
-        """Return the settings of the run that began here, or {} if there is none or its file is damaged."""
-        try:
-            with open_regular(self.path / _SETTINGS) as stream:
-                return msgspec.convert(parse_json(stream.read()), dict[str, Any])
-        except (OSError, ValueError, msgspec.ValidationError):
-            return {}

@@ -1,18 +1,16 @@
-"""Defects of megatron.core, fixed on CPU and GPU alike: two change numbers without an error, two wait for the device.
+"""Fixes for four defects of megatron.core, on CPU and GPU: two give wrong numbers, two make the host wait for the GPU.
 
-1. Optimizer state in the `fully_reshardable` checkpoint format is cut at wrong offsets as soon as a gradient buffer
-   has several buckets and one before the last is padded (overlap_grad_reduce with a hidden size that is no multiple
-   of 128, or a data-parallel size that is no power of two). 0.19.2 does the same.
-2. Without Transformer Engine and Apex, a distributed optimizer cannot load its state: torch's AdamW keeps one `step`
-   tensor per parameter, the loader hands all parameters the same one, and every update then counts it up once per
-   parameter. 0.19.2 fails an assertion. `FusedAdam` of training/optimizer.py, which takes the branch of a GPU run, is
-   the way round this.
-3. The gradient norm is a Python number: the host waits for it, and without Transformer Engine and Apex once more for
-   each parameter. `norm_on_device` leaves it on the device. megatron.core 0.19 does so with some Transformer Engines.
-4. `finalize_model_grads` asks the device whether any token was counted. `scale_by_tokens` needs no answer;
-   megatron.core 0.19 has the same.
+1. The `fully_reshardable` checkpoint format cuts optimizer state at wrong offsets if a gradient buffer has several
+   buckets and a bucket before the last one is padded. This happens with overlap_grad_reduce and a hidden size that is
+   not a multiple of 128, or a data-parallel size that is not a power of two. megatron.core 0.19.2 has the same defect.
+2. Without Transformer Engine and Apex, a distributed optimizer cannot load its state. torch's AdamW keeps one `step`
+   tensor per parameter, but the loader gives all parameters the same tensor, so an update increments it once per
+   parameter. 0.19.2 fails an assertion. `FusedAdam` in training/optimizer.py avoids this defect.
+3. The gradient norm is a Python number, so the host waits for the device; without Transformer Engine and Apex it waits
+   once more per parameter. `norm_on_device` returns a tensor. 0.19 does so with some versions of Transformer Engine.
+4. `finalize_model_grads` reads the number of tokens from the device. `finalize_gradients` does not, nor does 0.19.
 
-Proof: tests/distributed/test_resume.py of the first two, tests/gpu_path of the others.
+tests/distributed/test_resume.py tests the first two fixes, tests/gpu_path the others.
 """
 
 import contextlib
@@ -32,8 +30,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_neobert.errors import ConfigError
 
-# Functions of megatron.core and a part of their source, the same in both supported releases, that a patch relies on.
-_RELIED_ON = (
+# Source lines of megatron.core that a patch relies on. Both supported releases have them.
+_EXPECTED_SOURCE = (
     (DistributedOptimizer, "sharded_param_state_fully_reshardable", ") in buffer.param_index_map.items():"),
     (DistributedOptimizer, "sharded_param_state_fully_reshardable", "[state_key][param_world_start:param_world_end]"),
     (DistributedOptimizer, "get_parameter_state_dp_zero", "offset_in_world_tensors += gbuf_world_numel_unpadded"),
@@ -45,14 +43,19 @@ _RELIED_ON = (
     (base_optimizer.MegatronOptimizer, "clip_grad_norm", "grad_norm = get_grad_norm_fp32("),
     (base_optimizer.ChainedOptimizer, "get_grad_norm", "grad_norm = get_grad_norm_fp32("),
 )
-_NORM_ELEMENTS = 1 << 15  # in one fp32 sum on CPU: 1.5e-8 from fp64, and as fast as one sum over all
+# Elements per fp32 sum on CPU. The error against fp64 is 1.5e-8, at the speed of a single sum over all elements.
+_NORM_ELEMENTS = 1 << 15
 
 
 def install() -> None:
-    """Put the first and the third fix in place; the others are called by name. A second call does nothing."""
+    """Install fixes 1 and 3; the other fixes are called by name. A second call does nothing.
+
+    Raises:
+        ConfigError: The installed megatron.core is not one that the patches were written for.
+    """
     if getattr(DistributedOptimizer, "has_bucket_fix", False):
         return
-    refuse_other_upstream()
+    check_sources()
     DistributedOptimizer.has_bucket_fix = True
     DistributedOptimizer.sharded_param_state_fully_reshardable = _with_bucket_padding_removed(
         DistributedOptimizer.sharded_param_state_fully_reshardable
@@ -60,28 +63,30 @@ def install() -> None:
     clip_grads.get_grad_norm_fp32 = base_optimizer.get_grad_norm_fp32 = norm_on_device
 
 
-def refuse_other_upstream() -> None:
-    """Refuse a megatron.core whose sources differ: it would not fail, but train with wrong numbers."""
+def check_sources() -> None:
+    """Raise ConfigError if megatron.core's sources differ from those that the patches were written for.
+
+    With other sources, a run could save or clip wrong numbers without an error.
+    """
     problem = next(_find_changes(), None)
     if problem is not None:
         raise ConfigError(
             f"megatron-core {version('megatron-core')} is not a version that this project corrects: {problem}. "
-            "Install the version that setup.py names for this Python; another one can save or clip wrong numbers."
+            "Install the version that setup.py names for this Python; another version can save or clip wrong numbers."
         )
 
 
 def _find_changes() -> Iterator[str]:
-    """Yield the differences between the installed megatron.core and the sources that the patches were written for."""
-    for owner, name, text in _RELIED_ON:
+    for owner, name, line in _EXPECTED_SOURCE:
         try:
             source = inspect.getsource(getattr(owner, name))
-        except (AttributeError, OSError):  # gone, or installed without sources
+        except (AttributeError, OSError):  # removed upstream, or installed without sources
             source = ""
-        if text not in source:
-            yield f"{owner.__name__}.{name} does not hold {text!r}"
-    taken = inspect.signature(clip_grads.get_grad_norm_fp32).parameters
-    if list(taken) != list(inspect.signature(norm_on_device).parameters):
-        yield f"get_grad_norm_fp32 takes {', '.join(taken)}"
+        if line not in source:
+            yield f"{owner.__name__}.{name} does not contain {line!r}"
+    parameters = list(inspect.signature(clip_grads.get_grad_norm_fp32).parameters)
+    if parameters != list(inspect.signature(norm_on_device).parameters):
+        yield f"get_grad_norm_fp32 has the parameters {', '.join(parameters)}"
 
 
 def _with_bucket_padding_removed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,19 +102,17 @@ def _with_bucket_padding_removed(method: Callable[..., Any]) -> Callable[..., An
 
 @contextlib.contextmanager
 def _offsets_without_padding(buffer: Any) -> Iterator[None]:
-    """Count a parameter's offset without the padding that ends the buckets before it, as the gathered state does.
-
-    Offsets that fit the sum of the unpadded buckets have no padding in them: no bucket before the last is padded, or
-    this megatron.core counts without padding itself.
-    """
+    """Inside the block, subtract the padding of earlier buckets from parameter offsets, as in the gathered state."""
     unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
+    # If the largest offset is within the unpadded elements, there is nothing to subtract: no bucket before the last is
+    # padded, or this megatron.core already counts without padding.
     if max(end for _, end, _ in buffer.param_index_map.values()) <= unpadded:
         yield
         return
-    removed, padding_before = 0, []
+    total_padding, padding_before = 0, []
     for bucket in buffer.buckets:
-        padding_before.append(removed)
-        removed += bucket.grad_data.numel() - bucket.numel_unpadded
+        padding_before.append(total_padding)
+        total_padding += bucket.grad_data.numel() - bucket.numel_unpadded
     original = buffer.param_index_map
     buffer.param_index_map = {
         param: (start - padding_before[bucket], end - padding_before[bucket], bucket)
@@ -127,34 +130,34 @@ def norm_on_device(
     norm_type: float = 2.0,
     grad_stats_parallel_group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the norm over all gradients of the group's ranks: an fp64 scalar on the device, which is not waited for.
+    """Return the Euclidean norm over all gradients of the group's ranks: an fp64 scalar on the device.
 
-    On CPU, torch adds a whole tensor up with a few running sums in fp32: the norm of a 30,592 x 768 gradient of normal
-    numbers is off by 1.1e-3, and by 4e-4 in two halves, so layouts differed. In parts: 5e-8. A GPU sums by blocks.
-
-    Collective: the group.
+    Collective: `grad_stats_parallel_group`.
     """
     assert norm_type == 2.0, f"{norm_type=}: gradients are clipped by their Euclidean norm"
-    parts = grads_for_norm
+    tensors = grads_for_norm
     if not torch.cuda.is_available():
-        parts = [part for grad in grads_for_norm for part in grad.reshape(-1).split(_NORM_ELEMENTS)]
-    if parts:
-        square = torch.stack(torch._foreach_norm(parts)).double().square().sum()
+        # On CPU, torch sums a large tensor with a few fp32 accumulators. The norm of a normally distributed gradient of
+        # 30,592 x 768 is off by 1.1e-3, or by 4e-4 if two ranks share it; in chunks, by 5e-8. A GPU sums in blocks.
+        tensors = [chunk for grad in grads_for_norm for chunk in grad.reshape(-1).split(_NORM_ELEMENTS)]
+    if tensors:
+        square = torch.stack(torch._foreach_norm(tensors)).double().square().sum()
     else:
         square = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     torch.distributed.all_reduce(square, group=grad_stats_parallel_group)
     return square.sqrt()
 
 
-def scale_by_tokens(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """megatron.core's `finalize_model_grads`, the division by the tokens of all ranks without asking how many.
+def finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Run megatron.core's `finalize_model_grads`, then divide the gradients by `num_tokens`, summed over all ranks.
 
     Collective: all ranks.
     """
     finalize_model_grads(model, None, **options)
     if num_tokens is None:
         return
-    last_stage = parallel_state.get_pipeline_model_parallel_last_rank()  # the loss is known there alone
+    # Only the last pipeline stage computes the loss and counts tokens.
+    last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
     group = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.broadcast(num_tokens, src=last_stage, group=group)
     torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))

@@ -1,4 +1,4 @@
-"""A file that is hashed while it is written, and the record of its size and sha256."""
+"""`NewFile`, which hashes a file while it is written, and `FileRecord`, the size and SHA-256 of a written file."""
 
 import hashlib
 import os
@@ -8,29 +8,29 @@ from typing import Annotated
 
 import msgspec
 
-from megatron_neobert.runtime.atomic_files import own_name, sync_to_disk
+from megatron_neobert.runtime.atomic_files import sync_to_disk, temporary_path
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and content of a file when it was written."""
+    """Size and hexadecimal SHA-256 of a file at the time it was written."""
 
     bytes: Annotated[int, msgspec.Meta(ge=0)]
     sha256: str
 
 
 class NewFile:
-    """A file that is hashed while it is written, and takes its name when it is complete.
+    """A file that is hashed while it is written to a temporary path; `commit` renames it to `path`.
 
-    As a context manager it removes what was not committed.
+    Use it as a context manager: leaving the block without `commit` removes the temporary file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = own_name(path)
+        self._temporary = temporary_path(path)
         self._stream = self._temporary.open("wb", buffering=1 << 20)
         self._digest = hashlib.sha256()
         self._bytes = 0
-        self._sha256: str | None = None  # of a linked file, which is not hashed again
+        self._sha256: str | None = None  # set for a linked file, which is not hashed again
 
     def __enter__(self) -> "NewFile":
         return self
@@ -45,7 +45,7 @@ class NewFile:
         self._bytes += memoryview(content).nbytes
 
     def link(self, source: Path, *, sha256: str) -> None:
-        """Make this file a hard link to `source`, or a copy where the file system has no links."""
+        """Make this file a hard link to `source`, or a copy if linking fails. `sha256` is the hash of `source`."""
         self._temporary.unlink()
         try:
             os.link(source, self._temporary)
@@ -54,7 +54,7 @@ class NewFile:
         self._bytes, self._sha256 = source.stat().st_size, sha256
 
     def commit(self, *, sync: bool = True) -> FileRecord:
-        """Close the file and give it its name; see `replacing` for `sync`."""
+        """Close the file, rename it to `path`, and return its record. See `replacing` for `sync`."""
         self._stream.close()
         if sync:
             sync_to_disk(self._temporary)

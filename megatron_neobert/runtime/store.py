@@ -1,4 +1,4 @@
-"""The store by which the nodes and ranks of a run find each other; it listens on one address."""
+"""The key-value store through which the nodes and ranks of a run find each other."""
 
 import datetime
 import errno
@@ -10,33 +10,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # slow to import
 
-_BACKLOG = 4096  # connections that wait to be accepted: the ranks of a large run come all together
+_BACKLOG = 4096  # connections waiting to be accepted: all ranks of a large run connect at the same time
 
 
 def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
-    """Connect to the store of torchrun's environment, below a prefix of this attempt; one rank has a store of its own.
+    """Connect to torchrun's store, and return a view in which all keys have a prefix. A single rank gets a new store.
 
-    torchrun keeps the store when it starts the ranks again; they must not read what their predecessors wrote.
+    Raises:
+        OSError, torch.distributed.DistError: The store does not answer in time.
     """
-    from torch.distributed import HashStore, PrefixStore, TCPStore
+    from torch.distributed import HashStore, PrefixStore
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return HashStore()
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = reach_store(address, port, timeout_seconds=timeout_seconds)
+    # torchrun keeps the store when it restarts the ranks. The restart count hides the keys of the earlier ranks.
     return PrefixStore(f"{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore":
-    """Connect to the store of node 0 as soon as it listens; torch's own waiting prints the frames of its C++.
+    """Connect to the store of node 0, and wait until it listens.
 
     Raises:
-        OSError, torch.distributed.DistError: It does not answer in time.
+        OSError: The store does not listen in time.
+        torch.distributed.DistError: The store does not answer in time.
     """
     from torch.distributed import TCPStore
 
@@ -44,6 +42,7 @@ def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore
     while True:
         try:
             remaining = max(0.5, until - time.monotonic())
+            # While it waits, TCPStore would print C++ stack frames.
             socket.create_connection((address, port), timeout=remaining).close()
             timeout = datetime.timedelta(seconds=remaining)
             return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -54,11 +53,19 @@ def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore
 
 
 def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
-    """Serve the store at one address; torch's own listens on all addresses of the machine.
+    """Serve a store that listens on one address, unlike torch's own store, which listens on all.
 
-    torchrun's store for the same port shares its server (multi_tenant), so it must live as long as the ranks. An
-    address that is not this machine's own (NAT), or that only this machine takes for loopback (a line of /etc/hosts),
-    is served on all interfaces: no other node could connect otherwise. Port 0: the system chooses one.
+    If `address` is not an address of this machine (NAT), or /etc/hosts maps it to loopback, the store listens on all
+    interfaces, because no other node could connect otherwise.
+
+    The caller must keep the returned store until all ranks have ended: torchrun uses the same server (multi_tenant).
+
+    Args:
+        port: Port number; 0 to let the system choose.
+        nodes: Number of nodes in the run.
+
+    Raises:
+        ConnectionError: The address or port cannot be used.
     """
     from torch.distributed import TCPStore
 

@@ -1,1 +1,4 @@
-"""The training loop: setup, step, optimizer, skipped updates, logs, hang detection."""
+"""The training loop: setup, training step, optimizer, skipped updates, logs, hang detection.
+
+Imports `config`, `data`, `model`, `runtime`, `checkpoint` and `state`. Read `loop.py` first, then `step.py`.
+"""

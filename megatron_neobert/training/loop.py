@@ -1,9 +1,9 @@
-"""The training loop: read a batch, train on it, log, validate, save, stop."""
+"""The training loop: read a batch, train, log, validate, save, stop."""
 
 import functools
 import importlib.util
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -31,21 +31,25 @@ from megatron_neobert.training.profile import profiled
 from megatron_neobert.training.setup import build_run, join
 from megatron_neobert.training.step import share_status, train_step, validation_step
 
-MOST_SKIPPED = 10  # updates in a row, before a run ends as diverged
+MOST_SKIPPED = 10  # skipped updates in a row after which a run ends as diverged
 
 
 def run_training(settings: Settings) -> int:
-    """Build a run, resume it from --load if that holds a checkpoint, train, and return the exit code.
+    """Build a run, load the checkpoint in --load if there is one, train, and return the exit code of `train`.
+
+    Raises:
+        NeoBERTError: Settings, corpus, folders or checkpoint are wrong, or the run has diverged.
+        ModuleNotFoundError: --wandb-project is set, and wandb is not installed.
 
     Collective: all ranks.
     """
     if settings.logging.wandb_project is not None:
-        found = importlib.util.find_spec("wandb")
-        # W&B leaves a folder `wandb` beside a run, which Python takes for a package without an origin.
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec("wandb")
+        # W&B creates a folder `wandb` beside a run, which Python finds as a package without an origin.
+        if spec is None or spec.origin is None:
             raise ModuleNotFoundError("--wandb-project needs the package wandb", name="wandb")
     check_folders(settings.checkpoint)
-    with claim(settings.checkpoint.save if is_rank_zero() else None), distributed.leaving_gloo():
+    with claim(settings.checkpoint.save if is_rank_zero() else None), distributed.shutting_down_gloo_on_error():
         inputs, device = join(settings)
         refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:
@@ -59,25 +63,26 @@ def run_training(settings: Settings) -> int:
             if settings.checkpoint.save is None:
                 monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
             monitor.log(textwrap.fill(choose_kernels(settings).summary, 80, subsequent_indent="  "))
-            with monitor.running(), named_worker_deaths():
+            with monitor, named_worker_deaths():
                 code = train(run, monitor, detector)
         distributed.shut_down()
         return code
 
 
 def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
-    """Train from `run.state` to the last iteration, a stop request, or a failure.
+    """Train from `run.state` until the last iteration, a stop request, or a failure.
 
     Returns:
-        The exit code: 0 at the end of training, 75 if the run can resume later, 130 if it was stopped unsaved.
+        The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 after a stop without one.
 
     Raises:
-        DivergenceError: Too many updates in a row were skipped.
+        DivergenceError: MOST_SKIPPED updates in a row were skipped, or weights to be saved are not finite.
+        SaveError: A checkpoint could not be written.
 
     Collective: all ranks.
     """
     saver = Saver(run, log=monitor.log)
-    control = _before_the_first_iteration(run, monitor, saver, detector)
+    control = _prepare_first_iteration(run, monitor, saver, detector)
     if control.ends:
         saver.finish()
         return _exit_code(run, monitor, control)
@@ -92,10 +97,12 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         result = train_step(run, batches)
         run.state = _state_after_step(run, batches, result)
         monitor.add(result, run.state)
-        if attention != (attention := engine_attention()):  # known after the first step, if at all
+        # Transformer Engine chooses its kernel in the first step.
+        if attention != (attention := engine_attention()):
             monitor.log(f"Transformer Engine computes attention by {attention}")
         control = _control_after_step(run, result)
-        if not result.status.is_saving:  # on any rank
+        # Publish a checkpoint once all ranks have written it in the background.
+        if not result.status.is_saving:
             saver.finish()
         if control.logs:
             run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
@@ -115,18 +122,20 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
     return _exit_code(run, monitor, control)
 
 
-def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> LoopControl:
-    """Return whether there is anything to train: a request to stop may have come while the run was built.
+def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> LoopControl:
+    """Set `run.read_status`, make a validation that an earlier stop prevented, and decide whether to train at all.
 
-    Makes up for a validation before or during which the run was stopped. Collective: all ranks.
+    The run ends at once if its last iteration is already saved, or if a stop was requested while the run was built.
+
+    Collective: all ranks.
     """
 
-    def own_status(*, has_trained: bool = True) -> RankStatus:
+    def read_status(*, has_trained: bool = True) -> RankStatus:
         stop_code = requested_stop(run.settings, has_trained=has_trained)
-        return RankStatus(stop_code, is_saving=int(saver.is_writing), memory_mib=monitor.own_memory_mib())
+        return RankStatus(stop_code, is_saving=int(saver.is_writing), memory_mib=monitor.used_memory_mib())
 
-    run.own_status = functools.partial(own_status, has_trained=False)
-    status = share_status(run)  # collective: all ranks
+    run.read_status = functools.partial(read_status, has_trained=False)
+    status = share_status(run)
     training, iteration = run.settings.training, run.state.iteration
     control = LoopControl(
         stop=reason_to_stop(training, iteration=iteration, agreed_code=status.stop_code),
@@ -134,50 +143,52 @@ def _before_the_first_iteration(run: Run, monitor: Monitor, saver: Saver, detect
     )
     if control.stop is None and _validation_is_due(run):
         control = _validate(run, monitor, saver, detector, control)
-    run.own_status = own_status
+    run.read_status = read_status
     if control.is_last and control.stop is None:
-        monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is saved already")
+        monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is already saved")
     return control
 
 
 def _control_after_step(run: Run, result: StepResult) -> LoopControl:
     training, checkpoint, iteration = run.settings.training, run.settings.checkpoint, run.state.iteration
     stop = reason_to_stop(training, iteration=iteration, agreed_code=result.status.stop_code)
-    if stop is None and iteration < training.train_iters and _due(iteration, training.exit_interval):
+    if stop is None and iteration < training.train_iters and _is_due(iteration, training.exit_interval):
         stop = f"--exit-interval {training.exit_interval}"
-    control = LoopControl(
-        stop=stop,
-        failure=_too_many_skips(run),
-        is_last=iteration == training.train_iters,
-    )
-    is_saved = control.ends or _due(iteration, checkpoint.save_interval)
+    control = LoopControl(stop=stop, failure=_describe_divergence(run), is_last=iteration == training.train_iters)
+    is_saved = control.ends or _is_due(iteration, checkpoint.save_interval)
     validates = not (control.stop or control.failure) and _validation_is_due(run)
     return replace(
         control,
         validates=validates,
         saves=is_saved and checkpoint.save is not None,
-        logs=is_saved or validates or _due(iteration, run.settings.logging.log_interval),
+        logs=is_saved or validates or _is_due(iteration, run.settings.logging.log_interval),
     )
 
 
 def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, control: LoopControl) -> LoopControl:
-    """Log the loss over the first `eval_iters` batches of each held-out corpus, the same ones at every call.
+    """Compute and log the loss over the first `eval_iters` batches of each held-out corpus.
+
+    A stop request ends the validation. Nothing is logged then, and the validation is repeated when the run resumes.
 
     Returns:
-        The control with a stop, if one was requested meanwhile. Nothing is logged then; the validation is due again
-        when the run resumes.
+        `control`, with the stop request if there was one.
 
     Collective: all ranks.
     """
     training, iteration = run.settings.training, run.state.iteration
+    validation = (
+        (name, batches)
+        for name, stream in run.validation_streams.items()
+        for batches in islice(stream.steps(), training.eval_iters)
+    )
     sums: dict[str, MetricSums] = {}
     stop: str | None = None
     run.model.eval()
-    for name, batches in _validation_batches(run):
+    for name, batches in validation:
         detector.mark("validating", iteration)
         result = validation_step(run, batches)
         sums[name] = sums.get(name, MetricSums()) + result.sums
-        if not result.status.is_saving:  # on any rank
+        if not result.status.is_saving:
             saver.finish()
         stop = reason_to_stop(training, iteration=iteration, agreed_code=result.status.stop_code)
         if stop is not None:
@@ -190,30 +201,25 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
     return control
 
 
-def _validation_batches(run: Run) -> Iterator[tuple[str, StepBatches]]:
-    for name, stream in run.validation_streams.items():
-        for batches in islice(stream.steps(), run.settings.training.eval_iters):
-            yield name, batches
-
-
 def _validation_is_due(run: Run) -> bool:
     iteration, training = run.state.iteration, run.settings.training
     return (
         bool(run.validation_streams)
         and iteration > run.state.validated_iteration
-        and (iteration == training.train_iters or _due(iteration, training.eval_interval))
+        and (iteration == training.train_iters or _is_due(iteration, training.eval_interval))
     )
 
 
 def _exit_code(run: Run, monitor: Monitor, control: LoopControl) -> int:
+    """Log the reason of a stop, and return the exit code. Raise DivergenceError after a failure."""
     if control.failure is not None:
         raise DivergenceError(control.failure)
     if control.stop is None:
         return 0
     is_saved = run.settings.checkpoint.save is not None
-    saved = "" if is_saved else "; nothing was saved, there is no --save"
-    place = f"iteration {run.state.iteration} of {run.settings.training.train_iters}"
-    monitor.log(f"stopped after {place}: {control.stop}{saved}")
+    warning = "" if is_saved else "; nothing was saved, there is no --save"
+    position = f"iteration {run.state.iteration} of {run.settings.training.train_iters}"
+    monitor.log(f"stopped after {position}: {control.stop}{warning}")
     return EXIT_STOPPED_EARLY if is_saved else EXIT_INTERRUPTED
 
 
@@ -236,7 +242,7 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
 
 
 def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> TrainState:
-    """Return the train state after a step that was trained or skipped."""
+    """Return the train state after a step, whether its update was made or skipped."""
     iteration = run.state.iteration + 1
     phase = phase_at(run.settings, iteration)
     skipped = int(result.skip_reason is not None)
@@ -251,18 +257,21 @@ def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> Tra
     )
 
 
-def _too_many_skips(run: Run) -> str | None:
-    """Return why the run must end; None while it may continue. A start after that may skip as many updates again."""
+def _describe_divergence(run: Run) -> str | None:
+    """Return an error message if MOST_SKIPPED updates in a row were skipped, otherwise None.
+
+    A run that resumes afterwards may skip as many updates again.
+    """
     skipped, last, save = run.state.skipped_in_a_row, run.state.iteration, run.settings.checkpoint.save
     if skipped == 0 or skipped % MOST_SKIPPED:
         return None
     return (
         f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
-        f"gradient norm was not finite; at most {MOST_SKIPPED} in a row are skipped. Look at the batch with neobert "
-        f"replay --load {save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then continue from an "
-        "earlier checkpoint, with a lower --lr or other data."
+        f"gradient norm was not finite. Inspect the batch with neobert replay --load {save or 'SAVE'} "
+        f"--iteration {last} --checkpoint-iteration {last}; then continue from an earlier checkpoint, with a lower "
+        "--lr or other data."
     )
 
 
-def _due(iteration: int, interval: int | None) -> bool:
+def _is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0

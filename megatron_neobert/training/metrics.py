@@ -1,13 +1,12 @@
-"""Logs of a run: two lines per interval to the console, and values to the trackers.
+"""Logs of a run: two lines per interval on the console, and values for the trackers.
 
-The results of steps are over all ranks already, so nothing here is a collective. A skipped update is logged when it
-happens; its loss enters no average, its tokens count.
+Step results are already reduced over all ranks, so no function here is a collective. A skipped update is logged at
+once. Its tokens are counted, and its loss is left out of all averages.
 """
 
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 
 import psutil
@@ -24,14 +23,18 @@ from megatron_neobert.text import duration, percent, with_prefix
 from megatron_neobert.training.trackers import Trackers
 
 
-def interval_lines(place: str, values: Mapping[str, float]) -> str:
-    """Format two lines of at most 80 columns, what changes most on the first, always of the same parts.
+def interval_lines(position: str, values: Mapping[str, float]) -> str:
+    """Format the log of an interval: two lines of at most 80 columns, always with the same columns.
 
     Loss, accuracy and gradient norm are dashes if the interval had no update.
+
+    Args:
+        position: Start of the first line, such as "iteration 100/1000".
+        values: Values of `Monitor.close_interval`.
     """
     accuracy, mfu, memory = values.get("masked_accuracy"), values.get("mfu"), values["memory_gib"]
     training = [
-        place,
+        position,
         f"loss {_in_seven_columns(values.get('loss'), digits=4)}",
         f"accuracy {'-' if accuracy is None else percent(accuracy, digits=2)}",
         f"grad norm {_in_seven_columns(values['grad_norm'], digits=3)}",
@@ -55,7 +58,12 @@ def _in_seven_columns(value: float | None, *, digits: int) -> str:
 
 
 class Monitor:
-    """Collects step reports and logs them every log interval, on rank 0 alone."""
+    """Collects step results, and logs them on rank 0. A context manager that closes the trackers.
+
+    Args:
+        iteration: Iteration from which this start continues.
+        vocab_size: Number of tokens, without padding.
+    """
 
     def __init__(self, settings: Settings, *, iteration: int, vocab_size: int, device: torch.device) -> None:
         self.settings = settings
@@ -63,45 +71,41 @@ class Monitor:
         self.device = device
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_tflops = None if gpu is None else gpu.bf16_tflops
-        self.logs = is_rank_zero()
         self.restart_clock()
-        self.trackers = Trackers(settings, iteration=iteration, log=self.log) if self.logs else None
+        self.trackers = Trackers(settings, iteration=iteration, log=self.log) if is_rank_zero() else None
 
     def restart_clock(self) -> None:
-        """Start a new interval now, so that saving and validating do not count as training."""
+        """Start a new interval. Called after saving and validation, so that their time does not count."""
         self.sums = MetricSums()
-        self.iterations = self.updates = 0  # updates are the iterations that were not skipped
-        self.capacity_tokens = 0  # of these iterations
-        self.largest_memory_mib = 0  # of all ranks
+        self.iterations = self.updates = 0  # updates are iterations that were not skipped
+        self.capacity_tokens = 0  # token capacity of these iterations
+        self.largest_memory_mib = 0  # over all ranks
         self.waited_seconds = 0.0
         self.started_seconds = time.perf_counter()
 
-    @contextmanager
-    def running(self) -> Iterator["Monitor"]:
-        """Close every file at the end, also after an error."""
-        failed = True
-        try:
-            yield self
-            failed = False
-        finally:
-            if self.trackers is not None:
-                self.trackers.close(failed=failed)
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the trackers."""
+        if self.trackers is not None:
+            self.trackers.close(failed=kind is not None)
 
     def log(self, text: str) -> None:
-        """Print one line on rank 0."""
-        if self.logs:
+        """Print text on rank 0."""
+        if is_rank_zero():
             print(text, flush=True)
 
     def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-        """Yield the same steps, and count the time until each is there as waiting for data."""
+        """Yield the same steps, and count the time until each one is available as waiting for data."""
         started = time.perf_counter()
         for step in steps:
             self.waited_seconds += time.perf_counter() - started
             yield step
             started = time.perf_counter()
 
-    def own_memory_mib(self) -> int:
-        """Return the most that this rank had allocated since the last call, or on CPU what is resident."""
+    def used_memory_mib(self) -> int:
+        """Return the peak of allocated GPU memory since the last call; on CPU, the resident memory of this process."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) >> 20
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -109,52 +113,61 @@ class Monitor:
         return int(psutil.Process().memory_info().rss) >> 20
 
     def add(self, result: StepResult, state: TrainState) -> None:
-        """Add a step to the current interval, and log a skipped update; `state` counts the step already."""
+        """Add a step to the current interval, and log it if its update was skipped. `state` includes the step."""
         sums = result.sums
         if result.skip_reason is None:
             self.updates += 1
         else:
             sums = MetricSums(tokens=sums.tokens, attended_pairs=sums.attended_pairs)
             self.log(
-                f"{self._place(state)} | update skipped: {result.skip_reason} | {state.skipped_iterations} skipped, "
+                f"{self._position(state)} | update skipped: {result.skip_reason} | {state.skipped_iterations} skipped, "
                 f"{state.skipped_in_a_row} in a row"
             )
             self._record(state, {"skipped_iterations": state.skipped_iterations})
         self.sums += sums
+        # The interval reports the largest peak on GPUs, and the latest resident memory on CPU.
         memory_mib = result.status.memory_mib
-        # Of a GPU's peaks the largest counts; what is resident on a CPU is that of now.
         self.largest_memory_mib = max(self.largest_memory_mib, memory_mib) if self.device.type == "cuda" else memory_mib
         self.iterations += 1
         self.capacity_tokens += phase_at(self.settings, state.iteration).settings.tokens_per_iteration
 
     def close_interval(self, state: TrainState, *, lr: float, grad_norm: float) -> TrainState:
-        """Log the averages since the last call, and return the train state with their tokens counted."""
+        """Log the interval and start a new one. Return `state` with the tokens of the interval added.
+
+        Args:
+            lr: Learning rate of the last iteration.
+            grad_norm: Gradient norm of the last iteration.
+        """
         state = replace(state, consumed_tokens=state.consumed_tokens + round(self.sums.tokens))
         values = {**self._values(state), "lr": lr, "grad_norm": grad_norm}
-        self.log(interval_lines(self._place(state), values))
+        self.log(interval_lines(self._position(state), values))
         self._record(state, values)
         self.restart_clock()
         return state
 
     def report_validation(self, state: TrainState, sums: Mapping[str, MetricSums]) -> None:
-        """Log a validation, whose sums are given by curve: over all corpora, and over each if there are several."""
+        """Log a validation: over all corpora, and for each corpus if there are several.
+
+        Args:
+            sums: Name of the curve -> sums over the corpus.
+        """
         curves = {"": sum(sums.values(), start=MetricSums()), **(sums if len(sums) > 1 else {})}
         values: dict[str, float] = {}
-        for name, own in curves.items():
-            corpus = f" on {name}" if name else ""
+        for name, curve in curves.items():
+            corpus, suffix = (f" on {name}", f"_{name}") if name else ("", "")
             self.log(
-                f"{self._place(state)} | validation{corpus} loss {own.mean_loss:.4f} | "
-                f"accuracy {percent(own.accuracy, digits=2)} | {own.tokens:,.0f} tokens"
+                f"{self._position(state)} | validation{corpus} loss {curve.mean_loss:.4f} | "
+                f"accuracy {percent(curve.accuracy, digits=2)} | {curve.tokens:,.0f} tokens"
             )
-            suffix = f"_{name}" if name else ""
-            values |= {f"validation_loss{suffix}": own.mean_loss, f"validation_accuracy{suffix}": own.accuracy}
+            values |= {f"validation_loss{suffix}": curve.mean_loss, f"validation_accuracy{suffix}": curve.accuracy}
         self._record(state, values)
 
     def _values(self, state: TrainState) -> dict[str, float]:
-        """Return means over all ranks and the iterations of the interval; what is not known is left out.
+        """Return the means of the interval over all ranks.
 
-        Tokens are those of documents. `memory_gib` is that of the fullest rank: the peak of what it allocated, on CPU
-        what is resident now. `fill` is the packing efficiency, `data_wait` the share of time that rank 0 waited.
+        Tokens are document tokens. `memory_gib` is the memory of the rank that uses most. `fill` is the packing
+        efficiency, and `data_wait` the share of time in which rank 0 waited for data. Loss and accuracy are missing
+        without an update, `mfu` for an unknown GPU.
         """
         settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
         seconds = time.perf_counter() - self.started_seconds
@@ -179,7 +192,7 @@ class Monitor:
             values["mfu"] = tflops / self.peak_tflops
         return values
 
-    def _place(self, state: TrainState) -> str:
+    def _position(self, state: TrainState) -> str:
         return f"iteration {state.iteration}/{self.settings.training.train_iters}"
 
     def _record(self, state: TrainState, values: dict[str, float]) -> None:

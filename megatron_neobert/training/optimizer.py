@@ -1,12 +1,15 @@
-"""The optimizer of a run: Megatron's AdamW, with torch's fused kernel where there is no better one, or Muon.
+"""The optimizer of a run: Megatron's AdamW or Adam, or Muon.
 
-Muon is torch's inside Megatron's optimizer: Megatron builds its AdamW for two parts of the model, and the inner
-optimizer of the layers' matrices is replaced. Main weights, gradients, schedule and checkpoints stay Megatron's, whose
-own Muon needs a package that no index has for all supported Pythons. A matrix is orthogonalized as it is stored, q, k
-and v together; so tensor parallelism and the distributed optimizer, which cut matrices, are refused.
+Without Transformer Engine and Apex, Adam uses torch's fused kernel (`FusedAdam`).
 
-Source: arXiv 2502.16982 (update scaled to the root mean square of AdamW's, so that its rate and weight decay fit);
-megatron-core 0.16.1 core/optimizer/muon.py for which parameters are whose.
+Muon is torch's Muon inside Megatron's optimizer, because Megatron's Muon needs a package that is not published for all
+supported Python versions. Megatron builds an AdamW for the matrices of the layers and another one for all other
+parameters, and the inner optimizer of the first is replaced. Main weights, gradients, schedule and checkpoints remain
+Megatron's. Muon orthogonalizes whole matrices as they are stored, with queries, keys and values together. So
+config/rules.py refuses Muon with tensor parallelism and the distributed optimizer, which split matrices.
+
+Source: arXiv 2502.16982 (updates scaled to the root mean square of AdamW's, so that the learning rate and weight decay
+of AdamW fit); megatron-core 0.16.1 core/optimizer/muon.py for the parameters that Muon updates.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +31,12 @@ from torch.optim.adam import adam
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.state import Run
 
-_ADAM_ALONE = ("betas", "eps", "bias_correction", "step")
+_ADAM_OPTIONS = ("betas", "eps", "bias_correction", "step")  # options of a parameter group that Muon does not have
 
 
 def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
-    """Build Megatron's optimizer over all parameters. Collective: all ranks."""
+    """Build Megatron's optimizer for all parameters of the model. Collective: all ranks."""
+    # Megatron then uses FusedAdam in the code path for Transformer Engine's optimizer.
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
@@ -55,15 +59,17 @@ def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
         overlap_param_gather=model.ddp_config.overlap_param_gather,
         fp8_recipe=settings.compute.fp8_recipe if settings.compute.fp8_format is not None else None,
     )
-    overrides: dict[ParamKey, ParamGroupOverride] = {}  # an empty table decays all, as the paper's code does
+    # Without an override, weight decay applies to all parameters, as in the paper's code.
+    overrides: dict[ParamKey, ParamGroupOverride] = {}
     if cfg.weight_decay_scope == "matrices":
         vectors = ParamPredicate(name="vectors", fn=lambda parameter: parameter.dim() == 1)
         overrides[ParamKey(predicate=vectors)] = ParamGroupOverride(wd_mult=0.0)
     build = partial(get_megatron_optimizer, config, [model], config_overrides=overrides, use_gloo_process_groups=True)
-    return build_with_muon(build, model) if cfg.optimizer == "muon" else build()
+    return _build_with_muon(build, model) if cfg.optimizer == "muon" else build()
 
 
 def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
+    """Build Megatron's schedule of learning rate and weight decay. One scheduler step is one iteration."""
     cfg = settings.optimizer
     return OptimizerParamScheduler(
         optimizer,
@@ -84,54 +90,55 @@ def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamSchedul
 
 
 def update_weights(run: Run, grad_norm: float) -> None:
-    """Clip the gradients, which are ready, and update the weights. Collective: all ranks.
+    """Clip the gradients and update the weights, after `compute_gradients`. Collective: all ranks.
 
-    These are the steps of megatron.core's ChainedOptimizer.step once the norm is known; no other step may come between.
+    Args:
+        grad_norm: Norm of the gradients over all ranks.
     """
-    scale = run.settings.optimizer.clip_grad / (grad_norm + 1e-6)  # Megatron's and torch's epsilon
-    for one in run.optimizer.chained_optimizers:
-        gradients = [parameter.grad for parameter in one.get_parameters() if parameter.grad is not None]
-        if gradients and 0 < scale < 1:  # a limit of 0 switches clipping off
+    # These are the remaining steps of ChainedOptimizer.step in megatron.core, once the norm is known.
+    scale = run.settings.optimizer.clip_grad / (grad_norm + 1e-6)  # the epsilon of Megatron and torch
+    for optimizer in run.optimizer.chained_optimizers:
+        gradients = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
+        if gradients and 0 < scale < 1:  # --clip-grad 0 turns clipping off
             torch._foreach_mul_(gradients, scale)
     run.optimizer.step_with_ready_grads()
 
 
-def build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Module) -> Any:
-    """Return Muon over the matrices of the layers and AdamW over the rest, both inside Megatron's optimizers.
+def _build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Module) -> Any:
+    """Return a Megatron optimizer with Muon for the matrices of the layers and AdamW for the other parameters.
 
-    `build` builds Megatron's AdamW over the parameters that require gradients. Collective: all ranks.
+    Args:
+        build: Builds Megatron's AdamW for all parameters that require gradients.
+
+    Collective: all ranks.
     """
-    named = list(model.named_parameters())
-    with _frozen(parameter for name, parameter in named if not is_matrix_of_layer(name, parameter)):
-        with_muon = build()
-    with _frozen(parameter for name, parameter in named if is_matrix_of_layer(name, parameter)):
-        with_adamw = build()
-    for optimizer in with_muon.chained_optimizers:
+    # Embeddings and decoder are matrices, too, but AdamW updates them.
+    matrices: list[Parameter] = []
+    others: list[Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if ".layers." in name and parameter.dim() == 2 else others).append(parameter)
+    with _frozen(others):
+        muon = build()
+    with _frozen(matrices):
+        adamw = build()
+    for optimizer in muon.chained_optimizers:
         groups = [
-            {key: value for key, value in group.items() if key not in _ADAM_ALONE}
+            {key: value for key, value in group.items() if key not in _ADAM_OPTIONS}
             for group in optimizer.optimizer.param_groups
         ]
         optimizer.optimizer = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
         optimizer.init_state_fn = _start_momentum
-    return ChainedOptimizer([*with_muon.chained_optimizers, *with_adamw.chained_optimizers])
-
-
-def is_matrix_of_layer(name: str, parameter: Parameter) -> bool:
-    """Return whether Muon updates a parameter. Embeddings and the decoder are matrices as well, and AdamW's."""
-    return ".layers." in name and parameter.dim() == 2
+    return ChainedOptimizer([*muon.chained_optimizers, *adamw.chained_optimizers])
 
 
 @contextmanager
-def _frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Hide parameters from Megatron, which leaves out those that require no gradient."""
-    frozen = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in frozen:
+def _frozen(parameters: list[Parameter]) -> Iterator[None]:
+    """Exclude parameters from the optimizers that are built in the block: Megatron skips frozen parameters."""
+    for parameter in parameters:
         parameter.requires_grad = False
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad = True
+    yield
+    for parameter in parameters:
+        parameter.requires_grad = True
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
@@ -142,12 +149,11 @@ def _start_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> Non
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW on torch's fused kernel, with the state layout of Transformer Engine's FusedAdam.
+    """Adam or AdamW with torch's fused kernel, and the state of Transformer Engine's FusedAdam.
 
-    Megatron's distributed optimizer cannot load the state of torch's AdamW: that keeps one `step` tensor per parameter,
-    and all parameters would get the same one. Checkpoints of both are interchangeable.
-
-    State per parameter: `exp_avg`, `exp_avg_sq`; per group: `step`, counted once for all its parameters.
+    A parameter has the state `exp_avg` and `exp_avg_sq`; a parameter group has one `step`. Checkpoints can be exchanged
+    with Transformer Engine's optimizer. Megatron's distributed optimizer cannot load the state of torch's own AdamW,
+    which has one `step` tensor per parameter (runtime/megatron_patches.py).
     """
 
     def __init__(
@@ -158,18 +164,18 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        capturable: bool = False,  # in a CUDA graph, which this is never part of
+        capturable: bool = False,  # passed by Megatron; CUDA graphs are not used
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [param for param in group["params"] if param.grad is not None]
-            if not params:  # a rank of the distributed optimizer may hold none of a group
+            if not params:  # with the distributed optimizer, a rank may have no parameter of a group
                 continue
             for param in params:
                 if not self.state[param]:
@@ -181,7 +187,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                # torch counts these up itself before the update; one tensor's views, since each new one is a launch
+                # Steps before this update; torch increments them. Views of one tensor need a single kernel launch.
                 list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
                 fused=True,
                 amsgrad=False,

@@ -1,4 +1,4 @@
-"""Profile of some iterations: a trace of torch's profiler, with Megatron's NVTX ranges on GPUs."""
+"""Profile of some iterations: a trace of torch's profiler, on GPUs with Megatron's NVTX ranges."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,11 +10,14 @@ from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
 
-_WARM_UP = 1  # iterations before the first: the profiler's own start would be in the trace
+_WARM_UP = 1  # iterations before the trace, so that the start of the profiler is not in the trace
 
 
 def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], None]) -> Iterator[StepBatches]:
-    """Yield the same steps; on rank 0, write a trace of those iterations of --profile that this start trains."""
+    """Yield the same steps. On rank 0, write a trace of the iterations in --profile to SAVE/profile.
+
+    If this start resumes within these iterations, only the remaining ones are traced.
+    """
     done = run.state.iteration
     first, last = run.settings.logging.profiled_iterations or (0, 0)
     first = max(first, done + 1 + _WARM_UP)
@@ -33,11 +36,12 @@ def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], Non
             profiler.export_chrome_trace(str(path))
             log(f"profile of iterations {first} to {reached}: {path}; open it at https://ui.perfetto.dev")
         except OSError as error:
-            log(f"warning: the profile could not be written to {path}: {error}")
+            log(f"warning: the profile could not be written to {path} ({error}); training continues")
 
-    when = schedule(skip_first=first - _WARM_UP - done - 1, wait=0, warmup=_WARM_UP, active=last - first + 1, repeat=1)
+    skipped = first - _WARM_UP - done - 1
+    iterations = schedule(skip_first=skipped, wait=0, warmup=_WARM_UP, active=last - first + 1, repeat=1)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities, schedule=when, on_trace_ready=write) as profiler:
+    with profile(activities=activities, schedule=iterations, on_trace_ready=write) as profiler:
         for step in steps:
             yield step
             profiler.step()

@@ -1,15 +1,16 @@
-"""One training step and one validation: forward, backward, update, and the sums that are logged.
+"""A training step and a validation step: forward, backward, update, and the sums that are logged.
 
-The loss is summed and not averaged locally: ranks and micro-batches predict different numbers of tokens, so the
-division happens once per iteration, inside Megatron, after all of them have been added (but for --loss-normalization
-micro_batch, which is there to repeat the paper's code). Whether the update is made is decided between the backward
-pass and the clipping of gradients, by numbers that all ranks hold alike (a skipped update costs its batch
-and nothing else). Those numbers and what each rank has to report travel together: a step waits for the device once
-(tests/gpu_path).
+Ranks and micro-batches predict different numbers of tokens. So they sum their losses, and Megatron divides once per
+iteration by all predicted tokens. (`--loss-normalization micro_batch`, which repeats the paper's code, divides in each
+micro-batch.)
+
+After backward, all ranks exchange loss, gradient norm and status in one collective. This is the only time in a step
+that the host waits for the device (tests/gpu_path). The ranks then skip the update if loss or gradient norm is not
+finite; a skipped update changes no weight and no optimizer state.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, fields
 from functools import partial
 
@@ -26,128 +27,131 @@ _SUMS = len(fields(MetricSums))
 
 
 def train_step(run: Run, batches: StepBatches) -> StepResult:
-    """Forward and backward over this rank's micro-batches, then one update if it does no harm. Collective: all ranks.
+    """Train on one global batch: forward, backward, and the update unless it is skipped. Collective: all ranks.
 
-    The learning rate changes without an update too: it is a function of the iteration.
+    Args:
+        batches: Micro-batches of this rank.
     """
-    reports, own_norm = compute_gradients(run, batches)
-    sums, grad_norm, status = _over_all_ranks(run, _sum_up(reports, batches, run.device), own_norm)
+    reports, local_norm = compute_gradients(run, batches)
+    sums, grad_norm, status = _gather_results(run, _sum_reports(reports, batches, run.device), local_norm)
     reason = skip_reason(sums.mean_loss, grad_norm)
     if reason is None:
         update_weights(run, grad_norm)
+    # The learning rate is a function of the iteration, so it changes after a skipped update, too.
     run.scheduler.step(increment=1)
     return StepResult(sums, status, grad_norm=grad_norm, skip_reason=reason)
 
 
 def skip_reason(loss: float, grad_norm: float) -> str | None:
-    """Return why an update with this loss and gradient norm must not be made; None if it may."""
+    """Return the reason to skip an update if loss or gradient norm is not finite, otherwise None."""
     is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
     return None if is_finite else f"loss {loss:.4f}, gradient norm {grad_norm:.3f}"
 
 
 def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:
-    """Run forward and backward over this rank's micro-batches; return their reports and the gradient norm.
+    """Run forward and backward over this rank's micro-batches.
 
-    The reports are those of `_report_loss`, none on a stage without the head. The norm is that over all ranks, before
-    clipping, a scalar on the device. Collective: all ranks.
+    Returns:
+        The reports of `_compute_loss` for each micro-batch (an empty list on a pipeline stage without the head), and
+        the gradient norm over all ranks before clipping, a scalar on the device.
+
+    Collective: all ranks.
     """
     run.model.zero_grad_buffer()
     run.optimizer.zero_grad()
-    reports = run_schedule(run, batches, _forward_step)
-    run.optimizer.prepare_grads()  # finds nothing itself: only float16 has a loss scale
+    reports = run_schedule(run, batches)
+    # Megatron checks for infinities here only with float16, which is not used.
+    run.optimizer.prepare_grads()
     return reports, run.optimizer.get_grad_norm()
 
 
 @torch.no_grad()
 def validation_step(run: Run, batches: StepBatches) -> StepResult:
-    """Loss sums of one validation batch. Collective: all ranks."""
-    reports = run_schedule(run, batches, _forward_step, forward_only=True)
-    sums, _, status = _over_all_ranks(run, _sum_up(reports, batches, run.device))  # collective: all ranks
+    """Return the loss sums of one validation batch. Collective: all ranks."""
+    reports = run_schedule(run, batches, forward_only=True)
+    sums, _, status = _gather_results(run, _sum_reports(reports, batches, run.device))
     return StepResult(sums, status)
 
 
 def share_status(run: Run) -> RankStatus:
-    """Return the statuses of all ranks without a training step. Collective: all ranks."""
-    return _over_all_ranks(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device))[2]
+    """Return the largest status over all ranks, without a training step. Collective: all ranks."""
+    return _gather_results(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device))[2]
 
 
-def _over_all_ranks(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> tuple[MetricSums, float, RankStatus]:
-    """Return the sums over the ranks, the gradient norm, and the largest status, the same bits on all ranks.
+def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> tuple[MetricSums, float, RankStatus]:
+    """Return the sums over all ranks, the mean gradient norm, and the largest status, bit-identical on all ranks.
 
-    What is not finite on one rank is so on all, and no rank finds a spike that another does not: megatron.core's norm
-    is reduced by each replica for itself unless the optimizer is distributed, and equal only up to rounding.
+    The norms of the ranks are averaged because megatron.core computes them separately in each replica, unless the
+    optimizer is distributed, and they differ by rounding.
+
+    Args:
+        sums: Values of this rank for MetricSums, fp64, in the order of its fields.
+        grad_norm: Gradient norm that this rank computed, a scalar on the device.
 
     Collective: all ranks.
     """
-    # From pinned memory, or the copy would wait for the device.
-    status = torch.tensor(astuple(run.own_status()), dtype=torch.float64, pin_memory=run.device.type == "cuda")
+    # Pinned memory, because a copy from pageable memory waits for the device.
+    status = torch.tensor(astuple(run.read_status()), dtype=torch.float64, pin_memory=run.device.type == "cuda")
     norm = torch.zeros_like(sums[:1]) if grad_norm is None else grad_norm.reshape(1)
-    own = torch.cat([sums, norm, status.to(run.device, non_blocking=True)])
+    local = torch.cat([sums, norm, status.to(run.device, non_blocking=True)])
     ranks = torch.distributed.get_world_size()
-    # Gathered and not reduced: of some the sum is wanted, of others the largest. 80 bytes per rank.
-    gathered = torch.empty(ranks * len(own), dtype=own.dtype, device=own.device)
-    torch.distributed.all_gather_into_tensor(gathered, own)
-    columns = gathered.cpu().view(ranks, -1).T.tolist()  # the device is waited for here, and nowhere else in a step
-    copies = parallel_state.get_tensor_model_parallel_world_size()  # of the same sums
-    totals = MetricSums(*(sum(column) / copies for column in columns[:_SUMS]))
+    # Gathered instead of reduced, because sums, mean and maximum are needed. 80 bytes per rank.
+    gathered = torch.empty(ranks * len(local), dtype=local.dtype, device=local.device)
+    torch.distributed.all_gather_into_tensor(gathered, local)
+    # The only place in a step where the host waits for the device.
+    columns = gathered.cpu().view(ranks, -1).T.tolist()
+    # Tensor-parallel ranks have the same sums.
+    tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
+    totals = MetricSums(*(sum(column) / tensor_parallel_size for column in columns[:_SUMS]))
     largest = RankStatus(*(int(max(column)) for column in columns[_SUMS + 1 :]))
     return totals, sum(columns[_SUMS]) / ranks, largest
 
 
-def run_schedule(
-    run: Run,
-    batches: StepBatches,
-    forward_step: Callable[[Run, Iterator[PackedBatch], torch.nn.Module], tuple],
-    *,
-    forward_only: bool = False,
-) -> list[Tensor]:
-    """Run Megatron's schedule over this rank's micro-batches and return what is reported of them.
-
-    Args:
-        forward_step: Megatron's, with the run in front.
+def run_schedule(run: Run, batches: StepBatches, *, forward_only: bool = False) -> list[Tensor]:
+    """Run Megatron's schedule over this rank's micro-batches, and return the reports of `_compute_loss`.
 
     Collective: all ranks.
     """
     return get_forward_backward_func()(
-        forward_step_func=partial(forward_step, run),
+        forward_step_func=partial(_forward_step, run),
         data_iterator=iter(batches.micro_batches),
         model=run.model,
         num_microbatches=len(batches.micro_batches),
-        # To Megatron, a packed micro-batch is one sequence, of which a context-parallel rank has its share.
+        # For Megatron, a micro-batch is one sequence, of which each context-parallel rank has an equal slice.
         seq_length=len(batches.micro_batches[0].tokens_t) * parallel_state.get_context_parallel_world_size(),
         micro_batch_size=1,
         forward_only=forward_only,
     )
 
 
-def _sum_up(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
-    """Return this rank's part of the MetricSums of a step."""
-    if not reports:  # a stage without the head
+def _sum_reports(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
+    """Return this rank's values for MetricSums: fp64, in the order of its fields."""
+    if not reports:  # a pipeline stage without the head
         return torch.zeros(_SUMS, dtype=torch.float64, device=device)
-    # Filled on the device: a copy from here would wait for it.
+    # Filled on the device, because a copy from the host would wait for the device.
     tokens = torch.full((1,), batches.real_tokens, dtype=torch.float64, device=device)
-    of_micro_batches = torch.stack(reports).sum(0)
-    return torch.cat([of_micro_batches[:3], tokens, of_micro_batches[3:]])
+    total = torch.stack(reports).sum(0)
+    return torch.cat([total[:3], tokens, total[3:]])
 
 
 def _forward_step(run: Run, data: Iterator[PackedBatch], model: torch.nn.Module) -> tuple:
     run.tick()
     batch = next(data).to(run.device, non_blocking=True)
     output = model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)
-    return output, partial(_report_loss, batch)
+    return output, partial(_compute_loss, batch)
 
 
-def _report_loss(batch: PackedBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Megatron's loss function: total loss, number of tokens it covers, and what is reported, all on the device."""
-    total, tokens, sums = _sum_loss(batch.labels_m, output)
-    pairs = batch.cu_seqlens_n.diff().double().square().sum(0, keepdim=True)
-    # Context-parallel ranks hold the bounds of all documents, for a share of their tokens.
-    return total, tokens, torch.cat([sums, pairs / parallel_state.get_context_parallel_world_size()])
+def _compute_loss(batch: PackedBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the loss of a micro-batch, as Megatron's loss function.
 
-
-def _sum_loss(labels_m: Tensor, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Total loss, number of tokens it covers, and one tensor of these two and the correct predictions."""
+    Returns:
+        Total loss in nats, number of predicted tokens, and the report: fp64 loss, predicted tokens, correct predictions
+        and attended pairs. All are on the device.
+    """
     losses_m, correct_m = output
     total = losses_m.sum()
-    tokens = (labels_m >= 0).sum(dtype=torch.int)
-    return total, tokens, torch.stack([total.detach(), tokens, correct_m.sum()]).double()
+    tokens = (batch.labels_m >= 0).sum(dtype=torch.int)
+    sums = torch.stack([total.detach(), tokens, correct_m.sum()]).double()
+    pairs = batch.cu_seqlens_n.diff().double().square().sum(0, keepdim=True)
+    # Every context-parallel rank has the bounds of all documents, so each one reports an equal share of the pairs.
+    return total, tokens, torch.cat([sums, pairs / parallel_state.get_context_parallel_world_size()])

@@ -1,9 +1,8 @@
-"""Trackers of logged values: JSON lines, TensorBoard, and optionally Weights & Biases.
+"""Trackers of logged values: SAVE/metrics.jsonl, TensorBoard, and optionally Weights & Biases. Only rank 0 uses them.
 
-Rank 0 alone keeps them. In `SAVE/metrics.jsonl` a run that was killed and resumes repeats the iterations since its
-checkpoint, and the later lines count; a line with "restarted" marks where it resumed. A run at Weights & Biases is
-known by an id in the save folder, so that the same command resumes the same run. A tracker that fails is named once,
-and training continues.
+A resumed run appends to metrics.jsonl. It repeats the iterations after its checkpoint, and readers use the later lines.
+A line with "restarted" marks where it resumed. The id of a run at Weights & Biases is stored in the save folder, so
+that the same command resumes the same run. A tracker that fails is reported once, and training continues.
 """
 
 import datetime
@@ -22,29 +21,37 @@ from megatron_neobert.runtime.atomic_files import replace_file
 
 _RECORD = "metrics.jsonl"
 _LEARNING = ("loss", "masked_accuracy", "lr", "grad_norm", "consumed_tokens", "skipped_iterations")
-_REASON_LINES = 3  # of an error of W&B: a heading, the setting, what is wrong with it
+_REASON_LINES = 3  # of an error message of W&B: a heading, the setting, and the problem
 
 
 class Trackers:
-    """The open files and connections of rank 0."""
+    """The open trackers of rank 0.
+
+    Args:
+        iteration: Iteration from which this start continues.
+        log: Prints a warning.
+
+    Raises:
+        ConfigError: Weights & Biases did not start.
+    """
 
     def __init__(self, settings: Settings, *, iteration: int, log: Callable[[str], None]) -> None:
         self.save = None if settings.checkpoint.save is None else Path(settings.checkpoint.save)
         self.log = log
-        self.failed: set[str] = set()  # what values could not be written to; training is worth more than a log of it
+        self.failed: set[str] = set()  # trackers that could not be written to
         self.tensorboard = _open_tensorboard(settings, iteration)
         self.wandb = None if settings.logging.wandb_project is None else start_wandb(settings)
         has_record = self.save is not None and (self.save / _RECORD).exists()
-        # Not recorded yet: a run that has nothing left to do, or is stopped before it does anything, has not resumed.
+        # `record` writes the mark, because a run may end before it trains, and then it has not resumed.
         self.resumes_from = iteration if has_record else None
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
-        """Keep the values that are finite; JSON knows no others."""
+        """Write the values to all trackers, except values that are not finite, which JSON cannot represent."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.save is not None:
             with self._logging_failures(str(self.save / _RECORD)):
                 if self.resumes_from is not None:
-                    self._append({"iteration": self.resumes_from, "restarted": 1})  # what neobert plot marks
+                    self._append({"iteration": self.resumes_from, "restarted": 1})
                     self.resumes_from = None
                 self._append({"iteration": iteration, "cursor": asdict(cursor), **values})
         if self.tensorboard is not None:
@@ -56,34 +63,38 @@ class Trackers:
                 self.wandb.log({"iteration": iteration, **values})
 
     @contextmanager
-    def _logging_failures(self, place: str) -> Iterator[None]:
+    def _logging_failures(self, tracker: str) -> Iterator[None]:
+        """Log the first error of a tracker, and suppress all its errors."""
         try:
             yield
         except Exception as error:
-            if not isinstance(error, OSError) and place != "W&B":
+            # W&B raises many classes. In our own code, other errors than OSError are bugs.
+            if not isinstance(error, OSError) and tracker != "W&B":
                 raise
-            if place not in self.failed:
+            if tracker not in self.failed:
                 reason = getattr(error, "strerror", None) or error
-                self.log(f"warning: {place} takes no values ({reason}); the run continues without them")
-            self.failed.add(place)
+                self.log(f"warning: {tracker} cannot be written ({reason}); training continues without it")
+            self.failed.add(tracker)
 
     def _append(self, values: dict[str, Any]) -> None:
         assert self.save is not None
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        # inspection/run_log.py finds lines by "iteration" as their first key.
         with (self.save / _RECORD).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({**values, "time": now}) + "\n")  # "iteration" first: run_log.py finds lines by it
+            stream.write(json.dumps({**values, "time": now}) + "\n")
 
     def close(self, *, failed: bool) -> None:
+        """Close TensorBoard and W&B. W&B records whether the run failed."""
         if self.tensorboard is not None:
             with self._logging_failures(self.tensorboard.log_dir):
                 self.tensorboard.close()
         if self.wandb is not None and "W&B" not in self.failed:
             with self._logging_failures("W&B"):
-                self.wandb.finish(exit_code=int(failed))  # returns when W&B has everything, or the disk if offline
+                self.wandb.finish(exit_code=int(failed))  # waits until all values are uploaded, or on disk if offline
 
 
 def _tag(name: str) -> str:
-    """Return TensorBoard's tag, whose first part is the group that a curve is shown in."""
+    """Return TensorBoard's tag of a value. The part before the slash is the group of the curve."""
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
     return f"{'train' if name in _LEARNING else 'machine'}/{name}"
@@ -92,14 +103,15 @@ def _tag(name: str) -> str:
 def _open_tensorboard(settings: Settings, iteration: int) -> Any:
     if settings.checkpoint.save is None:
         return None
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
+    # Slow to import, and only rank 0 needs it.
+    from torch.utils.tensorboard import SummaryWriter
 
     folder = str(Path(settings.checkpoint.save) / "tensorboard")
-    return SummaryWriter(folder, purge_step=iteration + 1)  # hides what a killed run wrote beyond its checkpoint
+    return SummaryWriter(folder, purge_step=iteration + 1)  # hides values after the checkpoint
 
 
 def start_wandb(settings: Settings) -> Any:
-    """Start a run at W&B, or resume that of the save folder."""
+    """Start a run at W&B, or resume the W&B run of the save folder. Raise ConfigError if W&B does not start."""
     import wandb
 
     project, save = settings.logging.wandb_project, settings.checkpoint.save
@@ -111,23 +123,23 @@ def start_wandb(settings: Settings) -> Any:
             resume="allow",
             dir=save,
             config=asdict(settings),
-            allow_val_change=True,  # of that config: a run may resume with another learning rate
-            settings=wandb.Settings(console="off"),  # the log is on the console already
+            allow_val_change=True,  # a run may resume with another learning rate
+            settings=wandb.Settings(console="off"),  # do not capture our console output
         )
-    except (wandb.Error, ValueError, OSError) as error:  # ValueError: what it makes of a wrong WANDB_ variable
+    except (wandb.Error, ValueError, OSError) as error:  # ValueError for a wrong WANDB_ variable
         reason = " ".join(" ".join(str(error).splitlines()[:_REASON_LINES]).split()).rstrip(".")
         raise ConfigError(
-            f"--wandb-project {project}: W&B did not start ({reason}); correct what it names (a variable WANDB_...?), "
-            "log in with wandb login or set WANDB_MODE=offline if it asks for a key, or leave the flag out."
+            f"--wandb-project {project}: W&B did not start ({reason}); correct the setting that it names (a variable "
+            "WANDB_...?), use wandb login or WANDB_MODE=offline if it asks for a key, or leave the flag out."
         ) from error
-    # W&B's own counter cannot go back, which a run does that was killed behind its last checkpoint.
+    # W&B's own step counter cannot go back, but a run that was killed resumes from an earlier iteration.
     run.define_metric("iteration")
     run.define_metric("*", step_metric="iteration")
     return run
 
 
 def _id_of(save: Path) -> str:
-    """Return the W&B id of a save folder, drawn at its first use. A run in another folder is another run."""
+    """Return the W&B id of a save folder. The first call draws the id and writes it to the folder."""
     path = save / "wandb_id.txt"
     if not path.exists():
         replace_file(path, secrets.token_hex(4) + "\n")

@@ -1,4 +1,4 @@
-"""Settings of the tiny model that the runs on several ranks train."""
+"""Settings of the tiny runs of this folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_neobert.config.schema import Settings
 
 @pytest.fixture
 def settings(tiny_corpus: Any, tmp_path: Path) -> Callable[..., Settings]:
-    """Builds the tiny run's settings; keyword arguments are `section={field: value}`."""
+    """Return a function that builds settings of a tiny run; keyword arguments are `section={field: value}`."""
 
     def build(save: str = "run", **sections: dict[str, Any]) -> Settings:
         return tiny_settings(tiny_corpus, save=tmp_path / save, **sections)

@@ -1,4 +1,4 @@
-"""Real training runs on several gloo ranks, each a forked process: a run of two ranks takes about a second."""
+"""Training runs on several gloo ranks, which are forked processes. A run of two ranks takes about a second."""
 
 import json
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from megatron_neobert.training.loop import run_training
 
 
 def train_on_ranks(settings: Settings, *, world_size: int = 1, prepare: Any = None, preload: str = "preloaded") -> None:
-    """Runs `run_training` on `world_size` ranks; raises if one of them fails.
+    """Run `run_training` on `world_size` ranks. Raise if a rank fails.
 
     Args:
-        prepare: Called in each process before training, for controls that break something on purpose.
-        preload: Module that the processes have imported before.
+        prepare: Called in each process before training, to change functions.
+        preload: Module that the processes have imported.
     """
     run_on_ranks(_train, settings, prepare, world_size=world_size, preload=preload)
 
@@ -29,11 +29,11 @@ def _train(settings: Settings, prepare: Any) -> None:
 
 
 def quick_only(cases: Iterable[str], *quick: str) -> list[Any]:
-    """The cases for parametrize, of which `make test` runs these alone and `make test-all` every one."""
+    """Return cases for parametrize. `make test` runs only the `quick` cases, and `make test-all` runs all cases."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def read_metrics(save: str | Path, key: str = "loss") -> dict[int, float]:
-    """One value per iteration out of the run's metrics.jsonl; exact, as Python prints floats."""
+    """Return a value per iteration from metrics.jsonl. Values are exact."""
     lines = (json.loads(line) for line in (Path(save) / "metrics.jsonl").read_text().splitlines())
     return {line["iteration"]: line[key] for line in lines if key in line}

@@ -1,4 +1,4 @@
-"""Contrastive fine-tuning by torchrun: two processes on CPU share out the batches of one plan."""
+"""Contrastive fine-tuning with torchrun: two processes on CPU share the batches of a step."""
 
 import json
 import subprocess
@@ -14,29 +14,29 @@ COMMAND = ("-m", "megatron_neobert", "finetune")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encoder without dropout, its data, and a rate so small that no step changes the next one's loss."""
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an encoder without dropout, data, and a rate so small that updates do not change losses."""
     folder = tmp_path_factory.mktemp("contrastive")
     config = write_encoder(folder / "bert") / "config.json"
-    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config.write_text(json.dumps(json.loads(config.read_text()) | without))
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config.write_text(json.dumps(json.loads(config.read_text()) | dropout))
     write_datasets(folder / "data")
     write_yaml(folder / "run.yaml", learning_rate=1e-12, log_interval=1)
     return folder
 
 
-def losses_of(place: Path, output: Path, *, processes: int, steps: int) -> list[float]:
-    """What the run logged, a loss per step."""
-    flags = {"model": place / "bert", "config": place / "run.yaml", "data-dir": place / "data", "output": output}
-    words = [word for name, value in (flags | {"steps": steps}).items() for word in (f"--{name}", str(value))]
-    finished = subprocess.run(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), *COMMAND, *words, "--device", "cpu"],
-        env=environment(processes, HF_DATASETS_CACHE=place / "cache", OMP_NUM_THREADS=1),
+def losses_of(inputs: Path, output: Path, *, processes: int, steps: int) -> list[float]:
+    """Fine-tune, and return the loss of each step."""
+    flags = {"model": inputs / "bert", "config": inputs / "run.yaml", "data-dir": inputs / "data", "output": output}
+    arguments = [text for name, value in (flags | {"steps": steps}).items() for text in (f"--{name}", str(value))]
+    process = subprocess.run(
+        [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), *COMMAND, *arguments, "--device", "cpu"],
+        env=environment(processes, HF_DATASETS_CACHE=inputs / "cache", OMP_NUM_THREADS=1),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
     record = read_record(output / "bert" / "contrastive.json")
     assert record["settings"]["processes"] == processes
     assert sum(share["batches"] for share in record["results"]["datasets"].values()) == processes * steps
@@ -44,8 +44,8 @@ def losses_of(place: Path, output: Path, *, processes: int, steps: int) -> list[
 
 
 @pytest.mark.slow
-def test_step_of_two_processes_is_the_mean_of_two_steps_of_one(place, tmp_path):
-    alone = losses_of(place, tmp_path / "one", processes=1, steps=4)
-    shared = losses_of(place, tmp_path / "two", processes=2, steps=2)
-    assert len(set(alone)) == 4, "batches of different losses, or the next line could not fail"
-    assert shared == pytest.approx([(alone[0] + alone[1]) / 2, (alone[2] + alone[3]) / 2], abs=1e-4)
+def test_loss_of_a_step_on_two_processes_is_the_mean_of_two_steps_on_one(inputs, tmp_path):
+    losses = losses_of(inputs, tmp_path / "one", processes=1, steps=4)
+    shared = losses_of(inputs, tmp_path / "two", processes=2, steps=2)
+    assert len(set(losses)) == 4, "with equal losses, the next line could not fail"
+    assert shared == pytest.approx([(losses[0] + losses[1]) / 2, (losses[2] + losses[3]) / 2], abs=1e-4)

@@ -1,4 +1,4 @@
-"""A checkpoint that training wrote, on any number of ranks, is read as the model that was trained."""
+"""Checkpoints of training runs, on any number of ranks, are read as the model that was trained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ TOKENS = torch.randint(280, (sum(LENGTHS),), generator=torch.Generator().manual_
 
 
 def save_loud_weights(settings: Settings, *, world_size: int, logits: Path | None = None) -> None:
-    """Saves iteration 7 of a run whose fresh weights were made larger, and what the model computes with them."""
+    """Save iteration 7 of a run with enlarged initial weights, and the logits of the model in `logits`."""
     run_on_ranks(_save_on_rank, settings, logits, world_size=world_size)
 
 
@@ -32,29 +32,30 @@ def _save_on_rank(settings: Settings, logits: Path | None) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5 if parameter.dim() == 1 else 12)
-        model.output_layer.bias.copy_(model.output_layer.weight.sum(1))  # zero in the rows that pad the vocabulary
+        model.output_layer.bias.copy_(model.output_layer.weight.sum(1))  # zero for the padding of the vocabulary
         if logits is not None:
             computed = model(TOKENS, STARTS, max(LENGTHS), torch.arange(len(TOKENS)))
             torch.save(computed[:, : run.tokenizer.vocab_size].clone(), logits)
     run.model.zero_grad_buffer()
     run.optimizer.prepare_grads()
-    run.optimizer.step_with_ready_grads()  # at a learning rate of 0: Megatron saves no optimizer that has never stepped
+    # With a learning rate of 0, because Megatron does not save an optimizer that has never stepped.
+    run.optimizer.step_with_ready_grads()
     run.state = replace(run.state, iteration=7)
     Saver(run, log=print).save()
 
 
-def test_saved_weights_read_into_the_reference_give_megatrons_logits(settings, tmp_path):
+def test_reference_with_saved_weights_gives_megatron_s_logits(settings, tmp_path):
     run = settings("run")
     save_loud_weights(run, world_size=1, logits=tmp_path / "logits.pt")
     reference = read_checkpoint(Path(run.checkpoint.save)).build_reference(torch.float32)
     with torch.no_grad():
-        found = reference.forward_packed(TOKENS, STARTS)
+        logits = reference.forward_packed(TOKENS, STARTS)
     expected = torch.load(tmp_path / "logits.pt", weights_only=True)
     assert expected.abs().max() > 3, "logits too small to show an error"
-    assert (found - expected).abs().max() / expected.abs().max() <= MEGATRON_LOGITS.gate
+    assert (logits - expected).abs().max() / expected.abs().max() <= MEGATRON_LOGITS.gate
 
 
-def test_weights_read_are_the_same_whatever_layout_saved_them(settings):
+def test_weights_do_not_depend_on_the_layout_that_saved_them(settings):
     layouts = {"alone": (1, {}), "data": (2, {}), "tensor": (2, {"tensor_model_parallel_size": 2})}
     checkpoints = {}
     for name, (world_size, parallel) in layouts.items():
@@ -77,19 +78,19 @@ def test_weights_read_are_the_same_whatever_layout_saved_them(settings):
     [(1, {}), (2, {"tensor_model_parallel_size": 2}), (2, {"use_distributed_optimizer": False})],
     ids=["one rank", "TP 2", "whole optimizer"],
 )
-def test_bfloat16_run_is_read_as_the_fp32_weights_that_its_optimizer_updates(settings, world_size, parallel):
+def test_bfloat16_run_is_read_as_its_fp32_main_weights(settings, world_size, parallel):
     run = settings("run", parallel=parallel, training={"bf16": True})
     train_on_ranks(run, world_size=world_size)
     checkpoint = read_checkpoint(Path(run.checkpoint.save))
     rounded = model_tensors(checkpoint.folder)
     for name, tensor in checkpoint.tensors.items():
         assert tensor.dtype == torch.float32
-        assert torch.equal(tensor.bfloat16(), rounded[name]), f"{name} is not what training computed with"
+        assert torch.equal(tensor.bfloat16(), rounded[name]), f"{name} is not the weight that training used"
     assert any(not torch.equal(tensor, rounded[name].float()) for name, tensor in checkpoint.tensors.items())
 
 
 def model_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The model's own tensors of a checkpoint, in the precision that they are stored in."""
+    """Return the tensors of the model in a checkpoint, as stored."""
     stored = StoredTensors(folder)
     tensors = {name: stored.read_whole(name) for name in stored.shapes if not name.startswith("optimizer.")}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}

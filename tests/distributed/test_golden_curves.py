@@ -1,6 +1,7 @@
-"""Loss and gradient norm of every step of some runs, as they were when golden_curves.json was written.
+"""Loss and gradient norm of every step of some runs equal those in golden_curves.json.
 
-A change of any number of training shows here. `make golden` writes the file anew, and CHANGELOG.md says why.
+These tests detect every change of the numbers of training. `make golden` rewrites the file; state the reason in
+CHANGELOG.md.
 """
 
 import json
@@ -45,11 +46,11 @@ def settings_of(name: str, corpus: Any, save: Path) -> Settings:
 
 
 def command_of(name: str, settings: Settings) -> str:
-    """How a user makes the curve, with a corpus and folders of their own."""
+    """Return the command with which a user reproduces the curve."""
     data, save = settings.data, settings.checkpoint.save
-    places = {data.data_path[0]: "PREFIX", data.tokenizer_model: "TOKENIZER", save: "SAVE"}
-    words = [places.get(word, shlex.quote(word)) for word in flags_of(settings)]
-    return f"NPROC_PER_NODE={RUNS[name][0]} bash examples/pretrain_neobert.sh {' '.join(words)}"
+    placeholders = {data.data_path[0]: "PREFIX", data.tokenizer_model: "TOKENIZER", save: "SAVE"}
+    flags = [placeholders.get(flag, shlex.quote(flag)) for flag in flags_of(settings)]
+    return f"NPROC_PER_NODE={RUNS[name][0]} bash examples/pretrain_neobert.sh {' '.join(flags)}"
 
 
 def curve_of(name: str, corpus: Any, save: Path, **training: Any) -> dict[str, Any]:
@@ -59,36 +60,36 @@ def curve_of(name: str, corpus: Any, save: Path, **training: Any) -> dict[str, A
     return {"command": command_of(name, settings), **curves}
 
 
-def gap(one: list[float], other: list[float]) -> float:
-    assert len(one) == len(other) == STEPS
-    return max(abs(first - second) / abs(first) for first, second in zip(one, other, strict=True))
+def gap(expected: list[float], measured: list[float]) -> float:
+    assert len(expected) == len(measured) == STEPS
+    return max(abs(first - second) / abs(first) for first, second in zip(expected, measured, strict=True))
 
 
 @pytest.fixture(scope="module")
 def golden(tiny_corpus: Any) -> dict[str, Any]:
     curves = json.loads(CURVES.read_text())
     if not os.environ.get("WRITE_GOLDEN"):
-        assert curves["corpus_sha256"] == sha256_of(Path(f"{tiny_corpus.prefix}.bin")), "the text is another one"
+        assert curves["corpus_sha256"] == sha256_of(Path(f"{tiny_corpus.prefix}.bin")), "the corpus has changed"
     return curves
 
 
-# A layout whose losses are no longer those of one rank shows in test_layouts.
+# `make test` runs only the curves of one rank; test_layouts.py compares other layouts with one rank.
 @pytest.mark.parametrize("name", quick_only(RUNS, *(name for name, (ranks, _) in RUNS.items() if ranks == 1)))
 def test_a_run_has_its_golden_curve(tiny_corpus, golden, tmp_path, name):
-    found = curve_of(name, tiny_corpus, tmp_path)
+    curve = curve_of(name, tiny_corpus, tmp_path)
     if os.environ.get("WRITE_GOLDEN"):
         written = json.loads(CURVES.read_text())
-        written |= {"corpus_sha256": sha256_of(Path(f"{tiny_corpus.prefix}.bin")), name: found}
+        written |= {"corpus_sha256": sha256_of(Path(f"{tiny_corpus.prefix}.bin")), name: curve}
         CURVES.write_text(json.dumps(written, indent=1) + "\n")
         return
-    assert found["command"] == golden[name]["command"]
-    loss, grad_norm = (gap(golden[name][key], found[key]) for key in ("loss", "grad_norm"))
+    assert curve["command"] == golden[name]["command"]
+    loss, grad_norm = (gap(golden[name][key], curve[key]) for key in ("loss", "grad_norm"))
     print(f"{name}: {loss:.1e} {grad_norm:.1e}")
     assert loss <= GOLDEN_LOSS.gate
     assert grad_norm <= GOLDEN_GRAD_NORM.gate
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"loss_normalization": "micro_batch"}], ids=["seed", "mean"])
-def test_another_run_is_told_apart(tiny_corpus, golden, tmp_path, change):
-    found = curve_of("plain", tiny_corpus, tmp_path, **change)
-    assert gap(golden["plain"]["loss"], found["loss"]) > 100 * GOLDEN_LOSS.gate
+def test_run_with_another_setting_has_another_curve(tiny_corpus, golden, tmp_path, change):
+    curve = curve_of("plain", tiny_corpus, tmp_path, **change)
+    assert gap(golden["plain"]["loss"], curve["loss"]) > 100 * GOLDEN_LOSS.gate

@@ -1,4 +1,4 @@
-"""Training goes on from converted weights, in any layout, with not a bit of them lost."""
+"""Training continues from converted weights, in any layout and without losing a bit."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ STOP = 3
 
 @pytest.fixture
 def imported(settings: Any, tmp_path: Path) -> str:
-    """Weights of a run of three iterations, to Hugging Face and back; the run lies beside."""
+    """Weights of a run of three iterations, exported to Hugging Face and imported again. The run is in `first`."""
     run = settings("first", training={"exit_interval": STOP})
     train_on_ranks(run)
     export(read_checkpoint(Path(run.checkpoint.save)), tmp_path / "model")
@@ -50,37 +50,37 @@ def stored_tensors(save: str, prefix: str) -> dict[str, Tensor]:
     ],
     ids=["one rank", "TP 2", "PP 2", "DP 2 with a whole optimizer"],
 )
-def test_converted_weights_give_the_loss_of_the_run_that_they_come_from(
+def test_converted_weights_give_the_loss_of_the_original_weights(
     settings: Any, imported: str, tmp_path: Path, world_size: int, parallel: dict[str, Any]
 ):
-    # Of another seed the data begin anew, as they do with converted weights: both runs read the same rows first.
+    # With another seed, the data start again, as they do with converted weights. So both runs read the same batch.
     whole = continued(settings("whole"), str(tmp_path / "first"), exit_interval=STOP + 1, seed=1)
     train_on_ranks(whole)
     run = continued(settings("second", parallel=parallel), imported, exit_interval=2, seed=1)
     train_on_ranks(run, world_size=world_size)
-    expected, found = read_metrics(whole.checkpoint.save)[STOP + 1], read_metrics(run.checkpoint.save)
-    assert found[1] == pytest.approx(expected, rel=1e-6)  # equal on one rank; other layouts add in another order
-    assert world_size > 1 or found[1] == expected
-    fresh = read_metrics(tmp_path / "first")[1]
-    assert abs(fresh - expected) > 1e-3 * expected, "fresh weights would do as well"
+    expected, loss = read_metrics(whole.checkpoint.save)[STOP + 1], read_metrics(run.checkpoint.save)[1]
+    assert loss == pytest.approx(expected, rel=1e-6)  # other layouts add in another order
+    assert world_size > 1 or loss == expected
+    initial_loss = read_metrics(tmp_path / "first")[1]
+    assert abs(initial_loss - expected) > 1e-3 * expected, "initial weights must give another loss"
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_bfloat16_run_updates_the_converted_weights_and_not_their_rounding(
-    settings: Any, imported: str, distributed_optimizer: bool
-):
+def test_bfloat16_run_keeps_the_converted_weights_in_float32(settings: Any, imported: str, distributed_optimizer: bool):
     run = settings("second", parallel={"use_distributed_optimizer": distributed_optimizer}, optimizer={"lr": 0.0})
     run = continued(run.with_section("optimizer", min_lr=0.0), imported, exit_interval=1, bf16=True)
     train_on_ranks(run)
     expected = split_halves(read_checkpoint(Path(imported)).tensors)
     prefix = f"optimizer.state.{'param' if distributed_optimizer else 'fp32_param'}."
-    found = stored_tensors(run.checkpoint.save, prefix)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].view_as(tensor), tensor) for name, tensor in expected.items())
-    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in expected.values()), "nothing to lose"
+    stored = stored_tensors(run.checkpoint.save, prefix)
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name].view_as(tensor), tensor) for name, tensor in expected.items())
+    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in expected.values()), (
+        "rounding must change the weights"
+    )
 
 
-def test_converted_weights_as_the_runs_own_folder_are_refused_with_the_flag_to_use(settings: Any, imported: str):
+def test_converted_weights_in_load_are_refused_with_the_right_flag(settings: Any, imported: str):
     run = settings("second").with_section("checkpoint", load=imported)
     with pytest.raises(Exception, match=r"holds weights but no optimizer state .* give it as --continue-from"):
         train_on_ranks(run)

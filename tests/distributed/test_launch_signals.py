@@ -1,4 +1,4 @@
-"""Ctrl-C twice, to a launcher whose rank hangs."""
+"""Two Ctrl-C to a launcher with a hanging rank."""
 
 import signal
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from tests_tiny import tiny_settings
 from training_command import environment, flags_of
 
-# The training command, with a rank 1 that sleeps before its fifth update.
+# The training command. Rank 1 sleeps before its fifth update.
 HANGING_SCRIPT = """
 import os, time
 from megatron_neobert.errors import run_command
@@ -33,9 +33,9 @@ run_command(main)
 def test_second_interrupt_aborts_launcher_and_ranks_with_130(tiny_corpus, tmp_path):
     script = tmp_path / "hanging.py"
     script.write_text(HANGING_SCRIPT)
-    words = [sys.executable, "-m", "megatron_neobert.launch", str(script), *flags_of(tiny_settings(tiny_corpus))]
+    command = [sys.executable, "-m", "megatron_neobert.launch", str(script), *flags_of(tiny_settings(tiny_corpus))]
     with subprocess.Popen(
-        words, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         assert any("rank 1 sleeps" in line for line in process.stdout)
@@ -43,8 +43,8 @@ def test_second_interrupt_aborts_launcher_and_ranks_with_130(tiny_corpus, tmp_pa
         process.send_signal(signal.SIGINT)
         assert any("Ctrl-C again aborts at once" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, said
-    assert "rank 0: aborted\n" in said
-    assert "rank 1: aborted\n" in said
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, output
+    assert "rank 0: aborted\n" in output
+    assert "rank 1: aborted\n" in output
     assert not any(rank.is_running() for rank in ranks)

@@ -1,4 +1,4 @@
-"""Every parallel layout computes the run of one rank."""
+"""Every parallel layout gives the loss curve of one rank."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks train, and how they share the work."""
+    """Number of ranks, and settings for their parallelism."""
 
     ranks: int
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -26,8 +26,6 @@ class Layout:
 
 
 ONE_RANK = Layout(1)
-
-
 DP2_OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 10_000}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -50,7 +48,7 @@ LAYOUTS = {
     "recomputed layers, pipeline 2": Layout(2, PP2, RECOMPUTE_ALL),
     "recomputed attention, tensor 2": Layout(2, TP2, {"recompute_granularity": "selective"}),
 }
-# One of each kind of parallelism; two kinds at a time take four ranks, which take turns on two cores.
+# One layout for each kind of parallelism. Combinations need four ranks, which are slow on two cores.
 QUICK = (
     "data 2, overlapped",
     "tensor 2",
@@ -63,7 +61,7 @@ IN_BF16 = ("data 2", "tensor 2", "pipeline 2", "context 2", "recomputed layers")
 
 @pytest.fixture(scope="module")
 def one_rank(tiny_corpus, tmp_path_factory) -> Callable[..., Path]:
-    """The folder of the run of one rank that the others are compared with; trained once per precision."""
+    """Return a function that trains on one rank, once per precision, and returns the save folder."""
 
     @functools.cache
     def train(*, bf16: bool = False) -> Path:

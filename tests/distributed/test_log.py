@@ -1,4 +1,4 @@
-"""What real runs log: the same figures whatever the layout, and Weights & Biases only where it is asked for."""
+"""Logs of training runs: figures that do not depend on the layout, validation curves, a profile, and W&B."""
 
 import gzip
 import importlib.util
@@ -18,8 +18,8 @@ from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.training import loop
 
-LAST = 3  # iteration of each run here
-ROWS, ROW_TOKENS = 8, 128  # of an iteration, and of a row
+LAST = 3  # last iteration of all runs
+GLOBAL_BATCH_SIZE, SEQ_LENGTH = 8, 128
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two replicas": {},
     "two tensor-parallel ranks": {"tensor_model_parallel_size": 2},
@@ -40,7 +40,7 @@ def build(tiny_corpus, tmp_path_factory):
 
 
 def before_each_step(act) -> None:
-    """Calls `act(run, batches)` in front of every step of this process."""
+    """Call `act(run, batches)` before every step of this process."""
     original = loop.train_step
 
     def train_step(run, batches):
@@ -51,10 +51,10 @@ def before_each_step(act) -> None:
 
 
 class Plain(NamedTuple):
-    """A run of one rank, and what was in its batches: tokens, and pairs of tokens that see each other."""
+    """A run of one rank, and for each batch its tokens and pairs of tokens that attend to each other."""
 
     save: Path
-    documents: list[dict[str, int]]
+    batches: list[dict[str, int]]
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +72,23 @@ def plain(build, tmp_path_factory) -> Plain:
 
 
 @pytest.mark.parametrize("layout", quick_only(LAYOUTS, "two tensor-parallel ranks"))
-def test_operations_and_fill_are_those_of_the_documents_in_every_layout(build, plain, layout):
+def test_every_layout_logs_the_operations_and_packing_efficiency_of_its_documents(build, plain, layout):
     run = build(parallel=LAYOUTS[layout])
     train_on_ranks(run, world_size=2)
     rates = read_metrics(run.checkpoint.save, "tokens_per_second_per_rank")
     operations = read_metrics(run.checkpoint.save, "tflops_per_rank")
     vocab_size = load_tokenizer(Path(run.data.tokenizer_model)).vocab_size
-    for iteration, batch in enumerate(plain.documents, start=1):
+    for iteration, batch in enumerate(plain.batches, start=1):
         expected = training_flops_per_token(
             run, vocab_size=vocab_size, document_tokens=batch["pairs"] / batch["tokens"]
         )
         assert operations[iteration] * 1e12 / rates[iteration] == pytest.approx(expected)
-    fills = read_metrics(run.checkpoint.save, "fill")
-    assert list(fills.values()) == [batch["tokens"] / (ROWS * ROW_TOKENS) for batch in plain.documents]
+    efficiencies = read_metrics(run.checkpoint.save, "fill")
+    capacity = GLOBAL_BATCH_SIZE * SEQ_LENGTH
+    assert list(efficiencies.values()) == [batch["tokens"] / capacity for batch in plain.batches]
 
 
-def test_each_corpus_for_validation_has_the_curve_that_it_has_alone(build, tiny_corpus):
+def test_validation_curve_of_a_corpus_does_not_depend_on_other_corpora(build, tiny_corpus):
     def curves_of(*limits: str, suffixes: tuple[str, ...]) -> list[dict[int, float]]:
         data = {"valid_data_path": tuple(f"{tiny_corpus.prefix}:{limit}" for limit in limits)}
         run = build(training={"train_iters": LAST, "eval_interval": 2, "eval_iters": 2}, data=data)
@@ -99,10 +100,10 @@ def test_each_corpus_for_validation_has_the_curve_that_it_has_alone(build, tiny_
     assert [short] == curves_of("max=40", suffixes=("",))
     assert [long] == curves_of("min=41", suffixes=("",))
     assert list(short) == [2, 3]
-    assert all(min(short[one], long[one]) < whole[one] < max(short[one], long[one]) for one in short)
+    assert all(min(short[i], long[i]) < whole[i] < max(short[i], long[i]) for i in short)
 
 
-def test_a_profile_is_a_trace_of_its_iterations_and_changes_no_figure(build, plain):
+def test_profile_is_a_trace_of_its_iterations_and_does_not_change_losses(build, plain):
     run = build(logging={"profile": "2-3"})
     train_on_ranks(run)
     (trace,) = Path(run.checkpoint.save, "profile").iterdir()
@@ -114,14 +115,14 @@ def test_a_profile_is_a_trace_of_its_iterations_and_changes_no_figure(build, pla
     assert read_metrics(run.checkpoint.save) == read_metrics(plain.save)
 
 
-def test_a_run_without_save_warns_at_its_start_and_at_its_end_on_one_rank_that_weights_are_lost(build, capfd):
+def test_run_without_save_warns_once_at_its_start_and_once_at_its_end(build, capfd):
     train_on_ranks(build(checkpoint={"save": None, "load": None}), world_size=2)
     lines = [line for line in capfd.readouterr().out.splitlines() if re.match("training|iteration|warning", line)]
-    warned = [number for number, line in enumerate(lines) if "weights are lost" in line]
-    assert warned == [1, len(lines) - 1], lines
+    warnings = [number for number, line in enumerate(lines) if "weights are lost" in line]
+    assert warnings == [1, len(lines) - 1], lines
 
 
-def test_wandb_that_is_not_installed_is_refused_before_ranks_meet(build, monkeypatch):
+def test_missing_wandb_is_refused_before_the_ranks_connect(build, monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     importlib.invalidate_caches()
@@ -130,7 +131,7 @@ def test_wandb_that_is_not_installed_is_refused_before_ranks_meet(build, monkeyp
 
 
 @needs_wandb
-def test_wandb_run_of_a_save_folder_goes_on_after_a_stop(build, monkeypatch):
+def test_resumed_run_continues_the_wandb_run_of_its_save_folder(build, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = build(logging={"wandb_project": "books"}, training={"train_iters": LAST, "eval_iters": 0, "exit_interval": 2})
     run = run.with_section("checkpoint", load=run.checkpoint.save)
@@ -144,7 +145,7 @@ def test_wandb_run_of_a_save_folder_goes_on_after_a_stop(build, monkeypatch):
 
 
 @needs_wandb
-def test_training_goes_on_when_wandb_has_ended(build, monkeypatch, capfd):
+def test_training_continues_after_wandb_was_killed(build, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
     def kill(run, batches):
@@ -156,5 +157,5 @@ def test_training_goes_on_when_wandb_has_ended(build, monkeypatch, capfd):
 
     run = build(logging={"wandb_project": "books"})
     train_on_ranks(run, prepare=lambda: before_each_step(kill))
-    assert capfd.readouterr().out.count("warning: W&B takes no values") == 1
+    assert capfd.readouterr().out.count("warning: W&B cannot be written") == 1
     assert list(read_metrics(run.checkpoint.save)) == list(range(1, LAST + 1))

@@ -1,6 +1,6 @@
-"""Checkpoints move between the release lines of megatron-core that setup.py names, both ways.
+"""Checkpoints can be exchanged between the two releases of megatron-core that setup.py names.
 
-OTHER_PYTHON names the interpreter of an environment with the other line; `make test-current` gives that of `make test`.
+OTHER_PYTHON is the interpreter of an environment with the other release. `make test-current` sets it.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ LENGTH = {"train_iters": ITERATIONS, "eval_interval": ITERATIONS}
 
 
 def run_elsewhere(*command: str, settings: Settings) -> None:
-    """In the other environment, with this checkout's code."""
+    """Run a command of this checkout in the other environment."""
     folders = [REPOSITORY, *(REPOSITORY / "tests" / name for name in ("", "distributed", "parity"))]
     variables = {**environment(1), "PYTHONPATH": os.pathsep.join(map(str, folders))}
     ended = subprocess.run(
@@ -40,15 +40,15 @@ def run_elsewhere(*command: str, settings: Settings) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def other_line() -> None:
     if not OTHER_PYTHON:
-        pytest.skip("OTHER_PYTHON names no environment with the other release line of megatron-core")
+        pytest.skip("OTHER_PYTHON is not set to a Python with the other release of megatron-core")
     command = [OTHER_PYTHON, "-c", "import importlib.metadata as m; print(m.version('megatron-core'))"]
-    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    if other == importlib.metadata.version("megatron-core"):
-        pytest.skip(f"OTHER_PYTHON has megatron-core {other} as well")
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if version == importlib.metadata.version("megatron-core"):
+        pytest.skip(f"OTHER_PYTHON also has megatron-core {version}")
 
 
 def load_and_save(settings: Settings) -> None:
-    """What the checkpoint of --load holds becomes a checkpoint of --save, by way of a model and its optimizer."""
+    """Load the checkpoint in --load into a model and optimizer, and save it in --save."""
     inputs, device = join(settings)
     run = build_run(settings, inputs, device)
     load_checkpoint(run)
@@ -66,16 +66,16 @@ def resumed(run: Settings) -> Settings:
 
 
 def test_a_checkpoint_that_the_other_line_loads_and_saves_keeps_every_bit(settings):
-    here, there = stopped_halfway(settings, "here"), settings("there", training=LENGTH)
-    train_on_ranks(here)
-    run_elsewhere(__file__, settings=there.with_section("checkpoint", load=here.checkpoint.save))
-    folders = [iteration_folder(Path(str(run.checkpoint.save)), STOP) for run in (there, here)]
+    run, copy = stopped_halfway(settings, "run"), settings("copy", training=LENGTH)
+    train_on_ranks(run)
+    run_elsewhere(__file__, settings=copy.with_section("checkpoint", load=run.checkpoint.save))
+    folders = [iteration_folder(Path(str(part.checkpoint.save)), STOP) for part in (copy, run)]
     assert_same_state(*folders)
     uninterrupted = settings("uninterrupted", training=LENGTH)
     train_on_ranks(uninterrupted)
-    train_on_ranks(resumed(there))  # and back
+    train_on_ranks(resumed(copy))
     losses = read_metrics(uninterrupted.checkpoint.save)
-    assert read_metrics(there.checkpoint.save) == {k: v for k, v in losses.items() if k > STOP}
+    assert read_metrics(copy.checkpoint.save) == {k: v for k, v in losses.items() if k > STOP}
 
 
 if __name__ == "__main__":

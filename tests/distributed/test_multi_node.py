@@ -1,4 +1,4 @@
-"""Two nodes on loopback, each with a launcher of its own, as on two machines."""
+"""Runs of two nodes: two launchers on loopback."""
 
 import itertools
 import signal
@@ -16,7 +16,7 @@ from training_command import BASH, SCRIPT, environment, flags_of, free_port
 
 from megatron_neobert.runtime.store import serve_store
 
-TRAIN_ITERS = 20  # what LAYOUT_LOSS was measured with
+TRAIN_ITERS = 20  # as in the measurement of LAYOUT_LOSS
 
 
 @pytest.mark.slow
@@ -27,11 +27,11 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
         return settings.with_section("checkpoint", **checkpoint)
 
     one_rank, two_nodes = settings_of("one rank"), settings_of("two nodes", load=str(tmp_path / "two nodes"))
-    place = {"NNODES": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    nodes = {"NNODES": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     first, second = (
         subprocess.Popen(
             [*BASH, *flags_of(two_nodes)],
-            env=environment(2, NODE_RANK=rank, **place),
+            env=environment(2, NODE_RANK=rank, **nodes),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -40,18 +40,18 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
     )
     with first, second:
         assert first.stdout is not None and second.stdout is not None
-        said = list(itertools.takewhile(lambda line: not line.startswith("iteration 1/"), first.stdout))
+        output = list(itertools.takewhile(lambda line: not line.startswith("iteration 1/"), first.stdout))
         second.send_signal(signal.SIGTERM)
-        said += first.stdout
-        silent = second.stdout.read()
-    assert (first.returncode, second.returncode) == (75, 75), said
-    assert any("a signal asked for it" in line for line in said)
-    assert any("on 4 x " in line for line in said)
-    assert "iteration" not in silent, "rank 0 speaks for all nodes"
+        output += first.stdout
+        second_output = second.stdout.read()
+    assert (first.returncode, second.returncode) == (75, 75), output
+    assert any("a stop signal was received" in line for line in output)
+    assert any("on 4 x " in line for line in output)
+    assert "iteration" not in second_output, "rank 0 logs for all nodes"
     stopped_at = max(read_metrics(tmp_path / "two nodes"))
     assert stopped_at < TRAIN_ITERS
 
-    train_on_ranks(two_nodes, world_size=4)  # goes on, without the seconds that another start takes
+    train_on_ranks(two_nodes, world_size=4)  # resumes; faster than another start of two launchers
     train_on_ranks(one_rank)
     expected, losses = read_metrics(tmp_path / "one rank"), read_metrics(tmp_path / "two nodes")
     assert sorted(losses) == list(range(1, TRAIN_ITERS + 1))
@@ -63,19 +63,19 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
 def start_both(
     first: list[str], second: list[str], *, seconds: int = 60, ports: tuple[int, int], ranks: tuple[int, int] = (1, 1)
 ) -> list[Ended]:
-    """Run both launchers, each a forked process, to their end."""
-    processes.use_server()  # not by two threads at a time
+    """Run two launchers, in forked processes, until both have ended."""
+    processes.use_server()  # here, because two threads must not start it
 
-    def launch(rank: int, words: list[str]) -> Ended:
+    def launch(rank: int, flags: list[str]) -> Ended:
         node = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(ports[rank])}
         environment = {**node, "RENDEZVOUS_TIMEOUT_SECONDS": str(seconds), "NPROC_PER_NODE": str(ranks[rank])}
-        return processes.run_command("megatron_neobert.launch", SCRIPT, *words, environment=environment)
+        return processes.run_command("megatron_neobert.launch", SCRIPT, *flags, environment=environment)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(launch, range(2), (first, second)))
 
 
-def test_node_that_refuses_its_start_ends_at_once_and_the_others_when_the_wait_is_over(
+def test_node_with_a_wrong_setting_ends_at_once_and_the_other_node_after_the_timeout(
     tiny_corpus, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -86,11 +86,11 @@ def test_node_that_refuses_its_start_ends_at_once_and_the_others_when_the_wait_i
     assert f"the 2 nodes did not all meet at localhost port {port} within " in first.output
     assert second.output.startswith("error: --tokenizer-model nowhere: no such file or folder")
     assert "Traceback" not in first.output + second.output
-    assert not (tmp_path / "run").exists(), "no rank was started"
+    assert not (tmp_path / "run").exists(), "no rank must start"
 
 
-def test_second_node_of_a_rank_is_named_and_node_0_that_never_comes_is_one_sentence(tiny_corpus):
-    words = flags_of(tiny_settings(tiny_corpus, training={"global_batch_size": 6}))
+def test_duplicate_node_rank_or_missing_node_ends_with_one_sentence(tiny_corpus):
+    flags = flags_of(tiny_settings(tiny_corpus, training={"global_batch_size": 6}))
     store = serve_store("127.0.0.1", 0, nodes=3)
     node = {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "RENDEZVOUS_TIMEOUT_SECONDS": "2"}
     for port, code, message in (
@@ -99,7 +99,7 @@ def test_second_node_of_a_rank_is_named_and_node_0_that_never_comes_is_one_sente
         (free_port(), 74, "the 3 nodes did not all meet"),
     ):
         environment = {**node, "MASTER_PORT": str(port)}
-        ended = processes.run_command("megatron_neobert.launch", SCRIPT, *words, environment=environment)
+        ended = processes.run_command("megatron_neobert.launch", SCRIPT, *flags, environment=environment)
         assert ended.refused(code) and message in ended.output, ended.output
         assert port == store.port or "frame #" not in ended.output
 
@@ -108,13 +108,13 @@ def test_second_node_of_a_rank_is_named_and_node_0_that_never_comes_is_one_sente
     ("flags", "ranks", "difference"),
     [(["--lr", "0.5"], (1, 1), "--lr 0.5, not "), ([], (1, 2), "NPROC_PER_NODE 2, not 1")],
 )
-def test_nodes_that_were_started_differently_end_before_training_with_both_values(
+def test_nodes_with_different_settings_end_before_training_with_both_values(
     tiny_corpus, tmp_path, flags, ranks, difference
 ):
-    words = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
-    words += ["--micro-batch-size", "1", "--global-batch-size", "12"]  # for 2, 3 and 4 ranks
+    common = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
+    common += ["--micro-batch-size", "1", "--global-batch-size", "12"]  # for 2, 3 and 4 ranks
     port = free_port()
-    for ended in start_both(words, [*words, *flags], ports=(port, port), ranks=ranks):
+    for ended in start_both(common, [*common, *flags], ports=(port, port), ranks=ranks):
         assert ended.code == 2, ended.output
     assert "rank 1 on " in ended.output and f" differs from rank 0 ({difference}" in ended.output
     assert not list((tmp_path / "run").glob("iter_*"))

@@ -1,4 +1,4 @@
-"""Muon updates the matrices of the layers as torch's does, AdamW the rest; it resumes exactly, in every layout."""
+"""Muon updates the matrices of the layers like torch's Muon, and AdamW the other parameters, in every layout."""
 
 import pytest
 import torch
@@ -14,21 +14,21 @@ MUON = {"optimizer": {"optimizer": "muon"}, "parallel": WHOLE, "model": {"num_la
 
 
 def compare_each_update_with_torch() -> None:
-    """In this process, torch's own optimizers get the same gradients; after each update their weights are the run's."""
+    """Give the same gradients to torch's Muon and AdamW, and compare all weights after each update of this process."""
     update = step.update_weights
-    twins: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
     optimizers: list[torch.optim.Optimizer] = []
 
     def compare(run: Run, grad_norm: float) -> None:
         parameters = dict(run.unwrapped_model.named_parameters())
         cfg = run.settings.optimizer
-        if not twins:
-            twins.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
-            matrices = [name for name in twins if name.startswith("decoder.layers.") and "norm" not in name]
+        if not copies:
+            copies.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
+            matrices = [name for name in copies if name.startswith("decoder.layers.") and "norm" not in name]
             assert len(matrices) == 4 * run.settings.model.num_layers
             optimizers.append(
                 torch.optim.Muon(
-                    [twins[name] for name in matrices],
+                    [copies[name] for name in matrices],
                     momentum=0.95,
                     weight_decay=cfg.weight_decay,
                     adjust_lr_fn="match_rms_adamw",
@@ -36,26 +36,26 @@ def compare_each_update_with_torch() -> None:
             )
             optimizers.append(
                 torch.optim.AdamW(
-                    [twins[name] for name in twins if name not in matrices],
+                    [copies[name] for name in copies if name not in matrices],
                     betas=(cfg.adam_beta1, cfg.adam_beta2),
                     eps=cfg.adam_eps,
                     weight_decay=cfg.weight_decay,
                 )
             )
-        for name, twin in twins.items():
-            twin.grad = parameters[name].grad * min(1.0, cfg.clip_grad / (grad_norm + 1e-6))
+        for name, copy in copies.items():
+            copy.grad = parameters[name].grad * min(1.0, cfg.clip_grad / (grad_norm + 1e-6))
         rate = run.optimizer.param_groups[0]["lr"]
         update(run, grad_norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-        torch.testing.assert_close(parameters, twins, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parameters, copies, rtol=1e-5, atol=1e-6)
 
     step.update_weights = compare
 
 
-def test_every_update_is_that_of_torchs_muon_and_adamw(settings):
+def test_every_update_equals_torch_s_muon_and_adamw(settings):
     train_on_ranks(settings("muon", **MUON), prepare=compare_each_update_with_torch)
     adamw = settings("adamw", model=MUON["model"], parallel=WHOLE)
     with pytest.raises(Exception, match=r"(?s)not close.*item \['decoder\.layers\.0\."):

@@ -1,4 +1,4 @@
-"""A run whose settings change, and decays that branch off a run: bit for bit what they stand for."""
+"""Runs with phases, and decays that branch off a run, equal the runs that they replace bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +12,11 @@ from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.config.schema import PhaseChange, Settings
 
 RECORDED = ("loss", "grad_norm", "lr", "consumed_tokens", "fill", "cursor", "validation_loss")
-SHORT_ROWS = {"seq_length": 32}
+SHORT_SEQUENCES = {"seq_length": 32}
 
 
 def phases_of(corpus: Any) -> tuple[PhaseChange, ...]:
-    """Every setting that can change, one after the other: masks, batch, rows, corpora."""
+    """Return phases that change masking, batch size, sequence length and corpora."""
     blend = ("1", corpus.prefix, "3", f"{corpus.prefix}:min=20")
     return (
         PhaseChange(after_iters=1, mask_prob=0.1, mask_replacement="bert", global_batch_size=16),
@@ -30,7 +30,7 @@ def phased(settings: Callable[..., Settings], tiny_corpus: Any) -> Callable[...,
     def build(save: str, **training: Any) -> Settings:
         parallel = training.pop("parallel", {})
         training = {"phases": phases_of(tiny_corpus), "eval_interval": 2, **training}
-        return settings(save, data={**SHORT_ROWS, "num_workers": 1}, training=training, parallel=parallel)
+        return settings(save, data={**SHORT_SEQUENCES, "num_workers": 1}, training=training, parallel=parallel)
 
     return build
 
@@ -39,16 +39,11 @@ def resumable(run: Settings) -> Settings:
     return run.with_section("checkpoint", load=run.checkpoint.save)
 
 
-def same_record(one: Settings, other: Settings, keys: tuple[str, ...] = RECORDED) -> None:
-    for key in keys:
-        assert read_metrics(str(one.checkpoint.save), key) == read_metrics(str(other.checkpoint.save), key), key
-
-
 @pytest.mark.parametrize(
     "case",
     quick_only(["one rank", "two ranks, several buckets", "pipeline 2"], "two ranks, several buckets"),
 )
-def test_a_run_resumes_bit_for_bit_inside_every_phase_and_at_every_edge(phased, case, capfd):
+def test_run_resumes_bit_for_bit_within_phases_and_at_their_ends(phased, case, capfd):
     world_size, parallel = {
         "one rank": (1, {}),
         "two ranks, several buckets": (2, DP2_OVERLAP),
@@ -60,20 +55,21 @@ def test_a_run_resumes_bit_for_bit_inside_every_phase_and_at_every_edge(phased, 
     stopping = resumable(phased("stopping", parallel=parallel, exit_interval=1))
     for _ in range(6):
         train_on_ranks(stopping, world_size=world_size)
-    same_record(whole, stopping)
+    for key in RECORDED:
+        assert read_metrics(str(whole.checkpoint.save), key) == read_metrics(str(stopping.checkpoint.save), key), key
     last = read_train_state(Path(str(stopping.checkpoint.save)) / "iter_0000006")
     assert last.state.consumed_samples == 1 * 8 + 2 * 16 + 3 * 4
 
 
-def test_one_run_of_two_phases_is_the_two_runs_that_it_replaces(settings, tiny_corpus):
-    """The stages of the paper in small: longer rows of another blend with another seed, by --continue-from."""
+def test_run_with_two_phases_equals_two_runs_with_continue_from(settings, tiny_corpus):
+    """Like the stages of the paper: the second has longer sequences and another blend."""
     blend = ("1", tiny_corpus.prefix, "1", f"{tiny_corpus.prefix}:min=20")
     later = {"seq_length": 128, "data_path": blend}
     phase = PhaseChange(after_iters=3, global_batch_size=4, **later)
-    both = settings("both", data=SHORT_ROWS, training={"phases": (phase,)})
+    both = settings("both", data=SHORT_SEQUENCES, training={"phases": (phase,)})
     train_on_ranks(both)
 
-    first = settings("first", data=SHORT_ROWS, training={"exit_interval": 3})
+    first = settings("first", data=SHORT_SEQUENCES, training={"exit_interval": 3})
     train_on_ranks(first)
     losses = {}
     for seed in (1, 2):
@@ -82,10 +78,10 @@ def test_one_run_of_two_phases_is_the_two_runs_that_it_replaces(settings, tiny_c
         train_on_ranks(second)
         losses[seed] = read_metrics(str(first.checkpoint.save)) | read_metrics(str(second.checkpoint.save))
     assert losses[1] == read_metrics(str(both.checkpoint.save))
-    assert losses[2] != losses[1], "the comparison does not see the data"
+    assert losses[2] != losses[1], "other data must give other losses"
 
 
-def test_a_phase_that_is_added_to_a_run_is_taken_and_one_that_would_change_its_past_is_not(settings, capfd):
+def test_phase_can_be_added_to_a_run_but_not_change_its_past(settings, capfd):
     first = settings("run", training={"exit_interval": 2})
     train_on_ranks(first)
     added = resumable(
@@ -100,8 +96,8 @@ def test_a_phase_that_is_added_to_a_run_is_taken_and_one_that_would_change_its_p
         train_on_ranks(edited)
 
 
-def test_a_decay_branches_off_a_stable_run_as_if_it_had_been_planned(settings, capfd):
-    """It continues in the data, resumes within its decay, and equals the run of its length bit for bit."""
+def test_decay_that_branches_off_equals_a_planned_decay_bit_for_bit(settings, capfd):
+    """The branch continues in the data, and resumes within its decay."""
 
     def decaying(save: str, *, train_iters: int, **training: Any) -> Settings:
         rates = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": 3}
@@ -114,8 +110,8 @@ def test_a_decay_branches_off_a_stable_run_as_if_it_had_been_planned(settings, c
     branch = resumable(branch).with_section("checkpoint", continue_from=stable.checkpoint.save)
     for _ in range(2):
         train_on_ranks(branch)
-    said = capfd.readouterr().out
-    assert "the learning rate is 2.00e-03 from here, the data continue at Cursor(epoch=0, window=0, row=24)" in said
+    output = capfd.readouterr().out
+    assert "the learning rate is 2.00e-03 from here, the data continue at Cursor(epoch=0, window=0, row=24)" in output
     for key in set(RECORDED) - {"validation_loss"}:
         whole = read_metrics(str(stable.checkpoint.save), key) | read_metrics(str(branch.checkpoint.save), key)
         assert whole == read_metrics(str(planned.checkpoint.save), key), key

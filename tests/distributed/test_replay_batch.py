@@ -1,4 +1,4 @@
-"""A replayed batch is the one that was trained on, and shows where its numbers cease to be finite."""
+"""`neobert replay` computes the batch that was trained on, and reports values that are not finite."""
 
 import functools
 import json
@@ -17,12 +17,12 @@ from megatron_neobert.inspection import replay as tool
 from megatron_neobert.inspection.global_batch import checkpoint_before
 from megatron_neobert.training import step
 
-LAST = 5  # its batch is skipped
-RARE_TOKEN = 240  # which is in some micro-batches of the last batch, not in all
+LAST = 5  # last iteration, whose update is skipped
+RARE_TOKEN = 240  # in some micro-batches of the last batch
 
 
 def note_batches(folder: Path, *, poisoned: bool) -> None:
-    """Writes down the tokens of every batch whose gradient is computed; before the last, breaks the embedding."""
+    """Record the tokens of every batch. If `poisoned`, set an embedding to NaN before the last batch."""
     original = step.compute_gradients
     if poisoned:
         Saver._refuse_values_not_finite = lambda *arguments: None
@@ -40,7 +40,7 @@ def note_batches(folder: Path, *, poisoned: bool) -> None:
 
 
 def noted_batches(folder: Path) -> list[list[list[int]]]:
-    """Micro-batches of each global batch in their order: ranks take turns."""
+    """Return the micro-batches of each global batch, in order: those of the ranks alternate."""
     paths = sorted(folder.glob("batches.*.jsonl"))
     of_ranks = [[json.loads(line) for line in path.open()] for path in paths]
     return [[micro for turn in zip(*step, strict=True) for micro in turn] for step in zip(*of_ranks, strict=True)]
@@ -48,9 +48,9 @@ def noted_batches(folder: Path) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def trained(tiny_corpus, tmp_path_factory) -> SimpleNamespace:
-    """A run of two ranks with checkpoints 2, 4 and 5, and the tokens that it has seen.
+    """A run of two ranks with checkpoints 2, 4 and 5, and its recorded batches.
 
-    Its settings would also end it early, which they may do only to a run that saves; a replay does not.
+    The settings --exit-interval and --exit-duration-in-mins must have no effect on a replay.
     """
     folder = tmp_path_factory.mktemp("replay")
     settings = tiny_settings(
@@ -68,29 +68,31 @@ def files_of(folder: Path) -> dict[Path, int]:
 
 
 @pytest.mark.slow
-def test_the_replay_of_a_skipped_batch_names_the_micro_batches_and_gradients_that_are_not_finite(trained):
+def test_replay_reports_micro_batches_and_gradients_that_are_not_finite(trained):
     before = files_of(trained.save)
-    code, said, errors = run("replay", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST)
+    code, output, errors = run("replay", "--load", trained.save, "--iteration", LAST, "--checkpoint-iteration", LAST)
     assert code == 0, errors
     expected = [RARE_TOKEN in tokens for tokens in trained.batches[LAST - 1]]
     assert set(expected) == {True, False}
-    lines = [line for line in said.splitlines() if line.startswith("micro-batch")]
+    lines = [line for line in output.splitlines() if line.startswith("micro-batch")]
     assert ["NOT FINITE" in line for line in lines] == expected
-    assert "gradient norm nan" in said and "gradient NOT FINITE: decoder.layers.1.mlp" in said
+    assert "gradient norm nan" in output and "gradient NOT FINITE: decoder.layers.1.mlp" in output
     assert files_of(trained.save) == before
 
 
 @pytest.mark.slow
-def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradient(trained, tmp_path, capfd):
-    iteration = 3  # right behind a checkpoint: with the weights that it had
-    place = checkpoint_before(trained.save, iteration)
-    assert place == trained.save / "iter_0000002"
+def test_replay_has_the_tokens_loss_and_gradient_norm_of_training(trained, tmp_path, capfd):
+    iteration = 3  # the first after a checkpoint, so that the weights are the same
+    checkpoint = checkpoint_before(trained.save, iteration)
+    assert checkpoint == trained.save / "iter_0000002"
 
     def prepare() -> None:
         note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.compute_batch(settings, iteration, weights=place, position=place)
+        ranks.run_training = lambda settings: tool.compute_batch(
+            settings, iteration, weights=checkpoint, position=checkpoint
+        )
 
-    settings = tool.replay_settings(trained.save, place, [])
+    settings = tool.replay_settings(trained.save, checkpoint, [])
     train_on_ranks(settings, prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))
@@ -98,7 +100,7 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("flags", "code", "message"),
     [
         (("--iteration", 0), 2, "--iteration 0 is below 1"),
         (("--iteration", LAST + 1), 2, f"--iteration {LAST + 1} is after the last iteration of this run, {LAST} ("),
@@ -106,6 +108,6 @@ def test_a_replayed_batch_is_the_one_that_was_trained_on_with_its_loss_and_gradi
         (("--iteration", 4, "--load", "nowhere"), 66, "nowhere holds no checkpoint"),
     ],
 )
-def test_a_batch_number_or_checkpoint_that_does_not_exist_is_refused(trained, words, code, message):
-    ended, _, errors = call("replay", "--load", trained.save, *words)
+def test_missing_iteration_or_checkpoint_is_refused(trained, flags, code, message):
+    ended, _, errors = call("replay", "--load", trained.save, *flags)
     assert ended == code and message in errors

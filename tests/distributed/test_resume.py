@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped."""
+"""A run that stops and resumes equals an uninterrupted run. Resuming and continuing other runs."""
 
 import contextlib
 import json
@@ -35,13 +35,13 @@ CASES = {
     "pipeline 2": (2, PP2, {}),
     "context parallel 2": (2, CP2, {}),
 }
-# 72 is no multiple of 128, so every bucket ends in padding, which is what the defect of megatron.core needs.
+# 72 is not a multiple of 128, so every bucket ends with padding, which triggers the defect of megatron.core.
 PADDED_BUCKETS = {"model": {"hidden_size": 72}, "parallel": DP2_OVERLAP}
 
 
 def stop_and_resume(settings, *, world_size: int, **sections: dict) -> Path:
     stop = {**sections.pop("training", {}), "exit_interval": STOP}
-    for _ in range(2):  # the same command twice: the first stops at STOP, the second goes on
+    for _ in range(2):  # the first start stops after STOP, and the second resumes
         run = settings("stopped", training=stop, **sections)
         run = run.with_section("checkpoint", load=run.checkpoint.save)
         train_on_ranks(run, world_size=world_size)
@@ -70,7 +70,7 @@ def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, c
 
 
 @pytest.mark.slow
-def test_padded_buckets_resume_exactly_only_with_the_fix_for_megatron(settings):
+def test_run_with_padded_buckets_resumes_exactly_only_with_the_fix_for_megatron(settings):
     uninterrupted = settings("uninterrupted", **PADDED_BUCKETS)
     train_on_ranks(uninterrupted, world_size=2)
     expected = read_metrics(uninterrupted.checkpoint.save)
@@ -82,12 +82,14 @@ def test_padded_buckets_resume_exactly_only_with_the_fix_for_megatron(settings):
     run = settings("stopped", training={"exit_interval": STOP}, **PADDED_BUCKETS)
     run = run.with_section("checkpoint", load=run.checkpoint.save)
     for _ in range(2):
-        train_on_ranks(run, world_size=2, prepare=leave_bucket_offsets_alone)
-    assert read_metrics(run.checkpoint.save)[ITERATIONS] != expected[ITERATIONS], "the defect is gone; so may the fix"
+        train_on_ranks(run, world_size=2, prepare=keep_bucket_offsets)
+    assert read_metrics(run.checkpoint.save)[ITERATIONS] != expected[ITERATIONS], (
+        "without the defect, the fix can be removed"
+    )
 
 
-def leave_bucket_offsets_alone() -> None:
-    """The control: in this process, buffers keep the offsets that count padding."""
+def keep_bucket_offsets() -> None:
+    """Disable the fix in this process."""
     megatron_patches._offsets_without_padding = lambda buffer: contextlib.nullcontext()
 
 
@@ -123,7 +125,7 @@ def test_a_checkpoint_goes_on_in_another_layout(settings, before, after):
     assert gap <= LAYOUT_LOSS.gate
 
 
-def test_a_validation_due_where_the_run_stops_is_not_lost(settings):
+def test_validation_at_the_iteration_of_a_stop_is_made_after_resuming(settings):
     due = {"eval_interval": STOP}
     uninterrupted = settings("uninterrupted", training=due)
     train_on_ranks(uninterrupted)
@@ -133,17 +135,17 @@ def test_a_validation_due_where_the_run_stops_is_not_lost(settings):
     assert read_metrics(save, "validation_loss") == expected
 
 
-def test_nothing_is_left_to_do_after_the_last_iteration(settings, capfd):
+def test_finished_run_trains_nothing_when_started_again(settings, capfd):
     run = settings("run", training={"train_iters": 2})
     run = run.with_section("checkpoint", load=run.checkpoint.save)
     for _ in range(2):
         train_on_ranks(run)
-    assert "nothing to do: iteration 2 of 2 is saved already" in capfd.readouterr().out
+    assert "nothing to do: iteration 2 of 2 is already saved" in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")
 def stopped(tiny_corpus, tmp_path_factory) -> Settings:
-    """A run that has stopped halfway."""
+    """A run that stopped after STOP iterations."""
     run = tiny_settings(tiny_corpus, save=tmp_path_factory.mktemp("run"), training={"exit_interval": STOP})
     train_on_ranks(run)
     return run
@@ -160,9 +162,10 @@ DRY_RUNS = {
 
 
 @pytest.mark.parametrize("case", DRY_RUNS)
-def test_dry_run_refuses_the_checkpoint_that_the_start_would_refuse(settings, stopped, tiny_corpus, case):
-    changes, code, sentence = DRY_RUNS[case]
-    data = {name: tuple(tiny_corpus.prefix + end for end in value) for name, value in changes.get("data", {}).items()}
+def test_dry_run_refuses_a_checkpoint_like_a_real_start(settings, stopped, tiny_corpus, case):
+    changes, code, message = DRY_RUNS[case]
+    suffixes = changes.get("data", {})
+    data = {name: tuple(tiny_corpus.prefix + suffix for suffix in value) for name, value in suffixes.items()}
     run = settings(**{"save": "run", **changes, "data": data})
     if "save" in changes:
         run = run.with_section("checkpoint", load=run.checkpoint.save, continue_from=stopped.checkpoint.save)
@@ -170,46 +173,43 @@ def test_dry_run_refuses_the_checkpoint_that_the_start_would_refuse(settings, st
         run = run.with_section("checkpoint", save=stopped.checkpoint.save, load=stopped.checkpoint.save)
     ended = run_command("megatron_neobert.launch", SCRIPT, *flags_of(run), "--dry-run")
     assert ended.code == code, ended.output
-    assert sentence in ended.output
+    assert message in ended.output
 
 
-def test_checkpoint_of_a_version_that_did_not_hash_the_boundaries_of_documents_resumes_with_a_line(
-    settings, tiny_corpus, capfd
-):
+def test_checkpoint_of_a_version_without_hashed_document_bounds_resumes_with_a_note(settings, tiny_corpus, capfd):
     run = settings("run", training={"exit_interval": 1})
     train_on_ranks(run)
     (folder,) = list_checkpoints(Path(run.checkpoint.save))
     state = json.loads((folder / "train_state.json").read_text())
-    now, earlier = open_inputs(run.data).identities
-    assert state["progress"]["corpus_sha256"] == now != earlier
-    state["progress"]["corpus_sha256"] = earlier
+    identity, old_identity = open_inputs(run.data).identities
+    assert state["progress"]["corpus_sha256"] == identity != old_identity
+    state["progress"]["corpus_sha256"] = old_identity
     (folder / "train_state.json").write_text(json.dumps(state))
     seal(folder)
     train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save))
     assert f"{folder} does not record document boundaries" in capfd.readouterr().out
     newest = list_checkpoints(Path(run.checkpoint.save))[0]
-    assert json.loads((newest / "train_state.json").read_text())["progress"]["corpus_sha256"] == now
+    assert json.loads((newest / "train_state.json").read_text())["progress"]["corpus_sha256"] == identity
 
 
-def test_a_run_continues_from_the_checkpoint_that_is_named(settings, capfd):
+def test_run_continues_from_the_given_checkpoint_or_the_newest_one(settings):
     first = settings("first", training={"exit_interval": 2}).with_section("checkpoint", save_interval=1)
     train_on_ranks(first)
     for source, iterations in (("iter_0000001", [2, 3]), ("", [3])):
         second = settings(f"second{source}", training={"train_iters": 3, "eval_interval": 3})
-        named = str(Path(first.checkpoint.save) / source)
-        train_on_ranks(second.with_section("checkpoint", load=second.checkpoint.save, continue_from=named))
+        continue_from = str(Path(first.checkpoint.save) / source)
+        train_on_ranks(second.with_section("checkpoint", load=second.checkpoint.save, continue_from=continue_from))
         assert list(read_metrics(second.checkpoint.save)) == iterations
 
 
-def test_a_run_continues_from_another_with_new_data_and_its_own_iteration_and_rate(settings):
-    """Weights, optimizer state and schedule continue; another seed has an order of its own, and its start."""
+def test_run_with_another_seed_continues_weights_and_schedule_and_starts_the_data_again(settings):
     first = settings("first", training={"exit_interval": STOP})
     train_on_ranks(first)
     second = settings(
         "second", data={"seq_length": 64}, training={"micro_batch_size": 4, "seed": 1, "exit_interval": STOP + 1}
     )
     second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
-    for _ in range(2):  # the same command again goes on from its own checkpoint
+    for _ in range(2):  # the second start resumes from its own checkpoint
         train_on_ranks(second)
     lines = [json.loads(line) for line in (Path(second.checkpoint.save) / "metrics.jsonl").open()]
     trained = [line for line in lines if "loss" in line]
@@ -220,24 +220,21 @@ def test_a_run_continues_from_another_with_new_data_and_its_own_iteration_and_ra
     train_on_ranks(whole)
     rates, losses = read_metrics(whole.checkpoint.save, "lr"), read_metrics(whole.checkpoint.save)
     assert [line["lr"] for line in trained] == [rates[line["iteration"]] for line in trained]
-    assert abs(trained[0]["loss"] - losses[STOP + 1]) < abs(trained[0]["loss"] - losses[1]), "weights were not taken"
+    assert abs(trained[0]["loss"] - losses[STOP + 1]) < abs(trained[0]["loss"] - losses[1]), "the weights must continue"
 
 
-def test_continuing_with_another_tokenizer_is_refused_even_if_it_has_the_same_number_of_ids(
-    settings, stopped, tmp_path
-):
-    """The same ids would mean other words, and no shape would show it."""
+def test_continuing_with_another_tokenizer_of_the_same_size_is_refused(settings, stopped, tmp_path):
     folder = shutil.copytree(list_checkpoints(Path(stopped.checkpoint.save))[0], tmp_path / "iter_0000003")
     path = folder / "tokenizer" / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    words = tokenizer["model"]["vocab"]
-    one, other = list(words)[-2:]
-    words[one], words[other] = words[other], words[one]
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(tokenizer))
     seal(folder)
-    second = settings("second").with_section("checkpoint", load=settings("second").checkpoint.save)
-    with pytest.raises(Exception, match=rf"was trained with tokenizer .* \({len(words)} ids\)"):
-        train_on_ranks(second.with_section("checkpoint", continue_from=str(folder)))
+    run = settings("second")
+    with pytest.raises(Exception, match=rf"was trained with tokenizer .* \({len(vocabulary)} ids\)"):
+        train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save, continue_from=str(folder)))
 
 
 def test_continuing_from_a_folder_without_checkpoints_is_refused(tmp_path):

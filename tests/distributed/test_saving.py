@@ -1,4 +1,4 @@
-"""Saving: at once or in the background, whole or not at all, the same on all ranks."""
+"""Checkpoints, saved at once or in the background, are complete or absent, and errors end all ranks."""
 
 import functools
 import os
@@ -35,7 +35,7 @@ def saves_each_iteration(settings: Any, name: str, **checkpoint: Any) -> Setting
 
 
 def write_after_the_next_update() -> None:
-    """Every file waits until the weights have changed since it was asked for."""
+    """Delay the writing of every file until the next update has changed the weights."""
     updated = threading.Event()
     write, save, step = saver._write, Saver.save, loop.train_step
 
@@ -45,14 +45,14 @@ def write_after_the_next_update() -> None:
 
     def save_and_hold(self: Saver) -> None:
         updated.clear()
-        if self.run.state.iteration == ITERATIONS:  # no other update will come
+        if self.run.state.iteration == ITERATIONS:  # there is no later update
             updated.set()
         save(self)
 
     def step_and_release(*args: Any) -> Any:
-        report = step(*args)
+        result = step(*args)
         updated.set()
-        return report
+        return result
 
     saver._write, Saver.save, loop.train_step = write_later, save_and_hold, step_and_release
 
@@ -65,32 +65,29 @@ CASES = {
 }
 
 
-def checkpoints_at_once_and_beside(settings: Any, case: str, prepare: Any) -> tuple[list[Path], list[Path]]:
-    world_size, parallel = CASES[case]
-    at_once = saves_each_iteration(settings, "at_once").with_section("parallel", **parallel)
-    beside = saves_each_iteration(settings, "beside", async_save=True).with_section("parallel", **parallel)
-    train_on_ranks(at_once, world_size=world_size)
-    train_on_ranks(beside, world_size=world_size, prepare=prepare)
-    assert read_metrics(beside.checkpoint.save) == read_metrics(at_once.checkpoint.save)
-    return list_checkpoints(Path(at_once.checkpoint.save)), list_checkpoints(Path(beside.checkpoint.save))
-
-
 @pytest.mark.parametrize("case", quick_only(CASES, "data parallel 2, overlapped"))
-def test_a_checkpoint_written_while_training_goes_on_is_that_of_the_iteration_it_was_asked_for(settings, case):
-    expected, saved = checkpoints_at_once_and_beside(settings, case, write_after_the_next_update)
+def test_checkpoint_written_in_the_background_has_the_state_of_its_iteration(settings, case):
+    world_size, parallel = CASES[case]
+    sync_run = saves_each_iteration(settings, "sync").with_section("parallel", **parallel)
+    async_run = saves_each_iteration(settings, "async", async_save=True).with_section("parallel", **parallel)
+    train_on_ranks(sync_run, world_size=world_size)
+    train_on_ranks(async_run, world_size=world_size, prepare=write_after_the_next_update)
+    assert read_metrics(async_run.checkpoint.save) == read_metrics(sync_run.checkpoint.save)
+    expected, saved = (list_checkpoints(Path(run.checkpoint.save)) for run in (sync_run, async_run))
     assert [folder.name for folder in saved] == [folder.name for folder in expected]
     assert len(saved) == ITERATIONS
-    for folder, other in zip(saved, expected, strict=True):
+    for folder, expected_folder in zip(saved, expected, strict=True):
         verify_files(folder)
-        assert tensors_of(folder) == tensors_of(other)
+        assert tensors_of(folder) == tensors_of(expected_folder)
         stored = StoredTensors(folder)
-        for name in stored.shapes:  # also where other ranks' weights are gathered only when a step needs them
-            copy = f"optimizer.state.param.{name}"
-            assert copy not in stored.shapes or torch.equal(stored.read_whole(copy), stored.read_whole(name)), name
+        # Weights equal the main weights, also if weights of other ranks are gathered only in the next step.
+        for name in stored.shapes:
+            main = f"optimizer.state.param.{name}"
+            assert main not in stored.shapes or torch.equal(stored.read_whole(main), stored.read_whole(name)), name
 
 
 def fail_on_rank(rank: int, iteration: int) -> Any:
-    """No room on one rank's disk from some iteration on."""
+    """Let writing the checkpoint of an iteration fail on one rank, because its disk is full."""
 
     def prepare() -> None:
         write = saver._write
@@ -106,7 +103,7 @@ def fail_on_rank(rank: int, iteration: int) -> Any:
 
 
 def fail_in(function: str) -> Any:
-    """Rank 0 alone meets the error, before or after the tensors are written."""
+    """Let a function of checkpoint/save.py fail, which only rank 0 calls."""
 
     def prepare() -> None:
         def fail(*args: Any, **kwargs: Any) -> None:
@@ -118,26 +115,25 @@ def fail_in(function: str) -> Any:
 
 
 def error_of_all_ranks(run: Settings, *, prepare: Any, world_size: int = 2) -> str:
-    """What ends the training of the ranks, which must be the same sentence on all.
+    """Train, and return the error message, which must be the same on all ranks.
 
-    A rank that heard nothing and continued gets no answer from the other; one that waits is ended after two minutes.
-    Neither has a sentence then.
+    If a rank did not learn of the error, it would lose the other rank or hang for two minutes, without this message.
     """
     folder = Path(run.checkpoint.save).parent
 
-    def prepare_and_note() -> None:
+    def prepare_rank() -> None:
         prepare()
-        ranks.run_training = functools.partial(note_error, ranks.run_training, folder)
+        ranks.run_training = functools.partial(record_error, ranks.run_training, folder)
 
     train_on_ranks(
-        run.with_section("parallel", distributed_timeout_minutes=2), world_size=world_size, prepare=prepare_and_note
+        run.with_section("parallel", distributed_timeout_minutes=2), world_size=world_size, prepare=prepare_rank
     )
     errors = [(folder / f"error.{rank}").read_text() for rank in range(world_size)]
     assert len(set(errors)) == 1
     return errors[0]
 
 
-def note_error(run_training: Any, folder: Path, settings: Settings) -> None:
+def record_error(run_training: Any, folder: Path, settings: Settings) -> None:
     with pytest.raises(NeoBERTError) as caught:
         run_training(settings)
     assert not torch.distributed.is_initialized(), "gloo's threads could end the process by SIGABRT"
@@ -149,7 +145,7 @@ def note_error(run_training: Any, folder: Path, settings: Settings) -> None:
     [pytest.param(0, False, marks=pytest.mark.slow), (1, True)],
     ids=["rank 0 sync", "rank 1 async"],
 )
-def test_a_rank_that_cannot_write_ends_all_ranks_and_the_older_checkpoint_stays(settings, capfd, rank, is_async):
+def test_write_error_on_a_rank_ends_all_ranks_and_keeps_older_checkpoints(settings, capfd, rank, is_async):
     run = saves_each_iteration(settings, "run", async_save=is_async).with_section("parallel", **TP2)
     error = error_of_all_ranks(run, prepare=fail_on_rank(rank, iteration=3))
     assert re.match(rf"74: iteration 3 could not be saved: rank {rank} on .*No space left on device", error)
@@ -162,7 +158,7 @@ def test_a_rank_that_cannot_write_ends_all_ranks_and_the_older_checkpoint_stays(
 
 
 @pytest.mark.parametrize("function", quick_only(["prepare_folder", "write_manifest", "publish"], "publish"))
-def test_an_error_that_rank_0_alone_meets_ends_all_ranks(settings, function):
+def test_error_on_rank_0_only_ends_all_ranks(settings, function):
     run = saves_each_iteration(settings, "run")
     error = error_of_all_ranks(run, prepare=fail_in(function))
     assert error.startswith("74: iteration 1 could not be saved: rank 0 on ")
@@ -170,7 +166,7 @@ def test_an_error_that_rank_0_alone_meets_ends_all_ranks(settings, function):
 
 
 def poison_a_weight_after_the_update() -> None:
-    """On the last rank, where only a look at the weights can find it: gradients and losses are finite."""
+    """Set a weight of rank 1 to NaN before it is saved, when losses and gradients are finite."""
     save = Saver.save
 
     def save_poisoned(self: Saver) -> None:
@@ -187,4 +183,4 @@ def test_weights_that_are_not_finite_are_not_saved(settings):
     error = error_of_all_ranks(run, prepare=poison_a_weight_after_the_update)
     assert re.match(r"70: iteration 2 is not saved: .*linear_fc2\.weight", error)
     assert [folder.name for folder in list_checkpoints(Path(run.checkpoint.save))] == ["iter_0000001"]
-    assert not list(Path(run.checkpoint.save).glob(".*")), "nothing of it is left"
+    assert not list(Path(run.checkpoint.save).glob(".*")), "no temporary folder is left"

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite on one rank costs its batch and nothing else."""
+"""A loss or gradient that is not finite on one rank skips the update on all ranks, and changes no state."""
 
 import contextlib
 import functools
@@ -18,28 +18,28 @@ from tests_tiny import ITERATIONS
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.training import loop, step
 
-POISONED = 4  # the iteration whose loss or gradient is broken
+POISONED = 4  # iteration whose loss or gradient is not finite
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class Poison:
-    """Breaks the loss or the gradient of one rank at some iterations, and notes what the step does to the weights.
+    """Multiplies loss or gradient of one rank by `factor` at some iterations, and records the effect on the weights.
 
-    An instance is the hook of `train_on_ranks`: called in every rank's process before training.
+    `train_on_ranks` calls an instance in each process before training.
     """
 
-    folder: Path  # one line per rank and broken iteration goes to notes.RANK.jsonl
+    folder: Path  # notes.RANK.jsonl gets a line for each poisoned iteration
     iterations: tuple[int, ...] = (POISONED,)
     rank: int = 0
-    of: str = "loss"  # or "gradient" alone, or "reported loss" alone
+    target: str = "loss"  # or "gradient", or "reported loss", which changes no gradient
     factor: float = NAN
-    guarded: bool = True  # without: the control
+    skips: bool = True  # False for the control
 
     def __call__(self) -> None:
         self.folder.mkdir(exist_ok=True)
         loop.train_step = functools.partial(self._train_step, loop.train_step)
-        if not self.guarded:
+        if not self.skips:
             step.skip_reason = lambda *args, **kwargs: None
             Saver._refuse_values_not_finite = lambda *args: None
 
@@ -48,40 +48,40 @@ class Poison:
         if iteration not in self.iterations:
             return original(run, batches)
         before = state_of(run)
-        with self._broken(run) if self.rank == rank() else contextlib.nullcontext():
-            report = original(run, batches)
+        with self._poisoned(run) if self.rank == rank() else contextlib.nullcontext():
+            result = original(run, batches)
         after = state_of(run)
         with (self.folder / f"notes.{rank()}.jsonl").open("a") as stream:
             note = {
                 "iteration": iteration,
-                "reason": report.skip_reason,
+                "reason": result.skip_reason,
                 "unchanged": before.keys() == after.keys() and all(same_bits(before[k], after[k]) for k in before),
                 "finite": all(bool(tensor.isfinite().all()) for tensor in after.values()),
             }
             stream.write(json.dumps(note) + "\n")
-        return report
+        return result
 
     @contextlib.contextmanager
-    def _broken(self, run) -> Iterator[None]:
-        if self.of == "gradient":
+    def _poisoned(self, run) -> Iterator[None]:
+        if self.target == "gradient":
             parameter = next(run.model.parameters())
             handle = parameter.register_hook(lambda gradient: gradient * self.factor)
             yield
             handle.remove()
         else:
-            original = step._sum_loss
-            step._sum_loss = functools.partial(self._sum_loss, original)
+            original = step._compute_loss
+            step._compute_loss = functools.partial(self._compute_loss, original)
             yield
-            step._sum_loss = original
+            step._compute_loss = original
 
-    def _sum_loss(self, original, labels_m, output):
-        total, tokens, report = original(labels_m, output)
-        if self.of == "loss":
+    def _compute_loss(self, original, batch, output):
+        total, tokens, report = original(batch, output)
+        if self.target == "loss":
             total = total * self.factor
         return total, tokens, torch.cat([report[:1] * self.factor, report[1:]])
 
     def notes(self) -> list[dict]:
-        """Of all ranks."""
+        """Return the notes of all ranks."""
         return [json.loads(line) for path in self.folder.glob("notes.*") for line in path.open()]
 
 
@@ -90,22 +90,22 @@ def rank() -> int:
 
 
 def state_of(run) -> dict[str, torch.Tensor]:
-    """Copies of weights, main weights, moments and step counts of this rank."""
+    """Return copies of weights, main weights, moments and step counts of this rank."""
     if run.model.ddp_config.overlap_param_gather:
-        run.model.start_param_sync(force_sync=True)  # the newest weights of the other ranks
+        run.model.start_param_sync(force_sync=True)  # gather the latest weights of other ranks
     tensors = dict(run.model.named_parameters())
-    chained = run.optimizer.chained_optimizers
-    main = (value for one in chained for value in one.get_parameters())
+    optimizers = run.optimizer.chained_optimizers
+    main = (value for optimizer in optimizers for value in optimizer.get_parameters())
     tensors |= {f"main {i}": value for i, value in enumerate(main)}
-    for number, state in enumerate(state for one in chained for state in one.state.values()):
+    for number, state in enumerate(state for optimizer in optimizers for state in optimizer.state.values()):
         tensors |= {f"{name} {number}": value for name, value in state.items()}
     for number, group in enumerate(run.optimizer.param_groups):
         tensors[f"step {number}"] = torch.tensor(group.get("step", 0))
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 CASES = {
@@ -115,24 +115,24 @@ CASES = {
         2,
         {"use_distributed_optimizer": False},
         {"bf16": True},
-        {"rank": 1, "of": "gradient", "factor": float("inf")},
+        {"rank": 1, "target": "gradient", "factor": float("inf")},
     ),
-    "tensor 2, loss without gradient": (2, TP2, {}, {"rank": 1, "of": "reported loss"}),
+    "tensor 2, loss without gradient": (2, TP2, {}, {"rank": 1, "target": "reported loss"}),
     "tensor 2 x data 2, whole optimizer, gradient": (
         4,
         {**TP2, "use_distributed_optimizer": False},
         {},
-        {"rank": 3, "of": "gradient"},
+        {"rank": 3, "target": "gradient"},
     ),
-    "pipeline 2, gradient of the first stage, bfloat16": (2, PP2, {"bf16": True}, {"of": "gradient"}),
+    "pipeline 2, gradient of the first stage, bfloat16": (2, PP2, {"bf16": True}, {"target": "gradient"}),
     "pipeline 2, loss of the last stage": (2, PP2, {}, {"rank": 1}),
 }
 
 
 @pytest.mark.parametrize("case", quick_only(CASES, "data 2, overlapped, loss", "tensor 2, loss without gradient"))
-def test_a_broken_step_of_one_rank_changes_no_bit_on_any_rank(settings, tmp_path, case):
-    world_size, parallel, training, broken = CASES[case]
-    poison = Poison(tmp_path / "notes", **broken)
+def test_skipped_update_changes_no_bit_on_any_rank(settings, tmp_path, case):
+    world_size, parallel, training, options = CASES[case]
+    poison = Poison(tmp_path / "notes", **options)
     run = settings(parallel=parallel, training=training)
     train_on_ranks(run, world_size=world_size, prepare=poison)
     notes = poison.notes()
@@ -146,23 +146,22 @@ def test_a_broken_step_of_one_rank_changes_no_bit_on_any_rank(settings, tmp_path
     assert skipped == {i: int(i >= POISONED) for i in range(1, ITERATIONS + 1)}
 
 
-@pytest.mark.parametrize("of", ["loss", "gradient"])
-def test_without_the_guard_one_broken_step_of_one_rank_spoils_the_weights_of_all(settings, tmp_path, of):
-    poison = Poison(tmp_path / "notes", of=of, rank=1, guarded=False)
+@pytest.mark.parametrize("target", ["loss", "gradient"])
+def test_without_skipping_a_nan_of_one_rank_reaches_the_weights_of_all_ranks(settings, tmp_path, target):
+    poison = Poison(tmp_path / "notes", target=target, rank=1, skips=False)
     run = settings()
     train_on_ranks(run, world_size=2, prepare=poison)
     assert [(note["finite"], note["unchanged"]) for note in poison.notes()] == [(False, False)] * 2
 
 
-def test_a_skipped_step_takes_its_batch_and_its_rate_and_the_next_goes_on_with_the_schedule(settings, tmp_path):
+def test_skipped_update_uses_up_its_batch_and_its_learning_rate(settings, tmp_path):
     whole, skipping = settings("whole"), settings("skipping")
     train_on_ranks(whole)
     train_on_ranks(skipping, prepare=Poison(tmp_path / "notes"))
     for key in ("lr", "consumed_tokens", "cursor"):
         assert read_metrics(skipping.checkpoint.save, key) == read_metrics(whole.checkpoint.save, key), key
-    before = range(1, POISONED)
     expected, losses = read_metrics(whole.checkpoint.save), read_metrics(skipping.checkpoint.save)
-    assert [losses[i] for i in before] == [expected[i] for i in before]
+    assert all(losses[i] == expected[i] for i in range(1, POISONED))
     assert losses[POISONED + 1] != expected[POISONED + 1]
 
 
@@ -170,11 +169,11 @@ def test_a_skipped_step_takes_its_batch_and_its_rate_and_the_next_goes_on_with_t
     ("iterations", "optimizer", "is_distributed"),
     [
         ((2, 4, 5, 6), "adamw", True),
-        ((1, 2, 3), "adamw", True),  # the optimizer has no state yet when it is saved
+        ((1, 2, 3), "adamw", True),  # the optimizer is saved before it has a state
         ((1, 2, 3), "muon", False),
     ],
 )
-def test_too_many_skipped_updates_in_a_row_end_all_ranks_with_a_checkpoint(
+def test_too_many_skipped_updates_in_a_row_save_and_end_all_ranks(
     settings, tmp_path, iterations, optimizer, is_distributed
 ):
     poison = Poison(tmp_path / "notes", iterations=iterations, rank=1)
@@ -193,5 +192,5 @@ def test_too_many_skipped_updates_in_a_row_end_all_ranks_with_a_checkpoint(
     error = error_of_all_ranks(run, prepare=prepare)
     assert error.startswith(f"70: the updates of the last 2 iterations, {first} to {last}, were skipped")
     assert (Path(run.checkpoint.save) / f"iter_{last:07}" / "MANIFEST.json").is_file()
-    train_on_ranks(run, world_size=2, prepare=poison)  # the start after that may skip another one
+    train_on_ranks(run, world_size=2, prepare=poison)  # after resuming, another update may be skipped
     assert max(read_metrics(run.checkpoint.save)) == 9

@@ -1,4 +1,4 @@
-"""Runs with Transformer Engine's layers and optimizer: its own Python, over the emulated extension."""
+"""Runs with Transformer Engine's layers and optimizer, whose Python runs over an emulated extension on CPU."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +7,7 @@ from typing import Any
 
 import emulated_engine
 import pytest
+from emulated_engine import ENGINE, FP8
 from processes import run_on_ranks
 from ranks import quick_only, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
@@ -20,14 +21,12 @@ from megatron_neobert.config.schema import Settings
 pytestmark = emulated_engine.needs_sources
 
 PRELOAD = {"preload": "emulated_engine.preloaded"}
-ENGINE = {"transformer_impl": "transformer_engine"}
-FP8 = {name: {**ENGINE, "fp8_format": "hybrid", "fp8_recipe": name} for name in ("delayed", "tensorwise", "blockwise")}
 train = partial(train_on_ranks, **PRELOAD)
 
 
 @pytest.fixture
 def run(settings: Callable[..., Settings]) -> Callable[..., Settings]:
-    """Settings of a run in bf16 whose shapes every recipe takes; keyword arguments are `section={field: value}`."""
+    """Return a function that builds settings of a bf16 run, with shapes for all FP8 recipes; see `settings`."""
 
     def build(save: str, compute: dict[str, Any], **sections: dict[str, Any]) -> Settings:
         sections["training"] = {"bf16": True, **sections.get("training", {})}
@@ -36,33 +35,33 @@ def run(settings: Callable[..., Settings]) -> Callable[..., Settings]:
     return build
 
 
-def last(settings: Settings) -> Path:
+def last_checkpoint(settings: Settings) -> Path:
     return iteration_folder(Path(str(settings.checkpoint.save)), settings.training.train_iters)
 
 
 @pytest.mark.parametrize("layout", [TP2, CP2, {}], ids=["tensor 2", "context 2", "data 2"])
 def test_two_ranks_give_the_losses_of_one(run, layout):
-    alone, shared = run("alone", ENGINE), run("shared", ENGINE, parallel=layout)
-    train(alone)
-    train(shared, world_size=2)
-    gap = largest_relative_gap(read_metrics(alone.checkpoint.save), read_metrics(shared.checkpoint.save))
+    one, two = run("one", ENGINE), run("two", ENGINE, parallel=layout)
+    train(one)
+    train(two, world_size=2)
+    gap = largest_relative_gap(read_metrics(one.checkpoint.save), read_metrics(two.checkpoint.save))
     print(f"{gap:.1e}")
     assert gap <= BF16_LAYOUT_LOSS.gate
 
 
 def test_transformer_engine_s_adam_gives_the_losses_of_torch_s(settings, capfd):
-    """The layers are the local ones in fp32, so that the optimizer alone differs; it has the distributed state."""
-    theirs, ours = settings("theirs"), settings("ours")
-    train(theirs, world_size=2)
-    train_on_ranks(ours, world_size=2)
-    gap = largest_relative_gap(read_metrics(ours.checkpoint.save), read_metrics(theirs.checkpoint.save))
-    print(f"{gap:.1e}")  # rounding alone: 0 on some processors
+    """Both runs have local layers in fp32, so that only the optimizer differs."""
+    engine_run, torch_run = settings("engine"), settings("torch")
+    train(engine_run, world_size=2)
+    train_on_ranks(torch_run, world_size=2)
+    gap = largest_relative_gap(read_metrics(torch_run.checkpoint.save), read_metrics(engine_run.checkpoint.save))
+    print(f"{gap:.1e}")  # rounding; 0 on some processors
     assert gap <= LAYOUT_LOSS.gate
     logged = " ".join(capfd.readouterr().out.split())
     assert logged.count("Adam by Transformer Engine") == logged.count("Adam by torch") == 1
 
 
-def test_a_checkpoint_keeps_every_bit_through_local_layers_and_back(run):
+def test_checkpoint_keeps_every_bit_through_local_layers_and_back(run):
     engine = run("engine", ENGINE)
     train(engine)
     local, back = (
@@ -73,7 +72,7 @@ def test_a_checkpoint_keeps_every_bit_through_local_layers_and_back(run):
     run_on_ranks(load_and_save, local, world_size=1)
     run_on_ranks(load_and_save, back, world_size=1, **PRELOAD)
     for copy in (local, back):
-        assert_same_state(last(copy), last(engine))
+        assert_same_state(last_checkpoint(copy), last_checkpoint(engine))
 
 
 @pytest.mark.parametrize("recipe", quick_only(FP8, "delayed", "tensorwise"))
@@ -87,5 +86,5 @@ def test_a_run_in_fp8_has_nearly_the_losses_of_bf16_and_resumes(run, recipe):
     gap, resumed_gap = largest_relative_gap(exact, fp8), largest_relative_gap(fp8, after)
     print(f"{recipe}: bf16 {gap:.1e}, resumed {resumed_gap:.1e}")
     assert 0 < gap <= ENGINE_FP8_RUN.gate
-    # Scales of the delayed recipe are not part of a checkpoint: they begin anew.
+    # A checkpoint does not have the scales of the delayed recipe.
     assert resumed_gap <= (ENGINE_DELAYED_RESUMED.gate if recipe == "delayed" else 0)

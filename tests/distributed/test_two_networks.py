@@ -1,4 +1,4 @@
-"""Two nodes with networks of their own, each of which takes its own name for a loopback address, as Debian does."""
+"""Two nodes in network namespaces. Each resolves its own name to a loopback address, as Debian does."""
 
 import os
 import shutil
@@ -13,22 +13,22 @@ from training_command import environment
 _HOSTS = "127.0.0.1 localhost\n127.0.1.1 {own}\n10.77.0.{number} {other}\n"
 
 
-def _ip(*words: object) -> None:
-    subprocess.run(["ip", *map(str, words)], check=True, capture_output=True)
+def _ip(*arguments: object) -> None:
+    subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True)
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[list[str]]]:
-    """Words that run a command on each of two nodes that are connected."""
+    """Command prefixes that run a command on each of two connected nodes."""
     names = [f"neobert{os.getpid()}{end}" for end in "ab"]
     try:
         for name in names:
             _ip("netns", "add", name)
         subprocess.run(["unshare", "--mount", "--uts", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs the right to make network namespaces ({error})")
+        pytest.skip(f"needs permission to create network namespaces ({error})")
     _ip("link", "add", "eth7", "netns", names[0], "type", "veth", "peer", "name", "eth7", "netns", names[1])
-    words = []
+    prefixes = []
     for number, name in enumerate(names):
         _ip("-n", name, "address", "add", f"10.77.0.{number + 1}/24", "dev", "eth7")
         for interface in ("lo", "eth7"):
@@ -36,8 +36,8 @@ def nodes(tmp_path: Path) -> Iterator[list[list[str]]]:
         hosts = tmp_path / name
         hosts.write_text(_HOSTS.format(own=f"node{number}", other=f"node{1 - number}", number=2 - number))
         script = f'mount --bind {hosts} /etc/hosts && hostname node{number} && exec "$@"'
-        words.append(["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "bash", "-c", script, "bash"])
-    yield words
+        prefixes.append(["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "bash", "-c", script, "bash"])
+    yield prefixes
     for name in names:
         _ip("netns", "delete", name)
 
@@ -55,16 +55,16 @@ print(total.item(), os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_S
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2")
-def test_gloo_takes_the_network_between_the_nodes_and_nccl_chooses_for_itself(nodes):
-    place = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "node0", "MASTER_PORT": 29511}
+def test_gloo_uses_the_network_between_the_nodes_and_nccl_chooses_for_itself(nodes):
+    variables = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "node0", "MASTER_PORT": 29511}
     started = [
         subprocess.Popen(
-            [*words, sys.executable, "-c", _RANK],
-            env=environment(1, RANK=rank, **place),
+            [*prefix, sys.executable, "-c", _RANK],
+            env=environment(1, RANK=rank, **variables),
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, words in enumerate(nodes)
+        for rank, prefix in enumerate(nodes)
     ]
     outputs = [process.communicate(timeout=600)[0].splitlines()[-1:] for process in started]
     assert outputs == [["2.0 eth7 None"]] * 2

@@ -1,4 +1,4 @@
-"""The training command as a user starts it, and the environment that it is started in."""
+"""The training command of a user, and its environment."""
 
 import socket
 import sys
@@ -15,24 +15,25 @@ BASH = ["bash", SCRIPT]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def environment(ranks: int, **more: object) -> dict[str, str]:
-    own = {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "NPROC_PER_NODE": str(ranks)}
-    return {**clean_environment(), **own, **{name: str(value) for name, value in more.items()}}
+def environment(ranks: int, **variables: object) -> dict[str, str]:
+    """Return the environment of a launcher with `ranks` ranks and these variables."""
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": REPOSITORY, "NPROC_PER_NODE": ranks, **variables}
+    return clean_environment() | {name: str(value) for name, value in variables.items()}
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """The command line of these settings."""
-    words: list[str] = []
+    """Return the command-line flags for all settings that differ from their defaults."""
+    flags: list[str] = []
     for section in fields(Settings):
         chosen, defaults = getattr(settings, section.name), getattr(Settings(), section.name)
         for setting in fields(chosen):
             value = getattr(chosen, setting.name)
             if value != getattr(defaults, setting.name):
                 if setting.name == "phases":
-                    value = str(list(value))  # as YAML
-                several = value if isinstance(value, tuple) else (value,)
-                words += [f"--{setting.name.replace('_', '-')}", *map(str, several)]
-    return words
+                    value = str(list(value))  # YAML
+                values = value if isinstance(value, tuple) else (value,)
+                flags += [f"--{setting.name.replace('_', '-')}", *map(str, values)]
+    return flags
 
 
 def free_port() -> int:

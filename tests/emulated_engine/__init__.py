@@ -1,10 +1,10 @@
 """Transformer Engine on a CPU: its own released Python, with its compiled extension replaced by torch.
 
-`install` lets `import transformer_engine.pytorch` load the package's real sources, so classes, arguments, FP8 recipes,
-autograd functions and states are those of a GPU run. What is emulated are the extension's functions that these call
-for this model (kernels.py, fp8.py). The machine looks like an H200: compute capability 9.0, FP8 products in the one
-layout that Hopper takes, so that a missing transpose is an error here too. FP8 numbers are real ones. Not shown: speed,
-memory, the device's own rounding, user buffers, and which back end cuDNN would have chosen.
+After `install`, `import transformer_engine.pytorch` loads the package's real sources. So classes, arguments, FP8
+recipes, autograd functions and states are those of a GPU run. kernels.py and fp8.py emulate the extension's functions
+that this model uses. The emulated device is an H200: compute capability 9.0, and FP8 products in the only layout that
+Hopper supports, so that a missing transpose is an error here, too. FP8 numbers are real. Speed, memory, the device's
+rounding, user buffers and cuDNN's choice of a backend are not emulated.
 
 Source: transformer-engine-torch 2.11.0 and 2.20.2, csrc/extensions/pybind.cpp (names and order of arguments).
 """
@@ -25,15 +25,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from emulated_engine import fp8, kernels
+from megatron_neobert.runtime.cpu_backend import on_cpu
+
+# Values of the settings section `compute`.
+ENGINE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
+FP8 = {name: {**ENGINE, "fp8_format": "hybrid", "fp8_recipe": name} for name in ("delayed", "tensorwise", "blockwise")}
 
 GPU, CAPABILITY, CUDA = "NVIDIA H200", (9, 0), "13.0"
-SOURCES = Path(sys.prefix) / "transformer_engine_sources"  # put there by tools/prepare_environment.sh --dev
+SOURCES = Path(sys.prefix) / "transformer_engine_sources"  # created by tools/prepare_environment.sh --dev
 
 needs_sources = pytest.mark.skipif(
     not SOURCES.is_dir(), reason=f"no sources of Transformer Engine in {SOURCES}; see tools/prepare_environment.sh"
 )
 
-# Enums whose values count; of the others only the names do.
+# Enums whose values Transformer Engine uses. Of other enums it uses only the names.
 _VALUES = {
     "DType": {
         "kByte": 0,
@@ -46,7 +51,7 @@ _VALUES = {
         "kFloat4E2M1": 10,
     },
     "NVTE_Fused_Attn_Backend": {
-        "NVTE_F16_max512_seqlen": 0,  # gone in newer versions, which compare their own list with this one
+        "NVTE_F16_max512_seqlen": 0,  # newer versions do not have it, and compare their list with this one
         "NVTE_F16_arbitrary_seqlen": 1,
         "NVTE_FP8": 2,
         "NVTE_No_Backend": -1,
@@ -62,7 +67,7 @@ _CLASSES = ("CommOverlap", "CommOverlapBase", "CommOverlapCore", "CommOverlapHel
 
 
 class _Names:
-    """An enum of the extension: each name that Transformer Engine's Python asks for is a member."""
+    """An enum of the extension. Each name that Transformer Engine reads becomes a member."""
 
     def __init__(self) -> None:
         self._members: list[_Name] = []
@@ -105,7 +110,7 @@ class _Extension(types.ModuleType):
 
 
 def _not_emulated(name: str) -> Callable[..., Any]:
-    """Modules keep references to functions that they never call here; one that is called ends its test."""
+    """Return a function that raises when it is called. Modules refer to more functions than this model calls."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError(f"transformer_engine_torch.{name} has no emulation; write one in kernels.py or fp8.py")
@@ -114,7 +119,7 @@ def _not_emulated(name: str) -> Callable[..., Any]:
 
 
 class _Triton(types.ModuleType):
-    """Enough for kernels to be defined. They stay plain functions, and cannot be launched."""
+    """A module in which Triton kernels can be defined, but not launched."""
 
     __path__: ClassVar[list[str]] = []
     __version__ = "3.5.0"
@@ -129,7 +134,7 @@ class _Triton(types.ModuleType):
 
 
 class _OnCpu(TorchFunctionMode):
-    """Takes "cuda" for "cpu" wherever torch is called."""
+    """Replace "cuda" by "cpu" in all calls of torch."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -140,25 +145,18 @@ class _OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return factory(*args, device="cpu" if device == "cuda" else device, **kwargs)
-
-    return build
-
-
 class _Stream:
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
 def _asked_by_transformer_engine(callers: int = 1) -> bool:
-    """Whether the caller's caller, or so many further, is one of its modules: they alone see a GPU."""
+    """Return whether the caller of the caller, `callers` levels up, is in Transformer Engine. Only it sees a GPU."""
     return sys._getframe(callers).f_globals.get("__name__", "").startswith("transformer_engine")
 
 
 def install() -> None:
-    """In a process that only tests, before the first import of megatron.core."""
+    """Emulate Transformer Engine in this process. Must be called before the first import of megatron.core."""
     assert not torch.cuda.is_available()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     properties = types.SimpleNamespace(
@@ -177,29 +175,31 @@ def install() -> None:
     torch.Tensor.is_cuda = seems_cuda  # type: ignore[assignment]
     load_package()
     _OnCpu().__enter__()
-    torch.empty = _on_cpu(torch.empty)  # in a backward pass, where no such mode is active
+    torch.empty = on_cpu(torch.empty)  # the mode is not active in backward
 
 
 def load_package(wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function) -> None:
-    """Makes `transformer_engine` importable, over the emulated extension; torch must seem to have a GPU by then.
+    """Import `transformer_engine` over the emulated extension. torch must already report a GPU.
 
     Args:
-        wrap: Gives what stands in the extension for a function of kernels.py and fp8.py.
+        wrap: Wraps each function of kernels.py and fp8.py.
     """
-    assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine once, when it is imported"
+    assert "megatron.core" not in sys.modules, "megatron.core looks for Transformer Engine when it is imported"
     if "F16_max512_seqlen" not in (SOURCES / "transformer_engine/pytorch/cpp_extensions/fused_attn.py").read_text():
         del _VALUES["NVTE_Fused_Attn_Backend"]["NVTE_F16_max512_seqlen"]
     sys.modules["transformer_engine_torch"] = _Extension(wrap)
-    if importlib.util.find_spec("triton") is None:  # torch's builds for CPUs come without
-        importlib.import_module("torch._dynamo")  # which would believe in it
+    if importlib.util.find_spec("triton") is None:  # torch's builds for CPUs do not include it
+        importlib.import_module("torch._dynamo")  # before, or it would use the replacement
         for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
             sys.modules[name] = _Triton(name)
     else:
-        os.environ["TRITON_INTERPRET"] = "1"  # before it is imported, since it then defines functions of its own
-        importlib.import_module("triton.knobs").runtime.interpret = True  # also where the environment is another
+        os.environ["TRITON_INTERPRET"] = "1"  # before the import, which defines functions
+        importlib.import_module(
+            "triton.knobs"
+        ).runtime.interpret = True  # also in child processes with another environment
     sys.path.insert(0, str(SOURCES))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its switch for: do not load the CUDA libraries
-    # The package's own __init__ would load the libraries of a framework; its parts do without once this one is there.
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load the CUDA libraries
+    # The package's __init__ would load compiled libraries, so import its submodules through an empty package first.
     package = types.ModuleType("transformer_engine")
     package.__path__ = [str(SOURCES / "transformer_engine")]
     package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)

@@ -1,4 +1,4 @@
-"""FP8 as Transformer Engine's extension makes it: saturating casts to float8, scales per tensor or block."""
+"""FP8 of Transformer Engine's extension: saturating casts to float8, and scales per tensor or block."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _DTYPES = {
     7: torch.float8_e4m3fn,
     8: torch.float8_e5m2,
 }
-_BLOCK = 128  # values along the inner dimension of a product that share a scale; Float8BlockQuantizer.block_len
+_BLOCK = 128  # values along the inner dimension that share a scale: Float8BlockQuantizer.block_len
 
 
 def torch_dtype(te_dtype: Any) -> torch.dtype:
@@ -36,7 +36,7 @@ def _cast(values: Tensor, te_dtype: Any) -> Tensor:
 
 
 def _scale_of(amax: Tensor, largest: float, *, epsilon: float, power_of_two: bool) -> Tensor:
-    """compute_scale_from_amax of common/recipe/recipe_common.cuh."""
+    """Return the scale of `compute_scale_from_amax` in common/recipe/recipe_common.cuh."""
     amax = amax.clamp_min(epsilon)
     scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, largest / amax).clamp_max(torch.finfo(torch.float32).max)
     return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
@@ -86,7 +86,7 @@ def _quantize_blocks(values: Tensor, quantizer: Any, output: Any) -> None:
 
 
 def _blocks(values: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
-    """Blocks of 1 x 128 along the product's inner dimension, or of 128 x 128; values [m, k]."""
+    """Quantize values, [m, k], in blocks of 1 x 128 along the inner dimension, or of 128 x 128."""
     rows, inner = values.shape
     height = _BLOCK if quantizer.block_scaling_dim == 2 else 1
     padded = F.pad(values, (0, -inner % _BLOCK, 0, -rows % height))
@@ -109,28 +109,29 @@ def _unblock(data: Tensor, inverse: Tensor, te_dtype: Any, *, two_d: bool) -> Te
 
 
 def make_empty(quantizer: Any, shape: list[int], dtype: torch.dtype) -> Any:
-    """What the extension allocates itself: the bare storage for a quantizer that is marked internal."""
-    made = quantizer.make_empty(shape, dtype=dtype, device=torch.get_default_device())
-    if not quantizer.internal or not isinstance(made, Tensor):
-        return made
+    """Return an empty quantized tensor, or only its storage if the quantizer is internal."""
+    tensor = quantizer.make_empty(shape, dtype=dtype, device=torch.get_default_device())
+    if not quantizer.internal or not isinstance(tensor, Tensor):
+        return tensor
     names = ("Float8TensorStorage", "Float8BlockwiseQTensorStorage")
-    storage = next(base for base in type(made).__mro__ if base.__name__ in names)
-    return storage(**made.get_metadata())
+    storage = next(base for base in type(tensor).__mro__ if base.__name__ in names)
+    return storage(**tensor.get_metadata())
 
 
 def create_empty_quantized_tensor(
     quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """How 2.20 makes what `make_empty` gives; by the parts with which graph capture does so there."""
+    """Return an empty quantized tensor, in version 2.20, from the specifications that graph capture uses."""
     from transformer_engine.pytorch.tensor import float8_tensor
 
-    parts_of = type(quantizer)
-    if parts_of is float8_tensor.Float8Quantizer:  # has none of these, and the same tensors
-        parts_of = float8_tensor.Float8CurrentScalingQuantizer
-    specs = parts_of.inner_tensor_specs(quantizer, tuple(shape))
-    parts = {name: torch.empty(part_shape, dtype=part_dtype) for name, (part_shape, part_dtype) in specs.items()}
-    described = {**parts_of.storage_metadata(quantizer, dtype), "is_tensor": not quantizer.internal}
-    return described["cls"].__tensor_unflatten__(parts, {**described, "requires_grad": False}, shape, None)
+    quantizer_class = type(quantizer)
+    # Float8Quantizer has no such specifications, but its tensors are the same as those of current scaling.
+    if quantizer_class is float8_tensor.Float8Quantizer:
+        quantizer_class = float8_tensor.Float8CurrentScalingQuantizer
+    specs = quantizer_class.inner_tensor_specs(quantizer, tuple(shape))
+    inner = {name: torch.empty(inner_shape, dtype=inner_dtype) for name, (inner_shape, inner_dtype) in specs.items()}
+    metadata = {**quantizer_class.storage_metadata(quantizer, dtype), "is_tensor": not quantizer.internal}
+    return metadata["cls"].__tensor_unflatten__(inner, {**metadata, "requires_grad": False}, shape, None)
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -138,19 +139,21 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def values_of(tensor: Any, *, columnwise: bool) -> Tensor:
-    """What a product on Hopper reads of an operand: [m, k] from the rows or from the transposed copy, in fp32."""
+    """Return the fp32 values, [m, k], that a product on Hopper reads from the row-wise data or the transposed copy."""
     names = {base.__name__ for base in type(tensor).__mro__}
     if "Float8TensorStorage" in names:
         if columnwise:
-            is_there = tensor._transpose is not None and not tensor._transpose_invalid
-            assert is_there, "this FP8 product wants a transpose that is not there"
+            has_transpose = tensor._transpose is not None and not tensor._transpose_invalid
+            assert has_transpose, "this FP8 product needs a transpose that does not exist"
             transposed = tensor._transpose.reshape(tensor._transpose.shape[0], -1)
             return (transposed.view(torch_dtype(tensor._fp8_dtype)).float() * tensor._scale_inv).t()
-        assert tensor._data is not None, "this FP8 product wants rows that are not there"
+        assert tensor._data is not None, "this FP8 product needs row-wise data that do not exist"
         return flat(tensor._data).view(torch_dtype(tensor._fp8_dtype)).float() * tensor._scale_inv
     if "Float8BlockwiseQTensorStorage" in names:
         data = tensor._columnwise_data if columnwise else tensor._rowwise_data
-        assert data is not None, f"this FP8 product wants {'columns' if columnwise else 'rows'} that are not there"
+        assert data is not None, (
+            f"this FP8 product needs {'column' if columnwise else 'row'}-wise data that do not exist"
+        )
         scale = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
         data = data.reshape(data.shape[0], -1) if columnwise else flat(data)
         values = _unblock(data, scale, tensor._fp8_dtype, two_d=tensor._is_2D_scaled)
@@ -173,16 +176,16 @@ def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Te
 def fused_amax_and_scale_update_after_reduction(
     amax_reduction_buffer: Tensor, amax_histories: Any, scales: Any, algorithm: str, fp8_dtype: Any, margin: float
 ) -> None:
-    """delayed_scaling.cu: the reduced amax enters the history, the history rolls, the scale follows its largest."""
+    """Add the reduced amax to the history, roll the history, and update the scale, like delayed_scaling.cu."""
     offset = 0
     for history, scale in zip(amax_histories, scales, strict=True):
         newest = amax_reduction_buffer[offset : offset + history.shape[1]]
         offset += history.shape[1]
-        known = history.clone()
-        known[0] = newest
-        amax = known.amax(0) if algorithm == "max" else known[0]
-        history.copy_(known.roll(-1, 0))
+        updated = history.clone()
+        updated[0] = newest
+        amax = updated.amax(0) if algorithm == "max" else updated[0]
+        history.copy_(updated.roll(-1, 0))
         history[0] = 0
-        fresh = _largest(fp8_dtype) / amax / 2**margin
-        fresh = torch.where((amax > 0) & amax.isfinite(), fresh, scale)
-        scale.copy_(fresh.clamp_max(torch.finfo(torch.float32).max))
+        new_scale = _largest(fp8_dtype) / amax / 2**margin
+        new_scale = torch.where((amax > 0) & amax.isfinite(), new_scale, scale)
+        scale.copy_(new_scale.clamp_max(torch.finfo(torch.float32).max))

@@ -1,4 +1,4 @@
-"""The functions of Transformer Engine's extension that this model's forward, backward and optimizer call, in torch."""
+"""Functions of Transformer Engine's extension that forward, backward and optimizer of this model call, in torch."""
 
 import types
 from typing import Any
@@ -24,15 +24,15 @@ def generic_gemm(
     use_split_accumulator: bool, comm_overlap: Any = None, comm_type: Any = None, extra_output: Any = None,
     bulk_overlap: bool = False, alpha: float = 1.0, beta: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """D = op(B) op(A), exact sums in fp32, which an FP8 tensor core's with split accumulators nearly are."""
-    assert comm_overlap is None and not gelu and quantizer is None and bias is None, "not part of this emulation"
-    assert is_quantized(A) == is_quantized(B), "one operand in FP8 and one not: there is no such kernel"
+    """Compute D = op(B) op(A) with fp32 sums. FP8 tensor cores with split accumulators are nearly as exact."""
+    assert comm_overlap is None and not gelu and quantizer is None and bias is None, "not emulated"
+    assert is_quantized(A) == is_quantized(B), "no kernel has one operand in FP8 and another one not in FP8"
     left, right = values_of(B, columnwise=transB), values_of(A, columnwise=not transA)
     left, right = (left.t() if transB else left), (right.t() if transA else right)
     if is_quantized(A):  # cublaslt_gemm.cu, CanonicalizeGemmInput
         assert left.shape[1] % 16 == 0, f"FP8 product over {left.shape[1]} values: must be a multiple of 16"
     else:
-        assert A.dtype == B.dtype, f"operands of {A.dtype} and {B.dtype}: there is no such kernel"
+        assert A.dtype == B.dtype, f"no kernel has operands of {A.dtype} and {B.dtype}"
     product = alpha * (left @ right)
     dtype = torch_dtype(output_dtype) if output_dtype is not None else A.dtype
     if D is not None:
@@ -58,7 +58,7 @@ def rmsnorm_fwd(
 def _quantized(normed: Tensor, quantizer: Any, dtype: torch.dtype) -> Any:
     if quantizer is None:
         return normed.to(dtype)
-    if type(quantizer).__name__ == "Float8Quantizer":  # delayed scales are known before: one kernel, from fp32
+    if type(quantizer).__name__ == "Float8Quantizer":  # delayed scales are known, so one kernel quantizes from fp32
         return quantize(normed, quantizer, make_empty(quantizer, list(normed.shape), dtype))
     return quantize(normed.to(dtype), quantizer)
 
@@ -90,7 +90,7 @@ def layernorm_bwd(
     return dx.to(x.dtype), (dz.float() * normed).sum(0).to(gamma.dtype), dz.float().sum(0).to(gamma.dtype)
 
 
-# The order of arguments, from csrc/extensions.h: what 2.11.0 takes, and what 2.20.2 has between.
+# Order of arguments in csrc/extensions.h of 2.11.0 and 2.20.2.
 _FORWARD = {
     "2.11": "max_q max_kv training scale dropout set_zero layout bias_type mask softmax window cu_seqlens_q "
     "cu_seqlens_kv q k v dtype padded_q padded_kv page_k page_v s_quantizer o_quantizer bias sinks rng rng_elements "
@@ -109,15 +109,15 @@ _BACKWARD = {
 
 
 def get_fused_attn_backend(*arguments: Any) -> Any:
-    """cuDNN serves packed bfloat16: what of common/fused_attn/fused_attn.cpp applies to this GPU and model."""
+    """Return the backend for packed bfloat16, as common/fused_attn/fused_attn.cpp does for this GPU and model."""
     import transformer_engine_torch as extension
 
     backend = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    return backend if len(arguments) > 1 else (backend, "")  # 2.20 takes one object, and gives a reason too
+    return backend if len(arguments) > 1 else (backend, "")  # 2.20 takes one object, and also returns a reason
 
 
 def _packed_call(names: dict[str, str], arguments: tuple[Any, ...]) -> Any:
-    """The arguments by name, after what cuDNN needs of a packed call was checked."""
+    """Return the arguments by name. Assert that they fulfil cuDNN's conditions for packed documents."""
     call = types.SimpleNamespace(
         **next(
             dict(zip(order.split(), arguments, strict=True))
@@ -129,7 +129,7 @@ def _packed_call(names: dict[str, str], arguments: tuple[Any, ...]) -> Any:
     assert call.mask.name in ("NVTE_PADDING_MASK", "NVTE_PADDING_CAUSAL_MASK"), call.mask.name
     call.causal = "CAUSAL" in call.mask.name
     assert call.window[0] == -1 and call.dropout == 0 and call.s_quantizer is None
-    # A tensor here would make the host wait for the device in each layer.
+    # A tensor would make the host wait for the device in each layer.
     assert isinstance(call.max_q, int), f"max_seqlen is {type(call.max_q)}"
     assert call.cu_seqlens_q.dtype == torch.int32
     assert int(call.cu_seqlens_q.diff().max()) <= call.max_q, (
@@ -160,7 +160,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     rest = q.shape[0] - sum(lengths)
     contexts = []
     for document in zip(*(tensor[: sum(lengths)].split(lengths) for tensor in (q, k, v)), strict=True):
-        # In float32, as the kernels add up; CPUs without bf16 instructions take twice as long in bfloat16.
+        # The kernels accumulate in float32. bfloat16 would also be half as fast on CPUs without bf16 instructions.
         heads = [tensor.transpose(0, 1).unsqueeze(0).float() for tensor in document]
         context = F.scaled_dot_product_attention(*heads, scale=call.scale, is_causal=call.causal)
         contexts.append(context.squeeze(0).transpose(0, 1))

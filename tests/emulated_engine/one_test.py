@@ -1,4 +1,4 @@
-"""A test written for a GPU, run on a CPU over the emulated extension."""
+"""Run a test that is written for a GPU on CPU, over the emulated extension."""
 
 import tempfile
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from megatron_neobert.runtime import distributed
 
 
 def run_emulated(test: pytest.Function) -> None:
-    """Calls a test's body in a process of its own, in a process group of one; skips if the body does."""
+    """Call a test function in a new process with a process group of one rank. Skip the test if the function does."""
     arguments = {name: test.funcargs[name] for name in test._fixtureinfo.argnames}
     with tempfile.TemporaryDirectory() as folder:
         reason = Path(folder) / "reason"

@@ -1,4 +1,4 @@
-"""What a fork server has imported whose children compute with Transformer Engine, on an H200 as far as they see."""
+"""Imports of a fork server whose children use the emulated Transformer Engine and an emulated H200."""
 
 import contextlib
 import types
@@ -19,8 +19,8 @@ hardware = kernels.Hardware(
 )
 kernels.detect_hardware = lambda: hardware
 
-# Weights in FP8 and in bf16 are gathered together. gloo would make one tensor of them, in the type of the first; so
-# each collective is carried out at once, which is right where none is overlapped.
+# A coalesced collective gathers weights in FP8 and bf16, and gloo would convert all to the first type. So each
+# collective runs at once, which is correct because none is overlapped.
 param_and_grad_buffer._coalescing_manager = lambda *args, **kwargs: contextlib.nullcontext(
     types.SimpleNamespace(wait=lambda: None)
 )

@@ -1,4 +1,4 @@
-"""The tests of this folder run with a GPU as they stand; without one over Transformer Engine emulated on a CPU."""
+"""With a GPU, the tests of this folder run on it. Otherwise they run over Transformer Engine emulated on CPU."""
 
 import pytest
 import torch

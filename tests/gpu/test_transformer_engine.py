@@ -1,9 +1,9 @@
-"""What a GPU is asked: real kernels give the model's numbers, in bfloat16 and FP8, without waiting for the device.
+"""On a GPU, real kernels compute the model's numbers in bfloat16 and FP8, and the host does not wait for the device.
 
-The oracle is the same model in float32 on the same device, document by document, which tests/parity compares with the
-reference. Without a GPU the same tests run over Transformer Engine emulated on a CPU (conftest.py), which shows that
-they are right, and nothing of a GPU; those that need a device or a package skip with their reason. No GPU has run this
-file yet: its gates are expectations, to be replaced by the measurements of the first one that does.
+Results are compared with the same model in float32 on the same device, one document at a time, which tests/parity
+compares with the reference. Without a GPU, the tests run over Transformer Engine emulated on CPU (conftest.py). This
+tests the tests, not a GPU. Tests that need a device or a package are skipped with the reason. No GPU has run this file
+yet: its tolerances are expectations, to be replaced by the first measurements.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from typing import Any
 import emulated_engine
 import pytest
 import torch
+from emulated_engine import ENGINE, LOCAL
 from torch import Tensor
 
 from megatron_neobert.config.schema import ModelConfig, Settings, TrainingConfig
@@ -25,19 +26,17 @@ from megatron_neobert.runtime import distributed
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else [emulated_engine.needs_sources]
-needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device: on a CPU nothing waits for one")
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 VOCAB = 4000
 LENGTHS = (5, 1, 250, 128, 640)
-TOKENS = sum(LENGTHS)  # 1024: a multiple of 128, which every recipe of FP8 takes
+TOKENS = sum(LENGTHS)  # 1024, a multiple of 128, which all FP8 recipes accept
 MAX_SEQLEN = 640
 MASKED = slice(None, None, 4)
-BF16 = {"bf16": True}
-ENGINE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    if not HAS_GPU:  # each test has a process, and its own group
+    if not HAS_GPU:  # each test has its own process and group
         yield
         return
     distributed.initialize(Settings())
@@ -57,74 +56,74 @@ def settings(compute: dict[str, Any], *, bf16: bool, **model: Any) -> Settings:
 
 
 def build(compute: dict[str, Any], *, bf16: bool = True, **model: Any) -> NeoBERTModel:
-    """The model, if this machine can; otherwise the test skips with the refusal that a user would read."""
-    wanted = settings(compute, bf16=bf16, **model)
+    """Build the model, or skip the test with the error message of `check_hardware`."""
+    run_settings = settings(compute, bf16=bf16, **model)
     try:
-        check_hardware(wanted)
+        check_hardware(run_settings)
     except ConfigError as error:
         pytest.skip(str(error))
-    return NeoBERTModel(wanted, vocab_size=VOCAB).to(DEVICE)
+    return NeoBERTModel(run_settings, vocab_size=VOCAB).to(DEVICE)
 
 
-def make_row(*, lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor]:
+def pack_documents(*, lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor]:
     tokens_t = torch.randint(5, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     return tokens_t, torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
 
 
 def logits_of(model: NeoBERTModel, *, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
-    tokens_t, cu_seqlens_n = make_row(lengths=lengths)
+    tokens_t, cu_seqlens_n = pack_documents(lengths=lengths)
     with torch.no_grad():
         logits_mv = model(tokens_t, cu_seqlens_n, max(lengths), torch.arange(TOKENS, device=DEVICE)[MASKED])
     return logits_mv[:, :VOCAB].float()
 
 
 def losses_of(model: NeoBERTModel) -> Tensor:
-    tokens_t, cu_seqlens_n = make_row()
+    tokens_t, cu_seqlens_n = pack_documents()
     positions_m = torch.arange(TOKENS, device=DEVICE)[MASKED]
     losses_m, _ = model(tokens_t, cu_seqlens_n, MAX_SEQLEN, positions_m, tokens_t[positions_m])
     return losses_m
 
 
-def likeness(first_mv: Tensor, second_mv: Tensor) -> float:
-    """Cosine of the two answers at the token where they differ most."""
+def cosine(first_mv: Tensor, second_mv: Tensor) -> float:
+    """Return the cosine of the logits at the token where they differ most."""
     return torch.cosine_similarity(first_mv, second_mv, dim=1).min().item()
 
 
-def test_bfloat16_gives_the_answers_of_float32(implementation):
+def test_bfloat16_logits_are_close_to_float32(implementation):
     exact_mv = logits_of(build(LOCAL, bf16=False))
     logits_mv = logits_of(build(implementation))
-    assert likeness(logits_mv, exact_mv) > 0.99
+    assert cosine(logits_mv, exact_mv) > 0.99
     merged_mv = logits_of(build(LOCAL, bf16=False), lengths=(TOKENS,))
-    assert likeness(merged_mv, exact_mv) < 0.99, "attention across documents must show"
+    assert cosine(merged_mv, exact_mv) < 0.99, "attention across documents must change the logits"
 
 
-def test_both_implementations_give_the_same_gradients_as_float32(implementation):
-    exact, model = build(LOCAL, bf16=False), build(implementation)
-    for each in (exact, model):
-        losses_of(each).sum().backward()
+def test_bfloat16_gradients_are_close_to_float32(implementation):
+    models = build(LOCAL, bf16=False), build(implementation)
+    for model in models:
+        losses_of(model).sum().backward()
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        exact_gradient, gradient = (dict(each.named_parameters())[name].grad.float() for each in (exact, model))
+        exact_gradient, gradient = (dict(model.named_parameters())[name].grad.float() for model in models)
         assert torch.cosine_similarity(gradient.flatten(), exact_gradient.flatten(), dim=0) > 0.99, name
 
 
-def test_a_document_has_the_same_answers_alone_and_packed(implementation):
+def test_document_has_the_same_logits_alone_and_packed(implementation):
     model = build(implementation)
-    tokens_t, cu_seqlens_n = make_row()
-    everywhere = torch.arange(TOKENS, device=DEVICE)
+    tokens_t, cu_seqlens_n = pack_documents()
+    positions_t = torch.arange(TOKENS, device=DEVICE)
     with torch.no_grad():
-        packed_tv = model(tokens_t, cu_seqlens_n, MAX_SEQLEN, everywhere)[:, :VOCAB].float()
+        packed_tv = model(tokens_t, cu_seqlens_n, MAX_SEQLEN, positions_t)[:, :VOCAB].float()
         bounds = cu_seqlens_n.tolist()
         for start, end in itertools.pairwise(bounds):
-            alone = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
-            alone_tv = model(tokens_t[start:end], alone, MAX_SEQLEN, everywhere[: end - start])[:, :VOCAB].float()
-            assert likeness(packed_tv[start:end], alone_tv) > 0.999
+            document = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
+            alone_tv = model(tokens_t[start:end], document, MAX_SEQLEN, positions_t[: end - start])[:, :VOCAB].float()
+            assert cosine(packed_tv[start:end], alone_tv) > 0.999
 
 
 @needs_gpu
 def test_a_step_never_waits_for_the_device(implementation):
-    """Forward and backward, with the arguments already on the GPU; the first step compiles and may wait."""
+    """Forward and backward with arguments on the GPU. Only the first step, which compiles, may wait."""
     model = build(implementation)
-    tokens_t, cu_seqlens_n = make_row(lengths=(*LENGTHS, 0, 0))
+    tokens_t, cu_seqlens_n = pack_documents(lengths=(*LENGTHS, 0, 0))
     positions_m = torch.arange(TOKENS, device=DEVICE)[MASKED]
     labels_m = tokens_t[positions_m]
     labels_m[-3:] = -100
@@ -140,7 +139,7 @@ def test_a_step_never_waits_for_the_device(implementation):
 
 
 @needs_gpu
-def test_waiting_for_the_device_would_be_noticed():
+def test_sync_debug_mode_detects_waiting_for_the_device():
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError):
@@ -150,42 +149,42 @@ def test_waiting_for_the_device_would_be_noticed():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
-def test_a_step_in_fp8_is_close_to_one_in_bfloat16(recipe):
+def test_fp8_step_is_close_to_a_bfloat16_step(recipe):
     fp8 = {"fp8_format": "hybrid", "fp8_recipe": recipe}
     exact, model = build(ENGINE), build({**ENGINE, **fp8})
     exact_losses_m, losses_m = losses_of(exact), losses_of(model)
-    assert not torch.equal(losses_m, exact_losses_m), "FP8 must show somewhere, or it is not on"
+    assert not torch.equal(losses_m, exact_losses_m), "FP8 must have an effect, or it is not on"
     torch.testing.assert_close(losses_m.mean(), exact_losses_m.mean(), rtol=0.02, atol=0)
     losses_m.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def make_layers(width: int) -> list[Tensor]:
+def make_heads(width: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(TOKENS, 2, width, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(3)]
 
 
-@pytest.mark.parametrize("width", [64, 84])  # 84 is that of 1,008 channels over 12 heads, and no multiple of 8
+@pytest.mark.parametrize("width", [64, 84])  # 84 is not a multiple of 8
 @pytest.mark.parametrize("kernel", [TorchAttention, FlashAttention])
-def test_a_packed_kernel_gives_what_one_call_per_document_gives(kernel, width):
+def test_packed_kernel_equals_one_call_per_document(kernel, width):
     if kernel is FlashAttention and detect_hardware().flash_attn.version is None:
-        pytest.skip(f"flash-attn: {detect_hardware().flash_attn.why_not}")
+        pytest.skip(f"flash-attn: {detect_hardware().flash_attn.problem}")
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_neobert.model.attention import pack_row
-
-    _, cu_seqlens_n = make_row(lengths=(*LENGTHS, 0))
+    _, cu_seqlens_n = pack_documents(lengths=(*LENGTHS, 0))
     config = build(LOCAL).config
     module = kernel(config, 1, AttnMaskType.padding, "self", None)
-    packed, by_document = make_layers(width), make_layers(width)
-    for layer in (*packed, *by_document):
-        layer.requires_grad_()
-    row = pack_row(cu_seqlens_n, MAX_SEQLEN, rotation=None)
-    context = module(*packed, None, packed_seq_params=row)
+    packed, by_document = make_heads(width), make_heads(width)
+    for heads in (*packed, *by_document):
+        heads.requires_grad_()
+    bounds = PackedSeqParams("thd", cu_seqlens_n, cu_seqlens_n, max_seqlen_q=MAX_SEQLEN, max_seqlen_kv=MAX_SEQLEN)
+    context = module(*packed, None, packed_seq_params=bounds)
     expected = attend_by_document(*by_document, cu_seqlens_n)
     torch.testing.assert_close(context, expected, rtol=2e-2, atol=2e-2)
     weights = torch.randn(context.shape, generator=torch.Generator().manual_seed(1)).to(context)
     (context * weights).sum().backward()
     (expected * weights).sum().backward()
-    for layer, other in zip(packed, by_document, strict=True):
-        assert torch.cosine_similarity(layer.grad.flatten().float(), other.grad.flatten().float(), dim=0) > 0.999
+    for heads, expected_heads in zip(packed, by_document, strict=True):
+        gradients = heads.grad.flatten().float(), expected_heads.grad.flatten().float()
+        assert torch.cosine_similarity(*gradients, dim=0) > 0.999

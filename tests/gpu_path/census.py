@@ -1,4 +1,4 @@
-"""What a training step does to a device that is not there: waits, copies, kernels, and the bytes that these move."""
+"""Counts waits, copies, kernels and bytes of a training step on fake CUDA tensors."""
 
 import collections
 import contextlib
@@ -14,16 +14,16 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Of the collectives those that torch does not know for fake tensors; nothing is left of them but their inputs.
+# Collectives that torch does not support for fake tensors. Only their inputs are counted.
 COALESCED = {
     f"c10d.{name}_coalesced_.default" for name in ("allreduce", "allgather_into_tensor", "reduce_scatter_tensor")
 }
 GATHERING = {f"aten.{name}" for name in ("gather.default", "index.Tensor", "index_select.default", "embedding.default")}
-FREE = ("aten.empty", "aten.detach", "aten._unsafe_view", "prim.", "aten.new_empty")  # they move nothing
+FREE = ("aten.empty", "aten.detach", "aten._unsafe_view", "prim.", "aten.new_empty")  # move no bytes
 
 
 class Census(TorchDispatchMode):
-    """Counts what a step does to the device, and answers in its place where a number is asked for."""
+    """Counts the operations of a step, and returns 1 when the host reads a number from the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Census(TorchDispatchMode):
         self.copies: collections.Counter[str] = collections.Counter()
         self.bytes: collections.Counter[str] = collections.Counter()
         self.kernels: collections.Counter[str] = collections.Counter()
-        self.kept: dict[int, Tensor] = {}  # by its storage, what autograd keeps for a backward pass
+        self.kept: dict[int, Tensor] = {}  # storage -> tensor that autograd keeps for backward
         self.is_inside_kernel = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,7 +40,7 @@ class Census(TorchDispatchMode):
         inputs = tensors_of((args, kwargs))
         on_device = any(tensor.is_cuda for tensor in inputs)
         if name == "aten._local_scalar_dense.default":
-            self.waits[f"item: {place()}"] += on_device
+            self.waits[f"item: {calling_function()}"] += on_device
             return 1.0 if inputs[0].dtype.is_floating_point else 1
         if name in ("aten._to_copy.default", "aten.copy_.default"):
             self.note_copy(name, args, kwargs)
@@ -48,7 +48,7 @@ class Census(TorchDispatchMode):
             result = FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
         except Exception as error:
             if "DynamicOutputShape" in type(error).__name__ or "DataDependent" in type(error).__name__:
-                self.waits[f"{name}: {place()}"] += 1
+                self.waits[f"{name}: {calling_function()}"] += 1
             raise
         outputs = tensors_of(result)
         if (on_device or any(tensor.is_cuda for tensor in outputs)) and not self.is_inside_kernel:
@@ -68,15 +68,15 @@ class Census(TorchDispatchMode):
             source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
             is_asynchronous = kwargs.get("non_blocking", False)
         if source.type != target.type:
-            what = f"{source.type} to {target.type}: {place()}"
-            (self.copies if is_asynchronous else self.waits)[what] += 1
+            counter = self.copies if is_asynchronous else self.waits
+            counter[f"{source.type} to {target.type}: {calling_function()}"] += 1
 
     def note_kernel(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         if name in GATHERING:  # reads as much as it writes
             inputs = outputs
-        elif name == "aten.index_put_.default":  # writes the values alone
+        elif name == "aten.index_put_.default":  # reads and writes the values only
             inputs, outputs = inputs[-1:], inputs[-1:]
-        # An expanded tensor repeats what its storage has once.
+        # The storage of an expanded tensor is smaller than the tensor.
         self.bytes[name] += sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in (*inputs, *outputs))
         self.kernels[name] += 1
 
@@ -98,8 +98,8 @@ class Census(TorchDispatchMode):
             counter.clear()
 
 
-def place() -> str:
-    """The innermost function of the project, of megatron.core or of Transformer Engine that is running."""
+def calling_function() -> str:
+    """Return the innermost running function of this project, megatron.core or Transformer Engine."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(
@@ -112,14 +112,14 @@ def place() -> str:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Its tensors; of those that are quantized, what they are made of."""
-    found: list[Tensor] = []
+    """Return all tensors of a tree. A quantized tensor is replaced by the tensors it consists of."""
+    tensors: list[Tensor] = []
     for leaf in tree_leaves(tree):
         if type(leaf).__module__.startswith("transformer_engine."):
-            found += (part for part in vars(leaf).values() if isinstance(part, Tensor))
+            tensors += (value for value in vars(leaf).values() if isinstance(value, Tensor))
         elif isinstance(leaf, Tensor):
-            found.append(leaf)
-    return found
+            tensors.append(leaf)
+    return tensors
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -127,6 +127,6 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def changed_by(func: Any, args: Any) -> list[Tensor]:
-    """The arguments that an operation writes into."""
+    """Return the arguments that an operation overwrites."""
     pairs = zip(func._schema.arguments, args, strict=False)
     return [tensor for argument, value in pairs if argument.is_write for tensor in tensors_of(value)]

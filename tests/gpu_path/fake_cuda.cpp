@@ -1,8 +1,8 @@
-// A CUDA device that is not there, as far as torch's autograd engine needs one: streams, events and a current device
-// that do nothing. With it, fake tensors on "cuda" run forward and backward in a build of torch with or without CUDA.
+// A fake CUDA device for torch's autograd engine: streams, events and a current device that do nothing. Fake tensors on
+// "cuda" can then run forward and backward, in builds of torch with and without CUDA.
 //
-// The hooks are registered when this library is loaded, which comes before torch's own are (a preferred registration
-// outranks them); the guard when `replace_guard` is called, which comes after (the last registration counts).
+// This library must be loaded before torch. It registers its hooks when it is loaded, and they take precedence over
+// torch's. It registers its guard in `replace_guard`, after torch's, because the last registration counts.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Device.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,8 +1,8 @@
-"""Transformer Engine on fake CUDA tensors: its own Python, and of each function of its extension the bytes it moves.
+"""Transformer Engine on fake CUDA tensors: its own Python, and the bytes that each function of its extension moves.
 
-The functions are those of tests/emulated_engine, run for their shapes and checks. Each counts as one kernel, which
-reads what its emulation touches and writes what that changes and returns. What a real kernel decides on the device, as
-whether an update is skipped, is answered here in its place.
+The functions are those of tests/emulated_engine, which run for their shapes and checks. Each one counts as a kernel
+that reads the tensors its emulation reads, and writes the tensors its emulation changes and returns. Decisions that a
+real kernel makes on the device, such as skipping an update, have a fixed result here.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ OVERWRITING = ("aten.copy_.default", "aten.fill_.Scalar", "aten.zero_.default")
 
 
 class Kernel(TorchDispatchMode):
-    """Which tensors from outside a function reads and writes, by their storages: views come and go."""
+    """Records the tensors that a function reads and writes, without the tensors that it creates, by their storages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read: dict[tuple[int, int], Tensor] = {}
         self.written: dict[tuple[int, int], Tensor] = {}
-        self.made: dict[int, Tensor] = {}  # in the device's memory only if it is a result
+        self.created: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = str(func), kwargs or {}
@@ -43,30 +43,30 @@ class Kernel(TorchDispatchMode):
             storage = storage_of(tensor)
             is_view = storage in results and storage not in changed
             results.pop(storage, None)
-            if storage in self.made or is_view:
+            if storage in self.created or is_view:
                 continue
             if storage in changed:
                 keep_largest(self.written, tensor)
             if storage not in changed or name not in OVERWRITING:
                 keep_largest(self.read, tensor)
-        self.made.update(results)
+        self.created.update(results)
         return result
 
 
 def keep_largest(tensors: dict[tuple[int, int], Tensor], tensor: Tensor) -> None:
-    """Of views that begin at the same place; others are other parts of a buffer."""
+    """Add a tensor, unless a larger view with the same start is there. Other views are other parts of a buffer."""
     begin = storage_of(tensor), tensor.storage_offset() * tensor.itemsize
     if begin not in tensors or tensors[begin].nbytes < tensor.nbytes:
         tensors[begin] = tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
-    """In place of attention: a function of the same tensors with a result of the same shape."""
+    """Replace attention by a function with the same inputs and the same shape of the result."""
     return q * k * v
 
 
 def install(census: Census, device: torch.device) -> None:
-    """Lets `import transformer_engine.pytorch` succeed, its kernels noted in the census of the step."""
+    """Import transformer_engine.pytorch with an extension whose kernels are counted in `census`."""
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -74,11 +74,11 @@ def install(census: Census, device: torch.device) -> None:
             kernel = Kernel()
             with census.inside_kernel(), device, kernel:
                 result = function(*args, **options)
-            if function.__name__.startswith("fused_attn_"):  # backward also reads what `attend` has no use for
+            if function.__name__.startswith("fused_attn_"):  # backward reads more than `attend` does
                 for tensor in tensors_of((args, options)):
                     keep_largest(kernel.read, tensor)
             returned = {
-                storage_of(tensor): tensor for tensor in tensors_of(result) if storage_of(tensor) in kernel.made
+                storage_of(tensor): tensor for tensor in tensors_of(result) if storage_of(tensor) in kernel.created
             }
             if kernel.read or kernel.written:
                 census.note_kernel(
@@ -91,5 +91,5 @@ def install(census: Census, device: torch.device) -> None:
     kernels._attend = attend
     emulated_engine.load_package(counted)
     attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
-    choose = attention.get_attention_backend  # it compares the class of the queries, which is that of fake tensors
+    choose = attention.get_attention_backend  # compares the class of the queries, which are fake tensors
     attention.get_attention_backend = lambda params: choose(dataclasses.replace(params, qkv_type=Tensor))

@@ -1,44 +1,44 @@
-"""Training steps on fake CUDA tensors: real shapes, dtypes and devices, no numbers and no GPU.
+"""Training steps on fake CUDA tensors, with real shapes, dtypes and devices, and without numbers or a GPU.
 
-A process of its own, since it lets torch believe in a device: `python fake_step.py LIBRARY CASES RESULTS`, with the
-library that test_fake_cuda.py builds of fake_cuda.cpp, and two JSON files. What runs is the project's own model, step
-and optimizer under megatron.core's data parallelism; tensors on different devices raise, as they would on a GPU. Of the
-second step of each case it is written down where the host waits for the device and what it copies, and per operation
-how many kernels were started and how many bytes they read and wrote.
+Usage: `python fake_step.py LIBRARY CASES RESULTS`. LIBRARY is built from fake_cuda.cpp by test_fake_cuda.py; CASES and
+RESULTS are JSON files. It runs in its own process, because it makes torch report a GPU. Model, step and optimizer are
+the project's, with megatron.core's data parallelism. Operations on tensors of different devices raise, as on a GPU. For
+the second step of each case, the results list where the host waits for the device, the copies, and per operation the
+number of kernels and the bytes they read and write.
 
-A function that is compiled, by megatron.core or by us, counts as one kernel that reads its arguments and writes its
-results, and backward reads arguments and incoming gradients and writes their gradients: what Inductor makes of
-elementwise functions and reductions at best. The same holds for torch's fused RMSNorm, whose CUDA kernel a build for
-CPU does not have.
+A compiled function counts as one kernel that reads its arguments and writes its results. Its backward reads arguments
+and incoming gradients, and writes gradients. This is the best that Inductor can do for elementwise functions and
+reductions. torch's fused RMSNorm is counted in the same way, because a CPU build does not have its CUDA kernel.
 """
 
 import ctypes
 import functools
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # its hooks come before torch's
+LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch, so that its hooks are found first
 
 import torch  # noqa: E402
 
-LIBRARY.replace_guard()  # and its guard after
-from census import Census, place, storage_of, tensors_of  # noqa: E402
+LIBRARY.replace_guard()  # after torch, whose guard it replaces
+from census import Census, calling_function, storage_of, tensors_of  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-VOCAB, SEQ_LENGTH, ROWS, MICRO_BATCHES, DOCUMENTS = 30_522, 1024, 64, 2, 256
+VOCAB, SEQ_LENGTH, SEQUENCES, MICRO_BATCHES, DOCUMENTS = 30_522, 1024, 64, 2, 256
 CENSUS = Census()
 
 
 class OneKernel(torch.autograd.Function):
-    """A function of tensors, counted as one kernel forward and one backward."""
+    """Runs a function of tensors and counts it as one kernel in forward and one in backward."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], name: str, options: Any, keeps: bool, *args: Any) -> Any:
@@ -54,22 +54,23 @@ class OneKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        wanted = [arg for arg in ctx.args if isinstance(arg, Tensor) and arg.requires_grad]
+        inputs = [arg for arg in ctx.args if isinstance(arg, Tensor) and arg.requires_grad]
         with CENSUS.inside_kernel(), torch.enable_grad():
             results = tensors_of(ctx.function(*ctx.args, **ctx.options))
             pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
-            found = torch.autograd.grad([one for one, _ in pairs], wanted, [gradient for _, gradient in pairs])
+            results, gradients_of_results = zip(*pairs, strict=True)
+            computed = torch.autograd.grad(results, inputs, gradients_of_results)
         read = read_again(ctx.function, ctx.args, ctx.options)
-        CENSUS.note_kernel(f"{ctx.name}, backward", [*read, *tensors_of(gradients)], list(found))
-        own = iter(found)
+        CENSUS.note_kernel(f"{ctx.name}, backward", [*read, *tensors_of(gradients)], list(computed))
+        remaining = iter(computed)
         return (
             *[None] * 4,
-            *(next(own) if isinstance(arg, Tensor) and arg.requires_grad else None for arg in ctx.args),
+            *(next(remaining) if isinstance(arg, Tensor) and arg.requires_grad else None for arg in ctx.args),
         )
 
 
 def read_again(function: Callable[..., Any], args: list[Any], options: Any) -> list[Tensor]:
-    """The arguments that backward reads: those that autograd keeps, or all if it keeps something computed from them."""
+    """Return the arguments that backward reads: those that autograd keeps, or all if it also keeps other tensors."""
     kept: list[Tensor] = []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept)
     with CENSUS.inside_kernel(), torch.enable_grad(), keep:
@@ -80,7 +81,7 @@ def read_again(function: Callable[..., Any], args: list[Any], options: Any) -> l
 
 
 def as_one_kernel(function: Callable[..., Any] | None = None, name: str = "", **compiler_options: Any) -> Any:
-    """In place of torch.compile."""
+    """Replace torch.compile: count the function as one kernel."""
     if function is None:
         return functools.partial(as_one_kernel, name=name)
     name = name or f"compiled {function.__name__}"
@@ -93,7 +94,7 @@ def as_one_kernel(function: Callable[..., Any] | None = None, name: str = "", **
 
 
 class Idle:
-    """A stream or an event."""
+    """A stream or event that does nothing."""
 
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
@@ -107,7 +108,7 @@ class Idle:
 
 
 def synchronize(device: Any = None) -> None:
-    CENSUS.waits[f"synchronize: {place()}"] += 1
+    CENSUS.waits[f"synchronize: {calling_function()}"] += 1
 
 
 class Properties:
@@ -115,8 +116,8 @@ class Properties:
 
 
 def believe_in_cuda() -> None:
-    """Lets torch's Python half answer as on one H200; before megatron.core is imported, which asks."""
-    answers = {
+    """Let torch's Python functions report one H200. Must be called before megatron.core is imported."""
+    values = {
         "is_available": True,
         "current_device": 0,
         "device_count": 1,
@@ -134,8 +135,8 @@ def believe_in_cuda() -> None:
         "_is_in_bad_fork": False,
         "is_current_stream_capturing": False,
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
+    for name, value in values.items():
+        setattr(torch.cuda, name, lambda *args, value=value, **options: value)
     torch.cuda.synchronize = synchronize
     torch.cuda.Stream = torch.cuda.Event = Idle
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: Idle()
@@ -151,9 +152,9 @@ def believe_in_cuda() -> None:
     torch.distributed.new_group = lambda *args, **options: group(
         *args, **{**options, "backend": "fake", "pg_options": None}
     )
-    # Pickled objects travel as tensors, whose content is asked for.
-    torch.distributed.all_gather_object = lambda found, own, group=None: found.__setitem__(
-        slice(None), [own] * len(found)
+    # The real function sends pickled objects as tensors, and fake tensors have no content.
+    torch.distributed.all_gather_object = lambda objects, local, group=None: objects.__setitem__(
+        slice(None), [local] * len(objects)
     )
 
 
@@ -161,7 +162,7 @@ RANKS = {"rank": 0, "world_size": 1}
 
 
 def replace_tensors(module: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """`_apply`, of which `to` and `bfloat16` are made: torch's own swaps a tensor's content, which fake ones refuse."""
+    """Replace `Module._apply`, which `to` and `bfloat16` use. torch's swaps data, which fake tensors do not support."""
     for child in module.modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is None:
@@ -182,7 +183,7 @@ def replace_tensors(module: torch.nn.Module, change: Callable[[Tensor], Tensor],
 
 
 def type_name(tensor: Tensor, original: Any, *args: Any, **options: Any) -> Any:
-    """megatron.core sorts parameters by `tensor.type()`, which for fake tensors names the device wrongly."""
+    """Return `tensor.type()` with the right device. For fake tensors it is wrong, and megatron.core compares it."""
     if args or options:
         return original(tensor, *args, **options)
     names = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.int64: "Long", torch.uint8: "Byte"}
@@ -190,15 +191,15 @@ def type_name(tensor: Tensor, original: Any, *args: Any, **options: Any) -> Any:
 
 
 def build_tensor(original: Any, data: Any, *, device: Any = None, pin_memory: bool = False, **options: Any) -> Tensor:
-    """`torch.tensor`: of numbers on the device it waits for each, on the device it waits for the copy."""
+    """Replace `torch.tensor`, and count a wait for each number that is on the device, and for a copy to the device."""
     scalars = [tensor for tensor in tensors_of(data) if tensor.is_cuda]
-    CENSUS.waits[f"item: {place()}"] += len(scalars)
+    CENSUS.waits[f"item: {calling_function()}"] += len(scalars)
     if scalars:
         data = [0.0] * len(scalars)
     host = original(data, **options)
     if device is None or torch.device(device).type == "cpu":
         return host
-    CENSUS.waits[f"torch.tensor: {place()}"] += 1
+    CENSUS.waits[f"torch.tensor: {calling_function()}"] += 1
     return torch.zeros(host.shape, dtype=host.dtype, device=device)
 
 
@@ -206,13 +207,13 @@ def settings_of(case: dict[str, Any]) -> Any:
     from megatron_neobert.config.schema import ModelConfig, Settings, TrainingConfig
 
     parallel = case.get("parallel", {})
-    of_one_copy = 1
-    for kind in ("tensor", "pipeline"):
-        of_one_copy *= parallel.get(f"{kind}_model_parallel_size", 1)
-    copies = case.get("world_size", 1) // (of_one_copy * parallel.get("context_parallel_size", 1))
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    replicas = case.get("world_size", 1) // math.prod(parallel.get(size, 1) for size in sizes)
     settings = Settings(
         model=ModelConfig(num_layers=case["num_layers"]),
-        training=TrainingConfig(bf16=True, micro_batch_size=ROWS, global_batch_size=ROWS * MICRO_BATCHES * copies),
+        training=TrainingConfig(
+            bf16=True, micro_batch_size=SEQUENCES, global_batch_size=SEQUENCES * MICRO_BATCHES * replicas
+        ),
     )
     for section in ("parallel", "compute"):
         settings = settings.with_section(section, **case.get(section, {}))
@@ -220,26 +221,30 @@ def settings_of(case: dict[str, Any]) -> Any:
 
 
 def remove_patches(device: torch.device) -> None:
-    """Megatron's own norm and division by tokens again, which wait."""
+    """Restore Megatron's gradient norm and division by tokens, which wait for the device."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import clip_grads, optimizer
 
     from megatron_neobert.training import setup
 
-    imported = sys.modules.pop(clip_grads.__name__)
-    own_norm = importlib.import_module(clip_grads.__name__).get_grad_norm_fp32
-    sys.modules[clip_grads.__name__] = imported
+    patched = sys.modules.pop(clip_grads.__name__)
+    original_norm = importlib.import_module(clip_grads.__name__).get_grad_norm_fp32
+    sys.modules[clip_grads.__name__] = patched
 
     def norm_as_tensor(*args: Any, **options: Any) -> Tensor:
-        norm = own_norm(*args, **options)
+        norm = original_norm(*args, **options)
         return norm if isinstance(norm, Tensor) else torch.full((), norm, device=device)
 
     optimizer.get_grad_norm_fp32 = norm_as_tensor
-    setup.scale_by_tokens = finalize_model_grads
+    setup.finalize_gradients = finalize_model_grads
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Two steps of a case: `num_layers`, `world_size`, `rank`, sections of settings; controls come last."""
+    """Run two steps and return the counts of the second one.
+
+    Args:
+        case: `num_layers`, `world_size`, `rank`, sections of settings, and flags of the controls, which must run last.
+    """
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels
@@ -256,9 +261,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         remove_patches(device)
     if case.get("mixes_devices"):
         PackedBatch.to = lambda batch, device, **options: replace(batch, tokens_t=batch.tokens_t.to(device, **options))
-    slots = ROWS * SEQ_LENGTH // settings.parallel.context_parallel_size
-    masked = masked_capacity(slots, probability=settings.data.mask_prob)
-    reports = []
+    tokens = SEQUENCES * SEQ_LENGTH // settings.parallel.context_parallel_size
+    masked = masked_capacity(tokens, probability=settings.data.mask_prob)
+    results = []
     with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:
         torch._C._set_only_lift_cpu_tensors(True)
         model = setup.build_model(settings, device, vocab_size=VOCAB)
@@ -277,23 +282,23 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         )
         batches = [
             PackedBatch(
-                tokens_t=torch.zeros(slots, dtype=torch.int64),
+                tokens_t=torch.zeros(tokens, dtype=torch.int64),
                 labels_m=torch.zeros(masked, dtype=torch.int64),
                 masked_positions_m=torch.zeros(masked, dtype=torch.int64),
                 cu_seqlens_n=torch.zeros(DOCUMENTS + 1, dtype=torch.int32),
                 max_seqlen=SEQ_LENGTH,
-                real_tokens=slots,
+                real_tokens=tokens,
             )
             for _ in range(MICRO_BATCHES)
         ]
         for _ in range(2):
             CENSUS.clear()
-            reports.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+            results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
         counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
         kept = kept_bytes(model, batches[0].to(device)) if case.get("counts_kept_bytes") else 0
     distributed.shut_down()
-    assert [report.skip_reason for report in reports] == [None, None]
+    assert [result.skip_reason for result in results] == [None, None]
     plan = plan_memory(settings, vocab_size=VOCAB, world_size=RANKS["world_size"], masked_tokens=masked)
     return {
         "summary": choose_kernels(settings).summary,
@@ -306,7 +311,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def kept_bytes(model: Any, batch: Any) -> int:
-    """The bytes that autograd keeps of one micro-batch: each storage once, weights not counted."""
+    """Return the bytes that autograd keeps for one micro-batch. Each storage counts once, and weights do not count."""
     CENSUS.kept.clear()
     with torch.autograd.graph.saved_tensors_hooks(CENSUS.keep, lambda tensor: tensor):
         model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, batch.masked_positions_m, batch.labels_m)

@@ -1,8 +1,8 @@
-"""Where the host waits for a GPU in a training step, and what the step moves, found without a GPU (fake_step.py).
+"""Waits, copies and bytes of a training step on a GPU, counted without a GPU (fake_step.py).
 
-The exact list of waits and copies is asserted, for one rank and for ranks of every kind of parallelism, with local
-layers and with Transformer Engine's; tensors on different devices would raise. The bytes per operation of the full
-model stand in docs/performance.md: `make test-gpu-path` writes them there.
+The tests compare the exact list of waits and copies, for one rank and for every kind of parallelism, with local layers
+and with Transformer Engine's. `make test-gpu-path` writes the bytes per operation of the full model to
+docs/performance.md.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 import emulated_engine
 import pytest
 import torch
+from emulated_engine import ENGINE, FP8
 from megatron.core import package_info
 
 FOLDER = Path(__file__).resolve().parent
@@ -23,20 +24,16 @@ REPOSITORY = FOLDER.parents[1]
 PERFORMANCE = REPOSITORY / "docs" / "performance.md"
 IS_OLDEST_LINE = package_info.__version__.startswith("0.16")
 LAYERS = 2
-WAIT = {"cuda to cpu: training/step.py _over_all_ranks": 1}
+WAIT = {"cuda to cpu: training/step.py _gather_results": 1}
 COPIES = {
     "cpu to cuda: batches/stream.py <lambda>": 2 * 4,  # micro-batches, tensors of a PackedBatch
-    "cpu to cuda: training/step.py _over_all_ranks": 1,
+    "cpu to cuda: training/step.py _gather_results": 1,
 }
 TWO_OF_EACH = {
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 2,
     "context_parallel_size": 2,
 }
-
-
-ENGINE = {"transformer_impl": "transformer_engine"}
-FP8 = {name: {**ENGINE, "fp8_format": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "delayed", "blockwise")}
 BOTH = pytest.mark.parametrize(
     "compute", [{}, pytest.param(ENGINE, marks=emulated_engine.needs_sources)], ids=["local", "transformer_engine"]
 )
@@ -60,12 +57,12 @@ LAYOUTS = {
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The device that is not there, compiled for this torch; 4 s."""
+    """The fake device, compiled for this torch in 4 s."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler, g++ or clang++")
     if torch.cuda.is_available():
-        pytest.skip("a GPU is here, and tests/gpu asks it")
+        pytest.skip("this machine has a GPU, and tests/gpu runs on it")
     target, root = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so", Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
@@ -75,23 +72,23 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_cases(library: Path, cases: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What fake_step.py finds; a process imports megatron.core anew, so the cases share one."""
-    questions, answers = folder / "cases.json", folder / "results.json"
-    questions.write_text(json.dumps(cases))
+    """Run the cases with fake_step.py, in one process, because importing megatron.core is slow."""
+    cases_path, results_path = folder / "cases.json", folder / "results.json"
+    cases_path.write_text(json.dumps(cases))
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(FOLDER / "fake_step.py"), str(library), str(questions), str(answers)]
+    command = [sys.executable, str(FOLDER / "fake_step.py"), str(library), str(cases_path), str(results_path)]
     environment = {**os.environ, "PYTHONPATH": path}
     ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    return json.loads(answers.read_text())
+    return json.loads(results_path.read_text())
 
 
 @BOTH
 def test_a_step_waits_for_the_device_once(library, tmp_path, compute):
-    """One rank, and the last of 64 with every kind of parallelism, in FP8 where the layers can.
+    """One rank, and the last of 64 ranks with every kind of parallelism, which uses FP8 with Transformer Engine.
 
-    Two controls: without our patches of Megatron, and with a batch of which a part stays on the CPU. Transformer
-    Engine's Python waits nowhere in these steps, nor do its released C++ bindings, 2.11.0, in what they call.
+    Controls: a step without our patches of Megatron, and a step with a tensor on the CPU. Transformer Engine's C++
+    bindings do not run here. In 2.11.0, their source has no wait in the functions that these steps call.
     """
     cases = {
         "one rank": {},
@@ -102,21 +99,25 @@ def test_a_step_waits_for_the_device_once(library, tmp_path, compute):
     cases = {label: {"num_layers": LAYERS, "compute": compute, **case} for label, case in cases.items()}
     if compute:
         cases["64 ranks, the last"]["compute"] = FP8["tensorwise"]
-    found = run_cases(library, cases, tmp_path)
-    assert "at least two devices, cuda:0 and cpu" in found.pop("mixed")["error"]
-    assert found.pop("control")["waits"] == {**WAIT, **waits_of_megatron(has_engine=bool(compute))}
-    for label, case in found.items():
-        assert (case["waits"], case["copies"]) == (WAIT, COPIES), label
+    results = run_cases(library, cases, tmp_path)
+    assert "at least two devices, cuda:0 and cpu" in results.pop("mixed")["error"]
+    assert results.pop("control")["waits"] == {**WAIT, **waits_of_megatron(has_engine=bool(compute))}
+    assert_waits_and_copies(results)
+
+
+def assert_waits_and_copies(results: dict[str, Any]) -> None:
+    for label, result in results.items():
+        assert (result["waits"], result["copies"]) == (WAIT, COPIES), label
 
 
 def waits_of_megatron(*, has_engine: bool) -> dict[str, int]:
-    """Once no supported line has any, the patches in megatron_patches.py can go."""
+    """Return the waits without our patches. If no supported release has any, remove the patches."""
     if has_engine and not IS_OLDEST_LINE:
         return {}
     waits = {"item: optimizer/clip_grads.py get_grad_norm_fp32": 1}
     if not has_engine:
-        matrices_and_norms = 6 * LAYERS + 4  # two embeddings with a bias, and the last norm
-        waits["item: core/utils.py local_multi_tensor_l2_norm"] = matrices_and_norms
+        # Matrices and norms of the layers, embedding, decoder with its bias, and final norm.
+        waits["item: core/utils.py local_multi_tensor_l2_norm"] = 6 * LAYERS + 4
         waits["torch.tensor: core/utils.py local_multi_tensor_l2_norm"] = 1
     if IS_OLDEST_LINE:
         waits["item: distributed/finalize_model_grads.py finalize_model_grads"] = 1
@@ -132,10 +133,10 @@ def waits_of_megatron(*, has_engine: bool) -> dict[str, int]:
     ],
     ids=["transformer_engine", "local", "recomputed"],
 )
-def test_activations_are_planned_with_the_error_that_the_page_states(library, tmp_path, compute, factor):
+def test_planned_activations_differ_by_the_documented_factor(library, tmp_path, compute, factor):
     case = {"num_layers": 12, "compute": compute, "counts_kept_bytes": True}
-    found = run_cases(library, {"case": case}, tmp_path)["case"]
-    assert found["kept"] / found["planned"] == pytest.approx(factor, abs=0.002)
+    result = run_cases(library, {"case": case}, tmp_path)["case"]
+    assert result["kept"] / result["planned"] == pytest.approx(factor, abs=0.002)
 
 
 @pytest.mark.slow
@@ -144,24 +145,22 @@ def test_every_layout_waits_for_the_device_once(library, tmp_path, compute):
     cases = {label: {**layout, "compute": compute} for label, layout in LAYOUTS.items()}
     if compute:
         cases |= {recipe: {"num_layers": LAYERS, "compute": FP8[recipe]} for recipe in FP8}
-    for label, case in run_cases(library, cases, tmp_path).items():
-        assert (case["waits"], case["copies"]) == (WAIT, COPIES), label
+    assert_waits_and_copies(run_cases(library, cases, tmp_path))
 
 
 @pytest.mark.slow
 @emulated_engine.needs_sources
-def test_bytes_of_the_full_model_stand_in_the_documentation(library, tmp_path):
-    """28 x 768, two micro-batches of 65,536 tokens, one rank. WRITE_DOCUMENTATION=1 writes what it finds."""
+def test_documentation_has_the_bytes_of_the_full_model(library, tmp_path):
+    """28 layers x 768, two micro-batches of 65,536 tokens, one rank. WRITE_DOCUMENTATION=1 writes the table."""
     engine = {"Transformer Engine": {"compute": ENGINE}, "FP8 tensorwise": {"compute": FP8["tensorwise"]}}
-    found = {}
-    for cases in ({"local": {}}, engine):  # megatron.core looks for Transformer Engine once in a process
-        found |= run_cases(library, {label: {"num_layers": 28, **case} for label, case in cases.items()}, tmp_path)
-    for label, case in found.items():
-        assert (case["waits"], case["copies"]) == (WAIT, COPIES), label
-    table = table_of({label: case["counts"] for label, case in found.items()})
+    results = {}
+    for cases in ({"local": {}}, engine):  # megatron.core looks for Transformer Engine once per process
+        results |= run_cases(library, {label: {"num_layers": 28, **case} for label, case in cases.items()}, tmp_path)
+    assert_waits_and_copies(results)
+    table = table_of({label: result["counts"] for label, result in results.items()})
     before, start, rest = PERFORMANCE.read_text().partition("<!-- counted by tests/gpu_path -->\n")
     written, end, after = rest.partition("<!-- end of the count -->\n")
-    assert start and end, "docs/performance.md has no place for the count"
+    assert start and end, "docs/performance.md has no markers for the table"
     if os.environ.get("WRITE_DOCUMENTATION"):
         PERFORMANCE.write_text(before + start + table + end + after)
     elif IS_OLDEST_LINE:
@@ -169,7 +168,7 @@ def test_bytes_of_the_full_model_stand_in_the_documentation(library, tmp_path):
 
 
 def table_of(counts: dict[str, dict[str, list[int]]]) -> str:
-    """One line per operation above 1 GB in one of the cases, then the others, as Markdown."""
+    """Return a Markdown table with a row for each operation above 1 GB in a case, and rows for others and all."""
     names = {name for case in counts.values() for name in case}
     sizes = {name: [case.get(name, [0, 0])[1] for case in counts.values()] for name in names}
     large = sorted((name for name in names if max(sizes[name]) >= 1e9), key=lambda name: (-max(sizes[name]), name))

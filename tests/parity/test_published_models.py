@@ -1,7 +1,7 @@
-"""The reference, EuroBERT of transformers and the model of exported `neobert` folders are one function.
+"""The reference, transformers' EuroBERT and the model of exported `neobert` folders compute the same function.
 
-The reference and `neobert` turn adjacent channels of a head, EuroBERT its halves; the weights reach each of them
-through the internal layout. Controls: what must not be equal shows that the figures can fail.
+The reference and `neobert` rotate adjacent channels of a head, and EuroBERT rotates its halves. All weights are
+converted through the internal layout. Tests with other settings or conventions are the controls.
 """
 
 from collections.abc import Callable
@@ -44,15 +44,15 @@ def reference() -> ReferenceNeoBERT:
 
 
 def build(layout: str, weights: dict[str, Tensor], *, attention: str = "sdpa", **changes: Any) -> Any:
-    """The model of a layout with the reference's settings, some of them changed."""
+    """Build the model of a layout with the settings of the reference and `changes`."""
     if layout == "eurobert":
         rope = {"rope_parameters": {"rope_type": "default", "rope_theta": CONFIG.rotary_base}}
         settings = {**COMMON, "intermediate_size": 96, "rms_norm_eps": CONFIG.norm_epsilon, "mlp_bias": True, **rope}
         model: Any = EuroBertForMaskedLM(EuroBertConfig(**{**settings, "pad_token_id": 0, **changes})).eval()
     else:
-        width = 96 * 3 // 2  # of which SwiGLU has two thirds
-        own = {"intermediate_size": width, "norm_eps": CONFIG.norm_epsilon, "rope_theta": CONFIG.rotary_base}
-        model = NeoBERTForMaskedLM(NeoBERTConfig(**{**COMMON, **own, **changes})).eval()
+        width = 96 * 3 // 2  # SwiGLU uses two thirds
+        sizes = {"intermediate_size": width, "norm_eps": CONFIG.norm_epsilon, "rope_theta": CONFIG.rotary_base}
+        model = NeoBERTForMaskedLM(NeoBERTConfig(**{**COMMON, **sizes, **changes})).eval()
     model.load_state_dict(weights)
     model.set_attn_implementation(attention)
     return model
@@ -64,7 +64,7 @@ def weights_for(
     table: Table = NEOBERT,
     change: Callable[[dict[str, Tensor]], object] = lambda internal: None,
 ) -> dict[str, Tensor]:
-    """The reference's weights, read with `table`, through the internal layout, where `change` may spoil them."""
+    """Convert the reference's weights with `table` to the internal layout, apply `change`, and convert to `layout`."""
     internal = to_internal(reference.state_dict(), SHAPE, table)
     change(internal)
     return to_published(internal, SHAPE, TABLES[layout])
@@ -72,13 +72,13 @@ def weights_for(
 
 @torch.no_grad()
 def compare(reference: ReferenceNeoBERT, model: Any) -> list[Comparison]:
-    """On a padded batch, and of NeoBERT on a packed row too."""
+    """Compare the logits on a padded batch, and for NeoBERT also on packed documents."""
     assert not PROMPTS.attention_mask_bs.all(), "the prompts must be padded"
-    found = [model(*PROMPTS).logits]
+    results = [model(*PROMPTS).logits]
     if isinstance(model, NeoBERTForMaskedLM):
         tokens_t, starts_n = PROMPTS.packed
-        found.append(PROMPTS.unpack(model(tokens_t[None], cu_seqlens=starts_n).logits[0]))
-    return [compare_logits(reference(*PROMPTS), logits, PROMPTS.attention_mask_bs) for logits in found]
+        results.append(PROMPTS.unpack(model(tokens_t[None], cu_seqlens=starts_n).logits[0]))
+    return [compare_logits(reference(*PROMPTS), logits, PROMPTS.attention_mask_bs) for logits in results]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -102,22 +102,22 @@ def test_published_model_computes_the_logits_of_the_reference(reference: Any, la
     ],
     ids=str,
 )
-def test_another_setting_computes_something_else(reference: Any, layout: str, changes: dict[str, Any]):
-    found = compare(reference, build(layout, weights_for(layout, reference), **changes))
-    assert min(comparison.relative for comparison in found) > 10 * GATES[layout]
+def test_another_setting_gives_other_logits(reference: Any, layout: str, changes: dict[str, Any]):
+    comparisons = compare(reference, build(layout, weights_for(layout, reference), **changes))
+    assert min(comparison.relative for comparison in comparisons) > 10 * GATES[layout]
 
 
 @pytest.mark.parametrize("layout", GATES)
-def test_other_rotary_convention_computes_something_else(reference: Any, layout: str):
-    found = compare(reference, build(layout, weights_for(layout, reference, UNPERMUTED)))
-    assert min(comparison.relative for comparison in found) > 1000 * GATES[layout]
+def test_other_rotary_convention_gives_other_logits(reference: Any, layout: str):
+    comparisons = compare(reference, build(layout, weights_for(layout, reference, UNPERMUTED)))
+    assert min(comparison.relative for comparison in comparisons) > 1000 * GATES[layout]
 
 
 @pytest.mark.parametrize("layout", GATES)
-def test_gate_and_up_exchanged_compute_something_else(reference: Any, layout: str):
+def test_exchanged_gate_and_up_projections_give_other_logits(reference: Any, layout: str):
     def exchange(internal: dict[str, Tensor]) -> None:
         fused = [name for name in internal if name.endswith("linear_fc1.weight")]
         internal.update({name: internal[name].roll(CONFIG.ffn_hidden_size, dims=0) for name in fused})
 
-    found = compare(reference, build(layout, weights_for(layout, reference, change=exchange)))
-    assert min(comparison.relative for comparison in found) > 1000 * GATES[layout]
+    comparisons = compare(reference, build(layout, weights_for(layout, reference, change=exchange)))
+    assert min(comparison.relative for comparison in comparisons) > 1000 * GATES[layout]

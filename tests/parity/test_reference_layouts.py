@@ -1,4 +1,4 @@
-"""A document's logits in the reference are the same alone, in a padded batch and in a packed row."""
+"""A document has the same logits in the reference alone, in a padded batch and packed with other documents."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 
 CONFIG = ReferenceConfig(num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, vocab_size=101)
 LENGTHS = (5, 1, 17, 9)
+TOKENS = torch.randint(CONFIG.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -18,39 +19,28 @@ def model() -> ReferenceNeoBERT:
 
 
 @pytest.fixture(scope="module")
-def documents() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(CONFIG.vocab_size, (length,), generator=generator) for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def alone(model: ReferenceNeoBERT, documents: list[Tensor]) -> list[Tensor]:
+def expected_tv(model: ReferenceNeoBERT) -> Tensor:
+    """Logits of each document alone."""
     with torch.no_grad():
-        return [model(tokens_s[None])[0] for tokens_s in documents]
+        return torch.cat([model(tokens_s[None])[0] for tokens_s in TOKENS.split(LENGTHS)])
 
 
-def relative_gap(found: Tensor, alone: list[Tensor]) -> float:
-    expected = torch.cat(alone)
-    return float((found - expected).abs().max() / expected.abs().max())
+def relative_gap(logits_tv: Tensor, expected_tv: Tensor) -> float:
+    return float((logits_tv - expected_tv).abs().max() / expected_tv.abs().max())
 
 
 @torch.no_grad()
-def test_documents_of_a_padded_batch_get_the_logits_they_get_alone(
-    model: ReferenceNeoBERT, documents: list[Tensor], alone: list[Tensor]
-):
-    tokens_bs = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=7)
+def test_document_has_the_same_logits_alone_and_in_a_padded_batch(model: ReferenceNeoBERT, expected_tv: Tensor):
+    tokens_bs = torch.nn.utils.rnn.pad_sequence(TOKENS.split(LENGTHS), batch_first=True, padding_value=7)
     mask_bs = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    assert relative_gap(model(tokens_bs, mask_bs)[mask_bs], alone) <= PADDED_LOGITS.gate
-    without_mask = model(tokens_bs)[mask_bs]
-    assert relative_gap(without_mask, alone) > 1000 * PADDED_LOGITS.gate, "padding must matter without a mask"
+    assert relative_gap(model(tokens_bs, mask_bs)[mask_bs], expected_tv) <= PADDED_LOGITS.gate
+    gap_without_mask = relative_gap(model(tokens_bs)[mask_bs], expected_tv)
+    assert gap_without_mask > 1000 * PADDED_LOGITS.gate, "padding must change the logits without a mask"
 
 
 @torch.no_grad()
-def test_documents_of_a_packed_row_get_the_logits_they_get_alone(
-    model: ReferenceNeoBERT, documents: list[Tensor], alone: list[Tensor]
-):
+def test_document_has_the_same_logits_alone_and_packed(model: ReferenceNeoBERT, expected_tv: Tensor):
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    assert relative_gap(model.forward_packed(torch.cat(documents), starts), alone) <= PACKED_LOGITS.gate
-    one_document = torch.tensor([0, sum(LENGTHS)], dtype=torch.int32)
-    as_one = model.forward_packed(torch.cat(documents), one_document)
-    assert relative_gap(as_one, alone) > 1000 * PACKED_LOGITS.gate, "documents must matter to each other as one"
+    assert relative_gap(model.forward_packed(TOKENS, starts), expected_tv) <= PACKED_LOGITS.gate
+    merged_tv = model.forward_packed(TOKENS, starts[[0, -1]])
+    assert relative_gap(merged_tv, expected_tv) > 1000 * PACKED_LOGITS.gate, "other documents must change the logits"

@@ -71,13 +71,13 @@ def test_signal_to_one_rank_during_a_background_save_completes_it_and_saves_agai
     first = int(re.search(r"saving .*/iter_(\d+) in the background", output)[1])
     assert (saved[0], saved[-1]) == (first, iteration)
     assert first < iteration
-    assert f"stopped after iteration {iteration} of {ITERATIONS}: a signal asked for it" in output
+    assert f"stopped after iteration {iteration} of {ITERATIONS}: a stop signal was received" in output
 
 
 def test_signal_to_one_rank_stops_the_run_during_validation(starts):
     code, output, iteration = starts["validation"]
     assert (code, iteration) == (75, EVAL_INTERVAL), output
-    assert f"stopped after iteration {EVAL_INTERVAL} of {ITERATIONS}: a signal asked for it" in output
+    assert f"stopped after iteration {EVAL_INTERVAL} of {ITERATIONS}: a stop signal was received" in output
     assert "validation loss" not in output
 
 

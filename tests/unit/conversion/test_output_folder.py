@@ -81,7 +81,7 @@ def test_unfinished_folder_of_a_killed_process_is_named_by_the_next(tmp_path: Pa
     (leftover,) = tmp_path.iterdir()
     with build_folder(tmp_path / "model"):
         pass
-    assert f"note: {leftover} may be left of a process that was killed; remove it" in capsys.readouterr().out
+    assert f"note: {leftover} may be left over from a killed process; remove it" in capsys.readouterr().out
 
 
 def test_output_that_another_program_created_meanwhile_is_kept(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Arithmetic of parameters, operations and checkpoints."""
+"""Number of parameters and operations, and size of a checkpoint."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from megatron_neobert.model.flops import (
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
 VOCAB = 30_522  # google-bert/bert-base-uncased
-LLAMA_VOCAB = 32_000 + 2  # pieces of LLaMA 2, and the tokens for padding and masks that it does not have
+LLAMA_VOCAB = 32_000 + 2  # LLaMA 2, with added tokens for padding and masks
 
-# What the released code builds: chandar-lab/NeoBERT@ed75b68, model/model.py under each job's settings.
+# Parameters of the released code: chandar-lab/NeoBERT@ed75b68, model/model.py with the settings of each job.
 PUBLISHED = {
     "ablations/m0": 132_279_354,
     "ablations/m1": 131_866_170,
@@ -38,9 +38,9 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
-def test_parameter_count_of_a_recipe_is_that_of_the_released_code(recipe):
+def test_recipe_has_the_parameter_count_of_the_released_code(recipe):
     model = read_settings(CONFIGS / f"{recipe}.yaml").model
-    # The released code counts the rows that pad LLaMA 2's vocabulary, not those of BERT's, which it does not pad.
+    # The released code pads LLaMA 2's vocabulary and counts the padding. It does not pad BERT's vocabulary.
     vocab_size = model.padded_vocab_size(LLAMA_VOCAB, tensor_parallel=1) if recipe.endswith("m3") else VOCAB
     assert count_parameters(model, vocab_size=vocab_size).total == PUBLISHED[recipe]
 
@@ -52,12 +52,12 @@ def test_flops_per_token_with_a_fifth_of_the_head_are_1_48_giga():
     assert flops / 1e9 == pytest.approx(1.482, abs=1e-3)
 
 
-def test_flops_of_concatenated_rows_are_those_of_documents_as_long_as_the_row():
+def test_layout_concatenated_costs_as_much_as_documents_of_the_sequence_length():
     settings = Settings().with_section("data", batch_layout="concatenated")
     expected = training_flops_per_token(Settings(), vocab_size=VOCAB, document_tokens=1024)
     assert training_flops_per_token(settings, vocab_size=VOCAB, document_tokens=300) == expected
     assert training_flops_per_token(Settings(), vocab_size=VOCAB, document_tokens=300) < expected
 
 
-def test_a_checkpoint_holds_weights_main_weights_and_two_moments():
+def test_checkpoint_has_the_bytes_of_weights_main_weights_and_two_moments():
     assert checkpoint_bytes(Settings(), vocab_size=VOCAB) == 245_136_954 * 16

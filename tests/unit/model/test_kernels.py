@@ -1,4 +1,4 @@
-"""Which kernels are chosen, and what is refused, on machines that are described and not at hand."""
+"""Kernels that are chosen, and settings that are refused, for descriptions of several machines."""
 
 import importlib.metadata
 import os
@@ -25,7 +25,7 @@ from megatron_neobert.model.neobert import NeoBERTModel
 
 CPU = Hardware()
 H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), transformer_engine=Library(version="2.11.0"))
-BARE_H100 = replace(H100, transformer_engine=Library(why_not="transformer_engine.pytorch cannot be imported: no"))
+BARE_H100 = replace(H100, transformer_engine=Library(problem="transformer_engine.pytorch cannot be imported: no"))
 A100 = replace(H100, gpu="NVIDIA A100", capability=(8, 0))
 V100 = replace(BARE_H100, gpu="NVIDIA V100", capability=(7, 0))
 
@@ -42,7 +42,7 @@ def refusal(settings: Settings, hardware: Hardware) -> str:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "asked", "implementation", "attention"),
+    ("hardware", "changes", "implementation", "attention"),
     [
         (CPU, {}, "local", "torch"),
         (H100, {}, "transformer_engine", "transformer_engine"),
@@ -50,12 +50,12 @@ def refusal(settings: Settings, hardware: Hardware) -> str:
         (H100, {"transformer_impl": "local"}, "local", "torch"),
         (H100, {"transformer_impl": "local", "attention_backend": "flash"}, "local", "flash_attn"),
         (H100, {"attention_backend": "flash"}, "transformer_engine", "transformer_engine"),
-        (H100, {"hidden_size": 1008}, "transformer_engine", "torch"),  # 12 heads of 84, no multiple of 8
+        (H100, {"hidden_size": 1008}, "transformer_engine", "torch"),  # 12 heads of 84, which is not a multiple of 8
         (BARE_H100, {}, "local", "torch"),
     ],
 )
-def test_the_kernels_follow_from_the_machine_and_the_settings(hardware, asked, implementation, attention):
-    chosen = choose_kernels(settings(**asked), hardware)
+def test_kernels_follow_from_machine_and_settings(hardware, changes, implementation, attention):
+    chosen = choose_kernels(settings(**changes), hardware)
     assert (chosen.transformer_impl, chosen.attention) == (implementation, attention)
 
 
@@ -67,7 +67,7 @@ def test_the_kernels_follow_from_the_machine_and_the_settings(hardware, asked, i
         ({"fp8_format": "e4m3"}, "--fp8-format e4m3"),
     ],
 )
-def test_what_needs_transformer_engine_is_refused_without_it(compute, flag, monkeypatch):
+def test_settings_that_need_transformer_engine_are_refused_without_it(compute, flag, monkeypatch):
     assert f"{flag} needs Transformer Engine: this machine has no CUDA device" in refusal(settings(**compute), CPU)
     assert f"{flag} needs Transformer Engine: transformer_engine.pytorch cannot" in refusal(
         settings(**compute), BARE_H100
@@ -76,46 +76,46 @@ def test_what_needs_transformer_engine_is_refused_without_it(compute, flag, monk
     check_hardware(settings(**compute), H100)
 
 
-def test_flash_attn_is_refused_where_it_is_missing_or_there_is_no_gpu():
+def test_flash_attn_is_refused_without_the_package_or_without_a_gpu():
     flash = settings(attention_backend="flash")
     assert "needs the package flash-attn (not installed)" in refusal(flash, H100)
     assert "--attention-backend flash needs a CUDA device" in refusal(flash, CPU)
     check_hardware(flash, replace(H100, flash_attn=Library(version="2.8.3")))
 
 
-def test_a_recipe_of_fp8_is_refused_with_the_reason_of_transformer_engine_and_the_recipes_that_run(monkeypatch):
+def test_fp8_recipe_is_refused_with_transformer_engine_s_reason_and_possible_recipes(monkeypatch):
     refusals = {"mxfp8": "Compute capability 10.0 or higher required.", "blockwise": "No."}
     monkeypatch.setattr(kernels, "fp8_refusals", lambda: refusals)
-    said = refusal(settings(fp8_format="hybrid", fp8_recipe="mxfp8"), H100)
-    assert "(compute capability 9.0): Compute capability 10.0 or higher required. Use --fp8-recipe tensor" in said
+    message = refusal(settings(fp8_format="hybrid", fp8_recipe="mxfp8"), H100)
+    assert "(compute capability 9.0): Compute capability 10.0 or higher required. Use --fp8-recipe tensor" in message
     check_hardware(settings(fp8_format="hybrid"), H100)
 
 
-def test_bfloat16_is_refused_on_gpus_whose_attention_kernels_lack_it():
+def test_bfloat16_is_refused_on_gpus_below_compute_capability_8():
     assert "--bf16 needs compute capability 8.0 or higher" in refusal(settings(), V100)
     check_hardware(settings(bf16=False), V100)
 
 
-def install_apex(folder: Path, *, version: str, parts: tuple[str, ...]) -> None:
-    """A package of the name apex as pip leaves it."""
-    for part in ("", *parts):
-        (folder / "apex" / part).mkdir(parents=True, exist_ok=True)
-        (folder / "apex" / part / "__init__.py").write_text("raise RuntimeError('apex was imported')\n")
+def install_apex(folder: Path, *, version: str, packages: tuple[str, ...]) -> None:
+    """Create an installed package named apex."""
+    for package in ("", *packages):
+        (folder / "apex" / package).mkdir(parents=True, exist_ok=True)
+        (folder / "apex" / package / "__init__.py").write_text("raise RuntimeError('apex was imported')\n")
     (folder / f"apex-{version}.dist-info").mkdir()
     (folder / f"apex-{version}.dist-info" / "METADATA").write_text(f"Name: apex\nVersion: {version}\n")
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder that packages are found in, and a fresh look at the machine."""
+    """A folder on sys.path; `detect_hardware` examines the machine again."""
     monkeypatch.syspath_prepend(str(tmp_path))
     detect_hardware.cache_clear()
     yield tmp_path
     detect_hardware.cache_clear()
 
 
-def test_the_registry_s_package_apex_is_refused_by_name_without_being_imported(site):
-    install_apex(site, version="0.9.10.dev0", parts=("lib",))
+def test_pypi_s_apex_is_refused_without_being_imported(site):
+    install_apex(site, version="0.9.10.dev0", packages=("lib",))
     assert importlib.metadata.version("apex") == "0.9.10.dev0"
     message = refusal(Settings(), detect_hardware())
     assert "apex 0.9.10.dev0 is not NVIDIA Apex" in message
@@ -123,14 +123,14 @@ def test_the_registry_s_package_apex_is_refused_by_name_without_being_imported(s
     assert "apex" not in sys.modules
 
 
-def test_nvidia_s_apex_is_not_refused(site):
-    install_apex(site, version="0.1", parts=("optimizers",))
+def test_nvidia_s_apex_is_accepted(site):
+    install_apex(site, version="0.1", packages=("optimizers",))
     assert detect_hardware().foreign_apex is None
 
 
-def test_the_environment_lets_transformer_engine_choose_fused_attention_alone(monkeypatch):
+def test_environment_never_allows_transformer_engine_s_unfused_attention(monkeypatch):
     for name in ("FLASH", "FUSED", "UNFUSED"):
-        monkeypatch.setenv(f"NVTE_{name}_ATTN", "1")  # as an operator may have set them
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", "1")  # as a user may have set it
     for backend, allowed in (("auto", "110"), ("flash", "100"), ("fused", "010")):
         model = SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend[backend]))
         NeoBERTModel._set_attention_backend(model)

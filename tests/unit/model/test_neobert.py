@@ -1,4 +1,4 @@
-"""What the Megatron model promises: its size, its padding, its packing, its head."""
+"""Padding, packing, head and initial weights of the Megatron model."""
 
 import math
 from collections.abc import Callable
@@ -29,14 +29,15 @@ def build() -> Callable[..., NeoBERTModel]:
     return lambda **training: NeoBERTModel(small_settings(**training), vocab_size=VOCAB).eval()
 
 
-def make_row() -> tuple[torch.Tensor, torch.Tensor]:
+def pack_documents() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and document bounds."""
     tokens_t = torch.randint(5, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0))
     return tokens_t, torch.tensor([0, *LENGTHS]).cumsum(0).int()
 
 
-def test_padded_vocabulary_never_takes_part_in_the_softmax(build):
+def test_vocabulary_padding_has_no_share_of_the_softmax_and_no_gradient(build):
     model = build()
-    tokens_t, cu_seqlens_n = make_row()
+    tokens_t, cu_seqlens_n = pack_documents()
     with torch.no_grad():
         model.output_layer.bias[VOCAB:] = 1e4  # would win every softmax
     logits_mv = model(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS))
@@ -51,7 +52,7 @@ def test_padded_vocabulary_never_takes_part_in_the_softmax(build):
 
 def test_a_document_has_the_same_loss_alone_and_packed(build):
     model = build()
-    tokens_t, cu_seqlens_n = make_row()
+    tokens_t, cu_seqlens_n = pack_documents()
     packed_m, _ = model(tokens_t, cu_seqlens_n, 64, torch.arange(TOKENS), tokens_t)
     for start, end in zip(cu_seqlens_n[:-1].tolist(), cu_seqlens_n[1:].tolist(), strict=True):
         bounds = torch.tensor([0, end - start], dtype=torch.int32)
@@ -60,26 +61,26 @@ def test_a_document_has_the_same_loss_alone_and_packed(build):
         torch.testing.assert_close(packed_m[start:end], alone_m, rtol=PACKED_LOSS.gate, atol=0)
     merged_m, _ = model(tokens_t, torch.tensor([0, TOKENS], dtype=torch.int32), 64, torch.arange(TOKENS), tokens_t)
     gap = ((merged_m - packed_m) / packed_m).abs().max()
-    assert gap > 100 * PACKED_LOSS.gate, "attention across documents must show"
+    assert gap > 100 * PACKED_LOSS.gate, "attention across documents must change the loss"
 
 
-def test_a_micro_batch_without_a_masked_token_has_no_loss_and_no_gradient(build):
+def test_micro_batch_without_masked_tokens_has_no_loss_and_no_gradient(build):
     model = build()
-    tokens_t, cu_seqlens_n = make_row()
-    nothing = torch.empty(0, dtype=torch.int64)
-    losses_m, correct_m = model(tokens_t, cu_seqlens_n, 64, nothing, nothing)
+    tokens_t, cu_seqlens_n = pack_documents()
+    empty = torch.empty(0, dtype=torch.int64)
+    losses_m, correct_m = model(tokens_t, cu_seqlens_n, 64, empty, empty)
     assert losses_m.shape == correct_m.shape == (0,)
     losses_m.sum().backward()
     assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
-def test_a_prediction_counts_as_correct_only_if_no_logit_is_larger(build):
+def test_prediction_is_correct_only_if_no_logit_is_larger(build):
     logits_mv = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [1.0, 5.0, 5.0]])
     _, correct_m = masked_token_losses(logits_mv, torch.tensor([1, 2, 2]), build().config)
     assert correct_m.tolist() == [1.0, 0.0, 1.0]
 
 
-def test_weights_are_uniform_within_the_range_norms_one_and_bias_and_padding_zero(build):
+def test_initial_matrices_are_uniform_norms_one_and_bias_and_padding_zero(build):
     parameters = dict(build().named_parameters())
     embedding = parameters["embedding.word_embeddings.weight"]
     assert not embedding[VOCAB:].any()
@@ -89,14 +90,14 @@ def test_weights_are_uniform_within_the_range_norms_one_and_bias_and_padding_zer
     assert (parameters["decoder.final_layernorm.weight"] == 1).all()
 
 
-def test_documents_without_a_token_and_filled_up_positions_change_nothing(build):
-    """As rows of constant shape bring them on a GPU."""
-    tokens_t, cu_seqlens_n = make_row()
+def test_empty_documents_and_filler_positions_change_nothing(build):
+    """On a GPU, they give all micro-batches the same shape."""
+    tokens_t, cu_seqlens_n = pack_documents()
     positions_m = torch.tensor([0, 7, 33])
     filled_n = torch.cat([cu_seqlens_n, cu_seqlens_n[-1:].repeat(5)])
     filled_positions_m, filled_labels_m = (
-        torch.cat([real, torch.full((4,), filler)])
-        for real, filler in ((positions_m, 0), (tokens_t[positions_m], -100))
+        torch.cat([values, torch.full((4,), filler)])
+        for values, filler in ((positions_m, 0), (tokens_t[positions_m], -100))
     )
     plain, filled = build(), build()
     losses_m, correct_m = plain(tokens_t, cu_seqlens_n, 64, positions_m, tokens_t[positions_m])
@@ -106,6 +107,6 @@ def test_documents_without_a_token_and_filled_up_positions_change_nothing(build)
     assert not filled_losses_m[3:].any() and not filled_correct_m[3:].any()
     losses_m.sum().backward()
     filled_losses_m.sum().backward()
-    for (name, parameter), other in zip(plain.named_parameters(), filled.parameters(), strict=True):
-        gap = (other.grad - parameter.grad).abs().max() / parameter.grad.abs().max()
+    for (name, parameter), filled_parameter in zip(plain.named_parameters(), filled.parameters(), strict=True):
+        gap = (filled_parameter.grad - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert gap <= FILLED_UP_GRADIENT.gate, name

@@ -1,4 +1,4 @@
-"""The reference: the published model's names, shapes and numbers, and a forward pass worked out a second way."""
+"""The reference model: names and shapes of the published checkpoint, and logits of a second implementation."""
 
 import ast
 import math
@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from megatron_neobert.model import reference
-from megatron_neobert.model.reference import (
-    IGNORED_LABEL,
-    ReferenceConfig,
-    ReferenceNeoBERT,
-    build_rotation,
-    mlm_loss,
-    rotate_pairs,
-)
+from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceConfig, ReferenceNeoBERT, mlm_loss
 
 SMALL = ReferenceConfig(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=40, vocab_size=61)
 
@@ -29,7 +22,7 @@ def small_model() -> ReferenceNeoBERT:
     return model
 
 
-def test_default_model_has_the_names_and_shapes_of_the_published_checkpoint(shared_data: Path):
+def test_default_model_has_names_and_shapes_of_the_published_checkpoint(shared_data: Path):
     lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text().splitlines()
     published = {name: shape for name, shape, _ in (line.split("\t") for line in lines)}
     with torch.device("meta"):
@@ -38,19 +31,8 @@ def test_default_model_has_the_names_and_shapes_of_the_published_checkpoint(shar
     assert len(published) == 4 + 6 * 28
 
 
-def test_rotation_multiplies_adjacent_channels_by_a_complex_phase():
-    torch.manual_seed(0)
-    heads_bnsd = torch.randn(2, SMALL.num_attention_heads, 11, SMALL.head_width)
-    rotated = rotate_pairs(heads_bnsd, build_rotation(torch.arange(11)[None], SMALL))
-
-    frequencies = 10_000.0 ** (-torch.arange(0, SMALL.head_width, 2) / SMALL.head_width)
-    phase = torch.polar(torch.ones(11, SMALL.head_width // 2), torch.outer(torch.arange(11.0), frequencies))
-    expected = torch.view_as_real(torch.view_as_complex(heads_bnsd.unflatten(-1, (-1, 2))) * phase).flatten(-2)
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)  # measured 2.4e-7 on values up to 4
-
-
-def test_logits_equal_a_block_written_out_per_head_and_position(small_model: ReferenceNeoBERT):
-    """The same layer in loops and float64: rows q, k, v within a head, gate first, softmax over every token."""
+def test_logits_equal_those_of_loops_over_heads_and_positions_in_float64(small_model: ReferenceNeoBERT):
+    """Queries, keys and values are ordered within a head, and the gate comes first."""
     torch.manual_seed(1)
     tokens_s = torch.randint(SMALL.vocab_size, (9,))
     model, width = small_model.double(), SMALL.head_width
@@ -68,11 +50,11 @@ def test_logits_equal_a_block_written_out_per_head_and_position(small_model: Ref
             for position in range(len(tokens_s)):
                 for pair in range(width // 2):
                     angle = position * 10_000.0 ** (-2 * pair / width)
-                    turn = torch.tensor(
+                    rotation = torch.tensor(
                         [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
                     )
                     for x in (query, key):
-                        x[position, 2 * pair : 2 * pair + 2] = turn @ x[position, 2 * pair : 2 * pair + 2].clone()
+                        x[position, 2 * pair : 2 * pair + 2] = rotation @ x[position, 2 * pair : 2 * pair + 2].clone()
             contexts.append(torch.softmax(query @ key.T / math.sqrt(width), dim=-1) @ value)
         hidden = hidden + torch.cat(contexts, dim=-1) @ block.wo.weight.T
         first, second = (norm(hidden, block.ffn_norm.weight) @ block.ffn.w12.weight.T).split(40, dim=-1)
@@ -84,7 +66,7 @@ def test_logits_equal_a_block_written_out_per_head_and_position(small_model: Ref
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
-def test_loss_is_a_sum_over_masked_tokens_alone():
+def test_loss_is_the_sum_over_masked_tokens():
     logits_bsv = torch.zeros(2, 3, 5)
     labels_bs = torch.tensor([[IGNORED_LABEL, 4, IGNORED_LABEL], [0, IGNORED_LABEL, 2]])
     loss = mlm_loss(logits_bsv, labels_bs)
@@ -92,7 +74,7 @@ def test_loss_is_a_sum_over_masked_tokens_alone():
     assert loss.total.item() == pytest.approx(3 * math.log(5))
 
 
-def test_reference_imports_torch_and_the_standard_library_alone():
+def test_reference_imports_only_torch_and_the_standard_library():
     tree = ast.parse(Path(reference.__file__).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

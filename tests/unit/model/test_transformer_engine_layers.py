@@ -1,4 +1,4 @@
-"""What the model computes with Transformer Engine's layers: its own Python, over the emulated extension."""
+"""Numbers of the model with Transformer Engine's layers. Its Python runs over an emulated extension on CPU."""
 
 import itertools
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import emulated_engine
 import pytest
 import torch
+from emulated_engine import ENGINE, FP8, LOCAL
 from processes import run_on_ranks
 from tolerances import ENGINE_GRADIENT, ENGINE_LOSS
 
@@ -19,13 +20,9 @@ pytestmark = emulated_engine.needs_sources
 
 VOCAB = 1000
 LENGTHS = (5, 1, 250, 128, 640)
-TOKENS = sum(LENGTHS)  # a multiple of 128, as FP8 by blocks takes
+TOKENS = sum(LENGTHS)  # a multiple of 128, which the FP8 recipe "blockwise" needs
 MAX_SEQLEN = 640
-ENGINE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
-RECIPES: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    **{name: {"fp8_format": "hybrid", "fp8_recipe": name} for name in ("delayed", "tensorwise", "blockwise")},
-}
+RECIPES: dict[str, dict[str, Any]] = {"bf16": ENGINE, **FP8}
 MODELS: dict[str, dict[str, Any]] = {
     "neobert": {},
     "layer_norm": {"normalization": "LayerNorm"},
@@ -39,49 +36,45 @@ def on_the_engine(function: Any, *arguments: Any) -> None:
 
 
 def build(compute: dict[str, Any], *, bf16: bool = True, wrapped: bool = False, **model: Any) -> Any:
-    """The model; `wrapped` as training has it, with the buffers that gradients are added up in."""
+    """Build the model; `wrapped` adds the gradient buffers of training."""
     shape = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": MAX_SEQLEN}
     settings = Settings(model=ModelConfig(**{**shape, **model}), training=TrainingConfig(bf16=bf16))
     settings = settings.with_section("compute", **compute)
     built = NeoBERTModel(settings, vocab_size=VOCAB)
     if wrapped:
         return wrap_model(settings, built)
-    return built.bfloat16() if bf16 else built  # as training does with what is still in float32: learned positions
+    return built.bfloat16() if bf16 else built  # learned positions are still float32
 
 
-def make_row() -> tuple[torch.Tensor, torch.Tensor]:
+def pack_documents() -> tuple[torch.Tensor, torch.Tensor]:
     tokens_t = torch.randint(5, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0))
     return tokens_t, torch.tensor([0, *LENGTHS, 0, 0]).cumsum(0).int()
 
 
 def losses_and_gradients(model: NeoBERTModel) -> dict[str, torch.Tensor]:
-    tokens_t, cu_seqlens_n = make_row()
+    tokens_t, cu_seqlens_n = pack_documents()
     positions_m = torch.arange(0, TOKENS, 4)
     labels_m = tokens_t[positions_m]
     labels_m[-3:] = -100
     losses_m, _ = model(tokens_t, cu_seqlens_n, MAX_SEQLEN, positions_m, labels_m)
     losses_m.sum().backward()
     assert not losses_m[-3:].any()
-    names = {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
-    found = {"losses": losses_m.detach().float()}
+    results = {"losses": losses_m.detach().float()}
     for name, parameter in model.named_parameters():
-        for local, engine in names.items():
+        for local, engine in transformer_config.NORM_NAMES.items():
             name = name.replace(local, engine)
-        if parameter.grad is not None:  # otherwise added up elsewhere
-            found[name] = parameter.grad.float()
-    return found
+        if parameter.grad is not None:  # None if the layer adds to a gradient buffer
+            results[name] = parameter.grad.float()
+    return results
 
 
-def gaps(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Of the mean loss, relative; and of the gradient that is furthest from the exact one's direction, 1 - cosine."""
-    assert found.keys() == exact.keys()
-    loss = abs(found["losses"].mean() / exact["losses"].mean() - 1).item()
+def gaps(computed: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Return the relative error of the mean loss, and 1 - cosine of the gradient that differs most."""
+    assert computed.keys() == exact.keys()
+    loss = abs(computed["losses"].mean() / exact["losses"].mean() - 1).item()
     cosines = {
-        name: torch.cosine_similarity(found[name].flatten(), exact[name].flatten(), 0).item()
-        for name in found
+        name: torch.cosine_similarity(computed[name].flatten(), exact[name].flatten(), 0).item()
+        for name in computed
         if name != "losses"
     }
     return loss, 1 - min(cosines.values())
@@ -90,22 +83,22 @@ def gaps(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tupl
 def compare_with_float32(recipe: str, model: dict[str, Any]) -> None:
     distributed.initialize(Settings())
     exact = losses_and_gradients(build(LOCAL, bf16=False, **model))
-    loss, gradient = gaps(losses_and_gradients(build({**ENGINE, **RECIPES[recipe]}, **model)), exact)
+    loss, gradient = gaps(losses_and_gradients(build(RECIPES[recipe], **model)), exact)
     print(f"{recipe}: loss {loss:.2e} gradient {gradient:.2e}")
     assert loss <= ENGINE_LOSS.gate
     assert gradient <= ENGINE_GRADIENT[recipe].gate
     if recipe != "bf16":
         in_bf16 = losses_and_gradients(build(ENGINE, **model))
-        assert gaps(in_bf16, exact)[1] < gradient / 10, "FP8 must show, or it is not on"
+        assert gaps(in_bf16, exact)[1] < gradient / 10, "FP8 must have an effect, or it is not on"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_and_gradients_are_those_of_float32_but_for_the_recipe_s_rounding(recipe):
+def test_losses_and_gradients_equal_float32_within_the_rounding_of_the_recipe(recipe):
     on_the_engine(compare_with_float32, recipe, {})
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "neobert"])
-def test_every_architecture_gives_the_losses_and_gradients_of_float32(model):
+def test_losses_and_gradients_of_every_architecture_equal_float32(model):
     on_the_engine(compare_with_float32, "bf16", MODELS[model])
 
 
@@ -119,26 +112,26 @@ def compare_causal_attention() -> None:
     assert gradient > 10 * ENGINE_GRADIENT["bf16"].gate
 
 
-def test_causal_attention_would_show():
+def test_causal_attention_gives_other_gradients():
     on_the_engine(compare_causal_attention)
 
 
 def compare_alone(recipe: str) -> None:
     distributed.initialize(Settings())
-    model = build({**ENGINE, **RECIPES[recipe]})
-    tokens_t, cu_seqlens_n = make_row()
+    model = build(RECIPES[recipe])
+    tokens_t, cu_seqlens_n = pack_documents()
 
-    def answers(tokens_t: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
+    def logits_of(tokens_t: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
         cu_seqlens_n = torch.tensor(bounds, dtype=torch.int32)
         return model(tokens_t, cu_seqlens_n, TOKENS, torch.arange(len(tokens_t)))[:, :VOCAB].float()
 
     with torch.no_grad():
-        packed_tv, merged_tv = answers(tokens_t, tuple(cu_seqlens_n.tolist())), answers(tokens_t, (0, TOKENS))
+        packed_tv, merged_tv = logits_of(tokens_t, tuple(cu_seqlens_n.tolist())), logits_of(tokens_t, (0, TOKENS))
         for start, end in itertools.pairwise(cu_seqlens_n[: len(LENGTHS) + 1].tolist()):
             length = end - start
-            # Filled up by a second document: FP8 products take multiples of 16 tokens.
+            # A second document fills the sequence up, because FP8 products need multiples of 16 tokens.
             filled_t = torch.cat((tokens_t[start:end], tokens_t[: -length % 128]))
-            alone_tv = answers(filled_t, (0, length, len(filled_t)))[:length]
+            alone_tv = logits_of(filled_t, (0, length, len(filled_t)))[:length]
             gap, control = (
                 (alone_tv - others_tv[start:end]).abs().max() / packed_tv.abs().max()
                 for others_tv in (packed_tv, merged_tv)
@@ -148,17 +141,17 @@ def compare_alone(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
-def test_a_document_has_the_same_answers_alone_and_packed(recipe):
+def test_document_has_the_same_logits_alone_and_packed(recipe):
     on_the_engine(compare_alone, recipe)
 
 
-def ask_for_recipes() -> None:
+def check_refused_recipes() -> None:
     distributed.initialize(Settings())
-    assert list(kernels.fp8_refusals()) == ["mxfp8"]  # of an H200
+    assert list(kernels.fp8_refusals()) == ["mxfp8"]  # on an H200
 
 
-def test_transformer_engine_says_which_recipes_this_gpu_cannot_run():
-    on_the_engine(ask_for_recipes)
+def test_transformer_engine_refuses_the_recipes_that_this_gpu_cannot_run():
+    on_the_engine(check_refused_recipes)
 
 
 def accumulate_gradients() -> None:
@@ -171,7 +164,9 @@ def accumulate_gradients() -> None:
                 module.fuse_wgrad_accumulation = fuses
         for _ in range(8):
             losses_and_gradients(model.module.module)
-        (weight,) = (one for name, one in model.named_parameters() if name.endswith("layers.0.mlp.linear_fc2.weight"))
+        (weight,) = (
+            value for name, value in model.named_parameters() if name.endswith("layers.0.mlp.linear_fc2.weight")
+        )
         sums.append(weight.main_grad.clone())
     fused, rounded = sums
     assert torch.equal((rounded / 8).bfloat16().float(), rounded / 8)
@@ -179,6 +174,6 @@ def accumulate_gradients() -> None:
     torch.testing.assert_close(fused, rounded, rtol=2**-7, atol=1e-3)
 
 
-def test_weight_gradients_of_transformer_engine_s_layers_are_added_up_in_float32():
-    """Eight times the same micro-batch: rounded to bfloat16 each time, the sum is eight times a rounded number."""
+def test_transformer_engine_s_layers_sum_weight_gradients_in_float32():
+    """Without fusion, the sum over eight equal micro-batches is eight times a number rounded to bfloat16."""
     on_the_engine(accumulate_gradients)

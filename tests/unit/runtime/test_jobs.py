@@ -1,4 +1,4 @@
-"""Resumable jobs: what is finished, whose folder it is, and workers that neither hang nor outlive their parent."""
+"""Resumable jobs: finished jobs are recognised, a folder has one run, and workers end with their parent."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SETTINGS = {"tokenizer": "abc", "min_tokens": 0}
 
 @dataclass(frozen=True)
 class Square(Job[int]):
-    """Writes a number and its square, and returns the square."""
+    """Write a number and its square, and return the square."""
 
     result_type = int
     kinds = ("number", "square")
@@ -45,7 +45,7 @@ def squares(folder, numbers):
 # --- finished jobs
 
 
-def test_finished_job_has_its_files_and_its_result(tmp_path):
+def test_finished_job_has_files_record_and_result(tmp_path):
     (job,) = squares(tmp_path, [3])
     assert read_finished(job) is None
     assert run_job(job).result == 9
@@ -55,26 +55,26 @@ def test_finished_job_has_its_files_and_its_result(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage",
     {
         "file changed": lambda folder: (folder / "3.square").write_text("8"),
-        "file gone": lambda folder: (folder / "3.square").unlink(),
+        "file missing": lambda folder: (folder / "3.square").unlink(),
         "file is a pipe": lambda folder: ((folder / "3.square").unlink(), os.mkfifo(folder / "3.square")),
-        "record cut": lambda folder: (folder / "3.done").write_text("{"),
+        "record truncated": lambda folder: (folder / "3.done").write_text("{"),
         "record of zeros": lambda folder: (folder / "3.done").write_bytes(bytes(100)),
         "record nested": lambda folder: (folder / "3.done").write_text("[" * 100_000),
         "record is a folder": lambda folder: ((folder / "3.done").unlink(), (folder / "3.done").mkdir()),
-        "another type": lambda folder: edit(folder / "3.done", result="nine"),
+        "wrong result type": lambda folder: edit(folder / "3.done", result="nine"),
         "no hash": lambda folder: edit(folder / "3.done", files={}),
         "another key": lambda folder: edit(folder / "3.done", key="0"),
     }.items(),
     ids=lambda item: item[0],
 )
-def test_job_whose_files_or_record_are_damaged_or_stale_is_not_finished(tmp_path, spoil):
+def test_job_with_damaged_files_or_a_damaged_or_stale_record_is_not_finished(tmp_path, damage):
     (job,) = squares(tmp_path, [3])
     run_job(job)
     assert read_finished(job) is not None, "control"
-    spoil[1](tmp_path)
+    damage[1](tmp_path)
     assert read_finished(job) is None
 
 
@@ -82,7 +82,7 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_job_that_fails_leaves_nothing_and_no_record_of_an_earlier_one(tmp_path):
+def test_failed_job_leaves_no_files_and_no_earlier_record(tmp_path):
     (job,) = squares(tmp_path, [-3])
     (tmp_path / "-3.done").write_text("{}")
     with pytest.raises(DataError, match="-3 is below 0"):
@@ -94,13 +94,13 @@ def test_job_that_fails_leaves_nothing_and_no_record_of_an_earlier_one(tmp_path)
 
 
 def begin(folder, settings=SETTINGS, *, resume=False, overwrite=False, finish=()):
-    """One run that finishes some jobs and is then killed, or refused; returns the finished jobs it began with."""
+    """Begin a run, finish the jobs in `finish`, and leave the folder. Return the jobs that were finished before."""
     with JobFolder(folder) as job_folder:
         job_folder.begin(settings, resume=resume, overwrite=overwrite)
-        taken_over = {file.stem for file in folder.glob("*.done")}
+        finished_before = {file.stem for file in folder.glob("*.done")}
         for name in finish:
             (folder / f"{name}.done").write_text("{}")
-        return taken_over
+        return finished_before
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def folder(tmp_path):
     return tmp_path / "below" / "run.partial"
 
 
-def test_finished_jobs_are_neither_used_nor_lost_unasked(folder):
+def test_finished_jobs_are_used_with_resume_and_removed_with_overwrite_only(folder):
     begin(folder, finish=["a"])
     with pytest.raises(OutputError, match=r"holds 1 finished chunks of an earlier run; continue with --resume, or"):
         begin(folder)
@@ -120,12 +120,12 @@ def test_finished_jobs_are_neither_used_nor_lost_unasked(folder):
 @pytest.mark.parametrize(
     ("now", "difference"),
     [
-        ({**SETTINGS, "min_tokens": 5}, "min_tokens 0 where this one has 5"),
-        ({**SETTINGS, "new": None}, "new unknown where this one has None"),  # of another version of the project
-        ({"tokenizer": "abc"}, "min_tokens 0 where this one has unknown"),
+        ({**SETTINGS, "min_tokens": 5}, "min_tokens 0, and this run has 5"),
+        ({**SETTINGS, "new": None}, "new unknown, and this run has None"),  # a setting of a later version
+        ({"tokenizer": "abc"}, "min_tokens 0, and this run has unknown"),
     ],
 )
-def test_jobs_of_other_settings_are_refused_with_both_values(folder, resume, now, difference):
+def test_finished_jobs_with_other_settings_are_refused_with_both_values(folder, resume, now, difference):
     begin(folder, finish=["a"])
     with pytest.raises(ConfigError, match=f"a run with {difference}; .*--overwrite"):
         begin(folder, now, resume=resume)
@@ -133,15 +133,15 @@ def test_jobs_of_other_settings_are_refused_with_both_values(folder, resume, now
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "[" * 100_000])
-def test_folder_whose_settings_are_damaged_is_refused_or_begun_anew(folder, content):
+def test_folder_with_damaged_settings_is_refused_unless_overwritten(folder, content):
     begin(folder, finish=["a"])
     (folder / "job.json").write_text(content)
-    with pytest.raises(ConfigError, match="tokenizer unknown where this one has abc"):
+    with pytest.raises(ConfigError, match="tokenizer unknown, and this run has abc"):
         begin(folder, resume=True)
     assert begin(folder, overwrite=True) == set()
 
 
-def test_folder_without_a_finished_job_does_not_outlive_its_run(folder):
+def test_folder_without_a_finished_job_is_removed(folder):
     begin(folder)
     assert not folder.exists()
 
@@ -151,7 +151,7 @@ def test_folder_has_one_run_at_a_time(folder):
         begin(folder)
 
 
-def test_folder_that_cannot_be_made_is_an_output_error(tmp_path):
+def test_folder_that_cannot_be_created_is_an_output_error(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(OutputError, match=r"run\.partial: cannot be created \(Not a directory\)"),
@@ -163,7 +163,7 @@ def test_folder_that_cannot_be_made_is_an_output_error(tmp_path):
 # --- workers
 
 
-def leave_at_three(job):
+def exit_at_three(job):
     if job.number == 3:
         os._exit(7)
     return run_job(job)
@@ -173,26 +173,26 @@ def fail(job):
     errors = {
         1: DataError("shard 3 is damaged"),
         2: OSError(28, "No space left on device"),
-        3: ModuleNotFoundError("No module named 'fastwarc'", name="fastwarc"),  # run_command names the extra
+        3: ModuleNotFoundError("No module named 'fastwarc'", name="fastwarc"),
     }
     raise errors.get(job.number) or KeyError(job.number)
 
 
-def work_for_ever(job):
+def work_forever(job):
     (job.folder / "pid").write_text(str(os.getpid()))
     time.sleep(10_000)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 9])  # 9: more than jobs
-def test_every_job_is_done_once(tmp_path, workers):
+@pytest.mark.parametrize("workers", [1, 2, 9])  # 9 is more than there are jobs
+def test_every_job_runs_once(tmp_path, workers):
     jobs = squares(tmp_path, range(5))
     results = dict(run_jobs(run_job, jobs, workers=workers))
     assert {job.number: finished.result for job, finished in results.items()} == {n: n * n for n in range(5)}
     assert all(read_finished(job) == finished for job, finished in results.items())
 
 
-class ClosedScreen:
-    """A terminal that is gone: the error of its writes, and their number."""
+class ClosedTerminal:
+    """A terminal whose writes fail with an error."""
 
     def __init__(self, error):
         self.error, self.writes = error, 0
@@ -208,23 +208,23 @@ class ClosedScreen:
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ValueError("I/O operation on closed file")])
-def test_screen_that_is_closed_while_the_bar_is_drawn_does_not_end_a_run(tmp_path, monkeypatch, error):
-    screen = ClosedScreen(error)
-    monkeypatch.setattr(sys, "stderr", screen)
+def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, monkeypatch, error):
+    terminal = ClosedTerminal(error)
+    monkeypatch.setattr(sys, "stderr", terminal)
 
     def work_for_a_while(job):
-        time.sleep(0.6)  # a bar is drawn every half second
+        time.sleep(0.6)  # the bar is drawn every half second
         return run_job(job)
 
     jobs = squares(tmp_path, range(2))
     assert [job for job, _ in finish_jobs(jobs, label="jobs", function=work_for_a_while, workers=1)] == jobs
-    assert screen.writes > 0
+    assert terminal.writes > 0
 
 
-def test_worker_that_ends_by_itself_ends_the_run(tmp_path):
-    """One that is killed, or interrupted: test_preprocess_killed.py."""
+def test_worker_that_exits_ends_the_run(tmp_path):
+    """test_preprocess_killed.py tests killed and interrupted workers."""
     with pytest.raises(ChildProcessError, match=r"worker process \d+ ended with exit code 7 at .*fewer --workers"):
-        list(run_jobs(leave_at_three, squares(tmp_path, range(6)), workers=2))
+        list(run_jobs(exit_at_three, squares(tmp_path, range(6)), workers=2))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_worker_that_ends_by_itself_ends_the_run(tmp_path):
         (4, KeyError, "4"),
     ],
 )
-def test_error_of_a_job_arrives_as_what_it_was(tmp_path, number, kind, message):
+def test_exception_of_a_job_keeps_its_class_and_attributes(tmp_path, number, kind, message):
     jobs = squares(tmp_path, [number, number])
     with pytest.raises(kind, match=message) as caught:
         list(run_jobs(fail, jobs, workers=2))
@@ -245,7 +245,7 @@ def test_error_of_a_job_arrives_as_what_it_was(tmp_path, number, kind, message):
 
 
 @needs_proc
-def test_workers_end_when_their_run_is_closed(tmp_path):
+def test_closing_the_results_ends_the_workers(tmp_path):
     before = set(children_of(os.getpid()))
     results = run_jobs(run_job, squares(tmp_path, range(9)), workers=3)
     assert next(results)[1].result in range(81)
@@ -260,7 +260,7 @@ def test_worker_ends_when_its_parent_is_killed(tmp_path):
     script = (
         "import test_jobs\nfrom pathlib import Path\n"
         f"jobs = test_jobs.squares(Path({str(tmp_path)!r}), range(2))\n"
-        "list(test_jobs.run_jobs(test_jobs.work_for_ever, jobs, workers=2))"
+        "list(test_jobs.run_jobs(test_jobs.work_forever, jobs, workers=2))"
     )
     path = os.pathsep.join(str(Path(__file__).parents[level]) for level in (0, 2, 3))
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})

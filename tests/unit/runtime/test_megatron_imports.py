@@ -1,4 +1,4 @@
-"""What a rank imports before it can train."""
+"""A rank imports neither TorchInductor nor Weights & Biases before it trains."""
 
 import subprocess
 import sys
@@ -9,19 +9,19 @@ from processes import run_on_ranks
 HEAVY = ("torch._inductor", "torch._dynamo", "wandb")
 
 
-def rank_has_imported_nothing_heavy() -> None:
-    """In a fork of the server that has imported Megatron and the training loop as a rank does."""
+def check_modules_of_a_rank() -> None:
     import preloaded
 
     assert [name for name in HEAVY if name in preloaded.MODULES_OF_A_RANK] == []
 
 
-def test_rank_imports_neither_compiler_nor_wandb():
-    run_on_ranks(rank_has_imported_nothing_heavy, world_size=1)
+def test_rank_imports_neither_inductor_nor_wandb():
+    run_on_ranks(check_modules_of_a_rank, world_size=1)
 
 
-@pytest.mark.slow  # the control: it says when megatron_imports.py can go
-def test_megatron_alone_imports_them():
+@pytest.mark.slow
+def test_importing_megatron_directly_imports_them():
+    """The control. If it fails, runtime/megatron_imports.py is no longer needed."""
     code = f"import sys, megatron_neobert.training.loop; print([name for name in {HEAVY} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert str(list(HEAVY)) in ended.stdout

@@ -1,4 +1,4 @@
-"""Stop signals, also while a rank or a launcher waits in C++, where Python calls no handler; and the file STOP."""
+"""Stop signals, the file STOP and the time limit; also while a process waits in C++ and Python calls no handler."""
 
 import os
 import signal
@@ -23,11 +23,11 @@ def rank() -> None:
 
 def rank_in_a_group() -> None:
     signals.install_signal_handlers()
-    signals.remember_signals()
+    signals.finish_iteration_at_signals()
 
 
 def launcher() -> None:
-    signals.pass_on_stop_signals()
+    signals.forward_stop_signals()
 
 
 def wait_for_rank_1(prepare: Callable[[], None], port: int) -> None:
@@ -39,16 +39,18 @@ def wait_for_rank_1(prepare: Callable[[], None], port: int) -> None:
 def end_while_waiting(
     prepare: Callable[[], None], *numbers: signal.Signals, answers: Sequence[str] = ()
 ) -> tuple[int | None, str]:
-    """Exit code and output of a process that gets signals while gloo waits for a rank that never comes.
+    """Send signals to a process whose gloo waits for a rank that never joins. Return its exit code and output.
 
     Args:
-        answers: What it prints at every signal but the last.
+        prepare: Installs the handlers in the process.
+        answers: Expected output after each signal except the last. The next signal is sent when it was printed.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryFile() as output:
 
         def printed() -> str:
-            return os.pread(output.fileno(), 1 << 16, 0).decode()  # the process writes at the offset that both share
+            # pread, because the process shares the offset of this file.
+            return os.pread(output.fileno(), 1 << 16, 0).decode()
 
         streams = (output.fileno(), output.fileno())
         call = processes._Call(wait_for_rank_1, (prepare, store.port), dict(os.environ), streams)
@@ -56,7 +58,8 @@ def end_while_waiting(
         process = get_context("forkserver").Process(target=processes._run, args=(call,))
         process.start()
         try:
-            while store.num_keys() == 0 and process.is_alive():  # its address, the last thing before the wait
+            # gloo stores its address just before it waits.
+            while store.num_keys() == 0 and process.is_alive():
                 time.sleep(0.05)
             for number, answer in zip(numbers, [*answers, ""], strict=True):
                 os.kill(process.pid, number)
@@ -69,32 +72,32 @@ def end_while_waiting(
 
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS, ids=lambda number: number.name)
-def test_rank_that_waits_for_another_ends_with_75_at_a_stop_signal(number):
+def test_stop_signal_ends_a_rank_that_waits_for_another_rank_with_75(number):
     assert end_while_waiting(rank, number) == (75, f"rank 0: stopped by {number.name} before the first iteration\n")
 
 
-def test_launcher_that_waits_for_another_in_torchrun_ends_with_75_at_a_stop_signal():
+def test_stop_signal_ends_a_launcher_that_waits_for_another_node_with_75():
     assert end_while_waiting(launcher, signal.SIGTERM) == (75, "stopped by SIGTERM while no rank was running\n")
 
 
-def test_second_interrupt_aborts_a_rank_that_waits_for_another():
+def test_second_interrupt_aborts_a_rank_that_waits_for_another_rank():
     first = "stopping after this iteration, with a checkpoint if there is --save; Ctrl-C again aborts at once\n"
     ended = end_while_waiting(rank_in_a_group, signal.SIGINT, signal.SIGINT, answers=[first])
     assert ended == (130, f"{first}rank 0: aborted\n")
 
 
-def interrupt_with_another_signal() -> None:
+def receive_sigterm_and_one_interrupt() -> None:
     rank_in_a_group()
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
-    while len(signals._signals_answered) < 2:
+    while len(signals._signals_handled) < 2:
         time.sleep(0.01)
-    assert reason_of(signals.requested_stop(Settings())) == "a signal asked for it"
+    assert reason_of(signals.requested_stop(Settings())) == "a stop signal was received"
 
 
-def test_signals_in_a_group_are_remembered_and_one_interrupt_that_comes_with_another_does_not_abort():
-    """As when a launcher passes on as SIGTERM a Ctrl-C that the rank has received itself."""
-    processes.run_on_ranks(interrupt_with_another_signal, world_size=1)
+def test_sigterm_and_one_interrupt_request_a_stop_and_do_not_abort():
+    """A rank receives both for one Ctrl-C: from the terminal, and as SIGTERM from its launcher."""
+    processes.run_on_ranks(receive_sigterm_and_one_interrupt, world_size=1)
 
 
 def saving_to(folder: Path) -> Settings:
@@ -106,14 +109,14 @@ def reason_of(code: int, *, iteration: int = 1) -> str | None:
 
 
 def test_stop_file_and_time_limit_are_requests_to_stop(tmp_path, monkeypatch):
-    """Rank 0 alone looks for the file; the limit does not count before the first iteration of a start."""
+    """Only rank 0 checks the file, and the limit is ignored before the first iteration of a start."""
     settings = saving_to(tmp_path).with_section("training", exit_duration_in_mins=0.0)
     assert reason_of(signals.requested_stop(saving_to(tmp_path))) is None
-    assert reason_of(signals.requested_stop(settings)) == "--exit-duration-in-mins is over"
+    assert reason_of(signals.requested_stop(settings)) == "--exit-duration-in-mins is reached"
     assert reason_of(signals.requested_stop(settings, has_trained=False)) is None
     (tmp_path / "STOP").touch()
     code = signals.requested_stop(saving_to(tmp_path))
-    assert reason_of(code) == "the file STOP in --save asked for it"
-    assert reason_of(code, iteration=TrainingConfig().train_iters) is None, "the run has ended by itself"
+    assert reason_of(code) == "the file STOP exists in --save"
+    assert reason_of(code, iteration=TrainingConfig().train_iters) is None, "the last iteration"
     monkeypatch.setenv("RANK", "1")
     assert reason_of(signals.requested_stop(saving_to(tmp_path))) is None

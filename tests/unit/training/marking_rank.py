@@ -1,4 +1,4 @@
-"""A training loop without training: a rank that sets marks, and in iteration 3 rank 1 fails as argv says."""
+"""A rank that calls the hang detector like a training loop. In iteration 3, rank 1 fails in the way given in argv."""
 
 import os
 import signal
@@ -25,16 +25,16 @@ def fail(how: str) -> None:
 
 
 def keep_connections(detector: HangDetector) -> None:
-    """Live on until rank 0 has ended, as a rank that waits for its launcher; NCCL would not notice its end either."""
+    """Keep the process alive until rank 0 has ended, so that rank 0 does not lose a connection."""
     until = time.monotonic() + 60
     while not any(beat.ended for beat in detector._read() if beat.name.startswith("rank 0 ")):
         if time.monotonic() > until:
-            print("rank 0 still waits")
+            print("rank 0 has not ended")
             return
         time.sleep(0.1)
 
 
-def run(detector: HangDetector, place: str, how: str, iterations: int) -> None:
+def run(detector: HangDetector, activity: str, how: str, iterations: int) -> None:
     with detector:
         for iteration in range(1, iterations + 1):
             fails = os.environ["RANK"] == "1" and iteration == 3
@@ -45,31 +45,31 @@ def run(detector: HangDetector, place: str, how: str, iterations: int) -> None:
                 hang_detector._ANSWER_SECONDS = 0.5
                 while True:
                     print("x" * 1000)
-            if fails and place == "data":
+            if fails and activity == "data":
                 fail(how)
             detector.mark("training", iteration)
             detector.tick()
             while fails and not any(
-                beat.name.startswith("rank 1 ") and "iteration 3" in beat.place for beat in detector._read()
+                beat.name.startswith("rank 1 ") and "iteration 3" in beat.position for beat in detector._read()
             ):
                 time.sleep(0.05)
-            if fails and place == "training":
+            if fails and activity == "training":
                 fail(how)
             detector.tick()
             torch.distributed.all_reduce(torch.ones(1))
 
 
 def main() -> None:
-    place, how, minutes, iterations = sys.argv[1:]
-    # Faster than in a run.
+    activity, how, minutes, iterations = sys.argv[1:]
+    # Shorter than in a run, so that tests are faster.
     hang_detector._TICK_SECONDS, hang_detector._SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
     os.environ["TORCH_FR_BUFFER_SIZE"] = "16"  # as in a run
-    if how == "sleep, no recorder":  # as in a release of torch whose recorder is another one
+    if how == "sleep, no recorder":  # a release of torch without this flight recorder
         hang_detector.pending_collective = lambda: parse_json("")
     torch.distributed.init_process_group("gloo")
     detector = HangDetector(ParallelConfig(distributed_timeout_minutes=float(minutes)))
     try:
-        run(detector, place, how, int(iterations))
+        run(detector, activity, how, int(iterations))
     except ValueError:
         if how == "raise and stay":
             keep_connections(detector)

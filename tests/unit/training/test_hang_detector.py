@@ -1,4 +1,4 @@
-"""What ranks report and do when one of them hangs, dies or fails, with processes that do nothing else."""
+"""Reports and exit codes of ranks when a rank hangs, dies or fails. The processes do not train (marking_rank.py)."""
 
 import os
 import re
@@ -23,17 +23,17 @@ RANK = "unit.training.marking_rank"
 
 @pytest.fixture
 def run_two() -> Callable[..., list[Ended]]:
-    """Runs two ranks to their end. The store is this process's, as it is torchrun's otherwise."""
+    """Return a function that runs two ranks. The test process has the store, in place of torchrun."""
 
-    def run(place: str, how: str, *, minutes: float = 3 / 60, iterations: int = 3) -> list[Ended]:
+    def run(activity: str, how: str, *, minutes: float = 3 / 60, iterations: int = 3) -> list[Ended]:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         group = group_of(store, world_size=2)
 
         def run_rank(rank: int) -> Ended:
             environment = {**group, "RANK": str(rank)}
-            return run_command(RANK, place, how, minutes, iterations, environment=environment)
+            return run_command(RANK, activity, how, minutes, iterations, environment=environment)
 
-        processes.use_server()  # not by two threads at a time
+        processes.use_server()  # here, because two threads must not start it
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(run_rank, range(2)))
 
@@ -47,43 +47,43 @@ def test_rank_that_sleeps_ends_the_run_with_69_and_its_name_and_place(run_two, h
     output = ranks[0].output + ranks[1].output
     assert output.count("error: no progress for 0.05 min on rank ") == 1, "one rank of a machine reports"
     assert "is behind in iteration 3 (waiting for data). The last checkpoint is untouched" in output
-    assert "marking_rank.py" in ranks[1].output and " in fail\n" in ranks[1].output, "the stack of the culprit"
+    assert "marking_rank.py" in ranks[1].output and " in fail\n" in ranks[1].output, "stack of the rank at fault"
     assert "most recent call first" not in ranks[0].output
-    waits = "on rank 0 (" in output
-    names_it = ", collective gloo:all_reduce: " in output
-    assert names_it == (waits and how == "sleep"), "the flight recorder names the collective"
+    rank_0_reports = "on rank 0 (" in output
+    names_collective = ", collective gloo:all_reduce: " in output
+    assert names_collective == (rank_0_reports and how == "sleep"), "the flight recorder names the collective"
     assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "trouble"),
+    ("how", "code", "reason"),
     [
-        ("kill", -signal.SIGKILL, ") does not answer any more, last heard of in iteration 3 "),
+        ("kill", -signal.SIGKILL, ") does not answer, last heartbeat in iteration 3 "),
         ("raise", 1, ") has ended: ValueError: planted."),
         ("raise and stay", 1, ") has ended: ValueError: planted\\x1b]0;owned\\x07."),
     ],
 )
-def test_rank_that_loses_another_ends_with_69_and_one_sentence(run_two, how, code, trouble):
+def test_rank_that_loses_another_rank_ends_with_69_and_one_sentence(run_two, how, code, reason):
     first, second = run_two("training", how, minutes=10)
     assert (first.code, second.code) == (69, code), first.output
     sentence, *more = first.output.splitlines()
     assert sentence.startswith("error: rank 0 (")
     assert " lost another rank in iteration 3 (training): rank 1 (" in sentence
-    assert trouble in sentence
+    assert reason in sentence
     assert more == []
-    assert "still waits" not in second.output, "it ended within seconds, not after --distributed-timeout-minutes"
+    assert "rank 0 has not ended" not in second.output, "it must end within seconds"
 
 
 @pytest.mark.slow
-def test_work_that_takes_longer_than_the_limit_is_no_hang_while_it_sets_marks(run_two):
+def test_run_longer_than_the_limit_is_not_a_hang_while_it_makes_progress(run_two):
     ranks = run_two("nowhere", "slow", iterations=12, minutes=4 / 60)
     assert [(rank.code, rank.output) for rank in ranks] == [(0, "finished\n")] * 2
 
 
-def start(rank: int, variables: dict[str, str], *words: object, output: int | None = None) -> subprocess.Popen[str]:
+def start(rank: int, variables: dict[str, str], *arguments: object, output: int | None = None) -> subprocess.Popen[str]:
     code = f"import sys; sys.argv[0] = 'rank'; from {RANK} import main; main()"
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, words)],
+        [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, **variables, "RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=output or subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -92,7 +92,7 @@ def start(rank: int, variables: dict[str, str], *words: object, output: int | No
 
 
 @pytest.mark.slow
-def test_rank_that_is_stopped_ends_the_others_with_69_and_its_name():
+def test_suspended_rank_ends_the_other_ranks_with_69_and_its_name():
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     group = group_of(store, world_size=2)
     first, second = (start(rank, group, "training", "stop", 3 / 60, 3) for rank in (0, 1))
@@ -101,23 +101,23 @@ def test_rank_that_is_stopped_ends_the_others_with_69_and_its_name():
     second.communicate()
     assert first.returncode == 69, output
     assert "no progress for 0.05 min on rank 0 (" in output
-    assert ") does not answer any more, last heard of in iteration 3 (training)." in output
+    assert ") does not answer, last heartbeat in iteration 3 (training)." in output
     assert ": rank 1 (" in output
 
 
 @pytest.mark.slow
-def test_rank_whose_output_nobody_reads_ends_all_the_same():
+def test_hung_rank_ends_although_its_output_is_not_read():
     reader, writer = os.pipe()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     process = start(0, group_of(store, world_size=1), "nowhere", "print", 1 / 60, 3, output=writer)
     assert process.wait(600) == 69
     os.set_blocking(reader, False)
-    assert b"no progress" not in os.read(reader, 1 << 20), "the pipe was full before there was anything to report"
+    assert b"no progress" not in os.read(reader, 1 << 20), "the pipe must be full before the report"
     os.close(reader), os.close(writer)
 
 
-def test_neither_nccl_nor_slurm_ends_a_hung_run_before_the_report_that_names_the_rank():
-    answers = 4 * hang_detector._ANSWER_SECONDS  # two looks at the heartbeats, whose rank reports, its stack
+def test_nccl_and_slurm_wait_longer_than_the_report_of_the_hang_detector_takes():
+    answers = 4 * hang_detector._ANSWER_SECONDS  # two reads of heartbeats, the pending collective, the count of reports
     report_seconds = hang_detector._TICK_SECONDS + hang_detector._SILENCE_SECONDS + answers
     assert report_seconds < distributed.MARGIN_SECONDS
     (slurm_seconds,) = re.findall(r"--wait=(\d+)", (REPOSITORY / "examples" / "slurm" / "pretrain.sh").read_text())

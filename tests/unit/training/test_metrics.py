@@ -1,4 +1,4 @@
-"""What an interval logs of its steps, skipped ones among them, and how it reads."""
+"""Values and lines that an interval logs, with and without skipped updates."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
-from megatron_neobert.inspection.run_log import read_run
 from megatron_neobert.state import MetricSums, StepResult, TrainState
 from megatron_neobert.training.metrics import Monitor, interval_lines
 
 NAN = float("nan")
-TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step: two documents
+TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step with two documents
 
 
-def report(loss: float = 2.0, *, masked: int = 10, skip_reason: str | None = None) -> StepResult:
-    """A step of 50 tokens in which every second prediction is right."""
+def result(loss: float = 2.0, *, masked: int = 10, skip_reason: str | None = None) -> StepResult:
+    """Return a step of 50 tokens in which half of the predictions are right."""
     sums = MetricSums(loss * masked, masked, masked / 2, TOKENS, PAIRS)
     return StepResult(sums, grad_norm=1.0, skip_reason=skip_reason)
 
@@ -35,53 +34,43 @@ def state_of(iteration: int, *, skipped: int = 0, in_a_row: int = 0) -> TrainSta
     return TrainState(corpus_sha256="", iteration=iteration, skipped_iterations=skipped, skipped_in_a_row=in_a_row)
 
 
-def test_skipped_steps_count_with_their_tokens_but_enter_no_average(tmp_path):
+def test_tokens_of_a_skipped_step_count_and_its_loss_does_not(tmp_path):
     monitor = start(tmp_path)
-    monitor.add(report(2.0), state_of(1))
-    monitor.add(report(NAN, skip_reason="loss nan"), state_of(2, skipped=1, in_a_row=1))
-    monitor.add(report(4.0, masked=30), state_of(3, skipped=1))
-    progress = monitor.close_interval(state_of(3, skipped=1), lr=1e-4, grad_norm=1.0)
+    monitor.add(result(2.0), state_of(1))
+    monitor.add(result(NAN, skip_reason="loss nan"), state_of(2, skipped=1, in_a_row=1))
+    monitor.add(result(4.0, masked=30), state_of(3, skipped=1))
+    state = monitor.close_interval(state_of(3, skipped=1), lr=1e-4, grad_norm=1.0)
     line = recorded(monitor)[-1]
     assert line["loss"] == (10 * 2.0 + 30 * 4.0) / (10 + 30)
     assert line["masked_accuracy"] == 0.5
-    assert progress.consumed_tokens == line["consumed_tokens"] == 3 * TOKENS
+    assert state.consumed_tokens == line["consumed_tokens"] == 3 * TOKENS
     assert line["skipped_iterations"] == 1
 
 
-def test_an_interval_of_skipped_steps_alone_has_no_loss(tmp_path, capsys):
+def test_interval_with_skipped_steps_only_has_no_loss(tmp_path, capsys):
     monitor = start(tmp_path)
-    monitor.add(report(NAN, skip_reason="loss nan, gradient norm nan"), state_of(1, skipped=1, in_a_row=1))
+    monitor.add(result(NAN, skip_reason="loss nan, gradient norm nan"), state_of(1, skipped=1, in_a_row=1))
     capsys.readouterr()
     monitor.close_interval(state_of(1, skipped=1, in_a_row=1), lr=1e-4, grad_norm=NAN)
-    said = capsys.readouterr().out
-    assert said.startswith("iteration 1/10 | loss - | accuracy - | grad norm -\n  lr 1.0e-04 | ")
+    assert capsys.readouterr().out.startswith("iteration 1/10 | loss - | accuracy - | grad norm -\n  lr 1.0e-04 | ")
     assert not {"loss", "masked_accuracy", "grad_norm"} & recorded(monitor)[-1].keys()
 
 
-@pytest.mark.parametrize("saved", [1, 0], ids=["behind a checkpoint", "killed before the first"])
-def test_run_that_goes_on_says_so_in_its_record_and_one_that_begins_does_not(tmp_path, saved):
-    start(tmp_path, iteration=5)  # of another folder's weights: nothing has been recorded here
+@pytest.mark.parametrize("saved", [1, 0], ids=["after a checkpoint", "before the first checkpoint"])
+def test_resumed_run_is_marked_in_the_record_and_a_new_run_is_not(tmp_path, saved):
+    start(tmp_path, iteration=5)  # continues another folder, and has recorded nothing here
     first = start(tmp_path)
-    first.add(report(), state_of(1))
+    first.add(result(), state_of(1))
     first.close_interval(state_of(1), lr=1e-4, grad_norm=1.0)
     assert ["restarted" in line for line in recorded(first)] == [False]
     again = start(tmp_path, iteration=saved)
     for iteration in (2, 3):
-        again.add(report(), state_of(iteration))
+        again.add(result(), state_of(iteration))
         again.close_interval(state_of(iteration), lr=1e-4, grad_norm=1.0)
     lines = [(line["iteration"], line.get("restarted")) for line in recorded(again)]
     assert lines == [(1, None), (saved, 1), (2, None), (3, None)]
-    start(tmp_path, iteration=3)  # which finds nothing to do
+    start(tmp_path, iteration=3)  # trains nothing
     assert len(recorded(again)) == len(lines)
-
-
-def test_line_behind_one_that_a_kill_has_torn_can_still_be_read(tmp_path):
-    monitor = start(tmp_path)
-    with (tmp_path / "metrics.jsonl").open("w") as stream:
-        stream.write('{"iteration": 1, "cursor": {"epo')
-    monitor.add(report(2.0), state_of(2))
-    monitor.close_interval(state_of(2), lr=1e-4, grad_norm=1.0)
-    assert read_run(tmp_path, name="torn").series("loss") == ([2], [2.0])
 
 
 CPU = {
@@ -98,7 +87,7 @@ CPU = {
 GPUS = {"tokens_per_second": 1.2e6, "tflops_per_rank": 247.25, "mfu": 0.25, "memory_gib": 41.23}
 
 
-def test_lines_of_one_process_on_cpu_and_of_several_gpus():
+def test_lines_of_an_interval_on_cpu_and_on_gpus():
     assert interval_lines("iteration 120000/1000000", CPU) == (
         "iteration 120000/1000000 | loss 2.4131 | accuracy 51.23 % | grad norm 0.831\n"
         "  lr 6.0e-04 | 9.34 k tok/s | 14.9 GFLOP/s | 0.8 GiB | wait 0 % | ETA 6 d 3 h"

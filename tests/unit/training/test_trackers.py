@@ -1,4 +1,4 @@
-"""What TensorBoard is given, and W&B that does not start and says why."""
+"""Values in TensorBoard and the record, a full disk, and the error of a W&B that does not start."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from megatron_neobert.errors import ConfigError
 from megatron_neobert.training.trackers import Trackers, start_wandb
 
 
-def test_tensorboard_has_the_values_of_the_record_in_groups(tmp_path):
+def test_tensorboard_has_the_finite_values_of_the_record_in_groups(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trackers = Trackers(Settings(checkpoint=CheckpointConfig(save=str(tmp_path))), iteration=0, log=print)
     values = {
@@ -40,14 +40,14 @@ def test_tensorboard_has_the_values_of_the_record_in_groups(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text()).items() >= {"loss": 2.5, "iteration": 7}.items()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_disk_that_takes_no_more_is_named_once_and_training_goes_on(tmp_path):
-    said: list[str] = []
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_full_disk_is_reported_once_and_training_continues(tmp_path):
+    logged: list[str] = []
     settings = Settings(checkpoint=CheckpointConfig(save=str(tmp_path)))
-    trackers = Trackers(settings, iteration=0, log=said.append)
+    trackers = Trackers(settings, iteration=0, log=logged.append)
     trackers.tensorboard._get_file_writer().event_writer._async_writer._worker._flush_secs = 0
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # a file cannot grow further: EFBIG
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # writing beyond raises EFBIG
     try:
         for iteration in range(1, 60):
             trackers.record(iteration, {"loss": 1.0, "lr": 2.0}, cursor=Cursor())
@@ -55,11 +55,11 @@ def test_disk_that_takes_no_more_is_named_once_and_training_goes_on(tmp_path):
         trackers.close(failed=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    record, tensorboard = sorted(said)
+    record, tensorboard = sorted(logged)
     assert (
-        record == f"warning: {tmp_path}/metrics.jsonl takes no values (File too large); the run continues without them"
+        record == f"warning: {tmp_path}/metrics.jsonl cannot be written (File too large); training continues without it"
     )
-    assert tensorboard.startswith(f"warning: {tmp_path}/tensorboard takes no values (File too large)")
+    assert tensorboard.startswith(f"warning: {tmp_path}/tensorboard cannot be written (File too large)")
     assert (tmp_path / "metrics.jsonl").stat().st_size == 2000
 
 
@@ -72,7 +72,7 @@ def start(save: object) -> None:
 
 
 @needs_wandb
-def test_a_wrong_variable_of_wandb_is_named_with_what_is_wrong(tmp_path, monkeypatch):
+def test_wrong_variable_of_wandb_is_reported_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nonsense")
-    with pytest.raises(ConfigError, match=r"did not start \(.* mode Input .*'nonsense'.*correct what it names"):
+    with pytest.raises(ConfigError, match=r"did not start \(.* mode Input .*'nonsense'.*correct the setting"):
         start(tmp_path)

@@ -29,7 +29,7 @@ def test_ray_gives_the_bytes_of_a_local_run(place):
 
 
 def ray_workers():
-    return [process for process in psutil.Process().children(recursive=True) if "ray::_answer" in process.name()]
+    return [process for process in psutil.Process().children(recursive=True) if "ray::_run_remotely" in process.name()]
 
 
 @pytest.mark.slow
