@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from unit.evaluation.glue_place import build_options, make_place
+from unit.evaluation.glue_inputs import build_options, write_inputs
 
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation import glue
@@ -20,7 +20,7 @@ GRID = {"learning_rate": (3e-3, 1e-12)}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("glue"))
+    return write_inputs(tmp_path_factory.mktemp("glue"))
 
 
 class Recorder:

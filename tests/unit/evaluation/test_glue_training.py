@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from unit.evaluation.glue_place import POINT, build_run, make_place
+from unit.evaluation.glue_inputs import POINT, build_run, write_inputs
 from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
 from megatron_neobert.errors import ConversionError
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarnin
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("glue"))
+    return write_inputs(tmp_path_factory.mktemp("glue"))
 
 
 @pytest.fixture(scope="module")

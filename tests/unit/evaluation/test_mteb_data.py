@@ -7,7 +7,7 @@ import pytest
 mteb = pytest.importorskip("mteb")
 
 from mteb.mocks import ALL_MOCK_TASK_TEST_GRID  # noqa: E402
-from unit.evaluation.mteb_places import (  # noqa: E402
+from unit.evaluation.mteb_inputs import (  # noqa: E402
     make_encoder,
     write_beir,
 )

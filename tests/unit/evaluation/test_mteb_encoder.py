@@ -9,7 +9,7 @@ mteb = pytest.importorskip("mteb")
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer  # noqa: E402
 from transformers import AutoModel, AutoTokenizer  # noqa: E402
-from unit.evaluation.mteb_places import make_encoder, write_beir  # noqa: E402
+from unit.evaluation.mteb_inputs import make_encoder, write_beir  # noqa: E402
 
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb import build_encoder, read_instructions  # noqa: E402

@@ -10,7 +10,7 @@ from commands import ENVIRONMENT, call, run
 
 pytest.importorskip("mteb")
 
-from unit.evaluation.mteb_places import make_encoder, write_hub, write_pairs
+from unit.evaluation.mteb_inputs import make_encoder, write_hub, write_pairs
 
 
 @pytest.fixture(scope="module")
