@@ -165,15 +165,13 @@ def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
         try:
             return float(value)
         except (TypeError, ValueError):  # an empty cell is None
-            raise DataError(f"{folder}: {value!r} is not a {task.title} score from 0 to 5; correct the row.") from None
+            raise DataError(f"{folder}: {value!r} is not a score of {task.title} (0 to 5); correct the row.") from None
     if isinstance(value, str):
         if value in task.labels:
             return task.labels.index(value)
     elif value in range(len(task.labels)):
         return int(value)
-    raise DataError(
-        f"{folder}: {value!r} is not a {task.title} label ({', '.join(task.labels)}, or their index); correct the row."
-    )
+    raise DataError(f"{folder}: {value!r} is not a label of {task.title} ({', '.join(task.labels)}); correct the row.")
 
 
 # --- scores

@@ -49,9 +49,7 @@ def test_text_in_another_column_counts_as_repeated(column):
 
 def test_datasets_are_drawn_in_proportion_to_the_root_of_their_size():
     sizes, roots = np.asarray([100, 400, 1600, 6400]), np.asarray([10, 20, 40, 80])
-    plan = SamplingPlan(
-        names=tuple("abcd"), sizes=tuple(sizes), batch_sizes=(2,) * 4, alpha=0.5, batches=3000, seed=0
-    )
+    plan = SamplingPlan(names=tuple("abcd"), sizes=tuple(sizes), batch_sizes=(2,) * 4, alpha=0.5, batches=3000, seed=0)
     counts = np.bincount(plan.draw_datasets(), minlength=4)
     assert chisquare(counts, plan.batches * roots / roots.sum()).pvalue > 0.05
     assert chisquare(counts, plan.batches * sizes / sizes.sum()).pvalue < 1e-9

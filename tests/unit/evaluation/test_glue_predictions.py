@@ -1,4 +1,4 @@
-"""GLUE's metrics against their formulas, and where they are not defined."""
+"""GLUE's metrics equal their formulas, and count as 0 where they are undefined."""
 
 import math
 
@@ -24,20 +24,20 @@ MATTHEWS = (TP * TN - FP * FN) / math.sqrt((TP + FP) * (TP + FN) * (TN + FP) * (
         ("rte", {"accuracy": 6 / 8}),
     ],
 )
-def test_scores_of_classes_are_the_tasks_metrics(task, expected):
-    scores = compute_scores(TASKS[task], np.eye(2)[PREDICTED], LABELS)
-    assert scores == pytest.approx(expected)
+def test_classification_scores_are_the_metrics_of_the_task(task, expected):
+    assert compute_scores(TASKS[task], np.eye(2)[PREDICTED], LABELS) == pytest.approx(expected)
 
 
-def test_correlations_of_stsb_are_those_of_values_and_of_ranks():
+def test_stsb_scores_are_pearson_and_spearman_correlations():
     labels, predicted = np.array([0.0, 1.0, 2.5, 4.0, 5.0]), np.array([0.3, 0.1, 2.0, 9.0, 4.0])
-    squares = sum((a - b) ** 2 for a, b in zip([1, 2, 3, 4, 5], [2, 1, 3, 5, 4], strict=True))  # of ranks
+    # Spearman's formula, from the squared differences of the ranks.
+    squares = sum((a - b) ** 2 for a, b in zip([1, 2, 3, 4, 5], [2, 1, 3, 5, 4], strict=True))
     expected = {"pearson": np.corrcoef(labels, predicted)[0, 1], "spearman": 1 - 6 * squares / (5 * (25 - 1))}
     assert compute_scores(TASKS["stsb"], predicted[:, None], labels) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("task", "logits", "said"),
+    ("task", "logits", "warning"),
     [
         ("stsb", np.full((8, 1), 2.0), "every prediction is"),
         ("cola", np.tile([0.0, 1.0], (8, 1)), "every prediction is"),
@@ -45,6 +45,6 @@ def test_correlations_of_stsb_are_those_of_values_and_of_ranks():
         ("stsb", np.full((8, 1), np.inf), "not finite"),
     ],
 )
-def test_metrics_that_are_not_defined_count_as_0_and_are_said(task, logits, said):
-    with pytest.warns(UserWarning, match=said):
+def test_undefined_metrics_count_as_0_with_a_warning(task, logits, warning):
+    with pytest.warns(UserWarning, match=warning):
         assert set(compute_scores(TASKS[task], logits, LABELS).values()) == {0.0}

@@ -1,4 +1,4 @@
-"""Grids, and the tables that their runs are condensed to."""
+"""Grids, the best point of a grid, and the average over tasks."""
 
 import statistics
 
@@ -24,24 +24,28 @@ def point(batch_size: int, seed: int) -> Point:
 
 
 def result(task: str = "rte", *scores: float):
-    outcomes = {point(8, seed): outcome(score, task) for seed, score in enumerate(scores or [0.5])}
-    return summarise(outcomes)
+    return summarise({point(8, seed): outcome(score, task) for seed, score in enumerate(scores or [0.5])})
 
 
-def write(folder, results, settings=None, *, model=None):
-    """Write the record of a model that consists of a config, from the sweeps of its tasks."""
+def write(folder, results, *, settings=None, model=None):
+    """Add finished sweeps to ledgers, write the record of a model that is only a config.json, and return the results.
+
+    Args:
+        settings: Settings of single tasks; the others have SETTINGS.
+        model: Fingerprint in the ledger; default: the fingerprint of the folder.
+    """
     (folder / "config.json").write_text("{}")
-    for task, one in results.items():
+    for task, task_result in results.items():
         with open_ledger(folder / "glue" / task) as ledger:
             unit = {"sweep": {}, "task": task, "model": model or fingerprint(folder)}
-            own = (settings or {}).get(task, SETTINGS)
-            ledger.add(unit, {"kept": None, "result": one, "settings": own})
+            task_settings = (settings or {}).get(task, SETTINGS)
+            ledger.add(unit, {"kept": None, "result": task_result, "settings": task_settings})
     write_results("glue", folder, folder, average_tasks)
     return read_record(folder / "glue.json")["results"]
 
 
-def options(**given):
-    return GlueOptions(model="m", data_dir="d", output="o", **given)
+def options(**changes):
+    return GlueOptions(model="m", data_dir="d", output="o", **changes)
 
 
 def test_papers_grid_has_60_points_and_its_ablations_6():
@@ -49,32 +53,26 @@ def test_papers_grid_has_60_points_and_its_ablations_6():
     assert len(set(GRIDS["paper"].points(seeds=[0, 1, 2]))) == 3 * 60
 
 
-def test_best_point_is_the_papers_and_single_values_can_be_replaced():
+def test_default_is_the_papers_best_point_and_options_replace_its_values():
     assert choose_grid(options(), "sst2").points([7]) == [
         Point(batch_size=32, learning_rate=8e-6, weight_decay=1e-2, seed=7)
     ]
-    replaced = choose_grid(options(batch_size=(4, 8)), "sst2")
-    assert [(p.batch_size, p.learning_rate) for p in replaced.points([0])] == [(4, 8e-6), (8, 8e-6)]
+    points = choose_grid(options(batch_size=(4, 8)), "sst2").points([0])
+    assert [(point.batch_size, point.learning_rate) for point in points] == [(4, 8e-6), (8, 8e-6)]
 
 
-def test_point_with_the_best_mean_wins_not_the_one_with_the_best_run():
-    outcomes = {
-        point(8, 0): outcome(0.9),
-        point(8, 1): outcome(0.1),
-        point(16, 0): outcome(0.6),
-        point(16, 1): outcome(0.7),
-    }
-    found = summarise(outcomes)
-    assert (found["best_point"]["batch_size"], found["seeds"], found["points"]) == (16, [0, 1], 2)
-    assert found["score"] == {"mean": pytest.approx(0.65), "sd": pytest.approx(statistics.stdev([0.6, 0.7]))}
-    assert found["seconds"] == 4 * 60
+def test_point_with_the_best_mean_wins_and_not_the_point_with_the_best_run():
+    scores = {point(8, 0): 0.9, point(8, 1): 0.1, point(16, 0): 0.6, point(16, 1): 0.7}
+    summary = summarise({run: outcome(score) for run, score in scores.items()})
+    assert (summary["best_point"]["batch_size"], summary["seeds"], summary["points"]) == (16, [0, 1], 2)
+    assert summary["score"] == {"mean": pytest.approx(0.65), "sd": pytest.approx(statistics.stdev([0.6, 0.7]))}
+    assert summary["seconds"] == 4 * 60
 
 
-def test_average_is_of_the_papers_eight_tasks_by_one_protocol(tmp_path):
+def test_average_is_over_the_papers_eight_tasks(tmp_path):
     results = {task: result(task, number / 10) for number, task in enumerate(TASKS)}
-    found = write(tmp_path, results)
-    assert found["average"] == pytest.approx(sum(range(8)) / 10 / 8)
-    assert found["no_average"] is None
+    record = write(tmp_path, results)
+    assert (record["average"], record["no_average"]) == (pytest.approx(sum(range(8)) / 10 / 8), None)
     del results["mnli"]
     assert average_tasks(results, dict.fromkeys(results, SETTINGS))["no_average"] == "7 of 8 tasks"
 
@@ -87,13 +85,13 @@ def test_average_is_of_the_papers_eight_tasks_by_one_protocol(tmp_path):
         ({"from_mnli": True}, "tasks differ in start from MNLI"),
     ],
 )
-def test_tasks_that_were_not_run_alike_have_no_average_and_the_reason_is_given(tmp_path, change, reason):
-    found = write(tmp_path, {task: result(task) for task in TASKS}, {"rte": SETTINGS | change})
-    assert (found["average"], found["no_average"]) == (None, reason)
+def test_tasks_with_different_settings_have_no_average_and_the_reason_is_shown(tmp_path, change, reason):
+    record = write(tmp_path, {task: result(task) for task in TASKS}, settings={"rte": SETTINGS | change})
+    assert (record["average"], record["no_average"]) == (None, reason)
     assert f"– ({reason})" in (tmp_path / "glue.md").read_text()
 
 
-def test_results_of_earlier_commands_are_in_the_record_and_those_of_other_weights_are_not(tmp_path):
+def test_record_has_results_of_earlier_commands_but_not_of_other_weights(tmp_path):
     write(tmp_path, {"stsb": result("stsb", 0.25, 0.5)})
     write(tmp_path, {"rte": result()}, model="other")
     assert list(write(tmp_path, {"cola": result("cola")})["tasks"]) == ["cola", "stsb"]
