@@ -88,7 +88,7 @@ def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(tmp_pa
     ("arguments", "code", "said"),
     [
         (("--tasks", "STS99"), 2, "no such task; did you mean"),
-        (("--tasks", "local:nothing"), 66, "data/nothing is no folder with"),
+        (("--tasks", "local:nothing"), 66, "data/nothing is not a folder with"),
         (("--instructions", "nothing.yaml"), 66, "--instructions nothing.yaml: no such file"),
         (("--device", "cuda:99"), 2, "--device cuda:99: torch sees "),
     ],
