@@ -17,14 +17,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
-from megatron_neobert.errors import (
-    ConfigError,
-    DataError,
-    MissingInputError,
-    NeoBERTError,
-    short_reason,
-    yaml_reason,
-)
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, NeoBERTError, short_reason, yaml_reason
 from megatron_neobert.evaluation.data import reading
 from megatron_neobert.runtime.atomic_files import sha256_of
 
@@ -193,10 +186,13 @@ def _read_source(key: str, source: DatasetSource) -> Iterator[dict[str, Any]]:
             scores = _values(row, source.score, label)
             if not scores or not float(scores[0]) > source.above:
                 continue
-        texts = {"query": _first_text(row, source.query or "query", label)}
-        texts["positive"] = _first_text(row, source.positive or "positive", label)
-        negatives = [text for path in _paths(source.negatives) for text in _texts(row, path, label)]
-        pair = _clean({**texts, "negatives": negatives})
+        pair = _clean(
+            {
+                "query": _first_text(row, source.query or "query", label),
+                "positive": _first_text(row, source.positive or "positive", label),
+                "negatives": [text for path in _paths(source.negatives) for text in _texts(row, path, label)],
+            }
+        )
         if pair["query"] and pair["positive"]:
             is_empty = False
             yield pair

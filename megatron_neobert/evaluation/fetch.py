@@ -61,7 +61,7 @@ def fetch_contrastive(options: FetchContrastiveOptions) -> None:
     keys = options.datasets or [key for key, source in config.datasets.items() if source.default]
     if without_hub := [key for key in keys if key not in config.datasets or config.datasets[key].hub is None]:
         raise ConfigError(
-            f"{options.config} names no hub for {', '.join(without_hub)}; add one, or write KEY.parquet yourself with "
+            f"{options.config} has no hub for {', '.join(without_hub)}; add one, or write KEY.parquet yourself with "
             "the columns query, positive and negatives."
         )
 
@@ -99,7 +99,7 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
 
     def fetch(name: str) -> str:
         if stored_revision(options.output, tasks[name]) == tasks[name].metadata.revision:
-            return "there already"
+            return "already fetched"
         store_task(options.output, tasks[name])
         return "fetched"
 

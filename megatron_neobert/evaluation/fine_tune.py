@@ -272,7 +272,7 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
 
 
 def _fine_tune_on_gpu(run: Run) -> Outcome:
-    """Run in a worker or in the main process, on one GPU: Trainer would multiply the batch by the visible GPUs."""
+    """Call `fine_tune` with one visible GPU: Trainer would multiply the batch size by the number of visible GPUs."""
     print_warnings_as_sentences()
     if gpus := visible_gpus():
         worker = re.search(r"\d+$", multiprocessing.current_process().name)

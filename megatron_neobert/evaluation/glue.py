@@ -44,7 +44,7 @@ MNLI = "mnli"
 
 @dataclass(frozen=True)
 class GlueTask(Task):
-    """One GLUE task. The first of its metrics selects the best weights; all are averaged."""
+    """One GLUE task."""
 
     title: str  # the benchmark's spelling, also accepted as a folder name
     text_columns: tuple[str, ...]
@@ -97,7 +97,8 @@ class GlueTask(Task):
 _SPLITS, _ACCURACY, _ACCURACY_F1 = ("train", "validation"), ("accuracy",), ("accuracy", "f1")
 _PAIR, _QUESTION = ("sentence1", "sentence2"), ("question", "sentence")
 _BINARY, _ENTAILED = ("0", "1"), ("entailment", "not_entailment")
-_TASKS = (  # in the order of the paper's table
+# In the order of the paper's table.
+_TASKS = (
     GlueTask(
         MNLI,
         ("train", "validation_matched", "validation_mismatched"),

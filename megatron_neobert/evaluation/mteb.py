@@ -42,14 +42,7 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_tasks import (
-    LOCAL_PREFIX,
-    choose_tasks,
-    digest_of_files,
-    flatten,
-    load_task,
-    stored_revision,
-)
+from megatron_neobert.evaluation.mteb_tasks import LOCAL_PREFIX, choose_tasks, digest_of_files, flatten, load_task
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
 from megatron_neobert.evaluation.report import write_page
@@ -113,14 +106,11 @@ def build_units(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, A
     """
     units: dict[str, Any] = {}
     for task in tasks:
-        data = task.metadata.revision  # for a local task, the hashes of its files
-        if not task.metadata.name.startswith(LOCAL_PREFIX):
-            if stored_revision(data_dir, task) is None:
-                units[task.metadata.name] = None
-                continue
-            data = digest_of_files(data_dir, task)
-        about = {"task": task.metadata.name, "splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
-        units[task.metadata.name] = {**common, **about, "data": data, "mteb": mteb.__version__}
+        name = task.metadata.name
+        # The revision of a local task consists of the hashes of its files.
+        data = task.metadata.revision if name.startswith(LOCAL_PREFIX) else digest_of_files(data_dir, task)
+        about = {"task": name, "splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
+        units[name] = None if data is None else {**common, **about, "data": data, "mteb": mteb.__version__}
     return units
 
 
@@ -140,11 +130,11 @@ def run_tasks(
     Returns:
         The score of each task, or the reason why it is missing.
     """
-    with_data, encoder = flatten(tasks), None
+    subtasks, encoder = flatten(tasks), None
     cache = mteb.ResultCache(ledger.path.parent)
-    for number, task in enumerate(with_data, start=1):
+    for number, task in enumerate(subtasks, start=1):
         name = task.metadata.name
-        label, unit = f"{number}/{len(with_data)} {name}", units[name]
+        label, unit = f"{number}/{len(subtasks)} {name}", units[name]
         if unit is None:
             print(f"{label}: no data", flush=True)
             continue

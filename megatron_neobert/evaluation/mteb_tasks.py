@@ -77,7 +77,7 @@ def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str],
 
 
 def flatten(tasks: Iterable[AbsTask]) -> list[AbsTask]:
-    """Replace aggregates by their subtasks, for example CQADupstackRetrieval by its twelve forums."""
+    """Return the tasks with aggregates replaced by their subtasks: CQADupstackRetrieval by its twelve forums."""
     return [subtask for task in tasks for subtask in (task.tasks if isinstance(task, AbsTaskAggregate) else [task])]
 
 
@@ -234,16 +234,18 @@ def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
     return str(about["revision"]) if None in subsets or set(task.hf_subsets) <= subsets else None
 
 
-def digest_of_files(data_dir: Path, task: AbsTask) -> str:
-    """Return a hash of a task's stored data, 16 hexadecimal digits.
+def digest_of_files(data_dir: Path, task: AbsTask) -> str | None:
+    """Return a hash of a task's stored data, 16 hexadecimal digits, or None if the data of a subset is missing.
 
     Raises:
         DataError: The data has another revision than the task of the installed mteb.
     """
     folder = data_dir / "tasks" / task.metadata.name
-    if (stored := stored_revision(data_dir, task)) != task.metadata.revision:
+    if (revision := stored_revision(data_dir, task)) is None:
+        return None
+    if revision != task.metadata.revision:
         raise DataError(
-            f"{folder}: holds revision {stored}, but the installed mteb uses {task.metadata.revision}. Run "
+            f"{folder}: holds revision {revision}, but the installed mteb uses {task.metadata.revision}. Run "
             "neobert fetch mteb with this version of mteb on a machine with network."
         )
     # Excludes the cache files that `datasets` writes into the folder when a task filters its data.

@@ -61,7 +61,7 @@ def weights_of(options, task):
     return best_weights(ledger, last_sweep(ledger, fingerprint(options.model)))
 
 
-def test_interrupted_evaluation_resumes_with_the_same_results_and_weights(inputs):
+def test_interrupted_evaluation_resumes_with_the_same_results_and_best_weights_and_takes_more_seeds(inputs):
     whole = build_options(inputs, "rte", output="whole", seeds=(0, 1), learning_rate=(3e-3, 1e-12))
     assert len(run(whole)) == 4
     interrupted = dataclasses.replace(whole, output=inputs / "interrupted")
@@ -73,16 +73,12 @@ def test_interrupted_evaluation_resumes_with_the_same_results_and_weights(inputs
     assert run(interrupted) == []
     runs = folder_of(interrupted) / "glue" / "rte" / "runs"
     assert [path.name for path in runs.iterdir()] == [weights_of(interrupted, "rte").parent.name], "only the best run"
-
-
-def test_added_seeds_extend_an_evaluation_and_the_best_weights_are_kept(inputs):
-    options = build_options(inputs, "rte", output="seeds")
-    run(options)
-    assert [point.seed for _, point in run(dataclasses.replace(options, seeds=(0, 5)))] == [5]
-    assert scores_of(options)["rte"]["seeds"] == [0, 5]
-    lines = ledger_of(options, "rte").lines
+    more_seeds = dataclasses.replace(interrupted, seeds=(0, 1, 5))
+    assert [point.seed for _, point in run(more_seeds)] == [5, 5], "one run per learning rate"
+    assert scores_of(more_seeds)["rte"]["seeds"] == [0, 1, 5]
+    lines = ledger_of(more_seeds, "rte").lines
     averages = [line["result"]["average"] for line in lines.values() if "point" in line["unit"]]
-    assert lines[weights_of(options, "rte").parent.name]["result"]["average"] == max(averages)
+    assert lines[weights_of(more_seeds, "rte").parent.name]["result"]["average"] == max(averages)
 
 
 def test_other_settings_are_measured_separately_and_leave_earlier_weights_and_origin(inputs):

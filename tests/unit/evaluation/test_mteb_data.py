@@ -1,4 +1,4 @@
-"""MTEB tasks from local files and from stored data, and scores that are kept between commands."""
+"""MTEB tasks from local files and from stored data, scores that are kept between commands, and their means."""
 
 import json
 
@@ -12,7 +12,7 @@ from unit.evaluation.mteb_inputs import make_encoder, write_beir  # noqa: E402
 from megatron_neobert.errors import DataError, MissingInputError  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
-from megatron_neobert.evaluation.mteb import build_encoder, build_units, run_tasks  # noqa: E402
+from megatron_neobert.evaluation.mteb import TaskScore, build_encoder, build_units, run_tasks, to_results  # noqa: E402
 from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
     flatten,
     load_task,
@@ -144,3 +144,28 @@ def test_local_files_of_another_format_are_refused(files, error, message, tmp_pa
         (tmp_path / "mine" / name).write_text(content)
     with pytest.raises(error, match=message):
         local_task("mine", tmp_path).load_data()
+
+
+# --- means
+
+
+def score(name, type_, value, missing=None):
+    return TaskScore(name=name, type=type_, metric="accuracy", score=value, missing=missing)
+
+
+COMPLETE = [score("b", "STS", 30.0), score("a", "Classification", 50.0), score("c", "Classification", 70.0)]
+
+
+def test_average_is_over_tasks_and_categories_are_in_the_papers_order():
+    results = to_results([score("e", "BitextMining", 10.0), *COMPLETE])
+    assert results["average"] == {"value": (10.0 + 30.0 + 50.0 + 70.0) / 4, "there": 4, "expected": 4}
+    assert results["categories"]["Classification"]["value"] == (50.0 + 70.0) / 2
+    assert list(results["categories"]) == ["Classification", "STS", "BitextMining"]
+
+
+def test_category_with_a_missing_task_has_no_mean_and_the_task_is_listed():
+    results = to_results([*COMPLETE, score("d", "STS", None, "no data")])
+    assert results["categories"]["STS"] == {"value": None, "there": 1, "expected": 2}
+    assert results["average"] == {"value": None, "there": 3, "expected": 4}
+    assert results["categories"]["Classification"]["value"] == 60.0
+    assert results["missing"] == ["d"]

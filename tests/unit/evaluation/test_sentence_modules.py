@@ -75,8 +75,6 @@ def test_loader_argument_or_invalid_setting_is_refused(folder: Path, path: str, 
     "types",
     [
         {"": "Transformer", "1_Pooling": "Pooling", "2_WordWeights": "WordWeights"},
-        {"": "Router"},
-        {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"},
         {"0_Transformer": "Transformer"},
         {"": "Transformer", "../elsewhere": "Pooling"},
         {"": "Transformer", "1_Pooling/inner": "Pooling"},
