@@ -70,7 +70,7 @@ def finetune(options: ContrastiveOptions) -> None:
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
     training = msgspec.structs.replace(config.training, **changes)
     device, is_main = choose_device(options.device).type, os.environ.get("RANK", "0") == "0"
-    # Refuses a folder that is not a model, before the data is read for minutes.
+    # Refuses a folder that is not a model, before minutes of reading data.
     model_fingerprint = fingerprint(model)
     paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
@@ -149,7 +149,7 @@ def build_arguments(
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint with the most steps, or None if there is none.
 
-    The trainer writes `trainer_state.json` last. A checkpoint without a readable one is incomplete.
+    A checkpoint is complete if its `trainer_state.json` is readable, because the trainer writes this file last.
     """
     by_step = dict[int, Path]()
     for path in folder.glob("checkpoint-*/trainer_state.json"):
@@ -227,7 +227,7 @@ def train(
     if not trainer.is_world_process_zero():
         return None
     # The history is part of the checkpoints, so a resumed run has every step once. A loss is the mean since the
-    # previous entry, or since the checkpoint where the run was resumed within a log interval.
+    # previous entry, or since the checkpoint if the run was resumed within a log interval.
     losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     save_final(trainer.model, options.model, final)
     first_loss, last_loss = losses[0][1], losses[-1][1]

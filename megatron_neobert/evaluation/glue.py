@@ -77,7 +77,7 @@ class GlueTask(Task):
         )
         if isinstance(model, GenericForSequenceClassification):
             raise ConversionError(
-                f"{folder}: {type(model).__name__} classifies by the last token, as for causal models, which does not "
+                f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which does not "
                 "suit an encoder; evaluate the eurobert or neobert export of the same checkpoint."
             )
         return model

@@ -96,7 +96,7 @@ def evaluate(options: MtebOptions) -> None:
 
 
 def build_units(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ledger unit of each task by name: everything that its score depends on. None for a task without data.
+    """Return the ledger unit of each task by name: everything that its score depends on, or None without data.
 
     Args:
         common: Entries of every unit.
@@ -204,7 +204,7 @@ def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: 
 
 
 def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> None:
-    """Raise ConfigError if a task has no instruction, neither by name nor by type."""
+    """Raise ConfigError if a task has no instruction for its name or its type."""
     names = {task.metadata.name for task in tasks if not {task.metadata.name, task.metadata.type} & prompts.keys()}
     if names:
         raise ConfigError(
@@ -225,7 +225,7 @@ def build_encoder(
     model = load_sentence_transformer(folder, loading, max_length=options.max_length)
     if model.max_seq_length < options.max_length:
         lengths = f"after {model.max_seq_length} tokens, not {options.max_length}"
-        print(f"{folder}: texts are truncated {lengths}, because the model supports no longer inputs")
+        print(f"{folder}: texts are truncated {lengths}, because of the model's longest input")
     model.prompts, model.similarity_fn_name = {}, "cosine"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mteb calls its own deprecated functions
@@ -276,7 +276,7 @@ def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
 
 
 def _score(task: AbsTask, results: Mapping[str, Any]) -> TaskScore:
-    """Return the score of a task. An aggregate has the mean of its subtasks, or none if a subtask has none."""
+    """Return the score of a task. An aggregate has the mean of its subtasks, if all of them have a score."""
     about: dict[str, Any] = {"name": task.metadata.name, "type": task.metadata.type, "metric": task.metadata.main_score}
     subtasks = [subtask.metadata.name for subtask in flatten([task])]
     scores = {name: float(results[name]["score"]) for name in subtasks if results[name] is not None}

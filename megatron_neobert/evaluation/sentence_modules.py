@@ -3,7 +3,7 @@
 The library's loader imports any of its classes that modules.json names. Some of these classes load whole models from
 subfolders with keyword arguments that the subfolder chooses, which can enable pickles and remote attention kernels.
 Here a folder may have a Transformer, Pooling and optionally Normalize. All settings are read from validated JSON, and
-none becomes a keyword argument of `from_pretrained`.
+no setting becomes a keyword argument of `from_pretrained`.
 """
 
 import re
