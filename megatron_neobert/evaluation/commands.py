@@ -1,4 +1,4 @@
-"""The commands of evaluations; each checks its folders before the seconds that importing torch takes."""
+"""Evaluation commands. Each command checks its folders before it imports torch, which takes seconds."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_neobert.evaluation.options import (
     FETCH_GLUE,
-    FinetuneOptions,
+    ContrastiveOptions,
     GlueOptions,
     MtebOptions,
     NerOptions,
@@ -21,28 +21,24 @@ _FETCH = "on a machine with network: neobert fetch"
 
 
 def evaluate_glue(options: GlueOptions) -> None:
-    """Fine-tune and measure on GLUE by the paper's protocol, from local files."""
+    """Fine-tune and evaluate an encoder on GLUE with the paper's protocol, from local files."""
     choose_glue_tasks(options.tasks)
     _prepare(options.model, options.data_dir, FETCH_GLUE)
     from megatron_neobert.evaluation.glue import evaluate
 
-    folder = evaluate(options)
-    print((folder / "glue.md").read_text(encoding="utf-8"))
-    print(f"wrote {folder / 'glue.json'} and .md")
+    _print_page(evaluate(options), "glue")
 
 
 def evaluate_ner(options: NerOptions) -> None:
-    """Fine-tune and measure named-entity recognition, from CoNLL-style files or the Hub's."""
-    _prepare(options.model, options.data_dir, "make a folder for each data set in it")
+    """Fine-tune and evaluate an encoder on named-entity recognition, from CoNLL files or the Hub's."""
+    _prepare(options.model, options.data_dir, "create it, with one folder per dataset")
     from megatron_neobert.evaluation.ner import evaluate
 
-    folder = evaluate(options)
-    print((folder / "ner.md").read_text(encoding="utf-8"))
-    print(f"wrote {folder / 'ner.json'} and .md")
+    _print_page(evaluate(options), "ner")
 
 
 def evaluate_ppl(options: PerplexityOptions) -> None:
-    """Measure the pseudo-perplexity of encoders against the length of texts."""
+    """Measure the pseudo-perplexity of encoders as a function of document length."""
     name_models(options.model)
     go_offline()
     from megatron_neobert.evaluation.pseudo_perplexity import evaluate
@@ -51,7 +47,7 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
 
 
 def evaluate_throughput(options: ThroughputOptions) -> None:
-    """Measure tokens per second of encoders against the length of documents and the batch size."""
+    """Measure the tokens per second of encoders as a function of document length and batch size."""
     name_models(options.model)
     go_offline()
     from megatron_neobert.evaluation.throughput import evaluate
@@ -60,15 +56,15 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 
 
 def evaluate_mteb(options: MtebOptions) -> None:
-    """Evaluate an encoder on MTEB, or on tasks from your own files, without a network."""
+    """Evaluate an encoder on MTEB or on tasks from local files, without network access."""
     _prepare(options.model, options.data_dir, f"{_FETCH} mteb --output DIR")
     from megatron_neobert.evaluation.mteb import evaluate
 
     evaluate(options)
 
 
-def finetune(options: FinetuneOptions) -> None:
-    """Fine-tune an encoder contrastively for embeddings, as NeoBERT's paper does before MTEB."""
+def finetune(options: ContrastiveOptions) -> None:
+    """Fine-tune an encoder for embeddings with a contrastive loss, as NeoBERT's paper does before MTEB."""
     _prepare(options.model, options.data_dir, f"{_FETCH} contrastive --data-dir DIR")
     from megatron_neobert.evaluation.embed import finetune
 
@@ -76,24 +72,32 @@ def finetune(options: FinetuneOptions) -> None:
 
 
 def report(options: ReportOptions) -> None:
-    """Put all results on one page, beside the paper's numbers."""
+    """Write one page with all results, next to the paper's numbers."""
     for folder in options.results:
         require_folder("--results", folder, remedy="name the --output of an evaluation")
     from megatron_neobert.evaluation.report import write_report
 
-    runs = write_report(options.results, options.output)
-    print(f"wrote {options.output / 'report.md'} from {len(runs)} records")
+    records = write_report(options.results, options.output)
+    print(f"wrote {options.output / 'report.md'} from {len(records)} records")
 
 
 def _prepare(model: Path, data_dir: Path, remedy: str) -> None:
+    """Check that both folders exist, and disable network access."""
     require_folder("--model", model, holding="config.json")
     require_folder("--data-dir", data_dir, remedy=remedy)
     go_offline()
 
 
+def _print_page(folder: Path, kind: str) -> None:
+    """Print the page with the results of an evaluation, and the names of the files it wrote."""
+    print((folder / f"{kind}.md").read_text(encoding="utf-8"))
+    print(f"wrote {folder / kind}.json and .md")
+
+
 def go_offline() -> None:
-    """Have the Hugging Face libraries of this process read local files alone, whether they are imported yet or not."""
+    """Restrict the Hugging Face libraries of this process to local files."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-    for name in ("huggingface_hub.constants", "datasets.config"):  # which read the variables once
+    # These modules read the variables only once, when they are imported.
+    for name in ("huggingface_hub.constants", "datasets.config"):
         if name in sys.modules:
             sys.modules[name].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

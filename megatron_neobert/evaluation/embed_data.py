@@ -1,9 +1,9 @@
-"""Datasets of contrastive fine-tuning: a YAML file that describes them, and rows of a query, a positive and negatives.
+"""Datasets of contrastive fine-tuning: the YAML file that describes them, downloads, and local files of pairs.
 
-Everything about a dataset is data: where it comes from, which columns hold the texts, its share of the batch and its
-instruction. `neobert fetch contrastive` writes DATA_DIR/KEY.parquet with the columns query, positive and negatives.
-Training reads that file, or KEY.jsonl, through the cache of `datasets` (HF_DATASETS_CACHE), from where rows are mapped
-into memory.
+A pair is a query, a positive and any number of hard negatives. The YAML file names the source of each dataset, its
+columns, its batch-size divisor and its instruction. `neobert fetch contrastive` writes DATA_DIR/KEY.parquet with the
+columns query, positive and negatives. Training reads that file, or KEY.jsonl, through the memory-mapped cache of
+`datasets` (HF_DATASETS_CACHE).
 """
 
 import itertools
@@ -17,14 +17,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
-from megatron_neobert.errors import (
-    ConfigError,
-    DataError,
-    MissingInputError,
-    NeoBERTError,
-    short_reason,
-    yaml_reason,
-)
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, NeoBERTError, short_reason, yaml_reason
 from megatron_neobert.evaluation.data import reading
 from megatron_neobert.runtime.atomic_files import sha256_of
 
@@ -34,10 +27,10 @@ _Columns = str | tuple[str, ...]
 
 
 class TrainingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The section `training`. examples/configs/evaluation/contrastive.yaml names the sources of the values."""
+    """Section `training` of the YAML file. configs/evaluation/contrastive.yaml cites the sources of the defaults."""
 
     steps: _Count = 2000
-    batch_size: _Count = 128  # pairs per process and step, before a dataset's divisor
+    batch_size: _Count = 128  # pairs per process and step, before the divisor of a dataset
     alpha: Annotated[float, Meta(ge=0)] = 0.5
     temperature: _Positive = 0.07
     learning_rate: _Positive = 1e-4
@@ -46,58 +39,62 @@ class TrainingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     clip_grad: _Positive = 1.0
     max_length: _Count = 1024  # tokens
     instructions: Literal["query", "both", "none"] = "query"
-    separator: str = " "
+    separator: str = " "  # between instruction and text
     log_interval: _Count = 10  # steps
     save_interval: _Count = 250  # steps
 
 
 class DatasetSource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One dataset. A column is a path: `a`, `a.0` (first of a list), `a.b` (entry), `a.*` (all of a list)."""
+    """Source and settings of one dataset.
 
-    divisor: _Count
+    Columns are paths: `a`, `a.0` (first entry of a list), `a.b` (value of a key), `a.*` (all entries of a list).
+    """
+
+    divisor: _Count  # of the batch size
     instruction: str
-    hub: str | None = None
+    hub: str | None = None  # name on the Hugging Face Hub, or a folder
     configs: tuple[str, ...] = ()
     split: str = "train"
-    query: _Columns = ()  # the first that a row has
-    positive: _Columns = ()
-    negatives: _Columns = ()  # all of them
+    query: _Columns = ()  # the first column with a text is used
+    positive: _Columns = ()  # the first column with a text is used
+    negatives: _Columns = ()  # all columns are used
     score: str | None = None
-    above: float = 0.0
-    retrieval: bool = False
-    default: bool = True
+    above: float = 0.0  # rows with this or a lower score are dropped
+    retrieval: bool = False  # the source has queries, a corpus and relevance judgements
+    default: bool = True  # False: not used
 
     def __post_init__(self) -> None:
         if self.retrieval and (self.query or self.positive or self.negatives or self.configs or self.score):
-            raise ValueError("retrieval: true has fixed columns; name no columns, configs or score")
+            raise ValueError("retrieval: true has fixed columns; remove query, positive, negatives, configs and score")
         if self.hub is not None and not self.retrieval and not (self.query and self.positive):
             raise ValueError(f"hub {self.hub} without query and positive; name the columns")
 
     def batch_size(self, target: int) -> int:
-        """Return the pairs per step. With one pair there would be no negative in the batch."""
+        """Return the pairs per batch: at least two, because a single pair has no in-batch negative."""
         return max(2, target // self.divisor)
 
 
 class ContrastiveConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file; datasets in its order. A key is the name of a file, and of a prompt in the final folder."""
+    """Content of the YAML file. Each dataset key is also a file name, and a prompt name of the final model."""
 
     datasets: Annotated[dict[Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$")], DatasetSource], Meta(min_length=1)]
     training: TrainingSettings = field(default_factory=TrainingSettings)
 
 
 def read_config(path: Path) -> ContrastiveConfig:
-    """Read and check a file.
+    """Read and validate a YAML file.
 
     Raises:
-        MissingInputError: There is no such file.
-        ConfigError: It is not YAML, or holds something that is unknown or impossible.
+        MissingInputError: The file does not exist.
+        ConfigError: The file is not YAML, or a setting is unknown or out of range.
     """
     if not path.is_file():
-        raise MissingInputError(f"--config {path}: no such file (looked from {Path.cwd()}).")
+        raise MissingInputError(f"--config {path}: no such file (working folder {Path.cwd()}); check the path.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-        return msgspec.convert(content, ContrastiveConfig, strict=False)  # "1e-3" is a text in YAML 1.1
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also msgspec's ValidationError
+        # Not strict, because YAML 1.1 reads 1e-3 as a string.
+        return msgspec.convert(content, ContrastiveConfig, strict=False)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
         raise ConfigError(f"{path}: {yaml_reason(error)}; compare it with the recipe evaluation/contrastive.") from None
 
 
@@ -109,47 +106,48 @@ _FEATURES = datasets.Features({"query": _TEXT, "positive": _TEXT, "negatives": [
 
 
 def find_local(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
-    """Return the path of each dataset, in the order of the names, so that a run does not depend on that of the file.
+    """Return the file of each dataset, sorted by key so that the order of the YAML file does not affect a run.
 
     Raises:
-        MissingInputError: Datasets are missing.
+        MissingInputError: A dataset has no file.
     """
-    paths = [data_dir / f"{key}{ending}" for key in sorted(keys) for ending in (".jsonl", ".parquet")]
-    found = {path.stem: path for path in paths if path.exists()}
-    if missing := sorted(set(keys) - set(found)):
+    candidates = [data_dir / f"{key}{suffix}" for key in sorted(keys) for suffix in (".jsonl", ".parquet")]
+    paths = {path.stem: path for path in candidates if path.exists()}
+    if missing := sorted(set(keys) - set(paths)):
         raise MissingInputError(
             f"--data-dir {data_dir} has no data for {', '.join(missing)}: expected KEY.parquet or KEY.jsonl. On a "
             f"machine with network: neobert fetch contrastive --config FILE --data-dir {data_dir} "
             f"--datasets {' '.join(missing)}. To train on the others, write default: false into FILE."
         )
-    return found
+    return paths
 
 
 def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
-    """Return the rows of a file: query and positive are texts, negatives a list of texts.
+    """Return the pairs of a Parquet or JSON Lines file, with the columns query, positive and negatives (a list).
 
-    Rows without query or positive are left out, and so are a row's negatives that are empty or there twice.
+    Texts are stripped. Rows without query or positive are dropped, and so are empty and repeated negatives.
 
     Raises:
         DataError: The file cannot be read, lacks columns, or has no row with a query and a positive.
     """
-    if not sys.stderr.isatty():  # in a log each of their updates stays
+    if not sys.stderr.isatty():  # every update of a bar would be a line of the log
         datasets.disable_progress_bars()
     with reading(path):
         read = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
-        # Keyed by content: the library's own key is the name, size and time of a file, which a copy may keep.
+        # Keyed by content, because the library's key (name, size and time of the file) may be equal for changed files.
         cache = Path(datasets.config.HF_DATASETS_CACHE) / "pairs" / sha256_of(path)
         rows: Any = read(str(path), cache_dir=str(cache))
         if missing := {"query", "positive"} - set(rows.column_names):
             raise DataError(
-                f"{path} has the columns {', '.join(rows.column_names)}, but no {', '.join(sorted(missing))}."
+                f"{path} has the columns {', '.join(rows.column_names)}, but no {', '.join(sorted(missing))}; "
+                "rename the columns."
             )
         pairs = rows.map(_clean, remove_columns=rows.column_names, features=_FEATURES)
-        pairs = pairs.filter(_is_pair, input_columns=["query", "positive"])
+        pairs = pairs.filter(lambda query, positive: bool(query and positive), input_columns=["query", "positive"])
     if len(pairs) < len(rows):
-        print(f"{path.stem}: {len(rows) - len(pairs):,} of {len(rows):,} rows left out", file=sys.stderr)
+        print(f"{path.stem}: dropped {len(rows) - len(pairs):,} of {len(rows):,} rows without a pair", file=sys.stderr)
     if not len(pairs):
-        raise DataError(f"{path} has no row with a query and a positive.")
+        raise DataError(f"{path} has no row with a query and a positive; fetch it again.")
     return pairs if limit is None else pairs.select(range(min(limit, len(pairs))))
 
 
@@ -160,46 +158,46 @@ def _clean(row: dict[str, Any]) -> dict[str, Any]:
     return {"query": query, "positive": positive, "negatives": negatives}
 
 
-def _is_pair(query: str, positive: str) -> bool:
-    return bool(query and positive)
-
-
-# --- fetching
+# --- downloads
 
 
 def fetch_pairs(key: str, source: DatasetSource) -> datasets.Dataset:
-    """Return the rows of one dataset from the Hub; `source.hub` may be a folder.
+    """Download one dataset and return its pairs, in the columns of `load_pairs`.
 
     Raises:
-        DataError: The dataset cannot be read, or lacks the columns.
+        DataError: The dataset cannot be read, lacks columns, or has no row with a query and a positive.
     """
     try:
-        given = {"key": key, "source": source}
-        return datasets.Dataset.from_generator(_rows, features=_FEATURES, gen_kwargs=given)
+        return datasets.Dataset.from_generator(
+            _read_source, features=_FEATURES, gen_kwargs={"key": key, "source": source}
+        )
     except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__ or error
         if isinstance(cause, NeoBERTError):
             raise cause from None
-        raise DataError(f"{key}: {source.hub} cannot be read ({short_reason(cause)}).") from error
+        raise DataError(f"{key}: {source.hub} cannot be read ({short_reason(cause)}); try again.") from error
 
 
-def _rows(key: str, source: DatasetSource) -> Iterator[dict[str, Any]]:
-    where, kept = f"{key} ({source.hub})", 0
+def _read_source(key: str, source: DatasetSource) -> Iterator[dict[str, Any]]:
+    label, is_empty = f"{key} ({source.hub})", True
     streams = (_stream(source, config, source.split) for config in source.configs or (None,))
     for row in _join_retrieval(source) if source.retrieval else itertools.chain.from_iterable(streams):
         if source.score is not None:
-            scores = _values(row, source.score, where)
+            scores = _values(row, source.score, label)
             if not scores or not float(scores[0]) > source.above:
                 continue
-        texts = {"query": _first_text(row, source.query or "query", where)}
-        texts["positive"] = _first_text(row, source.positive or "positive", where)
-        lists = [_texts(row, path, where) for path in _paths(source.negatives)]
-        pair = _clean({**texts, "negatives": [text for found in lists for text in found]})
-        if _is_pair(pair["query"], pair["positive"]):
-            kept += 1
+        pair = _clean(
+            {
+                "query": _first_text(row, source.query or "query", label),
+                "positive": _first_text(row, source.positive or "positive", label),
+                "negatives": [text for path in _paths(source.negatives) for text in _texts(row, path, label)],
+            }
+        )
+        if pair["query"] and pair["positive"]:
+            is_empty = False
             yield pair
-    if not kept:
-        raise DataError(f"{where} has no row with a query and a positive.")
+    if is_empty:
+        raise DataError(f"{label} has no row with a query and a positive; check the columns in the YAML file.")
 
 
 def _stream(source: DatasetSource, config: str | None, split: str) -> Any:
@@ -207,18 +205,17 @@ def _stream(source: DatasetSource, config: str | None, split: str) -> Any:
 
 
 def _join_retrieval(source: DatasetSource) -> Iterator[dict[str, Any]]:
-    """Yield pairs of a query and a relevant document; titles are dropped, as in the released code.
-
-    The judgements are read first, so that of the corpus (millions of texts) only what they name is kept in memory.
-    """
+    """Yield pairs of a query and a relevant document, without its title, as in the released code."""
+    # Reading the judgements first keeps only relevant documents in memory; a corpus has millions of texts.
     judged = [
         (str(row["query-id"]), str(row["corpus-id"]))
         for row in _stream(source, "default", source.split)
         if row["score"] > 0
     ]
-    wanted = {document for _, document in judged}
+    relevant = {document for _, document in judged}
     queries = {str(row["_id"]): row["text"] for row in _stream(source, "queries", "queries")}
-    corpus = {str(row["_id"]): row["text"] for row in _stream(source, "corpus", "corpus") if str(row["_id"]) in wanted}
+    documents = _stream(source, "corpus", "corpus")
+    corpus = {str(row["_id"]): row["text"] for row in documents if str(row["_id"]) in relevant}
     for query, document in judged:
         yield {"query": queries.get(query), "positive": corpus.get(document)}
 
@@ -227,37 +224,38 @@ def _paths(columns: _Columns) -> tuple[str, ...]:
     return (columns,) if isinstance(columns, str) else columns
 
 
-def _first_text(row: dict[str, Any], columns: _Columns, where: str) -> str | None:
+def _first_text(row: dict[str, Any], columns: _Columns, label: str) -> str | None:
+    """Return the first text that is not empty in these columns, or None."""
     present = [path for path in _paths(columns) if path.split(".")[0] in row]
     if not present:
         raise DataError(
-            f"{where} has the columns {', '.join(map(str, row))}, but neither {' nor '.join(_paths(columns))}; name "
+            f"{label} has the columns {', '.join(map(str, row))}, but neither {' nor '.join(_paths(columns))}; name "
             "its columns in the YAML file."
         )
-    # Of two configs in one file, a row has the columns of both, and nothing in those of the other.
-    texts = itertools.chain.from_iterable(_texts(row, path, where) for path in present)
+    # Rows of a file with two configs have the columns of both, and None in those of the other config.
+    texts = itertools.chain.from_iterable(_texts(row, path, label) for path in present)
     return next((text for text in texts if text), None)
 
 
-def _texts(row: dict[str, Any], path: str, where: str) -> list[str]:
-    values = [value for value in _values(row, path, where) if value is not None]
+def _texts(row: dict[str, Any], path: str, label: str) -> list[str]:
+    values = [value for value in _values(row, path, label) if value is not None]
     wrong = next((value for value in values if not isinstance(value, str)), None)
     if wrong is not None:
-        remedy = f"; use {path}.0 or {path}.*" if isinstance(wrong, list) else ""
-        raise DataError(f"{where}: {path} holds a {type(wrong).__name__} and not a text{remedy}.")
+        remedy = f"use {path}.0 or {path}.*" if isinstance(wrong, list) else "name another column"
+        raise DataError(f"{label}: {path} holds a {type(wrong).__name__} and not a text; {remedy}.")
     return values
 
 
-def _values(row: dict[str, Any], path: str, where: str) -> list[Any]:
-    """Return the values at a path: nothing beyond the end of a list."""
+def _values(row: dict[str, Any], path: str, label: str) -> list[Any]:
+    """Return all values at a path. An index beyond the end of a list gives no value."""
     values: list[Any] = [row]
-    for part in path.split("."):
-        if part == "*":
+    for step in path.split("."):
+        if step == "*":
             values = [entry for value in values for entry in value or ()]
-        elif part.isdigit() and all(value is None or isinstance(value, list) for value in values):
-            values = [value[int(part)] for value in values if value is not None and len(value) > int(part)]
-        elif all(value is None or (isinstance(value, dict) and part in value) for value in values):
-            values = [value[part] for value in values if value is not None]
+        elif step.isdigit() and all(value is None or isinstance(value, list) for value in values):
+            values = [value[int(step)] for value in values if value is not None and len(value) > int(step)]
+        elif all(value is None or (isinstance(value, dict) and step in value) for value in values):
+            values = [value[step] for value in values if value is not None]
         else:
-            raise DataError(f"{where} has no {path}: there is no {part!r}; name its columns in the YAML file.")
+            raise DataError(f"{label} has no {path}: there is no {step!r}; name its columns in the YAML file.")
     return values

@@ -1,7 +1,7 @@
-"""Fetching of data on a machine with network: the datasets of contrastive fine-tuning, MTEB.
+"""Commands that download evaluation data, for machines without network access.
 
-Each thing to fetch appears whole or not at all, and is kept if it is there, so that the same command resumes. A thing
-that its source has lost does not keep the others from coming.
+Each dataset or task is written whole or not at all, and an existing one is kept. The same command therefore resumes an
+interrupted download. If one download fails, the command continues with the next one.
 """
 
 import os
@@ -17,46 +17,51 @@ from megatron_neobert.runtime.atomic_files import make_folder, replacing
 
 
 def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -> None:
-    """Fetch everything into a folder; `fetch` returns what it has fetched, in words.
+    """Call `fetch` for every name, and print one line per name.
+
+    Args:
+        output: Folder to create.
+        fetch: Downloads one dataset or task, and returns the text to print.
 
     Raises:
         OutputError: The folder cannot be created.
-        MissingInputError: Something could not be fetched; its reason was printed.
+        MissingInputError: A download failed; its reason was printed.
     """
     try:
-        made = make_folder(output)
+        created = make_folder(output)
     except OSError as error:
-        raise OutputError(f"{output}: cannot be created ({error.strerror}).") from error
+        raise OutputError(f"{output}: cannot be created ({error.strerror}); name another folder.") from error
     failed = []
     for number, name in enumerate(names, start=1):
         try:
             print(f"{number}/{len(names)} {name}: {fetch(name)}", flush=True)
-        except Exception as error:  # of a dozen libraries, and reported
+        except Exception as error:  # a dozen libraries raise errors of their own
             print(f"{number}/{len(names)} {name}: failed ({short_reason(error)})", flush=True)
             failed.append(name)
     if failed:
-        with suppress(OSError):  # it holds what could be fetched
-            for folder in made:
+        with suppress(OSError):  # a folder with files stays
+            for folder in created:
                 folder.rmdir()
         raise MissingInputError(
-            f"{output}: {len(failed)} of {len(names)} could not be fetched ({', '.join(failed)}); look at the reasons "
-            "above and start the same command again on a machine with network."
+            f"{output}: {len(failed)} of {len(names)} could not be fetched ({', '.join(failed)}). The reasons are "
+            "above; run the same command again on a machine with network."
         )
 
 
 def fetch_contrastive(options: FetchContrastiveOptions) -> None:
-    """Fetch the datasets of contrastive fine-tuning as parquet files, for machines without network.
+    """Download the datasets of contrastive fine-tuning as Parquet files, for machines without network access.
 
     Raises:
-        ConfigError: The file names no source of a dataset.
+        ConfigError: The YAML file has no `hub` for a dataset.
+        MissingInputError: A download failed.
     """
     from megatron_neobert.evaluation.embed_data import fetch_pairs, read_config
 
     config = read_config(find_config(options.config))
     keys = options.datasets or [key for key, source in config.datasets.items() if source.default]
-    if nowhere := [key for key in keys if key not in config.datasets or config.datasets[key].hub is None]:
+    if without_hub := [key for key in keys if key not in config.datasets or config.datasets[key].hub is None]:
         raise ConfigError(
-            f"{options.config} names no hub for {', '.join(nowhere)}; add one, or write KEY.parquet yourself with "
+            f"{options.config} has no hub for {', '.join(without_hub)}; add one, or write KEY.parquet yourself with "
             "the columns query, positive and negatives."
         )
 
@@ -73,18 +78,18 @@ def fetch_contrastive(options: FetchContrastiveOptions) -> None:
 
 
 def fetch_mteb(options: FetchMtebOptions) -> None:
-    """Fetch the data of MTEB's tasks, for machines without a network.
+    """Download the data of MTEB tasks, for machines without network access.
 
-    Where a cache of the Hugging Face libraries is filled already, HF_HUB_OFFLINE=1 makes it the only source.
+    With HF_HUB_OFFLINE=1, the data is read from the cache of the Hugging Face libraries.
 
     Raises:
-        ConfigError: A task is a local one, or mteb has no such task, benchmark or language.
-        MissingInputError: Something could not be fetched.
+        ConfigError: A task is local, or mteb has no such task, benchmark or language.
+        MissingInputError: A download failed.
     """
-    from megatron_neobert.evaluation.mteb_tasks import PREFIX, choose_tasks, flatten, store_task, stored_revision
+    from megatron_neobert.evaluation.mteb_tasks import LOCAL_PREFIX, choose_tasks, flatten, store_task, stored_revision
 
-    if local := [name for name in options.tasks if name.startswith(PREFIX)]:
-        raise ConfigError(f"--tasks {' '.join(local)}: local tasks are files of yours; put them into --data-dir.")
+    if local := [name for name in options.tasks if name.startswith(LOCAL_PREFIX)]:
+        raise ConfigError(f"--tasks {' '.join(local)}: local tasks cannot be fetched; put their files into --data-dir.")
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
     tasks = {
@@ -94,7 +99,7 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
 
     def fetch(name: str) -> str:
         if stored_revision(options.output, tasks[name]) == tasks[name].metadata.revision:
-            return "there already"
+            return "already fetched"
         store_task(options.output, tasks[name])
         return "fetched"
 

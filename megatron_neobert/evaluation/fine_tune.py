@@ -1,10 +1,12 @@
-"""One fine-tuning by the paper's protocol on transformers' Trainer; several at a time in processes of their own.
+"""One fine-tuning run with the paper's protocol, on transformers' Trainer; several runs in parallel processes.
 
-AdamW with betas 0.9 and 0.95, no clipping; 6 % of the steps warm up, the rate falls linearly to a tenth at 90 % of them
-and stays. The model is evaluated min(500, batches // 10) steps apart, and the run ends after 15 evaluations without a
-better one, whose weights are kept. Weight decay leaves out biases and norms.
-Source: arXiv 2502.19587 appendix C; rates and betas are those of chandar-lab/NeoBERT glue/train.py, whose linear part
-ends above the floor and then drops; here it ends at the floor.
+AdamW has betas 0.9 and 0.95; gradients are not clipped, and biases and norms are not decayed. The learning rate warms
+up over 6 % of the steps, falls linearly to a tenth of its peak at 90 % of the steps, and stays there. The model is
+evaluated every min(500, batches // 10) steps. The run ends after 15 evaluations without improvement and keeps the best
+weights.
+
+Source: arXiv 2502.19587 appendix C. Learning rates and betas are from chandar-lab/NeoBERT glue/train.py. There the
+linear decay ends above the floor, and the rate then drops to the floor; here the decay ends at the floor.
 """
 
 import dataclasses
@@ -32,10 +34,10 @@ from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer, long
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.runtime.jobs import run_jobs
 
-WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # shares of the steps, and of the peak
+WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # two shares of the steps, and a share of the peak rate
 PATIENCE = 15  # evaluations
-_PREDICTION_BATCH = 32  # rows; no score depends on it
-WEIGHTS = "model"  # folder of the best weights within the folder of a run
+_PREDICTION_BATCH = 32  # rows; scores do not depend on it
+WEIGHTS = "model"  # subfolder of a run's folder with the best weights
 
 Options = TypeVar("Options", bound=FineTuneOptions)
 Scores = dict[str, float]
@@ -43,7 +45,7 @@ Scores = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Hyperparameters of one run, and the seed of head, order and dropout."""
+    """Hyperparameters of one run, and the seed of its head, data order and dropout."""
 
     batch_size: int
     learning_rate: float
@@ -55,77 +57,69 @@ class Point:
         return f"batch{self.batch_size}_lr{self.learning_rate:g}_wd{self.weight_decay:g}_seed{self.seed}"
 
 
-class Rows(NamedTuple):
-    """One split as the model takes it."""
+class EncodedSplit(NamedTuple):
+    """Tokenized rows of one split, and the function that scores predictions for them."""
 
-    data: Dataset
-    score: Callable[[Any], Scores]  # of transformers' predictions for these rows
+    dataset: Dataset
+    score: Callable[[Any], Scores]  # takes transformers' EvalPrediction
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Task on which models are fine-tuned; can be sent to another process."""
+    """Task to fine-tune on. Instances can be pickled."""
 
     name: str
-    splits: tuple[str, ...]  # training set, the validation set that chooses weights, perhaps one that is only measured
-    metrics: tuple[str, ...]  # their mean is the run's number in the table; the first one chooses weights
+    splits: tuple[str, ...]  # training set, validation set, and optionally a set that only measures the best weights
+    metrics: tuple[str, ...]  # averaged for the tables; the first one selects the best weights
     collator: ClassVar[Any]
     eval_strategy: ClassVar[str]
-    name_in_last_split: ClassVar[str]  # pattern of the names of metrics
+    last_split_pattern: ClassVar[str]  # turns the name of a metric into its name for the third split
 
     @abstractmethod
     def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model of a folder; layers that the folder lacks are drawn from torch's generator."""
+        """Return the model in a folder. Missing layers are initialized with torch's global generator."""
 
     @abstractmethod
-    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Rows:
-        """Return a split, truncated after `length` tokens."""
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
+        """Return a split, truncated to `length` tokens per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One point on one task; can be sent to another process."""
+    """One point on one task. Instances can be pickled."""
 
     task: Task
     point: Point
-    start: Path  # folder of the weights that the run starts from
-    folder: Path  # to create
+    start: Path  # folder of the initial weights
+    folder: Path  # output folder, replaced if it exists
     options: FineTuneOptions
-
-    @property
-    def loading(self) -> LoadOptions:
-        return LoadOptions(device=self.options.device or "cpu", attention=self.options.attention)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Scores of the evaluation that won, as fractions of 1."""
+    """Scores of the best weights of a run, as fractions of 1."""
 
     scores: Scores
-    average: float
+    average: float  # of the task's metrics
     best_step: int
     steps: int  # until the run ended
     seconds: float
 
 
 def fine_tune(run: Run) -> Outcome:
-    """Train, and leave the best weights with their tokenizer in `run.folder / WEIGHTS`."""
-    started = time.monotonic()
-    shutil.rmtree(run.folder, ignore_errors=True)  # of a run that was killed
+    """Train, and write the best weights and their tokenizer to `run.folder / WEIGHTS`."""
+    start = time.monotonic()
+    shutil.rmtree(run.folder, ignore_errors=True)  # a killed run may have left it
     trainer = PaperTrainer(run)
     trainer.train()
     best_step, checkpoint = trainer.state.best_global_step, trainer.state.best_model_checkpoint
-    assert best_step is not None and checkpoint is not None, "the first evaluation is better than none"
-    best = next(entry for entry in trainer.state.log_history if entry["step"] == best_step)
-    scores = {name.removeprefix("eval_"): value for name, value in best.items() if name.startswith("eval_")}
-    names = trainer.metric_names
-    scores = {name: scores[name] for name in names}
+    assert best_step is not None and checkpoint is not None, "no evaluation has set a best step"
+    scores = dict(trainer.scores_by_step[best_step])
+    trainer.compute_metrics = None
     for split in run.task.splits[2:]:
-        rows = trainer.rows[split]
-        trainer.compute_metrics = rows.score
-        found = trainer.predict(rows.data, metric_key_prefix="last").metrics or {}
-        for name in names:
-            scores[run.task.name_in_last_split.format(name)] = found[f"last_{name}"]
+        encoded = trainer.splits[split]
+        last_scores = encoded.score(trainer.predict(encoded.dataset))
+        scores |= {run.task.last_split_pattern.format(name): score for name, score in last_scores.items()}
     (Path(checkpoint) / "training_args.bin").unlink()  # a pickle, which a model folder does not need
     Path(checkpoint).rename(run.folder / WEIGHTS)
     return Outcome(
@@ -133,34 +127,38 @@ def fine_tune(run: Run) -> Outcome:
         average=fmean(scores[name] for name in run.task.metrics),
         best_step=best_step,
         steps=trainer.state.global_step,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - start,
     )
 
 
 class PaperTrainer(transformers.Trainer):
-    """Trainer with the paper's optimizer, learning rates, evaluations and early stop."""
+    """Trainer with the paper's optimizer, learning-rate schedule, evaluations and early stopping.
+
+    Attributes:
+        splits: The encoded splits of the task, by name.
+        scores_by_step: Scores of the validation set, by the number of steps before the evaluation.
+    """
 
     def __init__(self, run: Run) -> None:
-        """Build everything that the run needs before its first step; the head is drawn from the point's seed."""
+        """Load model and data. The point's seed initializes the head."""
         task, options = run.task, run.options
-        transformers.set_seed(run.point.seed)  # of the head
-        model, tokenizer = task.load(run.start, run.loading), load_tokenizer(run.start)
+        transformers.set_seed(run.point.seed)
+        model, tokenizer = task.load(run.start, LoadOptions(attention=options.attention)), load_tokenizer(run.start)
         length = longest_input(model, tokenizer, at_most=options.max_length)
-        self.rows = {split: task.encode(split, options, tokenizer, length) for split in task.splits}
-        self.metric_names = list[str]()
-        train, validation = (self.rows[split] for split in task.splits[:2])
+        self.splits = {split: task.encode(split, options, tokenizer, length) for split in task.splits}
+        self.scores_by_step = dict[int, Scores]()
+        train, validation = (self.splits[split] for split in task.splits[:2])
 
-        def compute(evaluated: Any) -> Scores:
-            scores = validation.score(evaluated)
-            self.metric_names = list(scores)
-            return scores
+        def compute(prediction: Any) -> Scores:
+            scores = validation.score(prediction)
+            self.scores_by_step[self.state.global_step] = scores
+            return dict(scores)
 
-        interval = evaluation_interval(-(-len(train.data) // run.point.batch_size))
         super().__init__(
             model=model,
-            args=_arguments(run, interval=interval),
-            train_dataset=train.data,
-            eval_dataset=validation.data,
+            args=_arguments(run, interval=evaluation_interval(-(-len(train.dataset) // run.point.batch_size))),
+            train_dataset=train.dataset,
+            eval_dataset=validation.dataset,
             processing_class=tokenizer,
             data_collator=task.collator(tokenizer),
             compute_metrics=compute,
@@ -170,16 +168,16 @@ class PaperTrainer(transformers.Trainer):
         assert self.args.n_gpu <= 1, f"{self.args.n_gpu} GPUs would multiply the batch"
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
-        """Return the schedule of the rate, as a factor of the peak."""
+        """Create the learning-rate schedule, unless it exists, and return it."""
         if self.lr_scheduler is None:
             optimizer = optimizer or self.optimizer
-            assert optimizer is not None, "Trainer has created it before"
+            assert optimizer is not None, "Trainer creates the optimizer first"
             self.lr_scheduler = LambdaLR(optimizer, partial(rate_factor, total=num_training_steps))
         return self.lr_scheduler
 
 
 def rate_factor(step: int, *, total: int) -> float:
-    """Return the rate at a step counted from 0, as a factor of the peak."""
+    """Return the learning rate at a step (0-based), as a fraction of the peak."""
     warmup, decayed = round(WARMUP * total), round(DECAYED * total)
     if step < warmup:
         return step / warmup
@@ -189,19 +187,19 @@ def rate_factor(step: int, *, total: int) -> float:
 
 
 def evaluation_interval(batches: int) -> int:
-    """Return the steps between two evaluations, from the batches of an epoch."""
+    """Return the number of steps between two evaluations, given the batches per epoch."""
     return max(1, min(500, batches // 10))
 
 
 def shortest_first(rows: Dataset) -> Dataset:
-    """Return the same rows in an order that needs little padding; no score depends on it."""
+    """Return the rows sorted by length, which reduces padding and does not change scores."""
     lengths = list(map(len, rows["input_ids"]))
     return rows.select(sorted(range(len(lengths)), key=lengths.__getitem__))
 
 
 def _arguments(run: Run, *, interval: int) -> transformers.TrainingArguments:
     options, point = run.options, run.point
-    on_cpu = run.loading.device == "cpu"
+    on_cpu = options.device != "cuda"
     return transformers.TrainingArguments(
         output_dir=str(run.folder),
         num_train_epochs=options.epochs,
@@ -236,52 +234,48 @@ def _arguments(run: Run, *, interval: int) -> transformers.TrainingArguments:
 
 
 def resolve_device(options: Options) -> Options:
-    """Return the options with the device that runs use, a GPU where there is one; CUDA is not started.
+    """Return the options with `device` set to cuda or cpu. Does not initialize CUDA.
 
     Raises:
-        ConfigError: There is no such device, or it cannot compute in --dtype.
+        ConfigError: The device does not exist, or does not support --dtype.
     """
-    gpus = visible_gpus()  # choose_device would start CUDA, and a run could not choose its GPU any more
+    # Not choose_device, which initializes CUDA. After that a run could no longer choose its GPU.
+    gpus = visible_gpus()
     if options.device == "cuda" and not gpus:
-        raise ConfigError("--device cuda: torch sees no GPU here; give cpu, or run where there is one.")
+        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu, or a machine with a GPU.")
     device = options.device or ("cuda" if gpus else "cpu")
     if options.dtype == "float16" and device == "cpu":
-        raise ConfigError("--dtype float16 needs a GPU; on a CPU take float32 or bfloat16.")
+        raise ConfigError("--dtype float16 needs a GPU; on a CPU use float32 or bfloat16.")
     return dataclasses.replace(options, device=device)
 
 
 def visible_gpus() -> list[str]:
-    """Return the names of this process's GPUs, as CUDA_VISIBLE_DEVICES takes them; CUDA is not started."""
+    """Return this process's GPUs in the notation of CUDA_VISIBLE_DEVICES. Does not initialize CUDA."""
     count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return ([str(number) for number in range(count)] if named is None else named.split(","))[:count]
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ([str(number) for number in range(count)] if variable is None else variable.split(","))[:count]
 
 
 def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
-    """Yield every run with its outcome, as they finish, `jobs` at a time in processes of their own.
+    """Yield every run with its outcome, in the order in which they finish.
 
-    transformers' Trainer would spread one run over every GPU it sees and multiply its batch; a process therefore sees
-    one. If a run fails, those that are running are stopped; they start anew with the next command.
+    With `jobs` > 1, that many runs are executed at a time in worker processes. If a run fails, the others are stopped.
+
+    Raises:
+        ChildProcessError: A worker died, most often because memory ran out.
     """
-    if min(jobs, len(runs)) <= 1:
-        _choose_gpu(0)
-        for run in runs:
-            yield run, fine_tune(run)
-        return
     try:
-        yield from run_jobs(_fine_tune_in_worker, runs, workers=jobs)  # type: ignore[type-var]  # only a Run is needed
+        yield from run_jobs(_fine_tune_on_gpu, runs, workers=jobs)  # type: ignore[type-var]  # only a Run is needed
     except ChildProcessError as error:
         reason = short_reason(error).partition(";")[0]
         raise ChildProcessError(f"{reason}; if memory ran out, use fewer --jobs.") from error
 
 
-def _fine_tune_in_worker(run: Run) -> Outcome:
+def _fine_tune_on_gpu(run: Run) -> Outcome:
+    """Call `fine_tune` with one visible GPU: Trainer would multiply the batch size by the number of visible GPUs."""
     print_warnings_as_sentences()
-    _choose_gpu(int(re.split("[-:]", multiprocessing.current_process().name)[-1]))  # counted by the parent
+    if gpus := visible_gpus():
+        worker = re.search(r"\d+$", multiprocessing.current_process().name)
+        # Must precede the first use of CUDA; later changes have no effect.
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[0]) % len(gpus) if worker else 0]
     return fine_tune(run)
-
-
-def _choose_gpu(number: int) -> None:
-    """Choose the GPU of this process, before CUDA is used: later calls change nothing."""
-    if devices := visible_gpus():
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]

@@ -1,16 +1,16 @@
-"""GLUE on one model: the points of every grid, the start of some tasks from the best MNLI model, and the results.
+"""GLUE evaluation of one model: sweeps on all tasks, transfer from MNLI, and the average.
 
-OUTPUT/NAME/glue/TASK holds a task's ledger and best weights, OUTPUT/NAME/glue.json and .md the results. The same
-command resumes after a kill and repeats interrupted runs. Commands for other tasks may run at the same time.
+OUTPUT/NAME/glue/TASK has the ledger and the best weights of a task; OUTPUT/NAME/glue.json and .md have the results.
+The same command resumes after a kill. Commands for different tasks may run at the same time.
 
-The head is the one that transformers gives a model's kind: for our exports a linear layer on the first token, then tanh
-with dropout (neobert) or GELU without (eurobert), then the classes. A folder that was fine-tuned on MNLI keeps all but
-the last layer.
+transformers chooses the classification head by model type. Our exports have a dense layer on the first token, then tanh
+and dropout (neobert) or GELU without dropout (eurobert), then the output layer. With transfer from MNLI, all layers
+except the output layer start from the fine-tuned weights.
 
-Names of tasks and columns are those of the data set on the Hub. WNLI is left out, as in the paper. The first metric
-chooses models, all of them are averaged for the table. They are scikit-learn's and SciPy's as fractions of 1, and
-never NaN, which would win or lose every comparison by accident: a metric that is not defined counts as 0, with a
-warning.
+Task and column names are those of nyu-mll/glue on the Hub. WNLI is excluded, as in the paper. Scores are computed by
+scikit-learn and SciPy, as fractions of 1. An undefined score counts as 0, with a warning, because NaN would win or lose
+every comparison by accident.
+
 Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
 """
 
@@ -32,93 +32,89 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
-from megatron_neobert.evaluation.fine_tune import Rows, Task, resolve_device, shortest_first
+from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device, shortest_first
 from megatron_neobert.evaluation.ledger import Ledger
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions, choose_glue_tasks
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
-from megatron_neobert.evaluation.sweep import (
-    GRIDS,
-    Grid,
-    Progress,
-    Result,
-    Sweep,
-    best_weights,
-    last_sweep,
-    run_sweep,
-    show_progress,
-)
+from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
 
-SOURCE = "mnli"
-PAIR, HYPOTHESIS = ("sentence1", "sentence2"), ("premise", "hypothesis")
-BINARY, ENTAILED = ("0", "1"), ("entailment", "not_entailment")
+MNLI = "mnli"
 
 
 @dataclass(frozen=True)
 class GlueTask(Task):
-    """One task."""
+    """One GLUE task."""
 
-    title: str  # of folders and submissions, as the benchmark writes it
-    texts: tuple[str, ...]  # names of their columns
-    labels: tuple[str, ...]  # words by class; none: a number from 0 to 5
-    rows: tuple[int, ...]  # by split
+    title: str  # the benchmark's spelling, also accepted as a folder name
+    text_columns: tuple[str, ...]
+    labels: tuple[str, ...]  # names of the classes; empty for a score from 0 to 5
+    row_counts: tuple[int, ...]  # by split; MNLI's mismatched split included
     starts_from_mnli: bool = False
 
     collator = transformers.DataCollatorWithPadding
     eval_strategy = "steps"
-    name_in_last_split = "{}_mismatched"
+    last_split_pattern = "{}_mismatched"
 
     @property
     def is_regression(self) -> bool:
         return not self.labels
 
     def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model of a folder; layers that the folder lacks are drawn from torch's generator.
+        """Return the model in a folder. Missing layers are initialized with torch's global generator.
 
         Raises:
-            ConversionError: transformers has no head for the model, or one that reads the last token.
-            MissingInputError: There is no such folder.
+            ConversionError: transformers has no head for the model, or only a head on the last token.
+            MissingInputError: The folder does not exist.
         """
         model = load_model(
             folder,
             "AutoModelForSequenceClassification",
             options,
             num_labels=len(self.labels) or 1,
-            # Given, because the config of a fine-tuned folder may name another.
+            # Explicit, because the config of a fine-tuned folder may name another type.
             problem_type="regression" if self.is_regression else "single_label_classification",
         )
         if isinstance(model, GenericForSequenceClassification):
             raise ConversionError(
-                f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which says "
-                "little of an encoder; evaluate the eurobert or neobert export of the same checkpoint."
+                f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which does not "
+                "suit an encoder; evaluate the eurobert or neobert export of the same checkpoint."
             )
         return model
 
-    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Rows:
-        """Return a split, truncated after `length` tokens."""
-        rows = _read(options.data_dir, self, split).spread(options.limit)
-        texts = map(list, zip(*rows.texts, strict=True))
-        data = Dataset.from_dict({**tokenizer(*texts, truncation=True, max_length=length), "labels": rows.labels})
-        return Rows(
-            data if split == "train" else shortest_first(data),
-            lambda evaluated: compute_scores(self, evaluated.predictions, evaluated.label_ids),
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
+        """Return a split, truncated to `length` tokens per row."""
+        rows = read_task(options.data_dir, self, split)
+        texts = [list(spread(column, options.limit)) for column in rows.texts]
+        encoding = tokenizer(*texts, truncation=True, max_length=length)
+        dataset = Dataset.from_dict({**encoding, "labels": spread(rows.labels, options.limit)})
+        return EncodedSplit(
+            dataset if split == "train" else shortest_first(dataset),
+            lambda prediction: compute_scores(self, prediction.predictions, prediction.label_ids),
         )
 
 
-_ACCURACY, _WITH_F1, _CORRELATED = ("accuracy",), ("accuracy", "f1"), ("pearson", "spearman")
-_SPLITS, _OF_MNLI = ("train", "validation"), ("train", "validation_matched", "validation_mismatched")
-_CLASSES_OF_MNLI = ("entailment", "neutral", "contradiction")
-_BOTH_ACCURACIES, _FOLLOWS = ("accuracy", "accuracy_mismatched"), True
-_QNLI_TEXTS, _QQP_TEXTS = ("question", "sentence"), ("question1", "question2")
-_TASKS = (  # in the order of the paper's table
-    GlueTask("mnli", _OF_MNLI, _BOTH_ACCURACIES, "MNLI", HYPOTHESIS, _CLASSES_OF_MNLI, (392_702, 9_815, 9_832)),
-    GlueTask("qnli", _SPLITS, _ACCURACY, "QNLI", _QNLI_TEXTS, ENTAILED, (104_743, 5_463), _FOLLOWS),
-    GlueTask("qqp", _SPLITS, _WITH_F1, "QQP", _QQP_TEXTS, BINARY, (363_846, 40_430)),
-    GlueTask("rte", _SPLITS, _ACCURACY, "RTE", PAIR, ENTAILED, (2_490, 277), _FOLLOWS),
-    GlueTask("sst2", _SPLITS, _ACCURACY, "SST-2", ("sentence",), BINARY, (67_349, 872)),
-    GlueTask("mrpc", _SPLITS, _WITH_F1, "MRPC", PAIR, BINARY, (3_668, 408), _FOLLOWS),
-    GlueTask("cola", _SPLITS, ("matthews",), "CoLA", ("sentence",), BINARY, (8_551, 1_043)),
-    GlueTask("stsb", _SPLITS, _CORRELATED, "STS-B", PAIR, (), (5_749, 1_500), _FOLLOWS),
+_SPLITS, _ACCURACY, _ACCURACY_F1 = ("train", "validation"), ("accuracy",), ("accuracy", "f1")
+_PAIR, _QUESTION = ("sentence1", "sentence2"), ("question", "sentence")
+_BINARY, _ENTAILED = ("0", "1"), ("entailment", "not_entailment")
+# In the order of the paper's table.
+_TASKS = (
+    GlueTask(
+        MNLI,
+        ("train", "validation_matched", "validation_mismatched"),
+        ("accuracy", "accuracy_mismatched"),
+        "MNLI",
+        ("premise", "hypothesis"),
+        ("entailment", "neutral", "contradiction"),
+        (392_702, 9_815, 9_832),
+    ),
+    GlueTask("qnli", _SPLITS, _ACCURACY, "QNLI", _QUESTION, _ENTAILED, (104_743, 5_463), starts_from_mnli=True),
+    GlueTask("qqp", _SPLITS, _ACCURACY_F1, "QQP", ("question1", "question2"), _BINARY, (363_846, 40_430)),
+    GlueTask("rte", _SPLITS, _ACCURACY, "RTE", _PAIR, _ENTAILED, (2_490, 277), starts_from_mnli=True),
+    GlueTask("sst2", _SPLITS, _ACCURACY, "SST-2", ("sentence",), _BINARY, (67_349, 872)),
+    GlueTask("mrpc", _SPLITS, _ACCURACY_F1, "MRPC", _PAIR, _BINARY, (3_668, 408), starts_from_mnli=True),
+    GlueTask("cola", _SPLITS, ("matthews",), "CoLA", ("sentence",), _BINARY, (8_551, 1_043)),
+    GlueTask("stsb", _SPLITS, ("pearson", "spearman"), "STS-B", _PAIR, (), (5_749, 1_500), starts_from_mnli=True),
 )
 TASKS = {task.name: task for task in _TASKS}
 
@@ -128,61 +124,55 @@ TASKS = {task.name: task for task in _TASKS}
 
 @dataclass(frozen=True)
 class GlueSplit:
-    """Rows of one split: the text or the pair, and the label."""
+    """Content of one split."""
 
-    texts: list[tuple[str, ...]]
+    texts: list[list[str]]  # by column, then by row
     labels: list[int] | list[float]
-    digest: str = ""  # of all values
-
-    def spread(self, limit: int | None) -> "GlueSplit":
-        """Return at most `limit` rows, evenly spread."""
-        return GlueSplit(list(spread(self.texts, limit)), list(spread(self.labels, limit)), self.digest)
+    digest: str  # of all values
 
 
+@lru_cache(maxsize=4)  # the runs of one process use the same splits
 def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
-    """Return one split of a task; warn if it has another number of rows than the benchmark's.
+    """Return one split of a task; warn if its number of rows differs from the benchmark's.
 
     Raises:
-        MissingInputError: The task or the split is not there.
-        DataError: A file has no rows, or other columns or labels than the task.
+        MissingInputError: The task or the split is missing.
+        DataError: A file has no rows, lacks columns, or has labels of another task.
     """
     folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
     if folder is None:
         raise MissingInputError(f"--data-dir {data_dir} has no folder {task.title} or {task.name}; {FETCH_GLUE}")
-    rows = read_split(folder, [split], texts=task.texts)
+    rows = read_split(folder, [split], texts=task.text_columns)
     if rows is None:
         raise MissingInputError(
-            f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH_GLUE}. TSV files are not read: "
-            "docs/evaluation.md has the line that makes CSV of them."
+            f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH_GLUE}. TSV files are not read; "
+            "docs/evaluation.md has a line that converts them to CSV."
         )
-    names = [*task.texts, "label"]
+    names = [*task.text_columns, "label"]
     *texts, labels = columns_of(rows, names, f"{folder}: {split}")
-    if len(labels) != (expected := task.rows[task.splits.index(split)]):
+    if len(labels) != (expected := task.row_counts[task.splits.index(split)]):
         warnings.warn(
-            f"{task.title} {split} has {len(labels):,} rows, the benchmark {expected:,}; the scores cannot be "
-            "compared with published ones.",
+            f"{task.title} {split} has {len(labels):,} rows, the benchmark {expected:,}. Do not compare the scores "
+            "with published scores.",
             stacklevel=2,
         )
     numbers: Any = [_to_label(value, task, folder) for value in labels]
-    return GlueSplit(list(zip(*texts, strict=True)), numbers, digest_of(rows, names))
-
-
-_read = lru_cache(maxsize=4)(read_task)  # the runs of one process use the same few
+    return GlueSplit(texts, numbers, digest_of(rows, names))
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
-    """Return a label, which may be a number or a word, as a number."""
+    """Return the class index or the score of a label, which may be a number or a class name."""
     if task.is_regression:
         try:
             return float(value)
         except (TypeError, ValueError):  # an empty cell is None
-            raise DataError(f"{folder}: {value!r} is no {task.title} score; they go from 0 to 5.") from None
+            raise DataError(f"{folder}: {value!r} is not a score of {task.title} (0 to 5); correct the row.") from None
     if isinstance(value, str):
         if value in task.labels:
             return task.labels.index(value)
     elif value in range(len(task.labels)):
         return int(value)
-    raise DataError(f"{folder}: {value!r} is no {task.title} label; they are {', '.join(task.labels)}.")
+    raise DataError(f"{folder}: {value!r} is not a label of {task.title} ({', '.join(task.labels)}); correct the row.")
 
 
 # --- scores
@@ -195,22 +185,22 @@ _METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]]
     "pearson": lambda labels, predictions: stats.pearsonr(labels, predictions).statistic,
     "spearman": lambda labels, predictions: stats.spearmanr(labels, predictions).statistic,
 }
-_CORRELATIONS = ("matthews", "pearson", "spearman")
 
 
 def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
-    """Return every metric of the task that one set of rows gives; for MNLI the accuracy.
+    """Return the scores of one split. For MNLI, that is the accuracy of either validation set.
 
     Args:
         logits: [rows, outputs].
-        labels: [rows], numbers of classes or scores.
+        labels: [rows], class indices or scores.
     """
     names = [name for name in task.metrics if name in _METRICS]
     if not np.isfinite(logits).all():
-        warnings.warn(f"{task.title}: the model gives values that are not finite; counted as 0.", stacklevel=2)
+        warnings.warn(f"{task.title}: the model's outputs are not finite; its scores count as 0.", stacklevel=2)
         return dict.fromkeys(names, 0.0)
     predictions: NDArray[np.generic] = logits.reshape(len(logits)) if task.is_regression else logits.argmax(axis=1)
-    if len(labels) > 1 and np.ptp(predictions) == 0 and any(name in _CORRELATIONS for name in names):
+    has_correlations = not {"matthews", "pearson", "spearman"}.isdisjoint(names)
+    if has_correlations and len(labels) > 1 and np.ptp(predictions) == 0:
         warnings.warn(f"{task.title}: every prediction is {predictions[0]}; correlations count as 0.", stacklevel=2)
         return dict.fromkeys(names, 0.0)
     scores = {name: float(_METRICS[name](labels, predictions)) for name in names}
@@ -220,72 +210,71 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 # --- the evaluation
 
 
-def evaluate(options: GlueOptions, on_progress: Progress = show_progress) -> Path:
-    """Run what is not finished, and write the results after every task, with those of earlier commands.
+def evaluate(options: GlueOptions) -> Path:
+    """Execute the runs that the ledgers lack. Write the record and the page, with earlier results, after every task.
 
     Returns:
-        The folder of the model's results.
+        The folder with the model's results.
 
     Raises:
-        ConfigError, MissingInputError, DataError, ConversionError: Model, data or settings cannot be used; nothing
-            has been run.
+        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used. No
+            run was started.
         OutputError: Another command is writing the output.
     """
-    tasks = sorted(choose_glue_tasks(options.tasks or tuple(TASKS)), key=list(TASKS).index)  # MNLI is the first
+    # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
+    tasks = sorted(choose_glue_tasks(options.tasks or tuple(TASKS)), key=list(TASKS).index)
     options, folder = resolve_device(options), options.output / options.model.resolve().name
     model = fingerprint(options.model)
-    followers = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
-    if followers and SOURCE not in tasks:
-        _best_mnli(folder / "glue" / SOURCE, model)
+    transfer_tasks = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
+    if transfer_tasks and MNLI not in tasks:
+        _best_mnli(folder / "glue" / MNLI, model)
     data = {
         task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
         for task in tasks
     }
-    about = _check_model(options)
+    about = _describe_model(options)
     for task in tasks:
-        start = _best_mnli(folder / "glue" / SOURCE, model) if task in followers else options.model
         sweep = Sweep(
             kind="glue",
             task=TASKS[task],
             grid=choose_grid(options, task),
-            model=model,
-            start=start,
+            start=_best_mnli(folder / "glue" / MNLI, model) if task in transfer_tasks else options.model,
             data=data[task],
-            about={**about, "from_mnli": task in followers},
+            about={**about, "from_mnli": task in transfer_tasks},
             options=options,
         )
-        run_sweep(sweep, on_progress, average_tasks)
+        run_sweep(sweep, average_tasks)
     return folder
 
 
 def choose_grid(options: GlueOptions, task: str) -> Grid:
-    """Return the grid of the options for a task."""
+    """Return the grid for a task: `--grid`, with the values that other options set."""
     if options.grid != "best":
         return GRIDS[options.grid].replace(options)
-    batch, rate, decay = GLUE_BEST_POINTS[TASKS[task].title]
-    return Grid(batch_sizes=(batch,), learning_rates=(rate,), weight_decays=(decay,)).replace(options)
+    batch_size, rate, decay = GLUE_BEST_POINTS[TASKS[task].title]
+    return Grid(batch_sizes=(batch_size,), learning_rates=(rate,), weight_decays=(decay,)).replace(options)
 
 
 def _best_mnli(folder: Path, model: str) -> Path:
-    """Return the best weights of the MNLI sweep that was finished last.
+    """Return the folder of the best weights of a model's last finished MNLI sweep.
 
     Raises:
-        ConfigError: No sweep is finished.
+        ConfigError: No sweep has finished.
         MissingInputError: The user has removed the weights.
     """
     ledger = Ledger(folder)
     if (line := last_sweep(ledger, model)) is None:
         raise ConfigError(
-            "--tasks: the paper starts RTE, MRPC, STS-B and QNLI from the best MNLI model, and no sweep of MNLI is "
-            f"finished for this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
+            "--tasks: RTE, MRPC, STS-B and QNLI start from the best MNLI model, but no sweep of MNLI is finished for "
+            f"this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
         )
     if (weights := best_weights(ledger, line)) is None:
         raise MissingInputError(f"{folder}: the best weights are gone; remove the folder to run MNLI again.")
     return weights
 
 
-def _check_model(options: GlueOptions) -> dict[str, Any]:
-    """Load what the runs will load, once; return the head and the longest input that they will use."""
+def _describe_model(options: GlueOptions) -> dict[str, Any]:
+    """Return the head and the longest input for the record. Loading the model reveals its problems before any run."""
     model = TASKS["cola"].load(options.model, LoadOptions(attention=options.attention))
     length = longest_input(model, load_tokenizer(options.model), at_most=options.max_length)
     return {"head": type(model).__name__, "longest_input_tokens": length}
@@ -294,24 +283,24 @@ def _check_model(options: GlueOptions) -> dict[str, Any]:
 # --- results
 
 
-def average_tasks(tasks: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the average over the tasks, or why it would mean nothing, and the tasks that are missing.
+def average_tasks(results: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the average over all tasks, or the reason why there is none, and the missing tasks.
 
-    Grids may differ: the paper's best points do.
+    Tasks must have the same protocol, seeds and start. Grids may differ, as the paper's best points do.
     """
-    there = [task for task in TASKS if task in tasks]
-    alike = [
+    finished = [task for task in TASKS if task in results]
+    compared = [
         {name: settings[task][name] for name in ("protocol", "seeds")}
         | ({"start from MNLI": settings[task]["from_mnli"]} if TASKS[task].starts_from_mnli else {})
-        for task in there
+        for task in finished
     ]
-    common = {name: value for each in alike for name, value in each.items()}
-    different = sorted({name for each in alike for name, value in each.items() if value != common[name]})
-    why_none = f"tasks differ in {', '.join(different)}" if different else None
-    if len(there) < len(TASKS):
-        why_none = f"{len(there)} of {len(TASKS)} tasks"
+    last = {name: value for values in compared for name, value in values.items()}
+    different = sorted({name for values in compared for name, value in values.items() if value != last[name]})
+    no_average = f"tasks differ in {', '.join(different)}" if different else None
+    if len(finished) < len(TASKS):
+        no_average = f"{len(finished)} of {len(TASKS)} tasks"
     return {
-        "average": statistics.fmean(tasks[task]["score"]["mean"] for task in there) if why_none is None else None,
-        "no_average": why_none,
-        "missing": [task for task in TASKS if task not in tasks],
+        "average": None if no_average else statistics.fmean(results[task]["score"]["mean"] for task in finished),
+        "no_average": no_average,
+        "missing": [task for task in TASKS if task not in results],
     }

@@ -1,19 +1,19 @@
-"""MTEB on one model: tasks one after another from stored data, and each result kept as it comes.
+"""Evaluation of one model on MTEB, from stored data. Every score is stored as soon as it is computed.
 
-sentence-transformers sorts the texts by length and encodes batches of one size, so a score depends on the settings and
-not on the order of the data. A folder's own pooling (modules.json) is used, and without one the mean of the token
-states. Its prompts are not used: all models have the same instructions.
+The ledger in OUTPUT/NAME/mteb records the finished tasks; next to it are the results of mteb, in the layout of its
+cache. OUTPUT/NAME/mteb.json has one table for each choice of tasks and settings. A table has the mean of a category, or
+the overall mean over tasks, only if all scores are there: a mean over some of the tasks would not be comparable.
 
-Instructions come from YAML: `types` holds the text before the texts of a kind of task, `tasks` that of single tasks.
-Style `prefix`: the instruction and a space, before queries and before the texts of symmetric tasks, but not before
-documents. Style `paper`: what the wrapper of NeoBERT's release writes, before documents as well: instruction [SEP]
-[CLS] text. Source: chandar-lab/NeoBERT scripts/evaluation/wrappers.py, which cannot run as released; so it is unknown
-whether the paper's numbers come from that spelling.
+Texts are pooled as the folder's modules.json says, and by the mean of the token states without one. The prompts of the
+folder are ignored, so that all models get the same instructions. Scores depend on the batch size, because
+sentence-transformers sorts the texts by length and pads each batch, but not on the order of the data.
 
-The ledger in OUTPUT/NAME/mteb decides what is done; results of mteb itself are beside it, in the layout of mteb's own
-cache. OUTPUT/NAME/mteb.json has a table for each choice of tasks and settings. A category's mean is given only if every
-one of its tasks has a score, and the overall mean (over tasks, not over categories) only if all have: a mean over some
-of the tasks would not compare with anything. Missing tasks are named instead.
+A YAML file has instructions for task types under `types` and for single tasks under `tasks`. There are two styles:
+
+- `prefix`: instruction and space, before queries and the texts of symmetric tasks, but not before documents.
+- `paper`: instruction [SEP] [CLS] text, before documents as well, like the wrapper of NeoBERT's release.
+  Source: chandar-lab/NeoBERT scripts/evaluation/wrappers.py. The released script does not run, so it is unknown whether
+  the paper's scores used this style.
 """
 
 import math
@@ -42,56 +42,50 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_tasks import (
-    PREFIX,
-    choose_tasks,
-    digest_of_files,
-    flatten,
-    load_task,
-    stored_revision,
-)
+from megatron_neobert.evaluation.mteb_tasks import LOCAL_PREFIX, choose_tasks, digest_of_files, flatten, load_task
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
-_PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that change a score
+_PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that change scores
 
 
 def evaluate(options: MtebOptions) -> None:
-    """Evaluate what the ledger does not hold, and write the tables.
+    """Evaluate the tasks that the ledger lacks, and write and print the tables.
 
     Raises:
-        ConfigError: mteb has no such benchmark, task or language, or an instruction is missing.
-        MissingInputError, DataError, ConversionError: Model or data cannot be used.
+        ConfigError: mteb has no such benchmark, task or language, or a task has no instruction.
+        MissingInputError, DataError, ConversionError: The model or the data cannot be used.
         OutputError: Another command is writing the output.
     """
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
-    warnings.filterwarnings("ignore", module=r"sklearn\.")  # not converged, ill-defined: mteb's protocol, for each draw
+    # Under mteb's protocol some classifiers do not converge, and scikit-learn warns for each of them.
+    warnings.filterwarnings("ignore", module=r"sklearn\.")
     tasks = choose_tasks(options.benchmark, options.tasks, options.languages, options.data_dir)
     prompts, digest = dict[str, str](), None
     if options.instructions != "none":
         path, tokenizer = find_config(options.instructions), load_tokenizer(options.model)
         prompts, digest = read_instructions(path, options.prompt_style, tokenizer), sha256_of(path)[:12]
-        refuse_gaps(prompts, flatten(tasks))
+        require_instructions(prompts, flatten(tasks))
     device, folder = choose_device(options.device), options.output / options.model.resolve().name
     protocol = {name: getattr(options, name) for name in _PROTOCOL}
     protocol |= {"instructions": digest, "prompt_style": options.prompt_style if digest else None}
     model = {"model": fingerprint(options.model)}
-    units = units_of(flatten(tasks), options.data_dir, {**model, "protocol": protocol})
+    units = build_units(flatten(tasks), options.data_dir, {**model, "protocol": protocol})
     missing = [name for name, unit in units.items() if unit is None]
     if missing and not options.skip_missing:
         raise MissingInputError(
             f"--data-dir {options.data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}); run "
-            "neobert fetch mteb --output DIR with the same --benchmark or --tasks on a machine with a network and "
-            "copy DIR here, or leave them out with --skip-missing."
+            "neobert fetch mteb --output DIR with the same tasks on a machine with network and copy DIR here, or use "
+            "--skip-missing."
         )
     with open_ledger(folder / "mteb", device) as ledger:
         loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
         scores = run_tasks(tasks, units, ledger, options, lambda: build_encoder(options, prompts, loading))
-        what = list(options.tasks) or options.benchmark
-        settings = {**protocol, "tasks": what, "languages": list(options.languages) if options.tasks else None}
+        task_names = list(options.tasks) or options.benchmark
+        settings = {**protocol, "tasks": task_names, "languages": list(options.languages) if options.tasks else None}
         measured = [ledger.lines[key_of(unit)] for unit in units.values() if unit is not None]
         ledger.add({"table": settings, **model}, to_results(scores) | {"settings": settings}, origin_of(measured))
         lines = [line for line in ledger.lines.values() if "table" in line["unit"]]
@@ -101,22 +95,22 @@ def evaluate(options: MtebOptions) -> None:
         print(f"\n{write_page('mteb', [record], folder)}\nwrote {record} and mteb.md")
 
 
-def units_of(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the score of each task depends on, None for a task without data.
+def build_units(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ledger unit of each task by name: everything that its score depends on, or None without data.
+
+    Args:
+        common: Entries of every unit.
 
     Raises:
-        DataError: Data is of another revision than the installed mteb's task.
+        DataError: Stored data has another revision than the task of the installed mteb.
     """
     units: dict[str, Any] = {}
     for task in tasks:
-        data = task.metadata.revision  # of a local task, hashes of its files
-        if not task.metadata.name.startswith(PREFIX):
-            if stored_revision(data_dir, task) is None:
-                units[task.metadata.name] = None
-                continue
-            data = digest_of_files(data_dir, task)
-        of_task = {"task": task.metadata.name, "splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
-        units[task.metadata.name] = {**common, **of_task, "data": data, "mteb": mteb.__version__}
+        name = task.metadata.name
+        # The revision of a local task consists of the hashes of its files.
+        data = task.metadata.revision if name.startswith(LOCAL_PREFIX) else digest_of_files(data_dir, task)
+        about = {"task": name, "splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
+        units[name] = None if data is None else {**common, **about, "data": data, "mteb": mteb.__version__}
     return units
 
 
@@ -127,42 +121,49 @@ def run_tasks(
     options: MtebOptions,
     build: Callable[[], Any],
 ) -> list["TaskScore"]:
-    """Return a score, or the reason why there is none, for each task in its order.
+    """Evaluate the tasks that the ledger lacks, and print a line per task.
 
     Args:
-        units: What the score of each task depends on; None for a task without data.
-        build: Builds the encoder; called once, and only if something has to be computed.
+        units: Ledger unit of each task, None for a task without data.
+        build: Builds the encoder. It is called once, before the first evaluation.
+
+    Returns:
+        The score of each task, or the reason why it is missing.
     """
-    parts, encoder = flatten(tasks), None
+    subtasks, encoder = flatten(tasks), None
     cache = mteb.ResultCache(ledger.path.parent)
-    for number, task in enumerate(parts, start=1):
+    for number, task in enumerate(subtasks, start=1):
         name = task.metadata.name
-        place, unit = f"{number}/{len(parts)} {name}", units[name]
+        label, unit = f"{number}/{len(subtasks)} {name}", units[name]
         if unit is None:
-            print(f"{place}: no data", flush=True)
+            print(f"{label}: no data", flush=True)
             continue
         if (result := ledger.find(unit)) is not None:
-            print(f"{place}: {100 * result['score']:.2f} (kept)", flush=True)
+            print(f"{label}: {100 * result['score']:.2f} (kept)", flush=True)
             continue
-        if name.startswith(PREFIX):
+        if name.startswith(LOCAL_PREFIX):
             task.load_data()
         else:
             load_task(options.data_dir, task)
         encoder = encoder or build()
-        show = sys.stderr.isatty()
-        encoding: Any = {"batch_size": options.batch_size, "show_progress_bar": show, "convert_to_tensor": True}  # fp32
-        found = mteb.evaluate(
+        encode_kwargs: Any = {
+            "batch_size": options.batch_size,
+            "show_progress_bar": sys.stderr.isatty(),
+            "convert_to_tensor": True,  # mteb converts tensors to float32, but not NumPy arrays
+        }
+        task_result = mteb.evaluate(
             encoder,
             task,
             cache=cache,
-            overwrite_strategy="always",  # the ledger decides
+            overwrite_strategy="always",  # the ledger decides what is done
             co2_tracker=False,
-            encode_kwargs=encoding,
+            encode_kwargs=encode_kwargs,
             show_progress_bar=False,
         ).task_results[0]
         task.unload_data()
-        result = ledger.add(unit, {"score": float(found.get_score()), "seconds": found.evaluation_time})
-        print(f"{place}: {100 * result['score']:.2f} ({found.evaluation_time:.0f} s)", flush=True)
+        seconds = task_result.evaluation_time
+        result = ledger.add(unit, {"score": float(task_result.get_score()), "seconds": seconds})
+        print(f"{label}: {100 * result['score']:.2f} ({seconds:.0f} s)", flush=True)
     results = {name: None if unit is None else ledger.find(unit) for name, unit in units.items()}
     return [_score(task, results) for task in tasks]
 
@@ -171,23 +172,24 @@ def run_tasks(
 
 
 def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: Any) -> dict[str, str]:
-    """Return the texts before texts, by the keys that mteb looks for: a task or a type, and NAME-document.
+    """Return the prompts of a YAML file by mteb's keys: a task or task type, and the same with `-document`.
 
     Args:
-        tokenizer: Of the model: style paper puts its separating and its first token between instruction and text.
+        tokenizer: The model's tokenizer. Style `paper` writes its separator and its first token after the instruction.
 
     Raises:
-        MissingInputError, DataError: There is no such file, or something else in it.
-        ConfigError: Style paper, and the tokenizer has no such tokens.
+        MissingInputError: The file does not exist.
+        DataError: The content is not YAML in the expected form.
+        ConfigError: The style is `paper`, and the tokenizer has no such tokens.
     """
     if not path.is_file():
         raise MissingInputError(f"--instructions {path}: no such file; name a YAML file, or none.")
     try:
         content = yaml.safe_load(read_text(path))
         sections = msgspec.convert(content, dict[Literal["tasks", "types"], dict[str, str]])
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also msgspec's ValidationError
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
         raise DataError(
-            f"{path}: expected YAML with the keys tasks and types, a text per name in each ({yaml_reason(error)})."
+            f"{path}: {yaml_reason(error)}. Write YAML with the keys tasks and types, and a text per name in each."
         ) from error
     end, prompts = " ", dict[str, str]()
     if style == "paper":
@@ -195,40 +197,41 @@ def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: 
         if first is None or tokenizer.sep_token is None:
             raise ConfigError("--prompt-style paper needs a tokenizer with [SEP] and [CLS]; use --prompt-style prefix.")
         end = f"{tokenizer.sep_token} {first}"
-    for name, text in [pair for section in sections.values() for pair in section.items()]:
+    for name, text in [item for section in sections.values() for item in section.items()]:
         prompts[name] = text + end if text else ""
         prompts[f"{name}-document"] = prompts[name] if style == "paper" else ""
     return prompts
 
 
-def refuse_gaps(prompts: Mapping[str, str], tasks: Sequence[Any]) -> None:
-    """Raise ConfigError if a task has no instruction: it would be measured another way."""
+def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> None:
+    """Raise ConfigError if a task has no instruction for its name or its type."""
     names = {task.metadata.name for task in tasks if not {task.metadata.name, task.metadata.type} & prompts.keys()}
     if names:
         raise ConfigError(
-            f"--instructions has no text for {', '.join(sorted(names))}, neither under tasks nor for the type under "
-            "types; add one (an empty one is one)."
+            f"--instructions has no text for {', '.join(sorted(names))}; add the name under tasks, or its type under "
+            "types. The text may be empty."
         )
 
 
 def build_encoder(
     options: MtebOptions, prompts: dict[str, str], loading: LoadOptions
 ) -> SentenceTransformerEncoderWrapper:
-    """Return the model, ready for `mteb.evaluate`; models with fewer positions truncate earlier.
+    """Return the model for `mteb.evaluate`; print a line if it truncates texts earlier than `--max-length`.
 
     Raises:
-        MissingInputError, ConversionError: The folder is not there, or cannot be loaded as an encoder of texts.
+        MissingInputError, ConversionError: The folder is missing, or cannot be loaded as an encoder.
     """
     folder = options.model
     model = load_sentence_transformer(folder, loading, max_length=options.max_length)
     if model.max_seq_length < options.max_length:
-        longest = f"after {model.max_seq_length} tokens, not {options.max_length}"
-        print(f"{folder}: texts are truncated {longest}: no more positions")
+        lengths = f"after {model.max_seq_length} tokens, not {options.max_length}"
+        print(f"{folder}: texts are truncated {lengths}, because of the model's longest input")
     model.prompts, model.similarity_fn_name = {}, "cosine"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # mteb calls functions of its own that it deprecates
+        warnings.simplefilter("ignore")  # mteb calls its own deprecated functions
         encoder = SentenceTransformerEncoderWrapper(model.eval())
-    encoder.model_prompts = prompts or None  # not by the constructor, which knows no local tasks
+    # Set here, because the constructor drops the prompts of local tasks.
+    encoder.model_prompts = prompts or None
     protocol = {name: getattr(options, name) for name in (*_PROTOCOL, "prompt_style")} | {"prompts": prompts}
     about = {"name": f"local/{folder.resolve().name}", "revision": f"{fingerprint(folder)}-{key_of(protocol)[:8]}"}
     encoder.mteb_model_meta = ModelMeta.create_empty(overwrites=about)
@@ -240,25 +243,28 @@ def build_encoder(
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """One task of the benchmark: 100 x mteb's main score, or None with the reason."""
+    """Score of one task of a benchmark."""
 
     name: str
     type: str
     metric: str
-    score: float | None
-    missing: str | None = None
+    score: float | None  # 100 x mteb's main score
+    missing: str | None = None  # the reason why the score is None
 
 
 def mean_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return the mean over tasks, each weighing the same; None unless all are there."""
+    """Return the unweighted mean over tasks, or None as its value if a score is missing."""
     values = [task.score for task in scores if task.score is not None]
-    complete = bool(scores) and len(values) == len(scores)
-    mean = math.fsum(values) / len(values) if complete else None
-    return {"value": mean, "there": len(values), "expected": len(scores)}
+    is_complete = 0 < len(values) == len(scores)
+    return {
+        "value": math.fsum(values) / len(values) if is_complete else None,
+        "there": len(values),
+        "expected": len(scores),
+    }
 
 
 def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return scores and means for the record; of the categories that occur, those of Table 4 first."""
+    """Return scores and means for the record. Categories are in the order of Table 4, then sorted by name."""
     types = [*MTEB_CATEGORIES, *sorted({task.type for task in scores} - set(MTEB_CATEGORIES))]
     groups = {type_: [task for task in scores if task.type == type_] for type_ in types}
     return {
@@ -270,11 +276,11 @@ def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
 
 
 def _score(task: AbsTask, results: Mapping[str, Any]) -> TaskScore:
-    """Return the score of a task; that of an aggregate is the mean of its parts, and missing if a part is."""
+    """Return the score of a task. An aggregate has the mean of its subtasks, if all of them have a score."""
     about: dict[str, Any] = {"name": task.metadata.name, "type": task.metadata.type, "metric": task.metadata.main_score}
-    parts = {part.metadata.name: results[part.metadata.name] for part in flatten([task])}
-    scores = {name: float(result["score"]) for name, result in parts.items() if result is not None}
-    if absent := [name for name in parts if name not in scores]:
+    subtasks = [subtask.metadata.name for subtask in flatten([task])]
+    scores = {name: float(results[name]["score"]) for name in subtasks if results[name] is not None}
+    if absent := [name for name in subtasks if name not in scores]:
         reason = "no data" if absent == [task.metadata.name] else f"no data of {', '.join(absent)}"
         return TaskScore(**about, score=None, missing=reason)
     if undefined := [name for name, score in scores.items() if not math.isfinite(score)]:

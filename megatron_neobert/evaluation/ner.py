@@ -1,14 +1,13 @@
-"""Named-entity recognition of one model: the points of a grid on every data set, and the best of them.
+"""Named-entity recognition of one model: a sweep on every dataset.
 
-A data set is a folder with the splits train, validation and perhaps test, as CoNLL text, Parquet or a saved data set.
-Tags are O, or B-, I-, E-, S- with the kind of the entity; seqeval finds out which of these schemes it is. The first
-token of a word carries its tag, and nothing else is trained on. A word without a token, or beyond the longest input,
-counts as outside of every entity. Scores are seqeval's over whole sentences: precision, recall and F1 of entities, of
-which both bounds and the kind must be right.
+A dataset is a folder with the splits train, validation and optionally test, as CoNLL text, Parquet or a saved dataset.
+Tags are O, or B-, I-, E- or S- followed by the entity type; seqeval detects the scheme. The first token of a word has
+its tag as a label, and other tokens have none. Words without a token, or beyond the longest input, are predicted as O.
+Scores are seqeval's precision, recall and F1 over entities: both boundaries and the type must match.
 
-The protocol is GLUE's, but with one evaluation an epoch. The validation set chooses step and point; each run looks at
-the test set, if there is one, once, with its best weights. OUTPUT/NAME/ner/DATA_SET holds the ledger and the best
-weights, OUTPUT/NAME/ner.json and .md the results.
+The protocol is GLUE's, with one evaluation per epoch. The validation set chooses the step and the point. Each run
+evaluates its best weights once on the test set, if there is one. OUTPUT/NAME/ner/DATASET has the ledger and the best
+weights; OUTPUT/NAME/ner.json and .md have the results.
 """
 
 import re
@@ -28,26 +27,26 @@ from seqeval.metrics import f1_score, precision_score, recall_score
 
 from megatron_neobert.errors import ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
-from megatron_neobert.evaluation.fine_tune import Rows, Task, resolve_device
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer
+from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device
+from megatron_neobert.evaluation.models import LoadOptions, load_model, load_tokenizer
 from megatron_neobert.evaluation.options import FineTuneOptions, NerOptions
-from megatron_neobert.evaluation.sweep import GRIDS, Progress, Sweep, run_sweep, show_progress
+from megatron_neobert.evaluation.sweep import GRIDS, Sweep, run_sweep
 
 METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
 OUTSIDE = "O"
-# Names that files of a split have on the Hub, in CoNLL's tasks and elsewhere.
-_NAMES = {
+# Names of the splits in CoNLL's tasks, on the Hub and elsewhere.
+_SPLIT_NAMES = {
     "train": ("train", "eng.train"),
     "validation": ("validation", "valid", "dev", "testa", "eng.testa"),
     "test": ("test", "testb", "eng.testb"),
 }
 _TAG = re.compile(r"O|[BIES]-.+")
-_WORDS, _TAGS = ("tokens", "words"), ("ner_tags", "tags", "labels")
-_NOT_TRAINED_ON = -100  # torch's cross-entropy ignores it
+_WORD_COLUMNS, _TAG_COLUMNS = ("tokens", "words"), ("ner_tags", "tags", "labels")
+_IGNORED_LABEL = -100  # torch's cross-entropy skips it
 
 
 class Sentence(NamedTuple):
-    """Words, and the tag of each."""
+    """Words and their tags."""
 
     words: list[str]
     tags: list[str]
@@ -55,34 +54,35 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class NerData:
-    """Sentences and hash of every split of a data set; the test set only if there is one."""
+    """Sentences and hash of every split of a dataset. A dataset may have no test set."""
 
     sentences: dict[str, list[Sentence]]
     digests: dict[str, str]
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Every tag that occurs, O first."""
+        """Tags that occur, O first."""
         tags = {tag for split in self.sentences.values() for sentence in split for tag in sentence.tags}
         return (OUTSIDE, *sorted(tags - {OUTSIDE}))
 
 
 @dataclass(frozen=True)
 class NerTask(Task):
-    """One data set."""
+    """Named-entity recognition on one dataset."""
 
     labels: tuple[str, ...]
 
     collator = transformers.DataCollatorForTokenClassification
-    eval_strategy = "epoch"  # F1 is 0 until the first entity is found; the patience of small sets would end
-    name_in_last_split = "test_{}"
+    # F1 is 0 until the model finds its first entity, so with GLUE's interval a small dataset would stop too early.
+    eval_strategy = "epoch"
+    last_split_pattern = "test_{}"
 
     def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model of a folder; layers that the folder lacks are drawn from torch's generator.
+        """Return the model in a folder. Missing layers are initialized with torch's global generator.
 
         Raises:
-            ConversionError: transformers has no head for it.
-            MissingInputError: There is no such folder.
+            ConversionError: transformers has no head for the model.
+            MissingInputError: The folder does not exist.
         """
         return load_model(
             folder,
@@ -90,118 +90,115 @@ class NerTask(Task):
             options,
             num_labels=len(self.labels),
             id2label=dict(enumerate(self.labels)),
-            label2id={label: number for number, label in enumerate(self.labels)},
+            label2id={label: id for id, label in enumerate(self.labels)},
         )
 
-    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> Rows:
-        """Return a split, truncated after `length` tokens."""
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
+        """Return a split, truncated to `length` tokens per sentence."""
         sentences = read_data(options.data_dir, self.name, options.limit).sentences[split]
-        tagged = to_rows(sentences, self.labels, tokenizer, length)
-        return Rows(tagged.rows, lambda evaluated: tagged.score(evaluated.predictions.argmax(-1)))
+        encoded = encode_sentences(sentences, self.labels, tokenizer, length)
+        return EncodedSplit(encoded.rows, lambda prediction: encoded.score(prediction.predictions.argmax(-1)))
 
 
-def evaluate(options: NerOptions, on_progress: Progress = show_progress) -> Path:
-    """Run what is not finished, and write the results after every data set, with those of earlier commands.
+def evaluate(options: NerOptions) -> Path:
+    """Execute the runs that the ledgers lack. Write the record and the page, with earlier results, after every dataset.
 
     Returns:
-        The folder of the model's results.
+        The folder with the model's results.
 
     Raises:
-        MissingInputError, DataError, ConversionError: Model or data cannot be used; nothing has been run.
+        MissingInputError, DataError, ConversionError: The model or the data cannot be used. No run was started.
         OutputError: Another command is writing the output.
     """
     options, folder = resolve_device(options), options.output / options.model.resolve().name
-    tasks = list(dict.fromkeys(options.tasks or find_data_sets(options.data_dir)))
-    if not tasks:
+    names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
+    if not names:
         raise MissingInputError(
-            f"--data-dir {options.data_dir}: no folder in it has a training set; put each data set into a folder of "
-            "its own, with train.txt, validation.txt and perhaps test.txt, or the Hub's parquet files."
+            f"--data-dir {options.data_dir}: no folder in it has a training set. Create a folder per dataset, with "
+            "train.txt, validation.txt and optionally test.txt, or with the Hub's Parquet files."
         )
-    data = {name: read_data(options.data_dir, name, options.limit) for name in tasks}
-    found = [NerTask(name, tuple(data[name].sentences), ("f1",), data[name].labels) for name in tasks]
-    found[0].load(options.model, LoadOptions(attention=options.attention))
+    data = {name: read_data(options.data_dir, name, options.limit) for name in names}
+    tasks = [NerTask(name, tuple(data[name].sentences), ("f1",), data[name].labels) for name in names]
+    # Reveals problems of the model before any run.
+    tasks[0].load(options.model, LoadOptions(attention=options.attention))
     load_tokenizer(options.model)
-    model, grid = fingerprint(options.model), GRIDS[options.grid].replace(options)
-    for task in found:
+    for task in tasks:
         sweep = Sweep(
             kind="ner",
             task=task,
-            grid=grid,
-            model=model,
+            grid=GRIDS[options.grid].replace(options),
             start=options.model,
             data=data[task.name].digests,
             options=options,
         )
-        run_sweep(sweep, on_progress)
+        run_sweep(sweep)
     return folder
 
 
 # --- data
 
 
-def find_data_sets(data_dir: Path) -> list[str]:
-    """Return every folder in data_dir, or in one of its folders, that has a training set; as NAME or NAME/PART."""
+def find_datasets(data_dir: Path) -> list[str]:
+    """Return the folders in data_dir, one or two levels deep, that have a training set: NAME or NAME/PART."""
     folders = [path for pattern in ("*", "*/*") for path in sorted(data_dir.glob(pattern)) if path.is_dir()]
     names = [str(path.relative_to(data_dir)) for path in folders]
-    return [name for name in names if read_split(data_dir / name, _NAMES["train"], tagged=True) is not None]
+    return [name for name in names if read_split(data_dir / name, _SPLIT_NAMES["train"], tagged=True) is not None]
 
 
-@lru_cache(maxsize=4)  # the runs of one process use the same few
-def read_data(data_dir: Path, task: str, limit: int | None = None) -> NerData:
-    """Return a data set, at most `limit` sentences of every split, evenly spread.
+@lru_cache(maxsize=4)  # the runs of one process use the same datasets
+def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
+    """Return a dataset with at most `limit` evenly spaced sentences of every split.
 
     Raises:
-        MissingInputError: There is no such folder, or no training or validation set in it.
-        DataError: The data has none of the known forms; names file and line, or file and row.
+        MissingInputError: The folder, its training set or its validation set is missing.
+        DataError: The data has an unknown format, or a tag is invalid. The message has the file and the line or row.
     """
-    data, folder = NerData({}, {}), data_dir / task
-    for split in _NAMES:
-        found = read_sentences(folder, split)
-        if found is not None:
-            data.sentences[split], data.digests[split] = list(spread(found[0], limit)), found[1]
+    data, folder = NerData({}, {}), data_dir / name
+    for split, split_names in _SPLIT_NAMES.items():
+        rows = read_split(folder, split_names, tagged=True)
+        if rows is not None:
+            data.sentences[split] = list(spread(to_sentences(rows, f"{folder}: {split}"), limit))
+            columns = [column for column in rows.column_names if column in (*_WORD_COLUMNS, *_TAG_COLUMNS)]
+            data.digests[split] = digest_of(rows, columns)
         elif split != "test":
             raise MissingInputError(
                 f"{folder} has no {split}: expected {split}.parquet, {split}-00000-of-00001.parquet, {split}.txt or a "
-                "saved data set; name another of --tasks, or put it there."
+                "saved dataset; add the file, or name another dataset in --tasks."
             )
     return data
 
 
-def read_sentences(folder: Path, split: str) -> tuple[list[Sentence], str] | None:
-    """Return the sentences of one split and the hash of its data, or None if there is no such split."""
-    rows = read_split(folder, _NAMES[split], tagged=True)
-    if rows is None:
-        return None
-    columns = [name for name in rows.column_names if name in (*_WORDS, *_TAGS)]
-    return _to_sentences(rows, f"{folder}: {split}"), digest_of(rows, columns)
+def to_sentences(rows: Dataset, split: str) -> list[Sentence]:
+    """Return the rows that have words as sentences.
 
+    Args:
+        split: Folder and name of the split, for error messages.
 
-def _to_sentences(rows: Dataset, where: str) -> list[Sentence]:
-    names = [next((name for name in known if name in rows.column_names), known[0]) for known in (_WORDS, _TAGS)]
-    words, tags = columns_of(rows, names, where)
-    known_tags = getattr(getattr(rows.features[names[1]], "feature", None), "names", None)
+    Raises:
+        DataError: A column is missing, a row has more words or tags than the other, or a tag is invalid.
+    """
+    columns = [
+        next((name for name in names if name in rows.column_names), names[0]) for names in (_WORD_COLUMNS, _TAG_COLUMNS)
+    ]
+    tag_names = getattr(getattr(rows.features.get(columns[1]), "feature", None), "names", None)
     sentences = []
-    for number, (own_words, own_tags) in enumerate(zip(words, tags, strict=True)):
-        if len(own_words) != len(own_tags):
-            raise DataError(f"{where} row {number} has {len(own_words)} words, but {len(own_tags)} tags.")
-        if own_words:
-            sentences.append(
-                Sentence(own_words, [_to_tag(tag, known_tags, f"{where} row {number}") for tag in own_tags])
-            )
+    for number, (words, tags) in enumerate(zip(*columns_of(rows, columns, split), strict=True)):
+        row = f"{split} row {number}"
+        if len(words) != len(tags):
+            raise DataError(f"{row} has {len(words)} words, but {len(tags)} tags; correct the row.")
+        if words:
+            sentences.append(Sentence(words, [_to_tag(tag, tag_names, row) for tag in tags]))
     return sentences
 
 
-def _to_tag(tag: Any, names: Sequence[str] | None, where: str) -> str:
+def _to_tag(tag: Any, names: Sequence[str] | None, row: str) -> str:
     if isinstance(tag, int):
         if names is None or not 0 <= tag < len(names):
-            raise DataError(
-                f"{where}: tag {tag} has no name, since the file names "
-                f"{'none' if names is None else f'only {len(names)}'}; expected names of the tags, as the Hub's data "
-                "sets have them, or the tags as words."
-            )
+            known = "no tag names" if names is None else f"names for {len(names)} tags only"
+            raise DataError(f"{row}: tag {tag} has no name, because the file has {known}; write the tags as text.")
         tag = names[tag]
     if not isinstance(tag, str) or not _TAG.fullmatch(tag):
-        raise DataError(f"{where}: {tag!r} is no tag; tags are O, or B-, I-, E- or S- and the kind of the entity.")
+        raise DataError(f"{row}: {tag!r} is not a tag; write O, or B-, I-, E- or S- and the entity type.")
     return tag
 
 
@@ -209,53 +206,54 @@ def _to_tag(tag: Any, names: Sequence[str] | None, where: str) -> str:
 
 
 @dataclass(frozen=True)
-class TaggedRows:
-    """Sentences as the model takes them, in an order that needs little padding."""
+class EncodedSentences:
+    """Tokenized sentences, sorted by length to reduce padding."""
 
-    rows: Dataset  # input_ids, attention_mask, labels, and the first token of each word, -1 if the word has none
+    rows: Dataset  # columns input_ids, attention_mask, labels and word_tokens: the first token of each word, or -1
     sentences: list[Sentence]  # by row
     labels: Sequence[str]
 
-    def score(self, numbers: NDArray[np.integer]) -> dict[str, float]:
-        """Return micro-averaged entity F1, precision and recall (seqeval) of the labels [rows, tokens] of a model."""
-        expected = [sentence.tags for sentence in self.sentences]
-        found = self.to_tags(numbers)
-        return {name: float(metric(expected, found, zero_division=0)) for name, metric in METRICS.items()}
+    def score(self, label_ids: NDArray[np.integer]) -> dict[str, float]:
+        """Return micro-averaged entity F1, precision and recall (seqeval) of predicted label ids [rows, tokens]."""
+        expected, predicted = [sentence.tags for sentence in self.sentences], self.to_tags(label_ids)
+        return {name: float(metric(expected, predicted, zero_division=0)) for name, metric in METRICS.items()}
 
-    def to_tags(self, numbers: NDArray[np.integer]) -> list[list[str]]:
-        """Return the tag of every word, from labels [rows, tokens]; rows may be padded at their ends."""
+    def to_tags(self, label_ids: NDArray[np.integer]) -> list[list[str]]:
+        """Return the predicted tag of every word. Rows of label ids [rows, tokens] may have padding at their ends."""
         return [
-            [OUTSIDE if token < 0 else self.labels[row[token]] for token in tokens]
-            for row, tokens in zip(numbers, self.rows["word_tokens"], strict=True)
+            [OUTSIDE if token < 0 else self.labels[row_ids[token]] for token in tokens]
+            for row_ids, tokens in zip(label_ids, self.rows["word_tokens"], strict=True)
         ]
 
 
-def to_rows(sentences: Sequence[Sentence], labels: Sequence[str], tokenizer: Any, length: int) -> TaggedRows:
-    """Return the rows of sentences; warn if words are beyond `length` tokens.
+def encode_sentences(
+    sentences: Sequence[Sentence], labels: Sequence[str], tokenizer: Any, length: int
+) -> EncodedSentences:
+    """Tokenize sentences; warn if words are beyond `length` tokens.
 
     Raises:
-        ConversionError: The tokenizer does not say which token belongs to which word.
+        ConversionError: The tokenizer cannot map words to tokens.
     """
     if not tokenizer.is_fast:
         raise ConversionError(
-            f"{tokenizer.name_or_path}: {type(tokenizer).__name__} does not tell which token belongs to which word; "
-            "give the folder a tokenizer.json."
+            f"{tokenizer.name_or_path}: {type(tokenizer).__name__} cannot map words to tokens; add a tokenizer.json to "
+            "the folder."
         )
     sentences = sorted(sentences, key=lambda sentence: len(sentence.words))
-    number_of = {label: number for number, label in enumerate(labels)}
-    texts = [" ".join(sentence.words) for sentence in sentences]  # as running text, which byte-level tokenizers expect
-    encoded = tokenizer(texts, truncation=True, max_length=length)
-    columns: dict[str, list[list[int]]] = {**encoded, "labels": [], "word_tokens": []}
+    label_ids = {label: id for id, label in enumerate(labels)}
+    # Running text, because byte-level tokenizers expect a space before a word.
+    texts = [" ".join(sentence.words) for sentence in sentences]
+    encoding = tokenizer(texts, truncation=True, max_length=length)
+    columns: dict[str, list[list[int]]] = {**encoding, "labels": [], "word_tokens": []}
     beyond = 0
-    for number, (words, tags) in enumerate(sentences):
+    for index, (words, tags) in enumerate(sentences):
         starts = accumulate((len(word) + 1 for word in words[:-1]), initial=0)
-        found = [encoded.char_to_token(number, start) for start in starts]
-        tokens = [-1 if token is None else token for token in found]
-        beyond += next((gap for gap, token in enumerate(reversed(tokens)) if token >= 0), len(tokens))
-        of_token = {token: number_of[tag] for token, tag in zip(tokens, tags, strict=True)}
-        size = len(encoded["input_ids"][number])
-        columns["labels"].append([of_token.get(token, _NOT_TRAINED_ON) for token in range(size)])
+        tokens = [-1 if (token := encoding.char_to_token(index, start)) is None else token for start in starts]
+        beyond += next((count for count, token in enumerate(reversed(tokens)) if token >= 0), len(tokens))
+        labels_by_token = {token: label_ids[tag] for token, tag in zip(tokens, tags, strict=True)}
+        size = len(encoding["input_ids"][index])
+        columns["labels"].append([labels_by_token.get(token, _IGNORED_LABEL) for token in range(size)])
         columns["word_tokens"].append(tokens)
     if beyond:
-        warnings.warn(f"{beyond:,} words are beyond {length:,} tokens and count as outside of entities.", stacklevel=2)
-    return TaggedRows(Dataset.from_dict(columns), list(sentences), labels)
+        warnings.warn(f"{beyond:,} words are beyond {length:,} tokens and are predicted as O.", stacklevel=2)
+    return EncodedSentences(Dataset.from_dict(columns), sentences, labels)

@@ -1,9 +1,9 @@
-"""The modules of a sentence-transformers folder, built here from an allow-list.
+"""Safe loading of sentence-transformers folders: modules are built from an allow-list.
 
-The library's own loading imports any of its classes that modules.json names, and some of them load whole models from
-nested folders, with keywords that those folders choose (pickles and remote attention kernels among them). Here a folder
-is a Transformer, Pooling and perhaps Normalize; each setting is read from checked JSON, and none is passed on as a
-keyword of a loader.
+The library's loader imports any of its classes that modules.json names. Some of these classes load whole models from
+subfolders with keyword arguments that the subfolder chooses, which can enable pickles and remote attention kernels.
+Here a folder may have a Transformer, Pooling and optionally Normalize. All settings are read from validated JSON, and
+no setting becomes a keyword argument of `from_pretrained`.
 """
 
 import re
@@ -24,7 +24,7 @@ _Nothing = Annotated[dict[str, Any], Meta(max_length=0)]
 
 
 class TransformerSettings(Struct, forbid_unknown_fields=True):
-    """sentence_bert_config.json: only settings of plain text are accepted."""
+    """Content of sentence_bert_config.json. Only settings of text inputs are accepted."""
 
     max_seq_length: Annotated[int, Meta(ge=1)] | None = None
     do_lower_case: bool = False
@@ -42,6 +42,7 @@ class TransformerSettings(Struct, forbid_unknown_fields=True):
 
 
 _Mode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+# sentence-transformers before 5.4 writes one flag per pooling mode.
 _OLD_MODES: dict[str, _Mode] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -53,7 +54,7 @@ _OLD_MODES: dict[str, _Mode] = {
 
 
 class _PoolingSettings(Struct, forbid_unknown_fields=True):
-    """1_Pooling/config.json, of sentence-transformers before 5.4 (a flag per mode) or later."""
+    """Content of 1_Pooling/config.json."""
 
     embedding_dimension: int
     pooling_mode: _Mode | list[_Mode]
@@ -61,13 +62,13 @@ class _PoolingSettings(Struct, forbid_unknown_fields=True):
 
 
 class _Prompts(Struct):
-    """config_sentence_transformers.json; its other keys are not used."""
+    """Content of config_sentence_transformers.json. Other keys are ignored."""
 
     prompts: dict[str, str] = {}
 
 
 class _Entry(Struct, forbid_unknown_fields=True):
-    """One module of modules.json."""
+    """One module in modules.json."""
 
     idx: int
     name: str
@@ -77,16 +78,16 @@ class _Entry(Struct, forbid_unknown_fields=True):
 
 
 def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], int | None]:
-    """Build the modules that modules.json lists; a Transformer and mean pooling if there is no such file.
+    """Build the modules that modules.json lists, or a Transformer and mean pooling without that file.
 
     Args:
-        backbone: The loaded encoder.
+        backbone: The encoder, already loaded.
 
     Returns:
-        The modules, and the tokens of the longest text that the folder names.
+        The modules, and the maximum number of tokens that the folder allows (None: no limit).
 
     Raises:
-        ConversionError: A module is not one of the allow-list, or is in the wrong place.
+        ConversionError: A module is not on the allow-list, or a setting is not accepted.
     """
     settings = TransformerSettings()
     if (path := folder / "sentence_bert_config.json").exists():
@@ -98,36 +99,40 @@ def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], i
     entries = _convert(read_json(path), list[_Entry], path)
     kinds = [entry.type.rpartition(".")[2] if entry.type.startswith(_PREFIX) else "" for entry in entries]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or (
-        entries[0].path or not re.fullmatch(r"[0-9]_\w+", entries[1].path)  # as the fingerprint reads it
+        # The fingerprint covers only the top folder and folders with names like 1_Pooling.
+        entries[0].path or not re.fullmatch(r"[0-9]_\w+", entries[1].path)
     ):
-        found = ", ".join(f"{quote(entry.type)} in {quote(entry.path)}" for entry in entries[:8])
+        listed = ", ".join(f"{quote(entry.type)} in {quote(entry.path)}" for entry in entries[:8])
         raise ConversionError(
-            f"{path}: lists {found}. Only a Transformer at the top, Pooling in a folder of its own and Normalize are "
-            "loaded; evaluate this model with mteb itself."
+            f"{path}: lists {listed}. Only Transformer in the top folder, Pooling in a subfolder like 1_Pooling, and "
+            "Normalize are supported; evaluate this model with mteb itself."
         )
-    modules += [_build_pooling(folder / entries[1].path), *([Normalize()] if len(kinds) > 2 else [])]
+    modules.append(_build_pooling(folder / entries[1].path))
+    if "Normalize" in kinds:
+        modules.append(Normalize())
     return modules, settings.max_seq_length
 
 
 def read_prompts(folder: Path) -> dict[str, str]:
-    """Return the prompts of a folder by name.
+    """Return the prompts of a folder by name; empty if it has none.
 
     Raises:
-        ConversionError: The prompts are not texts.
+        ConversionError: A prompt is not a string.
     """
     path = folder / "config_sentence_transformers.json"
     return _convert(read_object(path), _Prompts, path).prompts if path.exists() else {}
 
 
 def _wrap(folder: Path, backbone: Any, settings: TransformerSettings) -> Transformer:
-    """Build the library's Transformer from a local folder, and put the encoder that was loaded before into it."""
+    """Build the library's Transformer module from a local folder, and replace its encoder by the loaded one."""
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     module = Transformer(
         str(folder),
         model_kwargs={**local, "use_safetensors": True},
         processor_kwargs=dict(local),
         config_kwargs=dict(local),
-        modality_config={"text": {"method": "forward", "method_output_name": "last_hidden_state"}},  # no chat template
+        # Text without a chat template.
+        modality_config={"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
         module_output_name="token_embeddings",
         do_lower_case=settings.do_lower_case,
     )
@@ -139,16 +144,15 @@ def _build_pooling(folder: Path) -> Pooling:
     path = folder / "config.json"
     content = read_object(path)
     content.setdefault("embedding_dimension", content.pop("word_embedding_dimension", None))
-    flags = {mode: content.pop(key) for key, mode in _OLD_MODES.items() if key in content}
-    if "pooling_mode" not in content:
-        content["pooling_mode"] = [mode for mode, flag in flags.items() if flag is True] or ["mean"]
+    old_modes = [mode for key, mode in _OLD_MODES.items() if content.pop(key, None) is True]
+    content.setdefault("pooling_mode", old_modes or ["mean"])
     return Pooling(**msgspec.structs.asdict(_convert(content, _PoolingSettings, path)))
 
 
 def _convert(content: Any, kind: Any, path: Path) -> Any:
-    """Return a parsed JSON value as `kind`; values of other types and unknown keys are refused."""
+    """Return a parsed JSON value as an instance of `kind`; raise ConversionError if it does not fit."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         reason = short_reason(error).partition(": ")[2]
-        raise ConversionError(f"{path}: {reason}. Remove the key if the model does not need it.") from None
+        raise ConversionError(f"{path}: {reason}. Correct the value, or remove the key.") from None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from training_command import TORCHRUN, environment
-from unit.evaluation.contrastive_place import write_datasets, write_encoder, write_yaml
+from unit.evaluation.contrastive_inputs import write_datasets, write_encoder, write_yaml
 
 from megatron_neobert.evaluation.ledger import read_record
 

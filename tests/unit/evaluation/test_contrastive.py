@@ -1,4 +1,4 @@
-"""Contrastive fine-tuning of a tiny encoder: its loss, its instructions, and runs that stop and go on."""
+"""Contrastive fine-tuning of a tiny encoder: its loss, its prompts, and interrupted runs."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import BertForMaskedLM
-from unit.evaluation.contrastive_place import (
+from unit.evaluation.contrastive_inputs import (
     INSTRUCTIONS,
     make_pairs,
     write_datasets,
@@ -24,14 +24,13 @@ from megatron_neobert.evaluation.embed import PairCollator, build_loss, build_pr
 from megatron_neobert.evaluation.embed_data import TrainingSettings, read_config
 from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer
-from megatron_neobert.evaluation.options import FinetuneOptions
+from megatron_neobert.evaluation.options import ContrastiveOptions
 
-ROWS = make_pairs(6, negatives=3, seed=9)
-KEYS = list(INSTRUCTIONS)
+PAIRS = make_pairs(6, negatives=3, seed=9)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an encoder, its data and a YAML file."""
     folder = tmp_path_factory.mktemp("contrastive")
     write_encoder(folder / "bert")
@@ -40,81 +39,78 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(place: Path, output: Path, **changes: object) -> Path:
+def train(inputs: Path, output: Path, **changes: object) -> Path:
     """Fine-tune for 100 steps, and return the final folder."""
-    given = {"config": str(place / "run.yaml"), "data_dir": place / "data", "output": output, "device": "cpu"}
+    options = {"config": str(inputs / "run.yaml"), "data_dir": inputs / "data", "output": output, "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
-        finetune(FinetuneOptions(model=place / "bert", **{**given, **changes}))
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", inputs / "cache")
+        finetune(ContrastiveOptions(model=inputs / "bert", **{**options, **changes}))
     return output / "bert" / "bert-contrastive"
 
 
 @pytest.fixture(scope="module")
-def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The final folder of 100 steps without a stop."""
-    return train(place, tmp_path_factory.mktemp("trained"))
+def trained(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The final folder of an uninterrupted run."""
+    return train(inputs, tmp_path_factory.mktemp("trained"))
 
 
-def expected_loss(model: SentenceTransformer, temperature: float) -> float:
-    """InfoNCE as the paper writes it, text by text."""
-    negatives = [text for row in ROWS for text in row["negatives"]]
-    assert len({len(row["negatives"]) for row in ROWS}) > 1, "rows of different numbers of negatives"
-    queries, positives, others = (
+def infonce(model: SentenceTransformer, temperature: float) -> float:
+    """Compute the paper's InfoNCE loss of PAIRS from separate embeddings."""
+    negatives = [text for pair in PAIRS for text in pair["negatives"]]
+    assert len({len(pair["negatives"]) for pair in PAIRS}) > 1, "pairs have different numbers of negatives"
+    queries, documents = (
         model.encode(texts, convert_to_tensor=True, normalize_embeddings=True)
-        for texts in ([row["query"] for row in ROWS], [row["positive"] for row in ROWS], negatives)
+        for texts in ([pair["query"] for pair in PAIRS], [pair["positive"] for pair in PAIRS] + negatives)
     )
-    similarities = queries @ torch.cat([positives, others]).T / temperature
-    own = torch.arange(len(ROWS))
-    return float((torch.logsumexp(similarities, 1) - similarities[own, own]).mean())
+    similarities = queries @ documents.T / temperature
+    return float((torch.logsumexp(similarities, 1) - similarities.diagonal()).mean())
 
 
 @pytest.mark.parametrize("gradient_cache", [None, 2])
-def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(place, gradient_cache):
-    model = load_sentence_transformer(place / "bert", max_length=32).eval()
-    batch = PairCollator(preprocess_fn=model.preprocess)(ROWS)
+def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(inputs, gradient_cache):
+    model = load_sentence_transformer(inputs / "bert", max_length=32).eval()
+    batch = PairCollator(preprocess_fn=model.preprocess)(PAIRS)
     features = [
         {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
         for name in ("query", "document")
     ]
     for temperature in (0.07, 0.5):
-        loss = build_loss(model, temperature, gradient_cache)
-        measured = loss(features, torch.zeros(len(ROWS)))
-        torch.testing.assert_close(measured.item(), expected_loss(model, temperature), rtol=1e-4, atol=0)
+        loss = build_loss(model, temperature, gradient_cache)(features, torch.zeros(len(PAIRS)))
+        torch.testing.assert_close(loss.item(), infonce(model, temperature), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("where", "queries", "documents"), [("query", True, False), ("both", True, True), ("none", False, False)]
+    ("setting", "in_queries", "in_documents"), [("query", True, False), ("both", True, True), ("none", False, False)]
 )
-def test_instruction_stands_before_the_texts_it_is_meant_for(place, where, queries, documents):
-    config = read_config(place / "run.yaml")
-    prompts = build_prompts(config.datasets, TrainingSettings(instructions=where))
-    model = load_sentence_transformer(place / "bert", max_length=32)
+def test_instruction_precedes_the_texts_that_the_setting_names(inputs, setting, in_queries, in_documents):
+    prompts = build_prompts(read_config(inputs / "run.yaml").datasets, TrainingSettings(instructions=setting))
+    model = load_sentence_transformer(inputs / "bert", max_length=32)
     collator = PairCollator(preprocess_fn=model.preprocess, prompts=prompts)
-    batch = collator([{**row, "dataset_name": "SMALL"} for row in ROWS])
-    for name, wanted in (("query", queries), ("document", documents)):
+    batch = collator([{**pair, "dataset_name": "SMALL"} for pair in PAIRS])
+    for name, expected in (("query", in_queries), ("document", in_documents)):
         texts = model.tokenizer.batch_decode(batch[f"{name}_input_ids"], skip_special_tokens=True)
-        assert [text.startswith("similar :") for text in texts] == [wanted] * len(texts)
+        assert [text.startswith("similar :") for text in texts] == [expected] * len(texts)
 
 
-def test_training_brings_positives_nearer_than_they_were(place, trained):
-    rows = make_pairs(100, negatives=0, seed=77)  # not among those it was trained on
+def test_training_moves_queries_closer_to_their_positives(inputs, trained):
+    unseen = make_pairs(100, negatives=0, seed=77)
 
-    def share_of_hits(folder: Path) -> float:
+    def accuracy(folder: Path) -> float:
         model = load_sentence_transformer(folder, max_length=32)
-        queries, documents = (model.encode([row[name] for row in rows]) for name in ("query", "positive"))
+        queries, documents = (model.encode([pair[name] for pair in unseen]) for name in ("query", "positive"))
         return float((model.similarity(queries, documents).argmax(1) == torch.arange(100)).float().mean())
 
     results = read_record(trained.with_name("contrastive.json"))["results"]
     assert results["last_loss_nats"] < 0.5 * results["first_loss_nats"]
-    before, after = share_of_hits(place / "bert"), share_of_hits(trained)
+    before, after = accuracy(inputs / "bert"), accuracy(trained)
     assert after > before + 0.1, f"{before=} {after=}"
 
 
-def test_final_folder_loads_by_itself_with_a_prompt_per_dataset(trained):
+def test_final_folder_loads_in_sentence_transformers_with_a_prompt_per_dataset(trained):
     model = SentenceTransformer(str(trained), device="cpu")
-    assert {key: model.prompts[key] for key in KEYS} == {key: f"{text} " for key, text in INSTRUCTIONS.items()}
+    assert {key: model.prompts[key] for key in INSTRUCTIONS} == {key: f"{text} " for key, text in INSTRUCTIONS.items()}
     assert model.default_prompt_name is None
-    assert model.prompts["query"] == f"{INSTRUCTIONS['LARGE']} ", "of the data set that is drawn most often"
+    assert model.prompts["query"] == f"{INSTRUCTIONS['LARGE']} ", "the prompt of the dataset that is drawn most often"
     assert (model.encode_query("ba ce di") == model.encode("find : ba ce di")).all()
     assert (model.encode_document("ba ce di") == model.encode("ba ce di")).all()
     plain, prompted = model.encode("ba ce di"), model.encode("ba ce di", prompt_name="SMALL")
@@ -122,22 +118,22 @@ def test_final_folder_loads_by_itself_with_a_prompt_per_dataset(trained):
     assert (model.encode("similar : ba ce di") == prompted).all()
 
 
-def test_run_that_was_killed_resumes_at_its_newest_whole_checkpoint_and_ends_the_same(
-    place, trained, tmp_path, capsys, monkeypatch
+def test_killed_run_resumes_at_its_newest_complete_checkpoint_with_the_same_weights(
+    inputs, trained, tmp_path, capsys, monkeypatch
 ):
     def kill(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ledger, "add", kill)  # the final folder is there, and nothing names it
+    # Killed when the final folder exists, but the ledger does not list it.
+    monkeypatch.setattr(Ledger, "add", kill)
     with pytest.raises(KeyboardInterrupt):
-        train(place, tmp_path)
+        train(inputs, tmp_path)
     monkeypatch.undo()
     (newest,) = (tmp_path / "bert" / "contrastive").glob("*/checkpoint-100")
-    (newest / "trainer_state.json").write_text('{"epoch": ')  # as a kill would leave it
+    (newest / "trainer_state.json").write_text('{"epoch": ')  # as if killed while writing it
     capsys.readouterr()
-    final = train(place, tmp_path)
-    said = capsys.readouterr().out
-    assert "checkpoint-50" in said
+    final = train(inputs, tmp_path)
+    assert "checkpoint-50" in capsys.readouterr().out
     assert (final / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     losses, expected = (
         read_record(folder.with_name("contrastive.json"))["results"]["losses_nats"] for folder in (final, trained)
@@ -145,34 +141,31 @@ def test_run_that_was_killed_resumes_at_its_newest_whole_checkpoint_and_ends_the
     assert losses == expected and [step for step, _ in losses] == [25, 50, 75, 100]
     assert final.with_name("contrastive.png").read_bytes().startswith(b"\x89PNG")
     assert not newest.parent.exists()
-    train(place, tmp_path)
-    assert f"{final} is there already" in capsys.readouterr().out
+    train(inputs, tmp_path)
+    assert f"{final} already exists" in capsys.readouterr().out
 
 
-def test_model_of_other_settings_or_texts_is_not_replaced(place, trained, tmp_path, monkeypatch):
+def test_final_folder_of_other_settings_or_data_is_not_replaced(inputs, trained, tmp_path, monkeypatch):
     output, data = trained.parents[1], tmp_path / "data"
     before = fingerprint(trained)
-    shutil.copytree(place / "data", data)
+    shutil.copytree(inputs / "data", data)
     write_jsonl(data / "SMALL.jsonl", make_pairs(100, negatives=1, seed=123))
-    write_yaml(tmp_path / "run.yaml")
-    text = (tmp_path / "run.yaml").read_text()
-    (tmp_path / "run.yaml").write_text(text.replace("divisor: 4", "divisor: 2"))
-    for change in ({"seed": 1}, {"steps": 50}, {"data_dir": data}, {"config": str(tmp_path / "run.yaml")}):
+    other_yaml = write_yaml(tmp_path / "run.yaml")
+    other_yaml.write_text(other_yaml.read_text().replace("divisor: 4", "divisor: 2"))
+    for change in ({"seed": 1}, {"steps": 50}, {"data_dir": data}, {"config": str(other_yaml)}):
         with pytest.raises(OutputError, match="was made with other settings or data"):
-            train(place, output, **change)
-    monkeypatch.setattr(embed, "key_of", lambda _: "stale")  # left by a start that was killed
+            train(inputs, output, **change)
+    # Checkpoints of a killed run do not change that.
+    monkeypatch.setattr(embed, "key_of", lambda _: "stale")
     (trained.with_name("contrastive") / "stale").mkdir()
     with pytest.raises(OutputError, match="was made with other settings or data"):
-        train(place, output, seed=1)
+        train(inputs, output, seed=1)
     assert fingerprint(trained) == before
 
 
-def test_weights_are_float32_whatever_the_folder_holds(place, tmp_path):
-    shutil.copytree(place / "bert", tmp_path / "bert")
-    BertForMaskedLM.from_pretrained(place / "bert", dtype=torch.bfloat16).save_pretrained(tmp_path / "bert")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "bert" / "model.safetensors").values()} == {torch.bfloat16}
-    model = load_sentence_transformer(tmp_path / "bert", max_length=16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    save_final(model, tmp_path / "bert", tmp_path / "final")
-    written = load_file(tmp_path / "final" / "model.safetensors")
-    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+def test_weights_are_float32_even_if_the_folder_has_bfloat16(inputs, tmp_path):
+    shutil.copytree(inputs / "bert", tmp_path / "bert")
+    BertForMaskedLM.from_pretrained(inputs / "bert", dtype=torch.bfloat16).save_pretrained(tmp_path / "bert")
+    save_final(load_sentence_transformer(tmp_path / "bert", max_length=16), tmp_path / "bert", tmp_path / "final")
+    for name, dtype in (("bert", torch.bfloat16), ("final", torch.float32)):
+        assert {tensor.dtype for tensor in load_file(tmp_path / name / "model.safetensors").values()} == {dtype}

@@ -1,45 +1,90 @@
-"""Rows of contrastive fine-tuning: files of one's own, and datasets of the Hub, for which a folder does here."""
+"""The YAML file of contrastive fine-tuning, and pairs from local files and from folders in place of the Hub."""
+
+from pathlib import Path
 
 import datasets
 import pytest
-from unit.evaluation.contrastive_place import make_pairs, write_jsonl
+from unit.evaluation.contrastive_inputs import make_pairs, write_card, write_jsonl
 
-from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.embed_data import DatasetSource, fetch_pairs, find_local, load_pairs
+from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.evaluation.embed_data import DatasetSource, fetch_pairs, find_local, load_pairs, read_config
 
-ROWS = make_pairs(7, negatives=2, seed=5)
+PAIRS = make_pairs(7, negatives=2, seed=5)
+RECIPE = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
+# Of the released code, which has no divisors for the datasets that only the paper names.
+DIVISORS = {"ALLNLI": 2, "AMAZONQA": 2, "CONCURRENTQA": 21, "FEVER": 2, "GITHUBISSUE": 2, "GOOAQ": 7, "MSMARCO": 2}
+DIVISORS |= {"PAQ": 2, "PUBMEDQA": 22, "QQP": 50, "SENTENCECOMP": 2, "STACKEXCHANGE": 2, "STACKOVERFLOW": 50}
+DIVISORS |= {"STS12": 2, "STSBENCHMARK": 2, "TRIVIAQA": 3, "WIKIHOW": 2}
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def separate_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-def test_both_forms_give_the_same_rows_and_a_changed_file_is_read_again(tmp_path):
-    write_jsonl(tmp_path / "A.jsonl", ROWS)
-    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "B.parquet")
+def test_recipe_has_the_papers_settings_and_datasets():
+    config = read_config(RECIPE)
+    training = config.training
+    assert (training.steps, training.alpha, training.temperature) == (2000, 0.5, 0.07)
+    assert {key: config.datasets[key].divisor for key in DIVISORS} == DIVISORS
+    paper_only = {"AGNEWS", "MEDMCQA", "MEDMCQACLUST", "NPR", "YAHOOCLUST"}
+    assert set(config.datasets) == DIVISORS.keys() | paper_only
+    assert {key for key, source in config.datasets.items() if not source.default} == {"MEDMCQACLUST", "YAHOOCLUST"}
+    assert all(source.hub for source in config.datasets.values() if source.default)
+    assert len({source.instruction for source in config.datasets.values()}) == 22 - 2, "two pairs share an instruction"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("training: {temprature: 0.1}", "unknown field `temprature`.*training"),
+        ("training: {alpha: -1}", "training.alpha"),
+        ("training: {warmup_ratio: 2}", "training.warmup_ratio"),
+        ("training: {instructions: corpus}", "'corpus'.*training.instructions"),
+        ("datasets: {KEY: {divisor: 0, instruction: a}}", "divisor"),
+        ("datasets: {KEY: {divisor: 1, instruction: a, hub: b, query: c}}", "hub b without query and positive"),
+        (
+            "datasets: {KEY: {divisor: 1, instruction: a, hub: b, retrieval: true, query: c}}",
+            "retrieval: true has fixed columns",
+        ),
+        ("datasets: {KEY: {divisor: 1}}", "missing required field `instruction`"),
+        *((text, r"run\.yaml") for text in ("", "training: {}", "a: [", "training: {}\ndatasets: {}", "\x00")),
+    ],
+)
+def test_unknown_or_invalid_setting_is_refused_by_name(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path / "run.yaml")
+
+
+def test_number_that_yaml_reads_as_a_string_is_accepted(tmp_path):
+    (tmp_path / "run.yaml").write_text("{training: {learning_rate: 1e-3}, datasets: {A: {divisor: 1, instruction: a}}}")
+    assert read_config(tmp_path / "run.yaml").training.learning_rate == 1e-3
+
+
+# --- local files
+
+
+def test_both_formats_give_the_same_pairs_and_a_changed_file_is_read_again(tmp_path):
+    write_jsonl(tmp_path / "A.jsonl", PAIRS)
+    datasets.Dataset.from_list(PAIRS).to_parquet(tmp_path / "B.parquet")
     paths = find_local(tmp_path, ["A", "B"])
-    assert [load_pairs(path).to_list() for path in paths.values()] == [ROWS, ROWS]
-    assert load_pairs(paths["A"], limit=3).to_list() == ROWS[:3]
-    write_jsonl(paths["A"], ROWS[:2])
-    assert load_pairs(paths["A"]).to_list() == ROWS[:2]
+    assert [load_pairs(path).to_list() for path in paths.values()] == [PAIRS, PAIRS]
+    assert load_pairs(paths["A"], limit=3).to_list() == PAIRS[:3]
+    write_jsonl(paths["A"], [{"query": "a", "positive": "b"}])
+    assert load_pairs(paths["A"]).to_list() == [{"query": "a", "positive": "b", "negatives": []}]
 
 
-def test_pairs_without_negatives_need_no_such_column(tmp_path):
-    write_jsonl(tmp_path / "KEY.jsonl", [{"query": "a", "positive": "b"}])
-    assert load_pairs(tmp_path / "KEY.jsonl").to_list() == [{"query": "a", "positive": "b", "negatives": []}]
-
-
-def test_rows_without_a_pair_and_useless_negatives_are_left_out(tmp_path, capfd):
+def test_rows_without_a_pair_and_empty_or_repeated_negatives_are_dropped(tmp_path, capfd):
     good = {"query": " a ", "positive": "b", "negatives": ["c", "c", "", "b", "a", "d"]}
     bad = [{"query": "", "positive": "b", "negatives": []}, {"query": "a", "positive": None, "negatives": []}]
     write_jsonl(tmp_path / "KEY.jsonl", [good, *bad])
     assert load_pairs(tmp_path / "KEY.jsonl").to_list() == [{"query": "a", "positive": "b", "negatives": ["c", "d"]}]
-    assert "KEY: 2 of 3 rows left out" in capfd.readouterr().err
+    assert "KEY: dropped 2 of 3 rows" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("KEY.jsonl", b'{"title": "a", "positive": "b"}', "has the columns title, positive, but no query"),
         ("KEY.jsonl", b'{"query": "a", "positive": ""}', "no row with a query and a positive"),
@@ -47,33 +92,32 @@ def test_rows_without_a_pair_and_useless_negatives_are_left_out(tmp_path, capfd)
         ("KEY.parquet", b"PAR1 and no more", r"KEY\.parquet cannot be read"),
     ],
 )
-def test_file_without_pairs_is_refused_by_name(tmp_path, name, content, said):
+def test_file_without_pairs_is_refused_by_name(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         load_pairs(tmp_path / name)
 
 
-# --- fetching
+# --- downloads
 
 
-def fetched(folder, **columns):
-    given = {"query": "question", "positive": "answers.0.text", "negatives": "wrong.*"}
-    source = DatasetSource(divisor=2, instruction="", hub=str(folder), **{**given, **columns})
+def fetch(hub, **columns):
+    defaults = {"query": "question", "positive": "answers.0.text", "negatives": "wrong.*"}
+    source = DatasetSource(divisor=2, instruction="", hub=str(hub), **{**defaults, **columns})
     return fetch_pairs("KEY", source).to_list()
 
 
-def test_columns_are_found_by_their_paths(tmp_path):
+def test_columns_are_read_by_their_paths(tmp_path):
     rows = [
-        {"question": row["query"], "answers": [{"text": row["positive"]}, {"text": "more"}], "wrong": row["negatives"]}
-        for row in ROWS
+        {"question": pair["query"], "answers": [{"text": pair["positive"]}, {"text": "b"}], "wrong": pair["negatives"]}
+        for pair in PAIRS
     ]
-    (tmp_path / "hub").mkdir()
-    write_jsonl(tmp_path / "hub" / "train.jsonl", rows)
-    assert fetched(tmp_path / "hub") == ROWS
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    assert fetch(tmp_path) == PAIRS
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"title": "a", "body": "b"}, "has the columns title, body, but neither question"),
         ({"question": "a", "answers": "b", "wrong": []}, "has no answers.0.text: there is no '0'"),
@@ -82,46 +126,37 @@ def test_columns_are_found_by_their_paths(tmp_path):
         ({"question": "", "answers": [{"text": "b"}], "wrong": []}, "no row with a query and a positive"),
     ],
 )
-def test_other_columns_are_refused_by_name(row, said, tmp_path):
-    (tmp_path / "hub").mkdir()
-    write_jsonl(tmp_path / "hub" / "train.jsonl", [row])
-    with pytest.raises(DataError, match=said):
-        fetched(tmp_path / "hub")
+def test_column_that_is_missing_or_not_a_text_is_refused_by_name(row, message, tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [row])
+    with pytest.raises(DataError, match=message):
+        fetch(tmp_path)
 
 
-def test_rows_are_kept_above_the_score(tmp_path):
-    (tmp_path / "hub").mkdir()
+def test_only_rows_with_a_higher_score_are_used(tmp_path):
     rows = [{"a": f"a{score}", "b": "b", "score": score} for score in (3.9, 4, 4.1, 5)]
-    write_jsonl(tmp_path / "hub" / "train.jsonl", rows)
-    pairs = fetched(tmp_path / "hub", query="a", positive="b", negatives=(), score="score", above=4.0)
-    assert [row["query"] for row in pairs] == ["a4.1", "a5"]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    pairs = fetch(tmp_path, query="a", positive="b", negatives=(), score="score", above=4.0)
+    assert [pair["query"] for pair in pairs] == ["a4.1", "a5"]
 
 
-def test_two_configs_of_a_repository_follow_each_other(tmp_path):
-    hub = tmp_path / "hub"
-    for name, number in (("body", 1), ("title", 3), ("post", 2)):
-        (hub / name).mkdir(parents=True)
-        write_jsonl(hub / name / "train.jsonl", [{f"{name}1": f"{name} a{number}", f"{name}2": f"b{number}"}])
-    listed = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("body", "post", "title"))
-    (hub / "README.md").write_text(f"---\nconfigs:\n{listed}---\n", encoding="utf-8")
+def test_configs_of_a_dataset_are_concatenated(tmp_path):
+    for name in ("body", "title", "post"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{f"{name}1": f"{name} a", f"{name}2": "b"}])
+    write_card(tmp_path, {name: {"train": name} for name in ("body", "title", "post")})
     columns = {"query": ("body1", "post1"), "positive": ("body2", "post2"), "negatives": ()}
-    found = fetched(hub, configs=("body", "post"), **columns)
-    assert [row["query"] for row in found] == ["body a1", "post a2"]
+    pairs = fetch(tmp_path, configs=("body", "post"), **columns)
+    assert [pair["query"] for pair in pairs] == ["body a", "post a"]
 
 
-def test_judgements_are_joined_with_queries_and_corpus(tmp_path):
-    hub = tmp_path / "hub"
+def test_relevance_judgements_are_joined_with_queries_and_documents(tmp_path):
     tables = {
-        "default/train": [("query-id", "corpus-id", "score"), ("q1", "d2", 1), ("q2", "d1", 0), ("q2", "d3", 1)],
-        "queries/queries": [("_id", "text"), ("q1", "who"), ("q2", "what")],
-        "corpus/corpus": [("_id", "title", "text"), ("d1", "x", "no"), ("d2", "y", "me"), ("d3", "z", "this")],
+        "qrels": [("query-id", "corpus-id", "score"), ("q1", "d2", 1), ("q2", "d1", 0), ("q2", "d3", 1)],
+        "queries": [("_id", "text"), ("q1", "who"), ("q2", "what")],
+        "corpus": [("_id", "title", "text"), ("d1", "x", "no"), ("d2", "y", "me"), ("d3", "z", "this")],
     }
-    configs = ""
     for name, (columns, *rows) in tables.items():
-        (hub / name).parent.mkdir(parents=True)
-        write_jsonl(hub / f"{name}.jsonl", [dict(zip(columns, row, strict=True)) for row in rows])
-        config, split = name.split("/")
-        configs += f"- config_name: {config}\n  data_files:\n  - split: {split}\n    path: {name}.jsonl\n"
-    (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")
-    pairs = fetched(hub, retrieval=True, query=(), positive=(), negatives=())
-    assert [(row["query"], row["positive"]) for row in pairs] == [("who", "me"), ("what", "this")]
+        write_jsonl(tmp_path / f"{name}.jsonl", [dict(zip(columns, row, strict=True)) for row in rows])
+    splits = {"default": {"train": "qrels"}, "corpus": {"corpus": "corpus"}, "queries": {"queries": "queries"}}
+    write_card(tmp_path, splits)
+    pairs = fetch(tmp_path, retrieval=True, query=(), positive=(), negatives=())
+    assert [(pair["query"], pair["positive"]) for pair in pairs] == [("who", "me"), ("what", "this")]

@@ -1,50 +1,42 @@
-"""A whole evaluation: what is run, what is kept, what is run again, and what is refused before anything is."""
+"""Whole GLUE evaluations: which runs are executed, which results and weights are kept, and what is refused."""
 
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
-from unit.evaluation.glue_place import build_options, make_place
+from unit.evaluation.glue_inputs import build_options, write_inputs
 
 from megatron_neobert.errors import ConfigError, MissingInputError
-from megatron_neobert.evaluation import glue
-from megatron_neobert.evaluation.glue import evaluate
+from megatron_neobert.evaluation import sweep
+from megatron_neobert.evaluation.glue import evaluate, read_task
 from megatron_neobert.evaluation.ledger import LEDGER, Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.sweep import best_weights, last_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
-GRID = {"learning_rate": (3e-3, 1e-12)}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("glue"))
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("glue"))
 
 
-class Recorder:
-    """Progress, and on request an interruption after some runs."""
+def run(options, *, interrupt_after: int | None = None) -> list:
+    """Evaluate, and return task and point of every run; with `interrupt_after`, interrupt after that many runs."""
+    runs = []
 
-    def __init__(self, runs: int | None = None) -> None:
-        self.left, self.runs = runs, []
+    def record(_, run, outcome) -> None:
+        runs.append((run.task.name, run.point))
+        if len(runs) == interrupt_after:
+            raise KeyboardInterrupt
 
-    def __call__(self, task, done, total, run, outcome) -> None:
-        if run is not None:
-            self.runs.append((task, run.point))
-            if len(self.runs) == self.left:
-                raise KeyboardInterrupt
-
-
-def run(options, runs: int | None = None) -> list:
-    """Task and point of everything that is run before the end, or the interruption after some runs."""
-    recorder = Recorder(runs)
-    if runs is None:
-        evaluate(options, recorder)
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(options, recorder)
-    return recorder.runs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "show_progress", record)
+        with pytest.raises(KeyboardInterrupt) if interrupt_after else nullcontext():
+            evaluate(options)
+    return runs
 
 
 def folder_of(options):
@@ -60,96 +52,89 @@ def scores_of(options):
     return {task: result | {"seconds": 0.0, "kept": None} for task, result in tasks.items()}
 
 
+def ledger_of(options, task):
+    return Ledger(folder_of(options) / "glue" / task)
+
+
 def weights_of(options, task):
-    ledger = Ledger(folder_of(options) / "glue" / task)
+    ledger = ledger_of(options, task)
     return best_weights(ledger, last_sweep(ledger, fingerprint(options.model)))
 
 
-def test_interrupted_evaluation_resumes_and_ends_with_the_same_results_and_weights(place):
-    whole = build_options(place, "rte", output="whole", seeds=(0, 1), **GRID)
+def test_interrupted_evaluation_resumes_with_the_same_results_and_best_weights_and_takes_more_seeds(inputs):
+    whole = build_options(inputs, "rte", output="whole", seeds=(0, 1), learning_rate=(3e-3, 1e-12))
     assert len(run(whole)) == 4
-    broken = dataclasses.replace(whole, output=place / "broken")
-    first = run(broken, 2)
-    second = run(broken)
+    interrupted = dataclasses.replace(whole, output=inputs / "interrupted")
+    first, second = run(interrupted, interrupt_after=2), run(interrupted)
     assert len(first) == len(second) == 2 and not set(first) & set(second)
-    assert scores_of(broken) == scores_of(whole)
-    contents = [(weights_of(options, "rte") / "model.safetensors").read_bytes() for options in (whole, broken)]
+    assert scores_of(interrupted) == scores_of(whole)
+    contents = [(weights_of(options, "rte") / "model.safetensors").read_bytes() for options in (whole, interrupted)]
     assert contents[0] == contents[1]
-    assert run(broken) == []
-    runs = folder_of(broken) / "glue" / "rte" / "runs"
-    assert [path.name for path in runs.iterdir()] == [weights_of(broken, "rte").parent.name], "no loser's weights"
+    assert run(interrupted) == []
+    runs = folder_of(interrupted) / "glue" / "rte" / "runs"
+    assert [path.name for path in runs.iterdir()] == [weights_of(interrupted, "rte").parent.name], "only the best run"
+    more_seeds = dataclasses.replace(interrupted, seeds=(0, 1, 5))
+    assert [point.seed for _, point in run(more_seeds)] == [5, 5], "one run per learning rate"
+    assert scores_of(more_seeds)["rte"]["seeds"] == [0, 1, 5]
+    lines = ledger_of(more_seeds, "rte").lines
+    averages = [line["result"]["average"] for line in lines.values() if "point" in line["unit"]]
+    assert lines[weights_of(more_seeds, "rte").parent.name]["result"]["average"] == max(averages)
 
 
-def test_evaluation_is_extended_by_seeds_and_keeps_the_best_weights(place):
-    options = build_options(place, "rte", output="seeds")
-    run(options)
-    assert [point.seed for _, point in run(dataclasses.replace(options, seeds=(0, 5)))] == [5]
-    assert scores_of(options)["rte"]["seeds"] == [0, 5]
-    averages = {
-        line["unit"]["point"]["seed"]: line["result"]["average"]
-        for line in Ledger(folder_of(options) / "glue" / "rte").lines.values()
-        if "point" in line["unit"]
-    }
-    ledger = Ledger(folder_of(options) / "glue" / "rte")
-    kept = ledger.lines[weights_of(options, "rte").parent.name]
-    assert kept["result"]["average"] == max(averages.values())
-
-
-def test_other_settings_are_measured_beside_the_earlier_ones_whose_weights_and_origin_stay(place):
-    options = build_options(place, "sst2", output="settings")
-    other = dataclasses.replace(options, epochs=2)
+def test_other_settings_are_measured_separately_and_leave_earlier_weights_and_origin(inputs):
+    options = build_options(inputs, "sst2", output="settings")
+    changed = dataclasses.replace(options, epochs=2)
     assert len(run(options)) == 1
     path = folder_of(options) / "glue" / "sst2" / LEDGER
-    before = json.loads(path.read_text().splitlines()[-1])["origin"]["machine"]
-    path.write_text(path.read_text().replace(before, "another machine"))
-    first, weights = scores_of(options), weights_of(options, "sst2")
-    assert len(run(other)) == 1
-    assert record_of(other)["settings"]["sst2"]["protocol"]["epochs"] == 2
-    assert record_of(other)["machine"] == before
+    machine = json.loads(path.read_text().splitlines()[-1])["origin"]["machine"]
+    path.write_text(path.read_text().replace(machine, "another machine"))
+    scores, weights = scores_of(options), weights_of(options, "sst2")
+    assert len(run(changed)) == 1
+    assert record_of(changed)["settings"]["sst2"]["protocol"]["epochs"] == 2
+    assert record_of(changed)["machine"] == machine
     assert run(options) == []
-    assert scores_of(options) == first
+    assert scores_of(options) == scores
     assert record_of(options)["machine"] == "another machine"
     assert weights_of(options, "sst2") == weights and (weights / "model.safetensors").is_file()
     shutil.rmtree(weights)
-    assert run(options) == [], "who needs no weights may remove them"
+    assert run(options) == [], "the user may remove weights"
     assert record_of(options)["results"]["tasks"]["sst2"]["kept"] is None
 
 
-def test_changed_data_of_the_same_number_of_rows_is_measured_again(place, tmp_path):
-    shutil.copytree(place / "glue", tmp_path / "glue")
-    shutil.copytree(place / "model", tmp_path / "model")
+def test_changed_data_is_measured_again(inputs, tmp_path):
+    shutil.copytree(inputs / "glue", tmp_path / "glue")
+    shutil.copytree(inputs / "model", tmp_path / "model")
     options = build_options(tmp_path, "sst2")
     assert len(run(options)) == 1
     path = tmp_path / "glue" / "SST-2" / "train.csv"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], *reversed(lines[1:])]) + "\n")
-    glue._read.cache_clear()  # as in another process
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header, *reversed(lines)]) + "\n")
+    read_task.cache_clear()  # a new command starts without the cache
     assert len(run(options)) == 1
 
 
 @pytest.mark.slow
-def test_tasks_that_follow_start_from_the_best_model_of_a_finished_mnli_sweep(place):
-    options = build_options(place, "stsb", "mnli", output="transfer", no_transfer=False)
+def test_transfer_starts_from_the_best_weights_of_the_last_finished_mnli_sweep(inputs):
+    options = build_options(inputs, "stsb", "mnli", output="transfer", no_transfer=False)
     assert [task for task, _ in run(options)] == ["mnli", "stsb"]
     record, best = record_of(options), weights_of(options, "mnli")
     assert record["settings"]["stsb"]["start"] == str(best)
     assert [record["settings"][task]["from_mnli"] for task in ("mnli", "stsb")] == [False, True]
     assert record["results"]["missing"] == ["qnli", "qqp", "rte", "sst2", "mrpc", "cola"]
-    before = fingerprint(best)
-    more = dataclasses.replace(options, tasks=("mnli",), seeds=(1, 2, 3), learning_rate=(3e-3, 1e-2))
-    run(more, 5)  # of six
+    best_fingerprint = fingerprint(best)
+    unfinished = dataclasses.replace(options, tasks=("mnli",), seeds=(1, 2, 3), learning_rate=(3e-3, 1e-2))
+    run(unfinished, interrupt_after=5)  # of six
     later = dataclasses.replace(options, tasks=("rte",), learning_rate=(3e-3, 1e-12))
     assert len(run(later)) == 2
-    started = last_sweep(Ledger(folder_of(options) / "glue" / "rte"), fingerprint(options.model))["unit"]["start"]
-    assert started == before, "the best run of the unfinished sweep is not taken"
+    assert last_sweep(ledger_of(options, "rte"), fingerprint(options.model))["unit"]["start"] == best_fingerprint
     assert set(record_of(options)["results"]["tasks"]) == {"mnli", "rte", "stsb"}
     shutil.rmtree(weights_of(options, "mnli"))
     with pytest.raises(MissingInputError, match="mnli: the best weights are gone"):
         run(dataclasses.replace(later, epochs=2))
 
 
-def test_transfer_without_a_finished_mnli_sweep_is_refused_with_the_ways_out(place):
-    options = build_options(place, "rte", "sst2", output="none", no_transfer=False)
-    run(dataclasses.replace(options, tasks=("mnli",), seeds=(0, 1)), 1)
+def test_transfer_without_a_finished_mnli_sweep_is_refused_with_the_remedies(inputs):
+    options = build_options(inputs, "rte", "sst2", output="none", no_transfer=False)
+    run(dataclasses.replace(options, tasks=("mnli",), seeds=(0, 1)), interrupt_after=1)
     with pytest.raises(ConfigError, match=r"--tasks: .* no sweep of MNLI is finished .*--no-transfer"):
-        evaluate(options, Recorder())
+        evaluate(options)

@@ -1,4 +1,4 @@
-"""A BERT of 2 layers x 32 with dropout and a vocabulary of its own, as a folder."""
+"""A folder with a BERT of 2 layers x 32, with dropout and its own vocabulary."""
 
 from collections.abc import Sequence
 from pathlib import Path

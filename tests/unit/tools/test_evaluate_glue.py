@@ -8,14 +8,14 @@ import psutil
 import pytest
 import torch
 from commands import ENVIRONMENT, call, command_line
-from unit.evaluation.glue_place import make_place
+from unit.evaluation.glue_inputs import write_inputs
 
 SETTINGS = ("--tasks", "rte", "--no-transfer", "--epochs", "1", "--batch-size", "8", "--learning-rate", "3e-3")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("glue"))
+    return write_inputs(tmp_path_factory.mktemp("glue"))
 
 
 def arguments_of(place, output, *more):

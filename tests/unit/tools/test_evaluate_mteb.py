@@ -10,7 +10,7 @@ from commands import ENVIRONMENT, call, run
 
 pytest.importorskip("mteb")
 
-from unit.evaluation.mteb_places import make_encoder, write_hub, write_pairs
+from unit.evaluation.mteb_inputs import make_encoder, write_hub, write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate
     assert output.startswith("1/3 SICK-R: failed (")
     assert "1 of 3 could not be fetched (SICK-R)" in errors
     code, output, errors = call(*fetch, "BIOSSES", "NFCorpus")
-    assert (code, output.count("there already")) == (0, 2), errors
+    assert (code, output.count("already fetched")) == (0, 2), errors
 
     tasks = ("--tasks", "NFCorpus", "BIOSSES", "local:sts")
     _, output, _ = evaluate(*tasks)
@@ -88,7 +88,7 @@ def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(tmp_pa
     ("arguments", "code", "said"),
     [
         (("--tasks", "STS99"), 2, "no such task; did you mean"),
-        (("--tasks", "local:nothing"), 66, "data/nothing is no folder with"),
+        (("--tasks", "local:nothing"), 66, "data/nothing is not a folder with"),
         (("--instructions", "nothing.yaml"), 66, "--instructions nothing.yaml: no such file"),
         (("--device", "cuda:99"), 2, "--device cuda:99: torch sees "),
     ],

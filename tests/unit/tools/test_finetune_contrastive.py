@@ -7,7 +7,7 @@ import datasets
 import pytest
 import yaml
 from commands import call
-from unit.evaluation.contrastive_place import make_pairs, write_datasets, write_encoder, write_jsonl, write_yaml
+from unit.evaluation.contrastive_inputs import make_pairs, write_datasets, write_encoder, write_jsonl, write_yaml
 
 from megatron_neobert.cli import build_parser
 from megatron_neobert.evaluation.ledger import read_record

@@ -1,0 +1,62 @@
+"""Inputs for tests of contrastive fine-tuning: a tiny encoder, datasets of made-up words, and a YAML file."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import yaml
+from unit.evaluation.tiny_bert import write_bert
+
+WORDS = [first + second for first in "bcdfghklmn" for second in ("a", "e", "i", "o", "u")]
+INSTRUCTIONS = {"LARGE": "find :", "SMALL": "similar :", "HARD": "other :"}
+
+
+def write_encoder(folder: Path) -> Path:
+    """Write a BERT with dropout, so that a resumed run needs the state of the random generators."""
+    return write_bert(folder, ["find", "similar", "other", ":", *WORDS], positions=32)
+
+
+def make_pairs(count: int, *, negatives: int, seed: int) -> list[dict[str, Any]]:
+    """Return pairs whose texts share half of their words, with up to `negatives` random hard negatives each."""
+    draw = random.Random(seed)
+    pairs = []
+    for _ in range(count):
+        common = draw.sample(WORDS, 3)
+        query, positive = (" ".join(common + draw.sample(WORDS, 3)) for _ in range(2))
+        hard_negatives = [" ".join(draw.sample(WORDS, 5)) for _ in range(draw.randrange(negatives + 1))]
+        pairs.append({"query": query, "positive": positive, "negatives": hard_negatives})
+    return pairs
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_card(folder: Path, splits: dict[str, dict[str, str]]) -> None:
+    """Write a dataset card that names the JSON Lines file of every config and split."""
+    lines = ["---", "configs:"]
+    for config, files in splits.items():
+        lines += [f"- config_name: {config}", "  data_files:"]
+        lines += [line for split, file in files.items() for line in (f"  - split: {split}", f"    path: {file}.jsonl")]
+    (folder / "README.md").write_text("\n".join([*lines, "---"]) + "\n")
+
+
+def write_datasets(folder: Path) -> Path:
+    """Write LARGE with 400 pairs, SMALL with 100, and HARD with 25 and hard negatives."""
+    for number, (key, count, negatives) in enumerate((("LARGE", 400, 0), ("SMALL", 100, 1), ("HARD", 25, 3))):
+        write_jsonl(folder / f"{key}.jsonl", make_pairs(count, negatives=negatives, seed=number))
+    return folder
+
+
+def write_yaml(path: Path, **changes: Any) -> Path:
+    """Write a file of 100 training steps with the three datasets; `changes` replace training settings."""
+    sources = {
+        key: {"divisor": divisor, "instruction": INSTRUCTIONS[key]}
+        for key, divisor in (("LARGE", 2), ("SMALL", 2), ("HARD", 4))
+    }
+    training = {"steps": 100, "batch_size": 32, "learning_rate": 3.0e-3, "log_interval": 25, "save_interval": 50}
+    content = {"training": training | changes, "datasets": sources}
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
