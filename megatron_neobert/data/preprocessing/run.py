@@ -188,9 +188,9 @@ def _join_chunks(
             dropped=dict(sorted(counts.dropped.items())),
             tokenizer_backends=dict(sorted(backends.items())),
             quarantined={
-                label: QuarantinedShard(version.bytes, damaged[label])
-                for path, version in plan.versions.items()
-                if (label := input_label(path)) in damaged
+                name: QuarantinedShard(version.bytes, damaged[name])
+                for name, version in zip(map(input_label, plan.versions), plan.versions.values(), strict=True)
+                if name in damaged
             },
         ),
         folder=plan.files.partial,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from unit.data.preprocess_place import Place
+from unit.data.preprocess_workspace import Workspace
 from unit.data.small_corpus import write_attributes, write_vocabulary
 
 from megatron_neobert.config.data_path import curve_names
@@ -18,7 +18,7 @@ from megatron_neobert.errors import DataError, MissingInputError
 @pytest.fixture
 def place(tmp_path):
     """Two corpora of one tokenizer: `run` for training, and what --split-validation holds out of it."""
-    place = Place(tmp_path)
+    place = Workspace(tmp_path)
     place.add_texts("a.jsonl", *("hello " * count for count in range(1, 201)))
     place.run(split_validation=0.2)
     return place
@@ -75,7 +75,7 @@ def test_corpus_for_validation_needs_the_same_tokenizer_and_must_exist(place):
         with pytest.raises(MissingInputError, match=words):
             open_inputs(settings(place, valid_data_path=(str(path),)))
     (place.folder / "other").mkdir()
-    other = Place(place.folder / "other")
+    other = Workspace(place.folder / "other")
     write_vocabulary(other.vocab, ["hello"])
     other.add_texts("a.jsonl", "hello")
     other.run()
