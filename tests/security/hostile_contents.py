@@ -123,7 +123,7 @@ TOKENIZER_CONFIGS = [
         ("[]", "expected a JSON object, found list"),
         ("[" * 100_000, "not readable as JSON"),
         ('{"a": ' + "1" * 5000 + "}", "4300 digits"),
-        (b"\xff\xfe{\x00}\x00", "not UTF-8 at byte 0"),
+        (b"\xff\xfe{\x00}\x00", "can't decode byte 0xff in position 0"),
     )
 ]
 IDS = {name: id_ for id_, name in enumerate(SPECIAL)}

@@ -141,8 +141,7 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
         # A table or archive without its magic bytes can only be the wrong --input-format.
         if head and file_format in _FORMAT_MAGIC.values() and file_format != magic_format:
             raise DataError(
-                f"{path} does not begin like a {file_format} file, but --input-format is {file_format}; "
-                "leave --input-format out"
+                f"{path} has no {file_format} header, but --input-format is {file_format}; leave --input-format out"
             )
     if compression is not None and file_format in ("parquet", "arrow"):
         raise DataError(f"{path} is a {compression}-compressed {file_format} file; decompress it")

@@ -217,18 +217,22 @@ class ChunkStream(io.RawIOBase):
         """
         if self._damage is not None:
             raise self._damage
-        content = bytearray()
+        blocks: list[bytes] = []
+        missing = size
         try:
-            while (missing := size - len(content)) > 0 and (block := self._rest or next(self._blocks, b"")):
-                content += block[:missing]
+            while missing and (block := self._rest or next(self._blocks, b"")):
+                blocks.append(block[:missing])
                 self._rest = block[missing:]
+                missing -= len(blocks[-1])
         except DamagedStream as damage:
-            if not content:
+            if not blocks:
                 raise
             self._damage = damage
+        # A single block is not copied.
+        content = blocks[0] if len(blocks) == 1 else b"".join(blocks)
         if self._may_have_mark:
             content, self._may_have_mark = content.removeprefix(BYTE_ORDER_MARK), False
-        return bytes(content)
+        return content
 
     def readable(self) -> bool:
         return True

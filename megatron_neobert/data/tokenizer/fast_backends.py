@@ -243,12 +243,12 @@ def check_on_probe(name: str, tokenizer: Tokenizer, encode: EncodeTexts) -> None
 
 
 def _compare(
-    name: str, tokenizer: Tokenizer, texts: Sequence[str], found: EncodedBatch, expected: EncodedBatch
+    name: str, tokenizer: Tokenizer, texts: Sequence[str], batch: EncodedBatch, expected: EncodedBatch
 ) -> None:
     """Raise BackendMismatch with the first difference between the ids of a fast back end and the reference."""
-    if np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.ids, expected.ids):
+    if np.array_equal(batch.lengths, expected.lengths) and np.array_equal(batch.ids, expected.ids):
         return
-    split = (np.split(batch.ids, np.cumsum(batch.lengths)[:-1]) for batch in (found, expected))
+    split = (np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]) for encoded in (batch, expected))
     text, ids, expected_ids = next(row for row in zip(texts, *split, strict=True) if not np.array_equal(*row[1:]))
     pairs = zip_longest(ids.tolist(), expected_ids.tolist())
     token = next(number for number, (id_, expected_id) in enumerate(pairs) if id_ != expected_id)

@@ -167,9 +167,9 @@ def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tok
     # bert-base-uncased has ℝ, for which isupper() is True although lower() does not change it.
     upper = [piece for piece in pieces if piece != piece.lower() and piece[0] + piece[-1] not in ("[]", "<>")]
     if not tokenizer_type.startswith("BertWordPiece"):
-        return not upper if declared is None else bool(declared)
+        return not upper if declared is None else declared
     lower_case = tokenizer_type == "BertWordPieceLowerCase"
-    if declared is not None and bool(declared) != lower_case:
+    if declared not in (None, lower_case):
         raise ConfigError(
             f"--tokenizer-type {tokenizer_type} contradicts {path.parent / 'tokenizer_config.json'}, which has "
             f"do_lower_case {json.dumps(declared)}; change one of them, or use --tokenizer-type auto"
@@ -189,8 +189,7 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         if not is_character_map(rules):
             raise DataError(f"{path}: precompiled_charsmap is truncated or damaged; fetch the file again")
     # The template of a post-processor may leave out the text itself, even without special tokens.
-    if "post_processor" in state:
-        state["post_processor"] = None
+    state.pop("post_processor", None)
     try:
         backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     except BaseException as error:
@@ -268,12 +267,6 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_whole(path).decode())
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); fetch the file again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}; fetch the file again") from error
     except ValueError as error:
         raise DataError(f"{path}: not readable as JSON ({error}); fetch the file again") from error
     if not isinstance(content, dict):

@@ -59,9 +59,8 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens, by role."""
-        ids = {role: self.backend.token_to_id(name) for role, name in self.special_names.items()}
-        assert None not in ids.values(), f"{ids=}: special tokens are missing among the {self.vocab_size} pieces"
-        return ids
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        return {role: vocabulary[name] for role, name in self.special_names.items()}
 
     @property
     def cls_id(self) -> int:

@@ -116,7 +116,7 @@ def test_name_decides_if_no_line_is_an_object(tmp_path):
 def test_input_format_overrides_recognition_except_for_tables(tmp_path):
     (tmp_path / "input").write_bytes(JSON_LINES)
     assert texts_of(tmp_path / "input", input_format="text") == [JSON_LINES.decode()]
-    with pytest.raises(DataError, match="input does not begin like a parquet file, but --input-format is parquet"):
+    with pytest.raises(DataError, match="input has no parquet header, but --input-format is parquet"):
         read(tmp_path / "input", input_format="parquet")
 
 

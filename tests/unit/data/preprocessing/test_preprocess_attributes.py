@@ -97,20 +97,6 @@ def test_attributes_have_the_same_bytes_for_any_number_of_workers_and_a_split_ke
     assert all(both) and Counter(both[0] + both[1]) == Counter(attributes_of(workspace.corpus()))
 
 
-def test_headers_of_web_archives_are_attributes(workspace):
-    record = (
-        b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\n%sContent-Length: 5\r\n\r\nhello\r\n\r\n"
-    )
-    languages = [b"eng", b"eng", b"deu", None]
-    headers = [b"" if language is None else b"WARC-Language: %s\r\n" % language for language in languages]
-    for file in workspace.inputs.iterdir():
-        file.unlink()
-    (workspace.inputs / "a.wet").write_bytes(b"".join(record % header for header in headers))
-    workspace.run(record_keys=("WARC-Language",))
-    table = pq.read_table(workspace.corpus().files.attributes)
-    assert table["WARC_Language"].to_pylist() == ["eng", "eng", "deu", None]
-
-
 def test_overwriting_a_corpus_removes_its_attributes(workspace):
     workspace.run("fresh")
     workspace.run(record_keys=("meta.from",))

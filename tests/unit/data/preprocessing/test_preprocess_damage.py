@@ -27,13 +27,12 @@ def add_damaged_inputs(workspace):
         (workspace.inputs / name).write_bytes(gzip.compress(b'{"content": "hello"}\n' * 1000)[:-20])
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_damaged_inputs_are_reported_together_after_all_others_are_finished(workspace, workers):
+def test_damaged_inputs_are_reported_together_after_all_others_are_finished(workspace):
     add_damaged_inputs(workspace)
     with pytest.raises(
         DataError, match=r"(?s)2 of 5 input files .*/b\.gz: .*\n.*/d\.json: .*With --quarantine"
     ) as caught:
-        workspace.run(workers=workers, max_error_rate=0.5)
+        workspace.run(max_error_rate=0.5)
     assert len(str(caught.value).splitlines()) == 3
     folder = workspace.folder / "out" / "run_content_document.partial"
     assert len(list(folder.glob("*.done"))) == 3

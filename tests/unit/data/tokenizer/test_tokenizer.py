@@ -7,8 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import models
 from unit.data.small_corpus import ROBERTA, SPECIAL, byte_level_backend, write_vocabulary
 
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
@@ -80,21 +78,6 @@ def test_text_of_a_special_token_stays_text(vocab_txt, name, is_pickled):
     text_pieces = pieces(pickle.loads(pickle.dumps(tokenizer)) if is_pickled else load_tokenizer(vocab_txt), text)
     assert name not in text_pieces or name == "[UNK]"  # the letters U, N, K are unknown
     assert text_pieces[:2] == ["hello", "["] and text_pieces[-2:] == ["]", "world"]
-
-
-def test_special_token_that_a_unigram_model_has_as_a_piece_becomes_unknown(tmp_path):
-    names = ["<s>", "</s>", "<pad>", "<mask>", "<unk>"]
-    backend = tokenizers.Tokenizer(models.Unigram([*((name, 0.0) for name in names), ("a", -1.0)], unk_id=4))
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    control = tokenizer.backend
-    control.encode_special_tokens = True
-    assert control.encode("a<mask>a", add_special_tokens=False).ids == [
-        5,
-        3,
-        5,
-    ]  # 3 although special tokens are not parsed
-    assert encode(tokenizer, "a<mask>a") == [5, 4, 5]
 
 
 def test_empty_batch_and_texts_without_tokens_give_lengths_of_zero(vocab_txt):
