@@ -305,6 +305,6 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     yield from check_record_keys(settings.read.record_keys or ())
     if settings.ray_address is not None and settings.executor != "ray":
-        yield f"--ray-address {settings.ray_address} has no effect without --executor ray"
+        yield f"--ray-address {settings.ray_address} has no effect without --executor ray; add that flag"
     if settings.read.text_separator == "":
         yield "--text-separator is empty; leave it out if each file is one document"

@@ -142,12 +142,12 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
     for id_, piece in enumerate(piece.removesuffix("\r") for piece in pieces):
         if not piece:
             raise DataError(
-                f"{path}, line {id_ + 1} is empty, but each line of a vocab.txt is one piece; restore the file"
+                f"{path}, line {id_ + 1} is empty, but each line of a vocab.txt is one piece; correct the file"
             )
         if vocabulary.setdefault(piece, id_) != id_:
             raise DataError(
                 f"{path}, line {id_ + 1}: '{piece}' is also on line {vocabulary[piece] + 1}, but each piece has one "
-                "id; restore the file"
+                "id; correct the file"
             )
     unknown = next((name for name in STANDARD_NAMES["unk"] if name in vocabulary), STANDARD_NAMES["unk"][0])
     return build_bert_backend(
@@ -194,13 +194,15 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     except BaseException as error:
         raise_unless_library(error)
-        raise DataError(f"{path}: not a tokenizer.json ({error}); save it again with the tokenizers library") from error
+        raise DataError(
+            f"{path}: not a tokenizer.json ({error}); export it again with the tokenizers library"
+        ) from error
     for token in state.get("added_tokens", []):
         loaded = backend.token_to_id(token["content"])
         if loaded != token["id"]:
             raise DataError(
                 f"{path}: the added token '{token['content']}' has id {token['id']} instead of {loaded}; ids of added "
-                "tokens follow the vocabulary without gaps. Save the tokenizer again"
+                "tokens follow the vocabulary without gaps. Export the tokenizer again"
             )
     backend.no_truncation()
     backend.no_padding()
