@@ -112,18 +112,18 @@ def leave_the_vocabulary_and(config: str | bytes) -> Change:
 TOKENIZER_CONFIGS = [
     (leave_the_vocabulary_and(config), words)
     for config, words in (
-        ('{"auto_map": "AutoTokenizer"}', "auto_map asks for the tokenizer's own Python code"),
-        ('{"do_lower_case": "false"}', 'do_lower_case to be true, false or null, found "false"'),
-        ('{"mask_token": 7}', "mask_token to be the name of a token, found 7"),
-        ('{"cls_token": "\\ud800"}', "cls_token to be the name of a token, found"),
-        ('{"mask_token": {"content": null, "lstrip": true}}', "mask_token to be the name of a token"),
-        ('{"mask_token": "[PAD]"}', "'[PAD]' is the mask token and the pad token as well"),
-        ('{"unk_token": "[CLS]", "cls_token": "[UNK]"}', "writes '[UNK]' for unknown text, but '[CLS]' is the unknown"),
+        ('{"auto_map": "AutoTokenizer"}', "auto_map names Python code of the tokenizer"),
+        ('{"do_lower_case": "false"}', 'do_lower_case is "false", but must be true, false or null'),
+        ('{"mask_token": 7}', "mask_token is 7, but must be the name of a token"),
+        ('{"cls_token": "\\ud800"}', "cls_token is"),
+        ('{"mask_token": {"content": null, "lstrip": true}}', "but must be the name of a token"),
+        ('{"mask_token": "[PAD]"}', "'[PAD]' is the mask token and also the pad token"),
+        ('{"unk_token": "[CLS]", "cls_token": "[UNK]"}', "for unknown text, but the unknown token is '[CLS]'"),
         ('{"sep_token": "[NOWHERE]"}', "[NOWHERE] missing among 27 ids"),
         ("[]", "expected a JSON object, found list"),
         ("[" * 100_000, "not readable as JSON"),
         ('{"a": ' + "1" * 5000 + "}", "4300 digits"),
-        (b"\xff\xfe{\x00}\x00", "not UTF-8 at byte 0"),
+        (b"\xff\xfe{\x00}\x00", "can't decode byte 0xff in position 0"),
     )
 ]
 IDS = {name: id_ for id_, name in enumerate(SPECIAL)}
@@ -148,7 +148,7 @@ def precompiled(rules: bytes) -> dict[str, str]:
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(rules).decode()}
 
 
-CUT_OFF = "precompiled_charsmap is cut off or damaged"
+CUT_OFF = "precompiled_charsmap is truncated or damaged"
 HALF_AN_EXPRESSION = {"type": "Split", "pattern": {"Regex": "(["}, "behavior": "Isolated", "invert": False}
 TOKENIZER_JSON = [
     (state(normalizer=precompiled(b"\xff" * 4)), CUT_OFF),  # of 4 GiB
@@ -158,20 +158,20 @@ TOKENIZER_JSON = [
     (state(pre_tokenizer=HALF_AN_EXPRESSION), "not a tokenizer.json (Oniguruma"),
     (unigram(unk_id=None), "cannot encode a text"),
     (unigram(vocab=[]), "not a tokenizer.json"),
-    (word_piece(unk_token="[NOWHERE]"), "writes '[NOWHERE]' for unknown text"),
+    (word_piece(unk_token="[NOWHERE]"), "uses '[NOWHERE]' for unknown text"),
     (word_piece(vocab={}), "cannot encode a text"),
-    (word_piece(vocab={"[PAD]": 0, "[UNK]": 2**32 - 1}), "claims id"),
-    (word_piece(vocab={**IDS, "a": 500}), "id 5 is missing although ids go up to 500"),
-    (word_piece(vocab={**IDS, "a": 4}), "id 4 belongs to '"),
-    (make_huge("tokenizer.json"), f"{HUGE} 536,870,912"),
+    (word_piece(vocab={"[PAD]": 0, "[UNK]": 2**32 - 1}), "has id 1 instead of 4294967295"),
+    (word_piece(vocab={**IDS, "a": 500}), "id 5 is missing, but the largest id is 500"),
+    (word_piece(vocab={**IDS, "a": 4}), "both have id 4; give each piece another id"),
+    (make_huge("tokenizer.json"), "bytes; a tokenizer file has at most 536,870,912"),
 ]
 VOCABULARIES = [
-    (write("vocab.txt", b"\x1f\x8b\x08" + bytes(100)), "line 1: not UTF-8"),
-    (write("vocab.txt", '{"content": "hello"}\n'), "line 1: a JSON object and no piece of a vocab.txt"),
-    (write("vocab.txt", "\r\n".join([*SPECIAL, "a", "a"])), "line 7: 'a' stands on line 6 too"),
-    (write("vocab.txt", "\n".join([*SPECIAL, "", "", ""])), "line 6: empty"),
+    (write("vocab.txt", b"\x1f\x8b\x08" + bytes(100)), "line 1 is not UTF-8"),
+    (write("vocab.txt", '{"content": "hello"}\n'), "line 1 is a JSON object, but each line of a vocab"),
+    (write("vocab.txt", "\r\n".join([*SPECIAL, "a", "a"])), "line 7: 'a' is also on line 6"),
+    (write("vocab.txt", "\n".join([*SPECIAL, "", "", ""])), "line 6 is empty"),
     (write("vocab.txt", "\n".join(SPECIAL[:4])), "[MASK] missing among 4 ids"),
-    (make_huge("vocab.txt"), f"{HUGE} 536,870,912"),
+    (make_huge("vocab.txt"), "bytes; a tokenizer file has at most 536,870,912"),
 ]
 
 
@@ -196,24 +196,24 @@ def leave_a_piece_of_bpe_unused(model: Any) -> None:
     model.pieces[-1].type = 5
 
 
-NO_MODEL = "tokenizer.model: not a SentencePiece model, or cut off"
+NO_MODEL = "tokenizer.model: not a SentencePiece model, or truncated"
 SENTENCEPIECE = [
-    (last_piece("score", float("nan")), "a score of a piece is not a finite number"),
+    (last_piece("score", float("nan")), "the score of a piece is not a finite number"),
     (last_piece("piece", ""), NO_MODEL),
-    (last_piece("piece", "a"), "the piece 'a' occurs twice"),
+    (last_piece("piece", "a"), "the piece 'a' occurs 2 times"),
     (last_piece("piece", "x" * 1_000_000), "a piece has 1,000,000 characters"),
-    (sentencepiece(lambda model: setattr(model.pieces[0], "type", 1)), "0 of 8 pieces stand for unknown text"),
+    (sentencepiece(lambda model: setattr(model.pieces[0], "type", 1)), "0 of 8 pieces are the unknown token"),
     (sentencepiece(leave_a_piece_of_bpe_unused), "1 pieces of a BPE model are marked unused"),
-    (trainer("model_type", 3), "model type 3 (whole words or characters) is not supported; train a BPE or Unigram"),
+    (trainer("model_type", 3), "model type 3 (words or characters) is not supported; train a BPE or Unigram"),
     (trainer("treat_whitespace_as_suffix", True), "spaces at the end of pieces, or not escaped, are not supported"),
-    (sentencepiece(lambda model: model.ClearField("trainer_spec")), "the settings are missing: cut off? Fetch it"),
-    (rules(b"\xff" * 8), "the normalisation rules are cut off or damaged"),  # of 4 GiB
-    (rules(struct.pack("<I", 4) + bytes(4) + b"\xff"), "the tokenizers library refuses"),  # not UTF-8
+    (sentencepiece(lambda model: model.ClearField("trainer_spec")), "the training settings are missing"),
+    (rules(b"\xff" * 8), "the normalisation rules are truncated or damaged"),  # of 4 GiB
+    (rules(struct.pack("<I", 4) + bytes(4) + b"\xff"), "the tokenizers library cannot load it"),  # not UTF-8
     # The lengths add up, but the first unit of the table leads to one that is not there.
     (rules(struct.pack("<II", 4, 0x7FFFFC00) + b"x\0"), "cannot encode a text"),
     (sentencepiece(tail=b"\x0a" + b"\xff" * 8 + b"\x7f"), NO_MODEL),  # a piece of 2^63 bytes
     (sentencepiece(tail=b"\x0a\x03\x0a\x01\xff"), NO_MODEL),  # not UTF-8
-    (make_huge("tokenizer.model"), f"{HUGE} 536,870,912"),
+    (make_huge("tokenizer.model"), "bytes; a tokenizer file has at most 536,870,912"),
 ]
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, Volume, corpus_files, read_manifest
-from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_in
+from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_from_info
 from megatron_neobert.data.inputs.stream import named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
@@ -258,7 +258,7 @@ def _read(url: str, begin: int, end: int) -> bytes:
 
 
 def _version_of(url: str) -> InputVersion:
-    return _attempt(url, lambda file_system, path, limits: version_in(file_system.info(path, **limits), url))
+    return _attempt(url, lambda file_system, path, limits: version_from_info(file_system.info(path, **limits), url))
 
 
 def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, final: bool = False) -> _Result:

@@ -1,8 +1,8 @@
 """Recognise the format of an input file by its content, cut the file into chunks, and read the records of a chunk.
 
-The first bytes show the compression, and the decompressed bytes the format. The file name decides only where the
-content is ambiguous. A file that would only parse as malformed lines or as a text of rubbish (HTML, CSV, zip, a JSON
-array) is refused; the message names a way to convert it. A further format is one more reader in the table below.
+The first bytes determine the compression, and the first decompressed bytes the format. The file name is used only if
+the content is ambiguous. Files that could only be read as malformed lines or as text that is not language (HTML, CSV,
+zip, a JSON array) are refused with a message that says how to convert them.
 """
 
 import json
@@ -30,19 +30,20 @@ from megatron_neobert.data.inputs.web_archives import read_archive
 from megatron_neobert.errors import DataError
 from megatron_neobert.text import parse_json
 
-CHUNK_BYTES = 256 << 20  # of text in a chunk: about a minute for the reference tokenizer
+# Text in one chunk: about one minute of work for the reference tokenizer.
+CHUNK_BYTES = 256 << 20
 
-_STREAMED: dict[Format, Callable[[Chunk, ReadSettings, InputDigest | None], Iterator[RecordBatch]]] = {
+_STREAM_READERS: dict[Format, Callable[[Chunk, ReadSettings, InputDigest | None], Iterator[RecordBatch]]] = {
     "jsonl": read_lines,
     "text": read_text,
     "warc": read_archive,
 }
 
-_HEAD_BYTES = 64 << 10  # by which a format is recognised
+_HEAD_BYTES = 64 << 10  # bytes that determine the format
 _FORMAT_MAGIC: dict[bytes, Format] = {
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
-    b"\xff\xff\xff\xff": "arrow",  # a stream, as the `datasets` library saves it
+    b"\xff\xff\xff\xff": "arrow",  # the stream format, which `datasets` writes
     b"WARC/": "warc",
 }
 _MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
@@ -50,30 +51,35 @@ _REFUSED_CONTENT = {
     b"filedesc://": ("an ARC archive", "convert it to WARC"),
     b"%PDF-": ("a PDF document", "extract its text"),
 }
-_REFUSED_NAMES = {  # what cannot be told from plain text by its content
+# Formats whose content looks like plain text.
+_REFUSED_NAMES = {
     (".csv", ".tsv"): ("a CSV or TSV table", "write it again as parquet or JSON lines"),
     (".htm", ".html", ".xhtml", ".xml"): (
         "an HTML or XML page",
-        "extract its text (or take it as it is: --input-format text)",
+        "extract its text, or read it unchanged with --input-format text",
     ),
 }
-# No file of these formats is empty, not even one without records: it is what a transfer that broke off has left.
+# Files of these formats have a header even without records. An empty file is the result of a failed transfer.
 _NEVER_EMPTY = (".parquet", ".arrow", ".feather", ".gz", ".zst", ".bz2", ".xz")
 _COMPRESSED_NAME = re.compile(r"\.(gz|zst|bz2|xz)$")
-_READ_HERE = "input files are parquet, Arrow, JSON lines, plain text in UTF-8 or WARC"
-_CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # white space and escape occur in texts
-_JUNK_SHARE = 0.1  # of the first characters that are no UTF-8 or control codes; a text of another encoding has more
+_SUPPORTED = "supported formats are parquet, Arrow, JSON lines, plain text in UTF-8 and WARC"
+_CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # without white space and escape, which occur in texts
+# Largest share of invalid UTF-8 and control characters in a text. Text in another encoding has more.
+_LARGEST_INVALID_SHARE = 0.1
 
 
 def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """Return the chunks of an input file in order, about `chunk_bytes` of text each where the format can be cut.
+    """Return the chunks of an input file in order. Only tables and uncompressed files of lines have several chunks.
+
+    Args:
+        chunk_bytes: Approximate size of the text in a chunk.
 
     Raises:
-        DataError: The format is not supported, the file is damaged, or it has no text column of that name.
-        ConfigError: The file has no column for a --record-key.
+        DataError: The format is not supported, the file is damaged, or a table has no text column --text-key.
+        ConfigError: A table has no column --record-key.
     """
     whole = recognise(path, settings)
-    cuts: list[int] = []  # rows of a table, bytes of uncompressed lines
+    cuts: list[int] = []  # in units of Chunk.start
     has_lines = whole.format == "jsonl" or (whole.format == "text" and settings.text_separator == "\n")
     if whole.format in ("parquet", "arrow"):
         cuts = find_row_cuts(whole, settings, chunk_bytes=chunk_bytes)
@@ -84,13 +90,18 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
 
 
 def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Read all records of a chunk, in order. Raise DataError if the file is damaged or has no text column of that name.
+    """Yield the records of a chunk in order.
 
-    `digest` receives the bytes if they are read in order; of a table, only some columns are read.
+    Args:
+        digest: Receives the bytes that are read, except those of a table, which is not read in order.
+
+    Raises:
+        DataError: The file is damaged, or a table has no text column --text-key.
+        ConfigError: A table has no column --record-key.
     """
     numbers = 0
     try:
-        read = _STREAMED.get(chunk.format)
+        read = _STREAM_READERS.get(chunk.format)
         for batch in read(chunk, settings, digest) if read else read_column(chunk, settings):
             numbers += batch.numbers
             yield batch
@@ -98,17 +109,17 @@ def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
         stream = f"{chunk.compression} stream" if chunk.compression else f"{chunk.format} file"
         position = f"{chunk.unit} {numbers}" if numbers else "the beginning"
         raise DataError(
-            f"{chunk.path}: the {stream} breaks off or is damaged after {position} ({damage}); "
+            f"{chunk.path}: the {stream} is truncated or damaged after {position} ({damage}); "
             "how many documents are lost is unknown: fetch the file again, or leave it out"
         ) from damage
 
 
 def recognise(path: str, settings: ReadSettings) -> Chunk:
-    """Return a whole input file as one chunk. Raise DataError if its bytes belong to a format that is not read here."""
+    """Return the whole input file as one chunk. Raise DataError if its format is not supported."""
     with named_errors(path), open_input(path) as file:
         head = file.read(_HEAD_BYTES)
     if not head and PurePosixPath(path).suffix.lower() in _NEVER_EMPTY:
-        raise DataError(f"{path} is empty, which no file of this kind is; fetch the file again, or leave it out")
+        raise DataError(f"{path} is empty, but files of this format have a header; fetch it again, or leave it out")
     compression = compression_of(head)
     if compression is not None:
         with ChunkStream(Chunk(path, "text", compression)) as stream:
@@ -120,56 +131,60 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
                     "fetch the file again, or leave it out"
                 ) from damage
         if compression_of(head) is not None:
-            raise DataError(f"{path} is compressed twice; {_READ_HERE}: decompress it once")
-    # Tables and archives show by their first bytes what they are; asking for another format is a mistake.
-    table = next((name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic)), None)
+            raise DataError(f"{path} is compressed twice; {_SUPPORTED}: decompress it once")
+    magic_format = next((name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic)), None)
     file_format: Format
     if settings.input_format == "auto":
-        file_format = table or _format_of_text(path, compression, head)
+        file_format = magic_format or _format_of_text(path, compression, head)
     else:
         file_format = settings.input_format
-        if head and file_format in _FORMAT_MAGIC.values() and file_format != table:
+        # A table or archive without its magic bytes can only be the wrong --input-format.
+        if head and file_format in _FORMAT_MAGIC.values() and file_format != magic_format:
             raise DataError(
-                f"{path} does not begin like {file_format}, which --input-format asks for; leave --input-format out"
+                f"{path} has no {file_format} header, but --input-format is {file_format}; leave --input-format out"
             )
     if compression is not None and file_format in ("parquet", "arrow"):
-        raise DataError(f"{path} is a {compression}-compressed {file_format} file, which has to be decompressed")
+        raise DataError(f"{path} is a {compression}-compressed {file_format} file; decompress it")
     return Chunk(path, file_format, compression)
 
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
-    """Tell JSON lines from plain text. Raise DataError for JSON that spans lines, and for what is neither."""
+    """Return "jsonl" or "text". Raise DataError for JSON objects that span lines, and for any other content.
+
+    Args:
+        head: First _HEAD_BYTES of the decompressed file.
+    """
     for magic, (kind, remedy) in _REFUSED_CONTENT.items():
         if head.startswith(magic):
-            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
+            raise DataError(f"{path} is {kind}; {_SUPPORTED}: {remedy}")
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
-        return "jsonl"  # without a record
+        return "jsonl"  # without records
     if re.match(rb"\[\s*[{\]]", content):
         raise _spans_lines(path, compression, "an array of JSON objects", "'.[]'")
     lines = content.splitlines()
-    first_is_cut = len(lines) == 1 and len(head) == _HEAD_BYTES
-    if _is_object(lines[0]) or (first_is_cut and re.match(rb'\{\s*"', content)):
+    first_line_is_cut = len(lines) == 1 and len(head) == _HEAD_BYTES
+    if _is_object(lines[0]) or (first_line_is_cut and re.match(rb'\{\s*"', content)):
         return "jsonl"
     if _begins_with_object(content):
         raise _spans_lines(path, compression, "JSON whose objects span lines", ".")
     has_objects = any(map(_is_object, lines))
     if b"\0" in head or not has_objects:
-        _refuse_junk(path, head)
+        _refuse_binary(path, head)
     name = _COMPRESSED_NAME.sub("", PurePosixPath(path).name.lower())
     is_page = _MARKUP.match(content) is not None
     if re.search(r"\.(jsonl|ndjson|json)", name) or (has_objects and not is_page):
         return "jsonl"
     for endings, (kind, remedy) in _REFUSED_NAMES.items():
         if name.endswith(endings) or (is_page and ".html" in endings):
-            raise DataError(f"{path} is {kind}; {_READ_HERE}: {remedy}")
+            raise DataError(f"{path} is {kind}; {_SUPPORTED}: {remedy}")
     return "text"
 
 
 def _spans_lines(path: str, compression: str | None, kind: str, query: str) -> DataError:
     name = shlex.quote(path)
     command = f"{compression} -dc {name} | jq -c {query}" if compression else f"jq -c {query} {name}"
-    return DataError(f"{path} is {kind}; {_READ_HERE}: convert it with {command} > {shlex.quote(path + '.jsonl')}")
+    return DataError(f"{path} is {kind}; {_SUPPORTED}: convert it with {command} > {shlex.quote(path + '.jsonl')}")
 
 
 def _is_object(line: bytes) -> bool:
@@ -182,15 +197,17 @@ def _is_object(line: bytes) -> bool:
 def _begins_with_object(content: bytes) -> bool:
     try:
         return isinstance(json.JSONDecoder().raw_decode(content.decode(errors="replace"))[0], dict)
-    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
+    except (ValueError, RecursionError):  # thousands of nested brackets raise RecursionError
         return False
 
 
-def _refuse_junk(path: str, head: bytes) -> None:
-    text = head[:-3].decode(errors="replace") if len(head) == _HEAD_BYTES else head.decode(errors="replace")
-    junk = text.count("\ufffd") + len(_CONTROL.findall(text))
-    if "\0" in text or junk > _JUNK_SHARE * len(text):
+def _refuse_binary(path: str, head: bytes) -> None:
+    """Raise DataError if the file is binary or a text in another encoding."""
+    # The head may end within a character, which has at most four bytes.
+    text = (head[:-3] if len(head) == _HEAD_BYTES else head).decode(errors="replace")
+    invalid = text.count("\ufffd") + len(_CONTROL.findall(text))
+    if "\0" in text or invalid > _LARGEST_INVALID_SHARE * len(text):
         raise DataError(
-            f"{path} is neither a format that is read here nor UTF-8 text ({junk:,} of its first {len(text):,} "
-            f"characters are none); {_READ_HERE}: convert it (other encodings: iconv -t UTF-8), or leave it out"
+            f"{path} is neither a supported format nor UTF-8 text ({invalid:,} of its first {len(text):,} characters "
+            f"are invalid); {_SUPPORTED}: convert it (other encodings: iconv -t UTF-8), or leave it out"
         )

@@ -1,6 +1,6 @@
-"""The records of input files: kept with a text, rejected as an error, or dropped by a harmless rule that has a name.
+"""Records of input files: kept with a text, rejected as an error, or dropped for a harmless reason.
 
-The rules are the same for every format. Nothing is lost silently.
+The rules are the same for every format, and every record is counted.
 """
 
 import re
@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_neobert.cli import option
 from megatron_neobert.data.inputs.stream import Chunk, Format
 
+# Reasons of rejected records.
 MALFORMED_JSON = "malformed JSON"
 MISSING_KEY = "missing key"
 NULL_TEXT = "null text"
@@ -19,39 +20,39 @@ TOO_LONG = "longer than --max-document-bytes"
 MALFORMED_RECORD = "malformed web archive record"
 FILTER_FAILED = "a filter failed"
 
-EMPTY_TEXT = "empty text"  # dropped, like those below
+# Reasons of dropped records.
+EMPTY_TEXT = "empty text"
 NOT_A_RESPONSE = "not a response record"
 HTTP_STATUS = "HTTP status not 200"
 NOT_HTML = "not HTML or text"
 
-RAW_BYTES = 64 << 10  # of a rejected record that are kept
+RAW_BYTES = 64 << 10  # stored of a rejected record
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_UNIT_BYTES = {"": 1, "B": 1}
+_UNIT_BYTES |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+_UNIT_BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
 def read_size(text: str) -> int:
-    """Return the number of bytes of a text such as 10GB or 64MiB; ValueError if it is no size."""
+    """Return the number of bytes for a text such as 10GB or 64MiB. Raise ValueError if it is not a size."""
     number = text.rstrip("BKMGTi")
-    unit = text[len(number) :]
-    scales = {"": 1, "B": 1}
-    scales |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
-    scales |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
     try:
-        size = int(float(number) * scales[unit])
+        size = int(float(number) * _UNIT_BYTES[text[len(number) :]])
     except (KeyError, ValueError, OverflowError):
         size = 0
     if size < 1:
-        raise ValueError("is not a size; use a number of bytes, or one like 10GB or 64MiB")
+        raise ValueError("is not a size; use a number of bytes, or a size such as 10GB or 64MiB")
     return size
 
 
 def read_separator(text: str) -> str:
-    """Return a text with its escapes, such as \\n, replaced; ValueError if an escape is not legal."""
+    """Return the text with escapes such as \\n replaced. Raise ValueError for an invalid escape."""
     try:
         separator = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
         separator.encode()
     except UnicodeError as error:
-        raise ValueError(f"is no text with escapes like \\n ({error})") from error
+        raise ValueError(f"has an invalid escape ({error}); use escapes such as \\n") from error
     return separator
 
 
@@ -59,24 +60,24 @@ def read_separator(text: str) -> str:
 class ReadSettings:
     """Settings that decide how input files are read."""
 
-    text_key: str = option("content", "column or JSON key of the text; a.b is b inside a")
-    input_format: Literal["auto", Format] = option("auto", "where the content is not to be asked")
+    text_key: str = option("content", "column or JSON key of the text; a.b is the key b inside a")
+    input_format: Literal["auto", Format] = option("auto", "format of all input files; auto recognises it by content")
     text_separator: str | None = option(
         None,
-        r"between the documents of a plain text file: '\n' for one a line, '\n\n' for empty lines; without it a file "
-        "is one document",
+        r"separator between the documents of a plain text file, such as '\n' (one document per line) or '\n\n' "
+        "(empty lines between documents); without it, each file is one document",
         metavar="STRING",
         read=read_separator,
     )
-    # The limit bounds the memory: a text without spaces takes some 100 times its size.
+    # The limit bounds the memory: a text without spaces takes about 100 times its size.
     max_document_bytes: int = option(
-        16 << 20, "longer documents are rejected; bounds the memory (default 16MiB)", metavar="SIZE", read=read_size
+        16 << 20, "reject longer documents, which bounds the memory (default 16MiB)", metavar="SIZE", read=read_size
     )
-    # None: neither attributes nor filters need them, and texts need no origins.
+    # None: neither attributes nor filters are used, so readers create no origins.
     record_keys: tuple[str, ...] | None = option(
         None,
-        "a field of the records (column, JSON key, WARC header) that is kept as an attribute of each document, by "
-        "which training can choose (--data-path PREFIX:where=EXPRESSION), and that filters see; repeatable",
+        "field of the records (column, JSON key, WARC header) to keep as an attribute of each document; training "
+        "selects documents by it (--data-path PREFIX:where=EXPRESSION), and filters can read it; repeatable",
         flag="--record-key",
         metavar="KEY",
         repeat=True,
@@ -84,88 +85,89 @@ class ReadSettings:
 
 
 class Origin(NamedTuple):
-    """Origin of a text, for filters and counts by source."""
+    """The record that a text comes from, for filters and attributes."""
 
-    number: int  # of the record, as in Rejected
-    fields: dict[str, Any]  # by record key; None where the record has no such field
+    number: int  # see Rejected.number
+    fields: dict[str, Any]  # by record key; None if the record does not have the field
 
 
 class Rejected(NamedTuple):
-    """One record without a usable text."""
+    """A record without a usable text."""
 
     reason: str  # one of the constants above
-    number: int  # of the record; rows count from 0 as in pyarrow, everything else from 1 as in editors
-    detail: str  # what was found
-    raw: bytes  # the record's first RAW_BYTES, as far as the format has such a thing
+    number: int  # table rows count from 0 as in pyarrow, lines and other records from 1 as in editors
+    detail: str  # what is wrong, with its value
+    raw: bytes  # first RAW_BYTES of the record; empty for a null
 
     def describe(self, chunk: Chunk, file_name: str) -> str:
-        """Format the place of the record and what is wrong with it."""
+        """Return the position of the record and what is wrong with it, for a message."""
         after = f" after byte {chunk.start}" if chunk.numbers_are_relative else ""
         return f"{file_name}, {chunk.unit} {self.number}{after}: {self.reason} ({self.detail})"
 
 
-@dataclass
-class RecordBatch:
-    """Some consecutive records of a chunk. `texts` are not empty, valid Unicode, in the order of the file."""
-
-    texts: list[str] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)  # of the texts, where filters or sources ask for them
-    utf8_bytes: int = 0  # of texts
-    repaired: int = 0  # texts in which invalid UTF-8 or lone surrogates became U+FFFD
-    rejected: list[Rejected] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)  # records by reason
-    numbers: int = 0  # record numbers used up, blank lines included: the next chunk's first number follows from it
-    progress: float = 0.0  # of the chunk, after this batch: 0 to 1
-
-
 def decode(raw: bytes) -> tuple[str, bool]:
-    """Return the text, and whether invalid UTF-8 in it became U+FFFD."""
+    """Return the text, and True if invalid UTF-8 in it was replaced by U+FFFD."""
     try:
         return raw.decode(), False
     except UnicodeDecodeError:
         return raw.decode(errors="replace"), True
 
 
-def add_value(
-    batch: RecordBatch,
-    value: object,
-    number: int,
-    *,
-    raw: bytes,
-    repaired: bool = False,
-    origin: Origin | None = None,
-) -> None:
-    """Add what a record has under the text key; `raw` is the record, for the case that it is rejected."""
-    if value is None:
-        reject(batch, NULL_TEXT, number, "null", raw)
-    elif not isinstance(value, str):
-        reject(batch, NOT_A_STRING, number, f"found {type(value).__name__}", raw)
-    else:
-        add_text(batch, value, repaired=repaired, origin=origin)
-
-
-def add_text(
-    batch: RecordBatch, text: str, *, repaired: bool = False, origin: Origin | None = None, size: int | None = None
-) -> None:
-    """Add a text of `size` bytes of UTF-8, None: unknown. White space is dropped, lone surrogates become U+FFFD."""
-    if not text or text.isspace():
-        batch.dropped[EMPTY_TEXT] += 1
-        return
-    try:
-        size = size or utf8_size(text)
-    except UnicodeEncodeError:
-        text, repaired = _SURROGATE.sub("\ufffd", text), True
-        size = utf8_size(text)
-    batch.texts.append(text)
-    if origin is not None:
-        batch.origins.append(origin)
-    batch.utf8_bytes += size
-    batch.repaired += repaired
-
-
-def utf8_size(text: str) -> int:
+def _utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def reject(batch: RecordBatch, reason: str, number: int, detail: str, raw: bytes) -> None:
-    batch.rejected.append(Rejected(reason, number, detail, raw[:RAW_BYTES]))
+@dataclass
+class RecordBatch:
+    """Consecutive records of a chunk."""
+
+    texts: list[str] = field(default_factory=list)  # in file order; not empty, valid Unicode
+    origins: list[Origin] = field(default_factory=list)  # one per text; empty if ReadSettings.record_keys is None
+    utf8_bytes: int = 0  # size of all texts
+    repaired: int = 0  # texts in which U+FFFD replaced invalid UTF-8 or lone surrogates
+    rejected: list[Rejected] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)  # number of records by reason
+    numbers: int = 0  # record numbers that the batch uses; blank lines have numbers, too
+    progress: float = 0.0  # share of the chunk that is read after this batch, 0 to 1
+
+    def add_value(
+        self, value: object, number: int, *, raw: bytes, repaired: bool = False, origin: Origin | None = None
+    ) -> None:
+        """Add the value that record `number` has for the text key, or reject it if it is not a string."""
+        if value is None:
+            self.reject(NULL_TEXT, number, "null", raw)
+        elif not isinstance(value, str):
+            self.reject(NOT_A_STRING, number, f"found {type(value).__name__}", raw)
+        else:
+            self.add_text(value, repaired=repaired, origin=origin)
+
+    def add_utf8(self, raw: bytes, *, origin: Origin | None) -> None:
+        """Add a text given as UTF-8; see `add_text`. U+FFFD replaces invalid bytes."""
+        text, repaired = decode(raw)
+        self.add_text(text, repaired=repaired, origin=origin, size=None if repaired else len(raw))
+
+    def add_text(
+        self, text: str, *, repaired: bool = False, origin: Origin | None = None, size: int | None = None
+    ) -> None:
+        """Add a text, or drop it if it is only white space. U+FFFD replaces lone surrogates.
+
+        Args:
+            repaired: U+FFFD has replaced invalid UTF-8 in the text.
+            size: Bytes of the text in UTF-8, if known.
+        """
+        if not text or text.isspace():
+            self.dropped[EMPTY_TEXT] += 1
+            return
+        try:
+            size = size or _utf8_size(text)
+        except UnicodeEncodeError:
+            text, repaired = _SURROGATE.sub("\ufffd", text), True
+            size = _utf8_size(text)
+        self.texts.append(text)
+        if origin is not None:
+            self.origins.append(origin)
+        self.utf8_bytes += size
+        self.repaired += repaired
+
+    def reject(self, reason: str, number: int, detail: str, raw: bytes) -> None:
+        self.rejected.append(Rejected(reason, number, detail, raw[:RAW_BYTES]))

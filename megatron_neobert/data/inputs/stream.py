@@ -1,6 +1,6 @@
-"""The bytes of a chunk of an input file: local or remote, compressed or not.
+"""Streams of the bytes of a chunk: local or remote, compressed or not.
 
-Damage raises DamagedStream after all bytes before it have been read. Memory: one block of compressed and one of
+Damage raises DamagedStream after all bytes before it have been read. Memory: one block of compressed and one block of
 decompressed bytes.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal, cast
 
 from megatron_neobert.errors import MissingInputError, MissingPackageError, NeoBERTError
 
-BATCH_BYTES = 1 << 20  # of text, in one RecordBatch
+BATCH_BYTES = 1 << 20  # text in one RecordBatch
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Format = Literal["parquet", "arrow", "jsonl", "text", "warc"]
@@ -32,41 +32,44 @@ _MAGIC: dict[bytes, Compression] = {
     b"BZh": "bzip2",
     b"\xfd7zXZ\x00": "xz",
 }
-_MAGIC_BYTES = 6  # at most
-_ZSTD_FRAME_TO_SKIP = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # may come before the other frames
-_READ_BYTES = 256 << 10  # of a compressed file at a time
-_STEP_BYTES = 128 << 10  # decompressed at a time; what a step has done is lost when it meets damage
-_ZSTD_WINDOW_LOG = 31  # archives written with `zstd --long=31` need windows of 2 GiB, as their header declares
+_LONGEST_MAGIC_BYTES = 6
+# A zstd stream may begin with frames without content.
+_ZSTD_SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+_COMPRESSED_READ_BYTES = 256 << 10
+# Damage loses the output of the decompression step that finds it, so steps are small.
+_STEP_BYTES = 128 << 10
+# Archives written with `zstd --long=31` declare windows of 2 GiB, above the default limit.
+_ZSTD_WINDOW_LOG = 31
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:[a-zA-Z][a-zA-Z0-9+.-]*:)*//")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Piece of an input file that one task reads: the whole file, or its range [start, end).
+    """Part of an input file that one task reads: the whole file or its range [start, end).
 
-    The range counts rows of a parquet file, bytes of an uncompressed file of lines.
+    The unit of the range is a row of a Parquet file, or a byte of an uncompressed file of lines.
     """
 
     path: str  # or URL
     format: Format
     compression: Compression | None = None
     start: int = 0
-    end: int | None = None  # None: to the end
+    end: int | None = None  # None: the end of the file
 
     @property
     def unit(self) -> str:
-        """Word for its records in messages."""
+        """Word for a record of this format in messages."""
         units = {"parquet": "row", "arrow": "row", "jsonl": "line", "text": "document"}
         return units.get(self.format, "record")
 
     @property
     def numbers_are_relative(self) -> bool:
-        """True if record numbers count from the beginning of the chunk."""
+        """True if record numbers count from the beginning of the chunk, not of the file."""
         return self.start > 0 and self.format in ("jsonl", "text")
 
 
 class DamagedStream(Exception):
-    """Nothing can be read beyond this point, and how much is missing is unknown."""
+    """The stream cannot be read beyond this point. The size of the missing rest is unknown."""
 
 
 def is_url(path: str) -> bool:
@@ -75,32 +78,40 @@ def is_url(path: str) -> bool:
 
 @contextmanager
 def named_errors(path: str) -> Iterator[None]:
-    """Name the input file in errors, and raise errors of fsspec and its clients as those of local files."""
+    """Add the input file's name to errors, and convert errors of fsspec and its clients.
+
+    Raises:
+        MissingInputError: A URL does not exist.
+        MissingPackageError: The file system of a URL needs a package that is not installed.
+        OSError: Any other error of a local file or of a URL.
+    """
     try:
         yield
     except (NeoBERTError, DamagedStream):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and not (is_url(path) and isinstance(error, FileNotFoundError)):
-            if error.errno is not None and error.filename is None:  # as of a failing disk or network drive
+        if is_url(path) and isinstance(error, FileNotFoundError):
+            raise MissingInputError(f"{path}: no such file ({error}); check the address") from error
+        if isinstance(error, OSError):
+            # Errors of a failing disk or network drive have no file name.
+            if error.errno is not None and error.filename is None:
                 error.filename = path
             raise
         if not is_url(path):
             raise
-        if isinstance(error, FileNotFoundError):
-            raise MissingInputError(f"{path}: no such file ({error}); check the address") from error
-        if isinstance(error, ImportError):  # fsspec raises it anew, without the name of the module
+        if isinstance(error, ImportError):
+            # fsspec raises a new ImportError without the module's name.
             package = getattr(error.__cause__, "name", None) or error.name or "PACKAGE"
             raise MissingPackageError(
-                f"{path}: {error}; this kind of address needs it: {sys.executable} -m pip install {package}"
+                f"{path}: {error}; install the package for this address: {sys.executable} -m pip install {package}"
             ) from error
-        # Every store's client has exception classes of its own.
+        # Each client of an object store has its own exception classes.
         problem = f"{path}: {type(error).__name__}: {error}; check the address, the network and the credentials"
         raise OSError(problem) from error
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file or URL, unbuffered, since it is read in large blocks."""
+    """Open a file or URL for reading, unbuffered because it is read in large blocks."""
     if not is_url(path):
         return Path(path).open("rb", buffering=0)
     with named_errors(path):
@@ -110,22 +121,22 @@ def open_input(path: str) -> BinaryIO:
 
 
 def compression_of(head: bytes) -> Compression | None:
-    """Return the compression that the first bytes of a file show."""
-    if _ZSTD_FRAME_TO_SKIP.match(head):
+    """Return the compression of a file that begins with `head`, or None."""
+    if _ZSTD_SKIPPABLE_FRAME.match(head):
         return "zstd"
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def file_size(file: Any, path: str) -> int:
-    """Return the bytes in an open file; 0 if a server does not report it."""
+    """Return the size of an open file in bytes, or 0 if a server does not report it."""
     return file.size or 0 if is_url(path) else os.fstat(file.fileno()).st_size
 
 
 class _Inflate:
-    """zlib's decompressor with the interface that those of bz2, lzma and zstd share."""
+    """zlib's decompressor with the interface of the bz2, lzma and zstd decompressors."""
 
     def __init__(self) -> None:
-        self._zlib = zlib.decompressobj(wbits=31)  # 31: gzip header and trailer, checksum verified
+        self._zlib = zlib.decompressobj(wbits=31)  # gzip header and trailer; verifies the checksum
         self.needs_input = True
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
@@ -143,7 +154,7 @@ class _Inflate:
 
 
 def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
-    """A decompressor for one member of a stream, and the exception that damage raises in it."""
+    """Return a decompressor for one member of a stream, and the exception that it raises for damaged data."""
     if compression == "gzip":
         return _Inflate(), zlib.error
     if compression == "bzip2":
@@ -157,7 +168,7 @@ def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
 
 
 class InputDigest:
-    """SHA-256 of an input file, computed while the file is read from its beginning to its end."""
+    """SHA-256 of an input file, computed while a ChunkStream reads the file."""
 
     def __init__(self) -> None:
         self._sha256, self._bytes = hashlib.sha256(), 0
@@ -166,27 +177,26 @@ class InputDigest:
         self._sha256.update(block)
         self._bytes += len(block)
 
-    def of_all(self, size: int) -> str | None:
-        """Return the hexadecimal digest; None if fewer than `size` bytes were read."""
-        return self._sha256.hexdigest() if self._bytes == size else None
+    def of_whole_file(self, file_bytes: int) -> str | None:
+        """Return the hexadecimal digest, or None if fewer than `file_bytes` bytes were read."""
+        return self._sha256.hexdigest() if self._bytes == file_bytes else None
 
 
 class ChunkStream(io.RawIOBase):
-    """The bytes of one chunk, decompressed, without the byte order mark that a text file may begin with.
+    """Decompressed bytes of one chunk, without the byte order mark of a text file."""
 
-    `progress` counts the bytes taken from the file, so it is right for compressed chunks too.
-    """
-
-    _file: BinaryIO = io.BytesIO()  # closed in place of a file that cannot be opened
+    # `close` is called even if the constructor cannot open the file.
+    _file: BinaryIO = io.BytesIO()
 
     def __init__(self, chunk: Chunk, digest: InputDigest | None = None) -> None:
         self._chunk, self._digest = chunk, digest
         self._file = open_input(chunk.path)
         self._size = chunk.end or file_size(self._file, chunk.path)
-        self._position = self._file.seek(chunk.start) if chunk.start else 0  # a URL may give a stream that cannot seek
+        # The stream of a URL may not support seeking.
+        self._position = self._file.seek(chunk.start) if chunk.start else 0
         self._blocks = self._file_blocks(BATCH_BYTES) if chunk.compression is None else self._decompressed()
-        self._rest = b""  # read, and not yet given away
-        self._has_mark = chunk.start == 0 and chunk.format in ("jsonl", "text")
+        self._rest = b""  # end of the latest block, not yet returned
+        self._may_have_mark = chunk.start == 0 and chunk.format in ("jsonl", "text")
         self._damage: DamagedStream | None = None
 
     def close(self) -> None:
@@ -195,26 +205,33 @@ class ChunkStream(io.RawIOBase):
 
     @property
     def progress(self) -> float:
+        """Share of the chunk's bytes in the file that is read, 0 to 1; counts compressed bytes."""
         length = self._size - self._chunk.start
         return min(1.0, (self._position - self._chunk.start) / length) if length > 0 else 1.0
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
-        """Return at most `size` bytes; fewer only at the end, or before damage, which the next call raises."""
+        """Return at most `size` bytes: fewer only at the end of the chunk or before damage.
+
+        Raises:
+            DamagedStream: The stream is damaged here. Earlier calls have returned all bytes before the damage.
+        """
         if self._damage is not None:
             raise self._damage
-        pieces, held = [], 0
+        blocks: list[bytes] = []
+        missing = size
         try:
-            while held < size and (block := self._rest or next(self._blocks, b"")):
-                pieces.append(block[: size - held])
-                self._rest = block[size - held :]
-                held += len(pieces[-1])
+            while missing and (block := self._rest or next(self._blocks, b"")):
+                blocks.append(block[:missing])
+                self._rest = block[missing:]
+                missing -= len(blocks[-1])
         except DamagedStream as damage:
-            if not held:
+            if not blocks:
                 raise
             self._damage = damage
-        content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        if self._has_mark:
-            content, self._has_mark = content.removeprefix(BYTE_ORDER_MARK), False
+        # A single block is not copied.
+        content = blocks[0] if len(blocks) == 1 else b"".join(blocks)
+        if self._may_have_mark:
+            content, self._may_have_mark = content.removeprefix(BYTE_ORDER_MARK), False
         return content
 
     def readable(self) -> bool:
@@ -239,28 +256,28 @@ class ChunkStream(io.RawIOBase):
             yield block
 
     def _decompressed(self) -> Iterator[bytes]:
-        """Yield decompressed bytes. Concatenated streams are one, and zeros may fill up the end."""
+        """Yield the decompressed bytes of all concatenated streams; zeros between or after streams are padding."""
         compression = cast(Compression, self._chunk.compression)
-        blocks, ahead = self._file_blocks(_READ_BYTES), b""
+        blocks, unread = self._file_blocks(_COMPRESSED_READ_BYTES), b""
         while True:
-            ahead = ahead.lstrip(b"\0")
-            while len(ahead) < _MAGIC_BYTES and (block := next(blocks, b"")):
-                ahead = (ahead + block).lstrip(b"\0")
-            if not ahead:
+            unread = unread.lstrip(b"\0")
+            while len(unread) < _LONGEST_MAGIC_BYTES and (block := next(blocks, b"")):
+                unread = (unread + block).lstrip(b"\0")
+            if not unread:
                 return
-            if compression_of(ahead) != compression:
-                raise DamagedStream(f"what follows is not {compression}")
-            decoder, damage = _new_decoder(compression)
+            if compression_of(unread) != compression:
+                raise DamagedStream(f"the data after a complete stream is not {compression}")
+            decoder, damage_error = _new_decoder(compression)
             while not decoder.eof:
                 data = b""
                 if decoder.needs_input:
-                    data, ahead = ahead or next(blocks, b""), b""
+                    data, unread = unread or next(blocks, b""), b""
                     if not data:
                         raise DamagedStream("it ends in the middle")
                 try:
                     content = decoder.decompress(data, _STEP_BYTES)
-                except damage as error:
+                except damage_error as error:
                     raise DamagedStream(str(error)) from error
                 if content:
                     yield content
-            ahead = decoder.unused_data
+            unread = decoder.unused_data

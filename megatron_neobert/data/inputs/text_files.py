@@ -1,11 +1,9 @@
-"""Texts of text files: JSON lines and plain text.
+"""Read JSON lines and plain text.
 
-orjson reads valid JSON; any other line is read again by the standard library, which reports precisely what is wrong and
-accepts more (NaN, numbers of any size). A key `data.text` names the key of that spelling or, if there is none, `text`
-within `data`.
+orjson parses valid JSON. Other lines are parsed again with the standard library, which accepts NaN and numbers of any
+size and reports precise errors. `data.text` is the key of this name or, if it does not exist, the key `text` in `data`.
 
-A plain text file is one UTF-8 document, or many with a separator between them. A text stays as it is, white space at
-its ends included.
+A plain text file is one UTF-8 document, or several with a separator between them. Documents keep their white space.
 """
 
 import io
@@ -26,36 +24,25 @@ from megatron_neobert.data.inputs.records import (
     Origin,
     ReadSettings,
     RecordBatch,
-    add_text,
-    add_value,
     decode,
-    reject,
-    utf8_size,
 )
-from megatron_neobert.data.inputs.stream import (
-    Chunk,
-    ChunkStream,
-    InputDigest,
-    file_size,
-    named_errors,
-    open_input,
-)
+from megatron_neobert.data.inputs.stream import Chunk, ChunkStream, InputDigest, file_size, named_errors, open_input
 from megatron_neobert.text import parse_json
 
-_READ_BYTES = 64 << 10  # at a time, in search of line ends
+_LINE_BUFFER_BYTES = 64 << 10  # for finding line ends
 
 
 class TooLong(NamedTuple):
-    """Placeholder for a record above the limit."""
+    """Placeholder for a record of more than --max-document-bytes."""
 
-    head: bytes  # its first RAW_BYTES
+    head: bytes  # first RAW_BYTES
 
 
 Records = list[bytes | TooLong]
 
 
 def read_lines(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Read the objects of JSON lines."""
+    """Yield the records of JSON lines. Raise DamagedStream if the file is damaged."""
     number = 1
     with ChunkStream(chunk, digest) as stream:
         for records in read_records(stream, separator=b"\n", limit=settings.max_document_bytes):
@@ -66,54 +53,47 @@ def read_lines(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
 
 
 def _read_objects(records: Records, first_number: int, settings: ReadSettings) -> RecordBatch:
-    """Read the texts of some JSON objects, given as bytes; blank ones are no records but have numbers."""
+    """Parse lines of JSON. A blank line is not a record, but it has a number."""
     batch = RecordBatch(numbers=len(records))
-    key, texts, size = settings.text_key, batch.texts, 0
-    keys = settings.record_keys
-    take = partial(_look_up, key=key) if "." in key else itemgetter(key)
+    key, keys = settings.text_key, settings.record_keys
+    get_text = partial(_look_up, key=key) if "." in key else itemgetter(key)
     for number, line in enumerate(records, first_number):
         try:
-            record = orjson.loads(line)  # type: ignore[arg-type]  # a TooLong is as malformed as other bytes
-            text = take(record)
+            record = orjson.loads(line)  # type: ignore[arg-type]  # raises JSONDecodeError for a TooLong
+            text = get_text(record)
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            _read_object(batch, line, number, settings)
+            _read_with_standard_library(batch, line, number, settings)
             continue
-        if text.__class__ is str and text and not text.isspace():
-            texts.append(text)
-            size += utf8_size(text)
-            if keys is not None:
-                batch.origins.append(_origin(record, number, keys))
-        else:
-            add_value(batch, text, number, raw=line)  # type: ignore[arg-type]  # which is never a text
-    batch.utf8_bytes += size
+        origin = None if keys is None else _origin(record, number, keys)
+        batch.add_value(text, number, raw=line, origin=origin)  # type: ignore[arg-type]  # line is not a TooLong
     return batch
 
 
-def _read_object(batch: RecordBatch, line: bytes | TooLong, number: int, settings: ReadSettings) -> None:
-    """Add what the standard library reads, or why it is no text."""
+def _read_with_standard_library(batch: RecordBatch, line: bytes | TooLong, number: int, settings: ReadSettings) -> None:
+    """Add the text of a line to the batch, or reject the line."""
     if isinstance(line, TooLong):
-        return reject(batch, TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
+        return batch.reject(TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
     if not line or line.isspace():
         return None
     decoded, repaired = decode(line)
     try:
         record = parse_json(decoded)
     except json.JSONDecodeError as error:
-        return reject(batch, MALFORMED_JSON, number, f"column {error.colno}: {error.msg}", line)
+        return batch.reject(MALFORMED_JSON, number, f"column {error.colno}: {error.msg}", line)
     except ValueError as error:
-        return reject(batch, MALFORMED_JSON, number, str(error), line)
+        return batch.reject(MALFORMED_JSON, number, str(error), line)
     if not isinstance(record, dict):
-        return reject(batch, MALFORMED_JSON, number, f"expected an object, found {type(record).__name__}", line)
+        return batch.reject(MALFORMED_JSON, number, f"expected an object, found {type(record).__name__}", line)
     try:
         value = _look_up(record, settings.text_key)
     except KeyError:
-        # Two levels deep: of what is deeper, there may be thousands.
+        # Only two levels, because deeper levels may have thousands of keys.
         inner = {key: value if isinstance(value, dict) else {} for key, value in record.items()}
-        found = sorted(f"{key}.{name}" if name else key for key, names in inner.items() for name in names or [""])
-        detail = f"no key '{settings.text_key}'; keys found: {', '.join(found[:10]) or 'none'}"
-        return reject(batch, MISSING_KEY, number, detail, line)
+        keys = sorted(f"{key}.{name}" if name else key for key, names in inner.items() for name in names or [""])
+        detail = f"no key '{settings.text_key}'; keys found: {', '.join(keys[:10]) or 'none'}"
+        return batch.reject(MISSING_KEY, number, detail, line)
     origin = None if settings.record_keys is None else _origin(record, number, settings.record_keys)
-    return add_value(batch, value, number, raw=line, repaired=repaired, origin=origin)
+    return batch.add_value(value, number, raw=line, repaired=repaired, origin=origin)
 
 
 def _origin(record: dict[str, object], number: int, keys: Sequence[str]) -> Origin:
@@ -125,6 +105,7 @@ def _origin(record: dict[str, object], number: int, keys: Sequence[str]) -> Orig
 
 
 def _look_up(record: dict[str, object], key: str) -> object:
+    """Return the value of a key, or of the key `b` in the object `a` for `a.b`. Raise KeyError if there is none."""
     if key in record:
         return record[key]
     first, dot, rest = key.partition(".")
@@ -135,13 +116,17 @@ def _look_up(record: dict[str, object], key: str) -> object:
 
 
 def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Read plain text. What is blank between two separators is no record, just as a blank line among JSON lines."""
+    """Yield the documents of plain text. White space between two separators is not a record, but it has a number.
+
+    Raises DamagedStream if the file is damaged.
+    """
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     with ChunkStream(chunk, digest) as stream:
         groups: Iterable[Records]
         if separator is None:
             content = stream.read(limit + 1)
-            is_whole = len(content) <= limit and not stream.read(1)  # which raises what broke it off
+            # The second read raises DamagedStream if the content is incomplete.
+            is_whole = len(content) <= limit and not stream.read(1)
             groups = [[content if is_whole else TooLong(content[:RAW_BYTES])]]
         else:
             groups = read_records(stream, separator=separator.encode(), limit=limit)
@@ -150,34 +135,33 @@ def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None =
             for document in documents:
                 number += 1
                 if isinstance(document, TooLong):
-                    reject(batch, TOO_LONG, number, f"more than {limit:,} bytes", document.head)
+                    batch.reject(TOO_LONG, number, f"more than {limit:,} bytes", document.head)
                     continue
                 text, repaired = decode(document)
                 if text and not text.isspace():
-                    origin = (
-                        None if settings.record_keys is None else Origin(number, dict.fromkeys(settings.record_keys))
-                    )
-                    add_text(batch, text, repaired=repaired, origin=origin)
+                    origin = None if settings.record_keys is None else _origin({}, number, settings.record_keys)
+                    batch.add_text(text, repaired=repaired, origin=origin)
             yield batch
 
 
 def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterator[Records]:
-    """Yield what is between the separators, in groups; the rest after the last separator is a record unless empty.
+    """Yield the records between the separators in groups, and the record after the last separator unless it is empty.
 
-    No record of more than `limit` bytes is held for longer than a block.
+    A record of more than `limit` bytes is replaced by TooLong while it is read, so it is never in memory as a whole.
     """
-    rest = b""
-    head: bytes | None = None  # of a record that is too long; then `rest` is what may be the beginning of its separator
-    begun = len(separator) - 1  # bytes at the end of `rest` that may belong to a separator
+    rest = b""  # beginning of the next record
+    # Beginning of a record that is too long. Meanwhile `rest` has only the bytes that may begin its separator.
+    head: bytes | None = None
+    partial_bytes = len(separator) - 1  # longest part of a separator at the end of a block
     while block := stream.read():
         *records, rest = (rest + block).split(separator)
-        group: Records = [TooLong(each[:RAW_BYTES]) if len(each) > limit else each for each in records]
+        group: Records = [TooLong(record[:RAW_BYTES]) if len(record) > limit else record for record in records]
         if head is not None and group:
             group[0], head = TooLong(head), None
-        if head is None and len(rest) - begun > limit:
-            head = rest[: len(rest) - begun][:RAW_BYTES]
+        if head is None and len(rest) - partial_bytes > limit:
+            head = rest[: len(rest) - partial_bytes][:RAW_BYTES]
         if head is not None:
-            rest = rest[max(0, len(rest) - begun) :]
+            rest = rest[max(0, len(rest) - partial_bytes) :]
         if group:
             yield group
     if head is not None:
@@ -187,13 +171,13 @@ def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterat
 
 
 def find_cuts(path: str, *, chunk_bytes: int) -> list[int]:
-    """Return the bytes of an uncompressed file at which to cut it: where lines begin, about `chunk_bytes` apart."""
+    """Return positions in bytes at which to cut an uncompressed file: line starts, about `chunk_bytes` apart."""
     cuts: list[int] = []
     with named_errors(path), open_input(path) as raw:
-        size, file = file_size(raw, path), io.BufferedReader(cast(io.RawIOBase, raw), _READ_BYTES)
+        size, file = file_size(raw, path), io.BufferedReader(cast(io.RawIOBase, raw), _LINE_BUFFER_BYTES)
         while (target := (cuts[-1] if cuts else 0) + chunk_bytes) < size:
             file.seek(target - 1)
-            while (line := file.readline(_READ_BYTES)) and not line.endswith(b"\n"):
+            while (line := file.readline(_LINE_BUFFER_BYTES)) and not line.endswith(b"\n"):
                 pass
             if file.tell() >= size:
                 break

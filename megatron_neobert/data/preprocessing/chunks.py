@@ -1,6 +1,6 @@
-"""The job that tokenizes one chunk of an input file: token ids, lengths, hashes, attributes and rejects.
+"""Tokenize one chunk of an input file: write its token ids, lengths, hashes, attributes and rejects.
 
-Memory: one batch of about 1 MB of text and its ids, for any size of the chunk, and the attributes of its documents.
+Memory: about 1 MB of text with its ids, and the attributes of all documents of the chunk.
 """
 
 import base64
@@ -10,34 +10,37 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from megatron_neobert.data.corpus.attribute_columns import pack_columns, plain_value
 from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
-from megatron_neobert.data.inputs.find import InputVersion, input_sha256, input_version
+from megatron_neobert.data.inputs.find import InputVersion, input_version
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
-from megatron_neobert.data.inputs.stream import Chunk, InputDigest
+from megatron_neobert.data.inputs.stream import Chunk, InputDigest, is_url
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
+from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
 from megatron_neobert.runtime.new_file import NewFile
 
-HASH_BYTES = 16  # blake2b of a document's text; of 10^9 different texts, two are taken for equal once in 10^20 runs
+# Bytes of blake2b over a document's text. Among 10^9 different texts, a collision has a probability of 10^-20.
+HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """Settings that are the same for all chunks of a run."""
+    """Settings that all chunks of a run share."""
 
     read: ReadSettings
     tokenizer_model: str
     tokenizer_type: str
-    fingerprint: str  # of the tokenizer that the run was planned with
+    fingerprint: str  # of the tokenizer when the run was planned
     backend: Literal["auto", "fast", "reference"]
     filters: tuple[FilterSource, ...]
     with_hashes: bool
@@ -45,24 +48,19 @@ class ChunkSettings:
 
 @dataclass
 class Counts:
-    """Counts of the records read so far: records = documents + rejected + dropped."""
+    """Numbers of records and tokens: records = documents + rejected + dropped."""
 
     documents: int = 0
     tokens: int = 0
     unknown_tokens: int = 0
     repaired_documents: int = 0
-    utf8_bytes: int = 0  # of the texts that were tokenized
-    rejected: Counter[str] = field(default_factory=Counter)  # records by reason: errors
-    dropped: Counter[str] = field(default_factory=Counter)  # records by the name of the filter
+    utf8_bytes: int = 0  # tokenized text
+    rejected: Counter[str] = field(default_factory=Counter)  # records in error, by reason
+    dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
 
-    def add(self, other: "Counts") -> None:
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.unknown_tokens += other.unknown_tokens
-        self.repaired_documents += other.repaired_documents
-        self.utf8_bytes += other.utf8_bytes
-        self.rejected.update(other.rejected)
-        self.dropped.update(other.dropped)
+    def add(self, counts: "Counts") -> None:
+        for name, value in vars(counts).items():
+            setattr(self, name, getattr(self, name) + value)
 
     @property
     def errors(self) -> int:
@@ -75,30 +73,30 @@ class Counts:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """Facts about a finished chunk that its files do not hold."""
+    """Record of a finished chunk, besides its files."""
 
     counts: Counts
-    input_sha256: str | None  # of the whole input file, with its first chunk; None for some URLs too
-    numbers: int  # record numbers used up
-    encoder: str
-    compared: int  # documents whose ids a fast back end had to have in common with the reference
+    input_sha256: str | None  # of the whole input file; None unless this is its first chunk, and for some URLs
+    numbers: int  # record numbers that the chunk uses
+    encoder: str  # name and version of the tokenizer back end
+    compared: int  # documents whose ids were compared with the reference tokenizer
     first_error: str | None
 
 
 class DamagedInput(DataError):
-    """The input file, and not our work, is why the chunk cannot be done."""
+    """The input file is damaged or has changed."""
 
 
 @dataclass(frozen=True)
 class ChunkJob(Job[ChunkResult]):
-    """One chunk, and everything that a worker has to know to tokenize it."""
+    """Job that tokenizes one chunk."""
 
     result_type = ChunkResult
 
     chunk: Chunk
     version: InputVersion
-    input_name: str  # for people, see input_label
-    starts_input: bool
+    input_name: str  # see input_label
+    starts_input: bool  # the first chunk of its input file
     settings: ChunkSettings
 
     def __str__(self) -> str:
@@ -110,20 +108,20 @@ class ChunkJob(Job[ChunkResult]):
 
     @property
     def kinds(self) -> Sequence[str]:
-        more = {"hashes": self.settings.with_hashes, "attributes": bool(self.settings.read.record_keys)}
-        return ["ids", "lengths", "rejects", *(kind for kind, is_wanted in more.items() if is_wanted)]
+        optional = {"hashes": self.settings.with_hashes, "attributes": bool(self.settings.read.record_keys)}
+        return ["ids", "lengths", "rejects", *(kind for kind, is_used in optional.items() if is_used)]
 
     def work(self, files: Mapping[str, NewFile]) -> ChunkResult:
-        """Tokenize the chunk.
+        """Tokenize the chunk and write its files.
 
         Raises:
-            DamagedInput: The input file cannot be read to its end, or has changed.
-            DataError: The tokenizer has changed.
+            DamagedInput: The input file is damaged, or has changed since the run was planned.
+            DataError: The tokenizer or a filter has changed since the run was planned.
             BackendMismatch: A fast back end differs from the reference tokenizer.
         """
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use the cores, threads would compete
         tokenizer, encoder = _load(self.settings)
-        encoder.start_part()
+        encoder.start_chunk()
         counts, numbers = Counts(), 0
         writer = _ChunkWriter(self, tokenizer, encoder, files)
         digest = InputDigest() if self.starts_input and self.chunk.end is None else None
@@ -139,14 +137,15 @@ class ChunkJob(Job[ChunkResult]):
             files["attributes"].write(pack_columns(writer.columns))
         if input_version(self.chunk.path) != self.version:
             raise DamagedInput(
-                f"{self} has changed since the run started; start again with --resume, which reads it anew"
+                f"{self} has changed since the run started; start again with --resume, which reads it again"
             )
-        whole_sha256 = digest.of_all(self.version.bytes) if digest else None
-        if self.starts_input and whole_sha256 is None:  # not all of its bytes have passed by: they are read again
-            whole_sha256 = input_sha256(self.chunk.path)
+        sha256 = digest.of_whole_file(self.version.bytes) if digest else None
+        # A remote file is not transferred a second time for its hash.
+        if self.starts_input and sha256 is None and not is_url(self.chunk.path):
+            sha256 = sha256_of(Path(self.chunk.path))
         return ChunkResult(
             counts=counts,
-            input_sha256=whole_sha256,
+            input_sha256=sha256,
             numbers=numbers,
             encoder=encoder.name,
             compared=encoder.compared,
@@ -161,7 +160,7 @@ class ChunkJob(Job[ChunkResult]):
 
 
 def tokenize_chunk(job: ChunkJob) -> Finished[ChunkResult] | str:
-    """Do a job, and return its record, or why its input is damaged, which does not stop other jobs."""
+    """Run a job. Return its record, or the reason why its input is damaged, so that other jobs continue."""
     try:
         return run_job(job)
     except DamagedInput as damage:
@@ -169,7 +168,7 @@ def tokenize_chunk(job: ChunkJob) -> Finished[ChunkResult] | str:
 
 
 class _ChunkWriter:
-    """Writes the files of a chunk, batch by batch."""
+    """Tokenizes the batches of a chunk and writes its files."""
 
     def __init__(self, job: ChunkJob, tokenizer: Tokenizer, encoder: Encoder, files: Mapping[str, NewFile]) -> None:
         self.first_error: str | None = None
@@ -178,29 +177,31 @@ class _ChunkWriter:
         self._dtype, self._unknown = token_dtype(tokenizer.vocab_size), tokenizer.unk_id
 
     def add(self, batch: RecordBatch) -> Counts:
+        """Tokenize and write a batch, and return its counts. Raise BackendMismatch like `Encoder.encode_batch`."""
         for record in batch.rejected:
-            self._reject(record)
+            self._write_reject(record)
         counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=batch.dropped)
         if not batch.texts:
             return counts
         ids, lengths = self._encoder.encode_batch(batch.texts)
-        kept = np.flatnonzero(lengths).tolist()  # places of the documents that have tokens
+        with_tokens = np.flatnonzero(lengths).tolist()
         self._files["ids"].write(ids.astype(self._dtype, copy=False).tobytes())
-        self._files["lengths"].write(lengths[kept].astype("<i4", copy=False).tobytes())
+        self._files["lengths"].write(lengths[with_tokens].astype("<i4", copy=False).tobytes())
         if self._job.settings.with_hashes:
-            texts = (batch.texts[place].encode() for place in kept)
+            texts = (batch.texts[index].encode() for index in with_tokens)
             hashes = b"".join(hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in texts)
             self._files["hashes"].write(hashes)
-        for key, values in self.columns.items():  # shortened at once: a record may hold a whole page beside its text
-            values += (plain_value(batch.origins[place].fields[key]) for place in kept)
-        if len(kept) < lengths.size:
-            counts.dropped[NO_TOKENS] += lengths.size - len(kept)
-        counts.documents, counts.tokens = len(kept), ids.size
+        # Long values are shortened here, because a field may be a whole page.
+        for key, values in self.columns.items():
+            values += (plain_value(batch.origins[index].fields[key]) for index in with_tokens)
+        if len(with_tokens) < lengths.size:
+            counts.dropped[NO_TOKENS] += lengths.size - len(with_tokens)
+        counts.documents, counts.tokens = len(with_tokens), ids.size
         counts.unknown_tokens = int(np.count_nonzero(ids == self._unknown))
         counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
         return counts
 
-    def _reject(self, record: Rejected) -> None:
+    def _write_reject(self, record: Rejected) -> None:
         job = self._job
         entry: dict[str, Any] = {"file": job.input_name, job.chunk.unit: record.number}
         entry |= {"reason": record.reason, "detail": record.detail}
@@ -212,17 +213,18 @@ class _ChunkWriter:
         self.first_error = self.first_error or record.describe(job.chunk, job.input_name)
 
 
-# Loaded once in a process: a worker meets the same tokenizer in every task, and a fast back end remembers the words
-# that it has seen.
-_loaded: dict[tuple[str, bool], tuple[Tokenizer, Encoder]] = {}  # by fingerprint, and whether it is the reference
+# Tokenizers of this process, by fingerprint and `is_reference`. All jobs of a run share a tokenizer, because loading
+# takes up to half a second and a fast back end caches the words of earlier jobs.
+_loaded: dict[tuple[str, bool], tuple[Tokenizer, Encoder]] = {}
 
 
-def remember(tokenizer: Tokenizer, encoder: Encoder) -> None:
-    """Keep a tokenizer that this process has loaded, for its jobs."""
+def cache_tokenizer(tokenizer: Tokenizer, encoder: Encoder) -> None:
+    """Make the jobs of this process use a tokenizer that is loaded already."""
     _loaded[tokenizer.fingerprint, encoder.is_reference] = tokenizer, encoder
 
 
 def _load(settings: ChunkSettings) -> tuple[Tokenizer, Encoder]:
+    """Return the tokenizer and back end of a run. Raise DataError if the tokenizer has changed since the plan."""
     key = settings.fingerprint, settings.backend == "reference"
     if key not in _loaded:
         tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)

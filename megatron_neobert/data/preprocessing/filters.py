@@ -1,11 +1,11 @@
-"""Filters of the user's own: functions that keep, drop or rewrite a record, in the worker that has read it.
+"""The user's filters: functions that keep, drop or rewrite a record. The worker that reads the record calls them.
 
     def no_lists(record):
         if record.text.count("\\n- ") > 50:
-            return "mostly a list"                        # dropped, and counted under this reason
-        return record._replace(text=record.text.strip())  # kept with another text; None keeps it as it is
+            return "mostly a list"                        # drop the record, counted under this reason
+        return record._replace(text=record.text.strip())  # keep it with another text; None keeps it unchanged
 
-A filter must depend on the record alone, or the corpus would depend on the number of workers.
+The result must depend only on the record. Otherwise the corpus depends on the number of workers.
 """
 
 import importlib.util
@@ -16,26 +16,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from megatron_neobert.data.inputs.records import FILTER_FAILED, RecordBatch, add_text, reject
+from megatron_neobert.data.inputs.records import FILTER_FAILED, RecordBatch
 from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 
 class Record(NamedTuple):
-    """Argument of a filter. The text is not empty and is valid Unicode."""
+    """Argument of a filter."""
 
-    text: str
-    shard: str  # path or URL
-    fields: dict[str, Any]  # by --record-key; None: the record has no such field
+    text: str  # not empty, valid Unicode
+    shard: str  # path or URL of the input file
+    fields: dict[str, Any]  # by --record-key; None if the record does not have the field
 
 
 Filter = Callable[[Record], str | Record | None]
 
 
 class FilterSource(NamedTuple):
-    """Place of a filter's code."""
+    """File and function of a filter."""
 
-    file: str  # an absolute path: workers have other folders
+    file: str  # absolute path, because workers may have another current folder
     function: str
     sha256: str  # of the file
 
@@ -46,28 +46,28 @@ class FilterSource(NamedTuple):
 
 
 def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
-    """Find filters given as FILE.py:FUNCTION, with their code as it is now.
+    """Load filters given as FILE.py:FUNCTION, and record the sha256 of their files.
 
     Raises:
-        ConfigError: There is no such file or function, or the manifest could not tell two filters apart.
+        ConfigError: A file or function does not exist or cannot be imported, or two filters have the same label.
     """
     sources: list[FilterSource] = []
     for name in names:
-        place, _, function = name.rpartition(":")
-        file = Path(place).absolute()
+        path, _, function = name.rpartition(":")
+        file = Path(path).absolute()
         try:
             source = FilterSource(str(file), function, sha256_of(file))
-            is_filter = callable(load_filter(source))
-        except Exception as error:  # a file that is imported may raise anything
+            is_function = callable(load_filter(source))
+        except Exception as error:  # importing the file may raise anything
             raise ConfigError(
-                f"--filter {name}: {type(error).__name__}: {error}; give FILE.py:FUNCTION, which can be imported"
+                f"--filter {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
             ) from error
-        if not is_filter:
-            raise ConfigError(f"--filter {name}: {function} is no function; name one that takes a record")
+        if not is_function:
+            raise ConfigError(f"--filter {name}: {function} is not a function; name a function that takes a record")
         if source.label in (earlier.label for earlier in sources):
             raise ConfigError(
-                f"--filter {name}: another filter is called {source.label} too, by which the manifest counts what a "
-                "filter drops; name each once, and give functions or files of one name different names"
+                f"--filter {name}: two filters have the label {source.label}, under which the manifest counts dropped "
+                "records; use each filter once, and rename the function or its file"
             )
         sources.append(source)
     return tuple(sources)
@@ -75,52 +75,55 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
 
 @cache
 def load_filter(source: FilterSource) -> Filter:
-    """Load the function into this process.
-
-    Raises:
-        DataError: Its file has changed since the run was planned.
-    """
+    """Import the function. Raise DataError if its file has changed since the run was planned."""
     if sha256_of(Path(source.file)) != source.sha256:
         raise DataError(f"--filter {source.label} has changed since the run started; start again")
-    # The code that --filter names on the command line.
+    # The user names this file on the command line, so its code may be executed.
     spec = importlib.util.spec_from_file_location(  # noqa: TID251
         f"filters_{source.sha256[:16]}", source.file
     )
     assert spec and spec.loader, source.file
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up annotations that are strings
+    sys.modules[spec.name] = module  # dataclasses resolve annotations through sys.modules
     spec.loader.exec_module(module)
     return cast(Filter, getattr(module, source.function))
 
 
-def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], shard: str) -> RecordBatch:
-    """Return what the filters leave of a batch; each one gets what the one before has left.
+def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_name: str) -> RecordBatch:
+    """Return the batch after all filters, which apply in order.
+
+    A record whose filter raises an exception or returns a wrong type is rejected.
+
+    Args:
+        input_name: Path or URL of the input file.
 
     Raises:
         DataError: The file of a filter has changed since the run was planned.
     """
     if not sources:
         return batch
-    left = replace(batch, texts=[], origins=[], utf8_bytes=0)
+    filtered = replace(batch, texts=[], origins=[], utf8_bytes=0)
     filters = [(source.label, load_filter(source)) for source in sources]
     for text, origin in zip(batch.texts, batch.origins, strict=True):
-        record = Record(text, shard, origin.fields)
+        record = Record(text, input_name, origin.fields)
         for label, function in filters:
             try:
-                answer = function(record)
-                if not isinstance(answer, Record | str | None):
-                    raise TypeError(f"returned {type(answer).__name__}, and not a record, a reason to drop it or None")
-                if isinstance(answer, Record) and not isinstance(answer.text, str):
-                    raise TypeError(f"returned a record whose text is of type {type(answer.text).__name__}, and no str")
+                result = function(record)
+                if not isinstance(result, Record | str | None):
+                    raise TypeError(
+                        f"returned {type(result).__name__} instead of a record, a reason to drop it or None"
+                    )
+                if isinstance(result, Record) and not isinstance(result.text, str):
+                    raise TypeError(f"returned a record whose text is {type(result.text).__name__} instead of str")
             except Exception as error:
                 detail = f"{label}: {type(error).__name__}: {error}"
-                reject(left, FILTER_FAILED, origin.number, detail, text.encode())
+                filtered.reject(FILTER_FAILED, origin.number, detail, text.encode())
                 break
-            if isinstance(answer, str):
-                left.dropped[f"{label}: {answer}"] += 1
+            if isinstance(result, str):
+                filtered.dropped[f"{label}: {result}"] += 1
                 break
-            record = answer or record
+            record = result or record
         else:
-            add_text(left, record.text, origin=origin)
-    left.rejected.sort(key=lambda rejected: rejected.number)
-    return left
+            filtered.add_text(record.text, origin=origin)
+    filtered.rejected.sort(key=lambda rejected: rejected.number)
+    return filtered

@@ -1,7 +1,6 @@
-"""The settings of a preprocessing run, and the plan that is made of them before any text is read.
+"""Settings of a preprocessing run, and the plan of its chunks, which is built before any text is read.
 
-The plan cuts the input files into chunks, in an order that depends on nothing but the inputs. Workers finish chunks in
-any order, and they are joined in this one.
+The order of the chunks depends only on the input files. Workers finish chunks in any order; the corpus has this order.
 """
 
 import hashlib
@@ -17,13 +16,7 @@ from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.data.corpus.attribute_columns import check_record_keys
-from megatron_neobert.data.corpus.format import (
-    CorpusFiles,
-    Manifest,
-    corpus_files,
-    read_manifest,
-    validation_files,
-)
+from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, read_manifest, validation_files
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_version
 from megatron_neobert.data.inputs.recognise import split_into_chunks
@@ -36,73 +29,73 @@ from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.jobs import JobFolder
 
-_PLANNING_THREADS = 16  # shards are opened one by one, and most of that is waiting for a network
+_PLANNING_THREADS = 16  # opening remote input files is mostly waiting for the network
 
 
 @dataclass(frozen=True)
 class PreprocessSettings:
-    """Settings of `neobert preprocess`, and its command line."""
+    """Options of `neobert preprocess`."""
 
     inputs: tuple[str, ...] = option(
-        help="input files: paths, globs ('**' descends), folders, URLs (s3://, gs://, hf://), @FILE with one per "
-        "line. Recognised by content: parquet, Arrow and save_to_disk folders, JSON "
-        "lines, plain text, WARC and WET, compressed by gzip, zstd, bzip2 or xz or not",
+        help="input files: paths, globs ('**' descends), folders, URLs (s3://, gs://, hf://), or @FILE with one of "
+        "these per line. Formats, recognised by content: parquet, Arrow and save_to_disk folders, JSON lines, plain "
+        "text, WARC and WET; uncompressed or compressed by gzip, zstd, bzip2 or xz",
         flag="--input",
         metavar="PATH",
     )
-    output_prefix: str = option(help="_KEY_document is appended, by --text-key", metavar="PREFIX")
+    output_prefix: str = option(help="path of the corpus; _KEY_document is appended (--text-key KEY)", metavar="PREFIX")
     tokenizer_model: str = option(
         help="vocab.txt, tokenizer.json, SentencePiece's tokenizer.model, or a folder with one of them", metavar="PATH"
     )
     read: ReadSettings = field(default_factory=ReadSettings, metadata={"help": "what is read"})
     tokenizer_type: str = option(
-        "auto", "Megatron's names; auto: what the file is", choices=TOKENIZER_TYPES, group="how it is tokenized"
+        "auto", "Megatron's name; auto follows from the file", choices=TOKENIZER_TYPES, group="how it is tokenized"
     )
     tokenizer_backend: Literal["auto", "fast", "reference"] = option(
         "auto",
-        "fast: nanotoken or gigatoken, checked against the reference all along: a difference ends the run; "
-        "auto: fast where installed",
+        "fast is nanotoken or gigatoken, compared with the reference throughout the run: a difference ends the run; "
+        "auto is fast if installed",
     )
     filter: tuple[str, ...] = option(
         (),
-        "called with each record, keeps, drops or rewrites it; repeatable, in this order",
+        "function that keeps, drops or rewrites each record; repeatable, applied in this order",
         metavar="FILE.py:FUNCTION",
         repeat=True,
         group="which documents are kept",
     )
-    deduplicate: Literal["exact"] | None = option(None, "drop documents whose text has occurred before")
+    deduplicate: Literal["exact"] | None = option(None, "drop documents whose text occurred before")
     split_validation: float = option(
         0.0,
-        "share of the documents, chosen by their text, that goes to PREFIX_KEY_document_validation",
+        "share of the documents, selected by a hash of the text, to write to PREFIX_KEY_document_validation",
         metavar="FRACTION",
     )
     max_error_rate: float = option(
         0.001,
-        "end the run if more than this fraction of the records is in error: without usable text. Such records are left "
-        "out, counted, and listed in PREFIX_KEY_document.rejects.jsonl. Empty texts are dropped and counted",
+        "end the run if more than this fraction of the records has no usable text. Rejected records are counted, and "
+        "listed in PREFIX_KEY_document.rejects.jsonl. Empty texts are dropped and counted",
         metavar="FRACTION",
     )
     quarantine: bool = option(
         False,
-        "leave damaged input files out, whole, and list them in the manifest; without it a run finishes all other "
-        "files, names every damaged one, and ends with exit code 65",
+        "leave out damaged input files as a whole, and list them in the manifest; without it, the run finishes all "
+        "other files, names every damaged file, and ends with exit code 65",
     )
     shard_size: int | None = option(
         None,
-        "a new .bin and .idx after so many bytes, under one manifest",
+        "start a new .bin and .idx after this size; one manifest lists all",
         metavar="SIZE",
         read=read_size,
         group="what is written",
     )
-    resume: bool = option(False, "keep what an earlier run of the same command has finished")
+    resume: bool = option(False, "keep the chunks that an earlier run of the same command finished")
     overwrite: bool = option(False, "replace an existing corpus, and chunks of another run")
     dry_run: bool = option(False, "print what would be read and written, and write nothing")
     workers: int | None = option(
-        None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1, group="where it runs"
+        None, "processes, one core each (default 1; with Ray, all its CPUs)", minimum=1, group="where it runs"
     )
     executor: Literal["local", "ray"] = option("local", "local processes, or a Ray cluster")
     ray_address: str | None = option(
-        None, "host:port of a cluster (RAY_ADDRESS; at first: a new one)", metavar="ADDRESS"
+        None, "host:port of a cluster (default RAY_ADDRESS, else a new cluster)", metavar="ADDRESS"
     )
 
     def __post_init__(self) -> None:
@@ -123,13 +116,13 @@ class Plan:
     tokenizer: Tokenizer
     encoder: Encoder
     filter_sources: tuple[FilterSource, ...]
-    versions: dict[str, InputVersion]  # by path or URL, in the order of reading
+    versions: dict[str, InputVersion]  # by path or URL, in reading order
     chunks: list[Chunk]
-    damaged: dict[str, str]  # why an input file has no chunks, by its label; empty without --quarantine
+    damaged: dict[str, str]  # reason for each damaged input file, by label; empty without --quarantine
 
     @property
-    def decisive(self) -> dict[str, Any]:
-        """The settings that decide the files of all chunks, as JSON."""
+    def chunk_settings(self) -> dict[str, Any]:
+        """Settings that decide the content of finished chunks, as JSON."""
         settings = self.settings
         return {
             "tokenizer": self.tokenizer.fingerprint,
@@ -147,9 +140,10 @@ class Plan:
     def jobs(self) -> list[ChunkJob]:
         """Return one job per chunk, in order."""
         settings = self.settings
-        of_all = ChunkSettings(
+        # Paths are absolute, because workers on other machines have another current folder.
+        shared = ChunkSettings(
             read=settings.read,
-            tokenizer_model=str(Path(settings.tokenizer_model).absolute()),  # other machines have other folders
+            tokenizer_model=str(Path(settings.tokenizer_model).absolute()),
             tokenizer_type=settings.tokenizer_type,
             fingerprint=self.tokenizer.fingerprint,
             backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
@@ -160,7 +154,7 @@ class Plan:
         for number, chunk in enumerate(self.chunks):
             path = chunk.path if is_url(chunk.path) else str(Path(chunk.path).absolute())
             absolute = replace(chunk, path=path)
-            # The name does not depend on other chunks: it is the same in a run that reads other input files as well.
+            # The name depends only on the chunk, so the chunk is found again after input files are added or removed.
             name = hashlib.blake2b(json.dumps(asdict(absolute)).encode(), digest_size=12).hexdigest()
             jobs.append(
                 ChunkJob(
@@ -170,17 +164,17 @@ class Plan:
                     version=self.versions[chunk.path],
                     input_name=input_label(chunk.path),
                     starts_input=number == 0 or chunk.path != self.chunks[number - 1].path,
-                    settings=of_all,
+                    settings=shared,
                 )
             )
         return jobs
 
     @property
     def filters(self) -> dict[str, int | float | str | None]:
-        """Settings that decide which documents are in the corpus."""
+        """Settings that decide which documents the corpus has, for the manifest."""
         settings = self.settings
-        own = {source.label: f"sha256 {source.sha256}" for source in self.filter_sources}
-        return own | {
+        return {
+            **{source.label: f"sha256 {source.sha256}" for source in self.filter_sources},
             "deduplicate": settings.deduplicate,
             "split_validation": settings.split_validation,
             "input_format": settings.read.input_format,
@@ -191,88 +185,89 @@ class Plan:
 
 
 def plan_preprocessing(settings: PreprocessSettings) -> Plan:
-    """Find the input files and the tokenizer, and what would make the run fail early. Nothing is written.
+    """Find the input files, cut them into chunks, load the tokenizer and the filters, and check the output.
+
+    Nothing is written.
 
     Raises:
-        MissingInputError: An input or the tokenizer does not exist.
-        OutputError: The corpus exists and may not be overwritten.
-        DataError: The tokenizer is unusable, or some shards are, by their format, schema or footer; it names them all.
-        ConfigError: The output of an earlier run is among the inputs, a table has no column for --record-key, or
-            a fast back end is asked for and unusable.
+        MissingInputError: An input file or the tokenizer does not exist.
+        OutputError: The corpus exists, and the settings neither resume nor overwrite.
+        DataError: The tokenizer is damaged, or the format, schema or footer of input files is; all of them are named.
+        ConfigError: The output of an earlier run is among the inputs, a table has no column --record-key, two URLs
+            have the same label, a filter cannot be loaded, or --tokenizer-backend fast cannot be used.
     """
     if not settings.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
     tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
-    shards = find_inputs(settings.inputs)
-    _refuse_own_output(settings, shards)
+    paths = find_inputs(settings.inputs)
+    _refuse_own_output(settings, paths)
+
+    def split(path: str) -> list[Chunk] | DataError | ConfigError:
+        try:
+            return split_into_chunks(path, settings.read)
+        except (DataError, ConfigError) as error:
+            return error
+
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
-        versions = list(threads.map(input_version, shards))
-
-        def look(path: str) -> list[Chunk] | DataError | ConfigError:
-            try:
-                return split_into_chunks(path, settings.read)
-            except (DataError, ConfigError) as error:
-                return error
-
-        looks = dict(zip(shards, threads.map(look, shards), strict=True))
-        if problems := [str(found) for found in looks.values() if isinstance(found, ConfigError)]:
-            raise ConfigError(problems)
-        plan = Plan(
-            settings=settings,
-            files=settings.files,
-            tokenizer=tokenizer,
-            encoder=encoder,
-            filter_sources=find_filters(settings.filter),
-            versions=dict(zip(shards, versions, strict=True)),
-            chunks=[chunk for chunks in looks.values() if isinstance(chunks, list) for chunk in chunks],
-            damaged={input_label(shard): str(found) for shard, found in looks.items() if isinstance(found, DataError)},
-        )
-    names = Counter(map(input_label, shards))
-    if len(names) < len(shards):
-        name = names.most_common(1)[0][0]
+        versions = dict(zip(paths, threads.map(input_version, paths), strict=True))
+        results = dict(zip(paths, threads.map(split, paths), strict=True))
+    if problems := [str(error) for error in results.values() if isinstance(error, ConfigError)]:
+        raise ConfigError(problems)
+    plan = Plan(
+        settings=settings,
+        files=settings.files,
+        tokenizer=tokenizer,
+        encoder=encoder,
+        filter_sources=find_filters(settings.filter),
+        versions=versions,
+        chunks=[chunk for chunks in results.values() if isinstance(chunks, list) for chunk in chunks],
+        damaged={input_label(path): str(error) for path, error in results.items() if isinstance(error, DataError)},
+    )
+    labels = Counter(map(input_label, paths))
+    if repeated := [label for label, count in labels.items() if count > 1]:
         raise ConfigError(
-            f"--input has {names[name]} URLs that differ in their query alone ({name}), and the manifest names shards "
-            "without it; copy them to files"
+            f"--input has {labels[repeated[0]]} URLs that differ only in their query ({repeated[0]}), which the "
+            "manifest does not keep; copy them to files with different names"
         )
     refuse_damaged(plan, plan.damaged)
     return plan
 
 
-def _refuse_own_output(settings: PreprocessSettings, shards: list[str]) -> None:
-    """Raise ConfigError if the corpus is among the inputs, or would be among those of a later run."""
+def _refuse_own_output(settings: PreprocessSettings, paths: list[str]) -> None:
+    """Raise ConfigError if the corpus is one of the input files, or would be in a later run."""
     output = settings.files.manifest.resolve()
     for folder in (Path(name).resolve() for name in settings.inputs if Path(name).is_dir()):
         if folder in output.parents:
             raise ConfigError(
-                f"--output-prefix {settings.output_prefix} lies below --input {folder}, where a later run would find "
-                "the corpus among the shards; write to another folder"
+                f"--output-prefix {settings.output_prefix} is below --input {folder}, so a later run would read the "
+                "corpus as input; write to another folder"
             )
-    for shard in (Path(name) for name in shards if "://" not in name):
-        if shard.parent.resolve() == output.parent and shard.name.startswith(f"{settings.files.name}."):
-            raise ConfigError(f"--input matches {shard}, which belongs to --output-prefix; write to another folder")
+    for path in (Path(path) for path in paths if "://" not in path):
+        if path.parent.resolve() == output.parent and path.name.startswith(f"{settings.files.name}."):
+            raise ConfigError(f"--input matches {path}, which belongs to --output-prefix; write to another folder")
 
 
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
-    """Raise DataError about all damaged input files, unless they may be left out and others remain.
+    """Raise DataError if input files are damaged, unless --quarantine is set and some files are not damaged.
 
     Args:
-        damaged: Why, by the label of the input file.
+        damaged: Reason for each damaged input file, by label.
     """
     if not damaged or (plan.settings.quarantine and len(damaged) < len(plan.versions)):
         return
     reasons = list(damaged.values())
     if len(reasons) > 1:
-        reasons = [f"{len(reasons):,} of {len(plan.versions):,} shards cannot be used:", *reasons]
-    remedy = "" if plan.settings.quarantine else ". With --quarantine the corpus is made without such shards"
+        reasons = [f"{len(reasons):,} of {len(plan.versions):,} input files cannot be used:", *reasons]
+    remedy = "" if plan.settings.quarantine else ". With --quarantine, the corpus is written without these files"
     raise DataError("\n  - ".join(reasons) + remedy)
 
 
 def is_complete(plan: Plan) -> bool:
-    """Return True if the corpora of this plan exist, whole, so that --resume has nothing left to do."""
+    """Return True if the complete corpora of this plan exist, so that --resume has nothing to do."""
     files, settings = plan.files, plan.settings
-    manifest = None if JobFolder(files.partial).has_begun else _read_whole(files)
-    if manifest is None or (settings.split_validation and not _read_whole(validation_files(files))):
+    manifest = None if JobFolder(files.partial).has_begun else _read_complete(files)
+    if manifest is None or (settings.split_validation and not _read_complete(validation_files(files))):
         return False
     sizes = {input_label(path): version.bytes for path, version in plan.versions.items()}
     written = files.manifest.stat().st_mtime_ns
@@ -287,8 +282,8 @@ def is_complete(plan: Plan) -> bool:
     )
 
 
-def _read_whole(files: CorpusFiles) -> Manifest | None:
-    """Return the manifest of a corpus all of whose files have the recorded sizes, or None."""
+def _read_complete(files: CorpusFiles) -> Manifest | None:
+    """Return the manifest of a corpus, or None if a file is missing or has another size than the manifest records."""
     try:
         manifest = read_manifest(files.manifest)
     except (FileNotFoundError, DataError):
@@ -310,6 +305,6 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
         yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     yield from check_record_keys(settings.read.record_keys or ())
     if settings.ray_address is not None and settings.executor != "ray":
-        yield f"--ray-address {settings.ray_address} has no effect without --executor ray"
+        yield f"--ray-address {settings.ray_address} has no effect without --executor ray; add that flag"
     if settings.read.text_separator == "":
-        yield "--text-separator is empty; leave it out where each file is one document"
+        yield "--text-separator is empty; leave it out if each file is one document"

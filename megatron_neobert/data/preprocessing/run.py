@@ -1,7 +1,7 @@
-"""Raw input files to one corpus: chunks are tokenized, by local processes or on a Ray cluster, and then joined.
+"""Preprocess input files to one corpus: tokenize the chunks in local processes or on a Ray cluster, then join them.
 
-The corpus, its manifest and its rejects are the same for any number of workers, executor and restart. Finished chunks
-are kept in PREFIX.partial, so what a killed run has done is not done again.
+The corpus, its manifest and its rejects are the same for any number of workers, any executor, and after any restart.
+Finished chunks are kept in PREFIX.partial, so that a resumed run does not repeat them.
 """
 
 import os
@@ -21,15 +21,16 @@ from megatron_neobert.data.corpus.format import (
 from megatron_neobert.data.corpus.shard_job import ChunkFiles
 from megatron_neobert.data.corpus.writer import OutputSettings, WrittenCorpus, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import input_label
-from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkResult, Counts, remember, tokenize_chunk
+from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkResult, Counts, cache_tokenizer, tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import Plan, refuse_damaged
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.jobs import Finished, JobFolder, finish_jobs
 from megatron_neobert.text import counted, percent
 
-_HOPELESS_AFTER_RECORDS = 10_000  # before that a share of errors says little
-# Times as many errors as all of the input may have if the rest is faultless: it is an estimate, and must not be wrong.
-_HOPELESS = 2.0
+# A run ends early if its errors exceed twice the number that all records, as estimated from the bytes read, may have.
+# The factor of two is for the error of the estimate.
+_EARLY_END_FACTOR = 2.0
+_EARLY_END_RECORDS = 10_000  # with fewer records, the estimate is too uncertain
 
 
 @dataclass(frozen=True)
@@ -37,29 +38,28 @@ class PreprocessReport:
     """Result of a run."""
 
     written: WrittenCorpus
-    counts: Counts  # of all chunks, those of an earlier run included
+    counts: Counts  # of all chunks, including the chunks of an earlier run
     seconds: float
-    damaged: list[str]  # why input files were left out
+    damaged: list[str]  # reasons why input files were left out
 
 
 def preprocess(plan: Plan) -> PreprocessReport:
-    """Do the chunks that are not finished, and join all of them.
-
-    Damaged input files are reported together, when everything that can be read is finished.
+    """Tokenize the unfinished chunks, and write the corpus of all chunks.
 
     Raises:
-        DataError: Too many records are in error, input files are damaged, or there is no document at all.
-        ConfigError: A fast back end differs from the reference tokenizer, or chunks of other settings are finished.
-        OutputError: Finished chunks of an earlier run exist, and the settings neither resume nor overwrite.
+        DataError: Too many records are in error, there is no document, or input files are damaged. Damaged files are
+            reported together after all other files are finished.
+        ConfigError: A fast back end differs from the reference tokenizer, or finished chunks have other settings.
+        OutputError: The corpus or finished chunks exist, and the settings neither resume nor overwrite.
         ChildProcessError: A worker process died.
     """
     started = time.monotonic()
     settings = plan.settings
     with JobFolder(plan.files.partial) as folder:
-        # Files under final names may be those of this run, killed while it put them there.
-        committing = settings.resume and folder.has_begun
-        refuse_existing(plan.files, overwrite=settings.overwrite or committing)
-        folder.begin(plan.decisive, resume=settings.resume, overwrite=settings.overwrite)
+        # A killed run may have given some of its files their final names already.
+        was_renaming = settings.resume and folder.has_begun
+        refuse_existing(plan.files, overwrite=settings.overwrite or was_renaming)
+        folder.begin(plan.chunk_settings, resume=settings.resume, overwrite=settings.overwrite)
         finished, reasons = _tokenize(plan)
         reasons |= plan.damaged
         damaged = {name: reasons[name] for name in map(input_label, plan.versions) if name in reasons}
@@ -70,12 +70,12 @@ def preprocess(plan: Plan) -> PreprocessReport:
             counts.add(finished[job.name].result.counts)
             first_error = first_error or finished[job.name].result.first_error
         if not counts.documents:
-            folder.remove()  # there is nothing in it that could be of use
+            folder.remove()  # no chunk has a document
         check_error_rate(counts, settings.max_error_rate, first_error, records=counts.records)
         if not counts.documents:
             raise DataError(
-                f"no document in {counted(len(plan.versions), 'shard')} ({counts.records:,} records: "
-                f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one. Check "
+                f"no document in {counted(len(plan.versions), 'input file')} ({counts.records:,} records: "
+                f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one document. Check "
                 "--input, --text-key and the filters"
             )
         written = _join_chunks(plan, jobs, [finished[job.name] for job in jobs], counts, damaged)
@@ -84,20 +84,21 @@ def preprocess(plan: Plan) -> PreprocessReport:
 
 
 def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, str]]:
-    """Do the chunks that are not finished.
+    """Tokenize the unfinished chunks.
 
     Returns:
-        The records of all finished chunks by name, and why input files are damaged, by label; of an input file with
-        several damaged chunks the first.
+        Records of all finished chunks by name, and the reason for each damaged input file, by label. If several chunks
+        of a file are damaged, the reason is that of the first chunk.
 
     Raises:
-        DataError: The run would have too many errors even if everything that is left were faultless.
+        DataError: There are too many errors even if the rest of the input has none.
     """
     settings, jobs, counts, done_bytes = plan.settings, plan.jobs(), Counts(), 1.0
-    chunks_of, total_bytes = Counter(job.input_name for job in jobs), sum(one.bytes for one in plan.versions.values())
-    remember(plan.tokenizer, plan.encoder)
+    chunks_per_file = Counter(job.input_name for job in jobs)
+    total_bytes = sum(version.bytes for version in plan.versions.values())
+    cache_tokenizer(plan.tokenizer, plan.encoder)
     finished: dict[str, Finished[ChunkResult]] = {}
-    damaged: dict[str, str] = {}
+    damaged: dict[str, str] = {}  # by name of the job
     first_error = None
     results = finish_jobs(
         jobs,
@@ -109,32 +110,33 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
     )
     with closing(results):
         for job, outcome in results:
-            done_bytes += job.version.bytes / chunks_of[job.input_name]
+            done_bytes += job.version.bytes / chunks_per_file[job.input_name]
             if isinstance(outcome, str):
                 damaged[job.name] = outcome
                 continue
             finished[job.name] = outcome
             counts.add(outcome.result.counts)
             first_error = first_error or outcome.result.first_error
-            if counts.records >= _HOPELESS_AFTER_RECORDS or not settings.max_error_rate:
-                most_records = _HOPELESS * counts.records * max(1.0, total_bytes / done_bytes)
+            if counts.records >= _EARLY_END_RECORDS or not settings.max_error_rate:
+                estimated_records = counts.records * max(1.0, total_bytes / done_bytes)
+                most_records = _EARLY_END_FACTOR * estimated_records
                 check_error_rate(counts, settings.max_error_rate, first_error, records=most_records)
     return finished, {job.input_name: damaged[job.name] for job in reversed(jobs) if job.name in damaged}
 
 
 def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None, *, records: float) -> None:
-    """Raise DataError if more of the records are in error than may be.
+    """Raise DataError if more records are in error than `max_error_rate * records`.
 
     Args:
-        first_error: An example: the record's place and what is wrong with it.
-        records: Number of records that the rate is of.
+        first_error: Example for the message, from `Rejected.describe`.
+        records: Number of records, possibly estimated.
     """
     if counts.errors > max_error_rate * records:
         raise DataError(
             f"{counts.errors:,} of {counts.records:,} records have no usable text "
             f"({percent(counts.errors / counts.records, digits=2)}), more than --max-error-rate {max_error_rate} "
             f"allows ({describe_reasons(counts.rejected)}); for example: {first_error}. "
-            "Fix the shards or the filter, check --text-key and --record-key, or allow more"
+            "Fix the input files or the filter, check --text-key and --record-key, or raise --max-error-rate"
         )
 
 
@@ -145,26 +147,28 @@ def _join_chunks(
     counts: Counts,
     damaged: Mapping[str, str],
 ) -> WrittenCorpus:
-    """Write the corpus of finished jobs, which are in order, by processes of this machine.
+    """Write the corpus of finished jobs in this order, with processes of this machine.
 
     Args:
-        damaged: Why input files are left out, by label.
+        damaged: Reason for each input file that is left out, by label.
 
     Raises:
-        DataError: No document is left for the corpus, or none is held out for validation.
+        DataError: No document is left for the corpus, or no document is held out for validation.
         ChildProcessError: A worker process died.
     """
     settings = plan.settings
-    here = len(os.sched_getaffinity(0))  # of this machine, while the workers of a Ray cluster are elsewhere
+    # The workers of a Ray cluster do not bound the processes of this machine.
+    cores = len(os.sched_getaffinity(0))
     inputs: dict[str, InputRecord] = {}
     backends: dict[str, BackendRecord] = {}
     for job, record in zip(jobs, records, strict=True):
         result = record.result
         if job.starts_input:
             inputs[job.input_name] = InputRecord(job.version.bytes, result.input_sha256)
-        before = backends.get(result.encoder, BackendRecord(0, 0))
-        documents, compared = before.documents + result.counts.documents, before.compared + result.compared
-        backends[result.encoder] = BackendRecord(documents, compared)
+        total = backends.get(result.encoder, BackendRecord(0, 0))
+        backends[result.encoder] = BackendRecord(
+            total.documents + result.counts.documents, total.compared + result.compared
+        )
     return write_corpus(
         _chunk_files(jobs, records),
         OutputSettings(
@@ -190,16 +194,16 @@ def _join_chunks(
             },
         ),
         folder=plan.files.partial,
-        workers=settings.workers if settings.executor == "local" else min(settings.workers or here, here),
+        workers=settings.workers if settings.executor == "local" else min(settings.workers or cores, cores),
     )
 
 
 def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResult]]) -> list[ChunkFiles]:
-    """Describe the files of all chunks, in order."""
-    files, before = [], 0
+    """Return the files of each job, in order."""
+    files, records_before = [], 0
     for job, record in zip(jobs, records, strict=True):
         result = record.result
-        before = 0 if job.starts_input else before
+        records_before = 0 if job.starts_input else records_before
         files.append(
             ChunkFiles(
                 input=job.input_name,
@@ -208,8 +212,8 @@ def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResul
                 tokens=result.counts.tokens,
                 unknown_tokens=result.counts.unknown_tokens,
                 sha256={kind: file.sha256 for kind, file in record.files.items() if kind != "rejects"},
-                records_before=(job.chunk.unit, before) if job.chunk.numbers_are_relative else None,
+                records_before=(job.chunk.unit, records_before) if job.chunk.numbers_are_relative else None,
             )
         )
-        before += result.numbers
+        records_before += result.numbers
     return files

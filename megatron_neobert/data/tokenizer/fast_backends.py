@@ -1,8 +1,8 @@
-"""Encoding of a corpus with a back end that is many times faster, for as long as its ids are the reference's.
+"""Encode with a fast back end, and verify that its ids are those of the reference.
 
-The reference is `Tokenizer.encode_batch`. A fast back end must give the same ids on `probe_strings` before it is used,
-and is compared again while it works: the first documents of each part and every 2,000th after that. nanotoken serves
-BERT's WordPiece, gigatoken byte-level and SentencePiece BPE. Both run on the calling thread alone.
+The reference is `Tokenizer.encode_batch`. A fast back end must give the same ids for `probe_strings` before it is used,
+and for the first documents of each chunk and every 2,000th document after that. nanotoken is for BERT's WordPiece,
+gigatoken for byte-level and SentencePiece BPE. Both use only the calling thread.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
-from megatron_neobert.data.tokenizer.files import raise_unless_library
+from megatron_neobert.data.tokenizer.files import STANDARD_NAMES, raise_unless_library
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.text import parse_json
@@ -23,21 +23,25 @@ Backend = Literal["auto", "fast", "reference"]
 Result = TypeVar("Result")
 EncodeTexts = Callable[[Sequence[str]], EncodedBatch]
 
-_FIRST_DOCUMENTS = 64  # of each part, all verified
-_FIRST_CHARACTERS = 1 << 15  # or the first that have this many characters together: 8 ms of the reference
-_INTERVAL = 2000  # documents, of which one is verified
-_LONGEST = 1 << 20  # characters: a longer document would take the reference seconds and gigabytes
-# nanotoken's default is 2^20, with up to 130 MB. On 72 MB of books 2^18 is as fast and saves 20 MB.
-_NANOTOKEN_CACHE_ENTRIES = 1 << 18
-_SHOWN_IDS = 8  # of a difference
+_REFERENCE = f"tokenizers {tokenizers.__version__}"
 
-# Of the probe: characters of every Unicode block, and what normalisers and pre-tokenisers disagree about (accents,
-# zero-width characters, white space, overlong words).
+# The first documents of each chunk are verified, up to one of these limits. The characters take the reference 8 ms.
+_FIRST_DOCUMENTS = 64
+_FIRST_CHARACTERS = 1 << 15
+_INTERVAL = 2000  # later, one of so many documents is verified
+# Characters. The reference takes seconds and gigabytes for a longer document, so longer documents are not verified.
+_LONGEST_VERIFIED = 1 << 20
+# nanotoken's default is 2^20 entries, which take up to 130 MB. On 72 MB of books, 2^18 is as fast and saves 20 MB.
+_NANOTOKEN_CACHE_ENTRIES = 1 << 18
+_SHOWN_IDS = 8  # in the message about a difference
+
+# The probe has characters of every Unicode block, and what normalisers and pre-tokenisers disagree about: accents,
+# zero-width characters, white space, very long words.
 _SEED = 20_240_229
-_DENSE_END = 0x3000  # below: alphabets, marks, symbols; every code point is tried
-_BLOCK = 128  # code points; blocks of Unicode start at multiples of 16, few are smaller than this
+_DENSE_END = 0x3000  # every code point below is used: alphabets, marks, symbols
+_BLOCK = 128  # code points; few Unicode blocks are smaller
 _SAMPLE = 16  # code points of each block above _DENSE_END
-_PLANES = ((_DENSE_END, 0xD800), (0xE000, 0x33480), (0xE0000, 0xE0200), (0x10FF80, 0x110000))  # no surrogates
+_PLANES = ((_DENSE_END, 0xD800), (0xE000, 0x33480), (0xE0000, 0xE0200), (0x10FF80, 0x110000))  # without surrogates
 _MIXTURES = 900  # adversarial strings of mixed characters and pieces of the vocabulary
 
 _WORDS = (
@@ -59,17 +63,17 @@ _INVISIBLE = tuple(
 
 
 class BackendMismatch(ConfigError):
-    """A fast back end failed or gave other ids than the reference: what it encoded is void."""
+    """A fast back end failed or gave other ids than the reference. All ids that it gave are invalid."""
 
 
 class Encoder:
-    """Encodes batches of documents with one back end. Made by `open_encoder`.
+    """Encodes batches of documents with one back end. Created by `open_encoder`.
 
     Attributes:
-        name: The back end and its version, such as "nanotoken 0.1.0".
-        note: One sentence about why it is not a fast one although "auto" was asked for; or None.
-        is_reference: Whether ids come from the tokenizer itself.
-        compared: Documents since start_part() whose ids were compared with the reference's.
+        name: Back end and version, such as "nanotoken 0.1.0".
+        note: Reason why "auto" did not choose a fast back end, or None.
+        is_reference: True if the ids come from the tokenizer itself.
+        compared: Number of documents since `start_chunk` whose ids were compared with the reference.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, name: str, note: str | None = None, fast: EncodeTexts | None = None):
@@ -78,74 +82,74 @@ class Encoder:
         self.is_reference = fast is None
         self._tokenizer = tokenizer
         self._fast = fast
-        self.start_part()
+        self.start_chunk()
 
-    def start_part(self) -> None:
-        """Verifies the next documents all over again: other shards hold other scripts."""
+    def start_chunk(self) -> None:
+        """Begin a chunk. Its first documents are verified, because another input file may have other scripts."""
         self.compared = 0
         self._documents = 0
         self._first_characters = 0
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Ids of texts, as `Tokenizer.encode_batch` gives them; their dtype is any integer type.
+        """Return the ids of texts like `Tokenizer.encode_batch`, in any integer dtype.
 
         Raises:
-            BackendMismatch: The fast back end failed, or a verified document has other ids than the reference gives.
+            BackendMismatch: The fast back end failed, or gave other ids than the reference for a verified document.
         """
         if self._fast is None:
             return self._tokenizer.encode_batch(texts)
         batch = _encode(self.name, self._fast, texts)
-        if chosen := self._choose(texts):
-            self._verify(texts, batch, chosen)
+        if selected := self._select(texts):
+            self._verify(texts, batch, selected)
         return batch
 
-    def _choose(self, texts: Sequence[str]) -> list[int]:
-        """Positions of the documents of a batch that are to be verified; counts the documents."""
-        chosen = []
+    def _select(self, texts: Sequence[str]) -> list[int]:
+        """Count the documents of a batch, and return the indices of the documents to verify."""
+        selected = []
         start = self._documents
         self._documents += len(texts)
         for number in range(start, min(self._documents, _FIRST_DOCUMENTS)):
             if self._first_characters < _FIRST_CHARACTERS:
-                chosen.append(number - start)
+                selected.append(number - start)
                 self._first_characters += len(texts[number - start])
-        due = -(-max(start, _FIRST_DOCUMENTS) // _INTERVAL) * _INTERVAL
-        chosen += [number - start for number in range(due, self._documents, _INTERVAL)]
-        return [position for position in chosen if len(texts[position]) <= _LONGEST]
+        next_verified = -(-max(start, _FIRST_DOCUMENTS) // _INTERVAL) * _INTERVAL
+        selected += [number - start for number in range(next_verified, self._documents, _INTERVAL)]
+        return [index for index in selected if len(texts[index]) <= _LONGEST_VERIFIED]
 
-    def _verify(self, texts: Sequence[str], batch: EncodedBatch, chosen: Sequence[int]) -> None:
+    def _verify(self, texts: Sequence[str], batch: EncodedBatch, selected: Sequence[int]) -> None:
         ends = np.cumsum(batch.lengths, dtype=np.int64)
-        rows = [batch.ids[ends[position] - batch.lengths[position] : ends[position]] for position in chosen]
-        found = EncodedBatch(np.concatenate(rows), batch.lengths[list(chosen)])
-        mine = [texts[position] for position in chosen]
-        _compare(self.name, self._tokenizer, mine, found, self._tokenizer.encode_batch(mine))
-        self.compared += len(chosen)
+        ids = np.concatenate([batch.ids[ends[index] - batch.lengths[index] : ends[index]] for index in selected])
+        selected_texts = [texts[index] for index in selected]
+        expected = self._tokenizer.encode_batch(selected_texts)
+        _compare(self.name, self._tokenizer, selected_texts, EncodedBatch(ids, batch.lengths[list(selected)]), expected)
+        self.compared += len(selected)
 
 
 def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) -> Encoder:
-    """The fastest usable back end of a tokenizer.
+    """Return an encoder for the tokenizer.
 
     Args:
-        backend: "reference", "fast" (or nothing), or "auto": fast where it is possible, else the reference with a note.
-        probe: Compare the back end with the reference first, which takes 0.1 seconds. Workers need not repeat it.
+        backend: "reference", "fast", or "auto": fast if possible, else the reference with a note.
+        probe: Compare a fast back end with the reference on `probe_strings`, which takes 0.1 s. Workers can skip this.
 
     Raises:
-        ConfigError: "fast" was asked for and no fast back end can be used.
+        ConfigError: `backend` is "fast", and no fast back end can be used.
     """
     if backend == "reference":
-        return Encoder(tokenizer, name=_reference_name())
+        return Encoder(tokenizer, name=_REFERENCE)
     try:
         return _open_fast(tokenizer, probe=probe)
     except BackendMismatch as reason:
         if backend == "fast":
             raise ConfigError(
-                f"--tokenizer-backend fast: {reason}. Or use auto, which then takes the reference"
+                f"--tokenizer-backend fast: {reason}. Or use auto, which falls back to the reference"
             ) from reason
-        return Encoder(tokenizer, name=_reference_name(), note=f"no fast tokenizer back end: {reason}")
+        return Encoder(tokenizer, name=_REFERENCE, note=f"no fast tokenizer back end: {reason}")
 
 
 def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
-    """Return the fast encoder. Raise BackendMismatch if there is none that is right."""
-    from importlib.metadata import PackageNotFoundError, version  # 20 ms that the reference does without
+    """Return the fast encoder of a tokenizer. Raise BackendMismatch if no back end supports it and gives its ids."""
+    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
 
     model = tokenizer.backend.model
     build: Callable[[Tokenizer], EncodeTexts]
@@ -155,7 +159,7 @@ def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
         package, build = "gigatoken", _build_gigatoken
     else:
         raise BackendMismatch(
-            f"there is none for a {type(model).__name__} model with this normalizer and pre-tokenizer"
+            f"no back end supports a {type(model).__name__} model with this normalizer and pre-tokenizer"
         )
     try:
         name = f"{package} {version(package)}"
@@ -186,18 +190,19 @@ def _build_gigatoken(tokenizer: Tokenizer) -> EncodeTexts:
     fast = load_hf_json(_json_without_special_tokens(tokenizer))
 
     def encode(texts: Sequence[str]) -> EncodedBatch:
-        rows = fast.encode_batch(texts, parallel=False).layout  # awkward's ListOffsetArray: its buffers are used as is
-        offsets = rows.offsets.data
-        ids = tokenizer.without_special_ids(rows.content.data[offsets[0] : offsets[-1]])
+        array = fast.encode_batch(texts, parallel=False).layout  # awkward's ListOffsetArray
+        offsets = array.offsets.data
+        ids = tokenizer.without_special_ids(array.content.data[offsets[0] : offsets[-1]])
         return EncodedBatch(ids, np.diff(offsets).astype(np.int32))
 
     return encode
 
 
 def _json_without_special_tokens(tokenizer: Tokenizer) -> str:
-    """A tokenizer.json in which the literals of special tokens are nothing but text, as in `Tokenizer.encode_batch`."""
+    """Return a tokenizer.json without special tokens, so that their texts are ordinary, as in `encode_batch`."""
     backend = tokenizer.backend
-    if all(token.special for token in backend.get_added_tokens_decoder().values()):  # ten times faster than below
+    # If all added tokens are special, a copy without them is ten times faster than parsing the JSON.
+    if all(token.special for token in backend.get_added_tokens_decoder().values()):
         plain = tokenizers.Tokenizer(backend.model)
         plain.normalizer = backend.normalizer
         plain.pre_tokenizer = backend.pre_tokenizer
@@ -208,6 +213,7 @@ def _json_without_special_tokens(tokenizer: Tokenizer) -> str:
 
 
 def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function of a back end. Raise BackendMismatch if it fails, also by a panic in Rust."""
     try:
         return function(*arguments)
     except BaseException as error:
@@ -216,54 +222,49 @@ def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Res
         raise BackendMismatch(f"{name} failed ({type(error).__name__}: {first_line})") from error
 
 
-def _reference_name() -> str:
-    return f"tokenizers {tokenizers.__version__}"
-
-
 def _encode(name: str, fast: EncodeTexts, texts: Sequence[str]) -> EncodedBatch:
+    """Encode with a fast back end. Raise BackendMismatch if it fails, or if lengths and ids do not match the texts."""
     batch = _guarded(name, fast, texts)
     if len(batch.lengths) != len(texts) or int(batch.lengths.sum()) != len(batch.ids):
         raise BackendMismatch(
-            f"{name} gave {len(batch.lengths):,} lengths with a sum of {int(batch.lengths.sum()):,} and "
-            f"{len(batch.ids):,} ids for {len(texts):,} documents"
+            f"{name} returned {len(batch.lengths):,} lengths with a sum of {int(batch.lengths.sum()):,}, and "
+            f"{len(batch.ids):,} ids, for {len(texts):,} documents"
         )
     return batch
 
 
 def check_on_probe(name: str, tokenizer: Tokenizer, encode: EncodeTexts) -> None:
-    """Raise BackendMismatch if a back end differs from the reference on the probe's strings.
-
-    Everything is encoded twice: fast back ends remember words, and what they remember must be right as well.
-    """
+    """Raise BackendMismatch if a back end differs from the reference on `probe_strings`."""
     texts = probe_strings(tokenizer)
     expected = tokenizer.encode_batch(texts)
+    # The second time verifies the words that fast back ends cache.
     for _ in range(2):
         _compare(name, tokenizer, texts, _encode(name, encode, texts), expected)
 
 
 def _compare(
-    name: str, tokenizer: Tokenizer, texts: Sequence[str], found: EncodedBatch, expected: EncodedBatch
+    name: str, tokenizer: Tokenizer, texts: Sequence[str], batch: EncodedBatch, expected: EncodedBatch
 ) -> None:
-    """Raise BackendMismatch with the first text that was encoded otherwise, the place, and both ids."""
-    if np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.ids, expected.ids):
+    """Raise BackendMismatch with the first difference between the ids of a fast back end and the reference."""
+    if np.array_equal(batch.lengths, expected.lengths) and np.array_equal(batch.ids, expected.ids):
         return
-    rows = (np.split(batch.ids, np.cumsum(batch.lengths)[:-1]) for batch in (found, expected))
-    text, ids, wanted = next(row for row in zip(texts, *rows, strict=True) if not np.array_equal(*row[1:]))
-    pairs = zip_longest(ids.tolist(), wanted.tolist())
-    first = next(place for place, (one, other) in enumerate(pairs) if one != other)
+    split = (np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]) for encoded in (batch, expected))
+    text, ids, expected_ids = next(row for row in zip(texts, *split, strict=True) if not np.array_equal(*row[1:]))
+    pairs = zip_longest(ids.tolist(), expected_ids.tolist())
+    token = next(number for number, (id_, expected_id) in enumerate(pairs) if id_ != expected_id)
     offsets = tokenizer.backend.encode(text, add_special_tokens=False).offsets
-    place = offsets[first][0] if first < len(offsets) else len(text)
-    shown, right = (some[first : first + _SHOWN_IDS].tolist() for some in (ids, wanted))
+    position = offsets[token][0] if token < len(offsets) else len(text)
     raise BackendMismatch(
-        f"{name} differs from {_reference_name()}: at token {first:,}, near {text[max(0, place - 30) : place + 30]!r}, "
-        f"it gives {shown} and the reference {right}"
+        f"{name} differs from {_REFERENCE} at token {token:,}, near {text[max(0, position - 30) : position + 30]!r}: "
+        f"it gives {ids[token : token + _SHOWN_IDS].tolist()}, "
+        f"the reference {expected_ids[token : token + _SHOWN_IDS].tolist()}"
     )
 
 
 def probe_strings(tokenizer: Tokenizer) -> list[str]:
-    """About 3,000 valid Unicode strings for this tokenizer, always the same, which take the reference 0.1 seconds."""
+    """Return about 3,000 valid Unicode strings, always the same for a tokenizer. The reference takes 0.1 s for them."""
     generator = np.random.default_rng(_SEED)
-    # Code points one after the other, between letters, and after spaces, so that each meets each kind of neighbour.
+    # Code points next to each other, between letters and after spaces.
     runs = [np.arange(start, start + 32) for start in range(0, _DENSE_END, 32)]
     for first, last in _PLANES:
         starts = np.arange(first, last, _BLOCK)
@@ -272,21 +273,21 @@ def probe_strings(tokenizer: Tokenizer) -> list[str]:
     blocks = [joiners[number % 4].join(map(chr, run.tolist())) for number, run in enumerate(runs)]
 
     alone = ["", *_WORDS, *_SPACES, *_INVISIBLE]
-    around = [f"a{text}b {text} c{text}" for text in alone[1:]]
-    # WordPiece gives up on a word of more than 100 characters, counted after some normalisation and before other.
+    between_letters = [f"a{text}b {text} c{text}" for text in alone[1:]]
+    # In WordPiece, words of more than 100 characters are unknown. Back ends may count before or after normalisation.
     long_words = [
         unit * count for unit in ("a", "é", "e\u0301", "字", "ﬁ", "👍", "ab1") for count in (50, 99, 100, 101, 300)
     ]
-    fixed = [*alone, *around, *long_words, *(f"x {word}. y" for word in long_words)]
+    fixed = [*alone, *between_letters, *long_words, *(f"x {word}. y" for word in long_words)]
 
     declared = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()][:50]
-    standard = ["[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]", "<s>", "</s>", "<pad>", "<mask>", "<unk>"]
-    literals = list(dict.fromkeys([*tokenizer.special_names.values(), *declared, *standard]))
-    fixed += [*literals, *(f"a{literal}b {literal}, {literal.lower()}" for literal in literals)]
+    standard = [name for names in zip(*STANDARD_NAMES.values(), strict=True) for name in names]
+    special = list(dict.fromkeys([*tokenizer.special_names.values(), *declared, *standard]))
+    fixed += [*special, *(f"a{name}b {name}, {name.lower()}" for name in special)]
 
-    known = (tokenizer.backend.id_to_token(id_) for id_ in generator.integers(0, tokenizer.vocab_size, 1000).tolist())
-    parts = [piece.removeprefix("##").replace("▁", " ").replace("Ġ", " ") for piece in known if piece is not None]
-    parts += [*_WORDS, *_INVISIBLE, *literals, *(" " for _ in range(99)), *_SPACES, *"aeinrst.,!?()[]\"'-/0123456789"]
+    pieces = map(tokenizer.backend.id_to_token, generator.integers(0, tokenizer.vocab_size, 1000).tolist())
+    parts = [piece.removeprefix("##").replace("▁", " ").replace("Ġ", " ") for piece in pieces if piece is not None]
+    parts += [*_WORDS, *_INVISIBLE, *special, *(" " for _ in range(99)), *_SPACES, *"aeinrst.,!?()[]\"'-/0123456789"]
     parts += [chr(code) for code in generator.integers(0x21, 0x30000, 200) if not 0xD800 <= code < 0xE000]
-    drawn = (generator.integers(0, len(parts), count) for count in generator.integers(1, 40, _MIXTURES))
-    return [*fixed, *blocks, *("".join(parts[number] for number in numbers) for numbers in drawn)]
+    choices = (generator.integers(0, len(parts), count) for count in generator.integers(1, 40, _MIXTURES))
+    return [*fixed, *blocks, *("".join(parts[number] for number in numbers) for numbers in choices)]

@@ -1,6 +1,7 @@
-"""Reading of tokenizer files, and the checks that spare later stages an obscure failure.
+"""Read and check tokenizer files.
 
-Every problem names the file and, where there is one, the line. Nothing is downloaded and no code of a tokenizer is run.
+Every error message names the file and, if possible, the line. Nothing is downloaded, and no code of a tokenizer is
+executed.
 """
 
 import base64
@@ -18,7 +19,7 @@ from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.text import parse_json, visible
 
-# Names of the special tokens where no tokenizer_config.json gives others: BERT's, then RoBERTa's.
+# Names of the special tokens unless a tokenizer_config.json renames them: BERT's, then RoBERTa's.
 STANDARD_NAMES = {
     "cls": ("[CLS]", "<s>"),
     "sep": ("[SEP]", "</s>"),
@@ -29,7 +30,7 @@ STANDARD_NAMES = {
 
 _LARGEST_FILE_BYTES = 512 << 20  # a vocabulary of a million pieces takes 100 MB
 
-# The files of a folder that each of config.TOKENIZER_TYPES takes, best first.
+# File names that each of TOKENIZER_TYPES looks for in a folder, in this order.
 _FILE_NAMES = {
     "auto": ("tokenizer.json", "vocab.txt", "tokenizer.model", "spiece.model"),
     "BertWordPieceLowerCase": ("vocab.txt",),
@@ -40,26 +41,26 @@ _FILE_NAMES = {
 
 
 def find_tokenizer_file(path: Path, tokenizer_type: str) -> Path:
-    """The file to read: the path itself, or the best of a folder.
+    """Return the path of the tokenizer file: the path itself, or the first of _FILE_NAMES in a folder.
 
     Raises:
-        ConfigError: There is no such type, or the file is of another.
-        MissingInputError: There is no such file or folder, or the folder holds nothing suitable.
+        ConfigError: The type does not exist, or the file has another type.
+        MissingInputError: The path does not exist, or the folder has no suitable file.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         raise ConfigError(f"--tokenizer-type {tokenizer_type} does not exist; use one of {', '.join(TOKENIZER_TYPES)}")
-    wanted = _FILE_NAMES[tokenizer_type]
+    names = _FILE_NAMES[tokenizer_type]
     if path.is_dir():
-        found = next((path / name for name in wanted if (path / name).is_file()), None)
-        if found is None:
+        file = next((path / name for name in names if (path / name).is_file()), None)
+        if file is None:
             raise MissingInputError(
-                f"--tokenizer-model {path} holds none of {', '.join(wanted)}; name a folder or file that does"
+                f"--tokenizer-model {path} has no {' or '.join(names)}; name a folder that has one, or a file"
             )
-        return found
+        return file
     if not path.is_file():
         raise MissingInputError(
-            f"--tokenizer-model {path}: no such file or folder; nothing is downloaded, so name a local vocab.txt, "
-            "tokenizer.json or SentencePiece model, or a folder that holds one"
+            f"--tokenizer-model {path}: no such file or folder; name a local vocab.txt, tokenizer.json or "
+            "SentencePiece model, or a folder with one of them (nothing is downloaded)"
         )
     fitting: tuple[str, ...]
     if path.suffix == ".json":
@@ -76,28 +77,26 @@ def find_tokenizer_file(path: Path, tokenizer_type: str) -> Path:
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Return True for a SentencePiece model, by its name or by the first bytes of its protobuf message."""
+    """Return True if the name ends in .model or the file begins like a SentencePiece protobuf message."""
     with path.open("rb") as file:
         head = file.read(3)
     return path.suffix == ".model" or head[:1] == head[2:] == b"\n"
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a tokenizer's file.
-
-    Raises:
-        DataError: It is larger than any tokenizer: a corpus, or weights.
-    """
+    """Return the content of a tokenizer file. Raise DataError if it is larger than any tokenizer."""
     if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
-        raise DataError(f"{path}: {size:,} bytes are more than {_LARGEST_FILE_BYTES:,}; that is no tokenizer's file")
+        raise DataError(
+            f"{path} has {size:,} bytes; a tokenizer file has at most {_LARGEST_FILE_BYTES:,}. Name a tokenizer file"
+        )
     return path.read_bytes()
 
 
 def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
+    """Return the back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
 
     Raises:
-        ConfigError: The type contradicts the file about upper and lower case.
+        ConfigError: The type and the file disagree about lower case.
         DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
     """
     config = read_tokenizer_config(path.parent)
@@ -108,7 +107,12 @@ def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.To
 def build_bert_backend(
     model: models.WordPiece, *, lowercase: bool, strip_accents: bool | None = None, chinese_characters: bool = True
 ) -> tokenizers.Tokenizer:
-    """BERT's pipeline round a WordPiece model: clean, lower-case and strip accents if uncased, split at punctuation."""
+    """Return BERT's pipeline for a WordPiece model: clean, lower-case, strip accents, split at spaces and punctuation.
+
+    Args:
+        strip_accents: None strips accents if `lowercase` is set.
+        chinese_characters: Split Chinese text into single characters.
+    """
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=chinese_characters, strip_accents=strip_accents, lowercase=lowercase
@@ -124,24 +128,26 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
         pieces = content.decode().split("\n")  # not splitlines: pieces like U+2028 exist
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); is it a vocab.txt at all?") from error
+        raise DataError(
+            f"{path}, line {line} is not UTF-8 ({error.reason}); a vocab.txt is UTF-8 text. Name a vocab.txt"
+        ) from error
     if not pieces[-1]:
         pieces.pop()
     if pieces and re.match(r'\s*\{\s*"', pieces[0]):
         raise DataError(
-            f"{path}, line 1: a JSON object and no piece of a vocab.txt, which has one on each line; name a "
-            "tokenizer's file (a tokenizer.json by a name that ends in .json)"
+            f"{path}, line 1 is a JSON object, but each line of a vocab.txt is one piece; name a vocab.txt, or a "
+            "tokenizer.json whose name ends in .json"
         )
     vocabulary: dict[str, int] = {}
     for id_, piece in enumerate(piece.removesuffix("\r") for piece in pieces):
         if not piece:
             raise DataError(
-                f"{path}, line {id_ + 1}: empty; every line is one piece and its number is the id. Restore the file"
+                f"{path}, line {id_ + 1} is empty, but each line of a vocab.txt is one piece; correct the file"
             )
         if vocabulary.setdefault(piece, id_) != id_:
             raise DataError(
-                f"{path}, line {id_ + 1}: '{piece}' stands on line {vocabulary[piece] + 1} too; every piece needs one "
-                "id. Restore the file"
+                f"{path}, line {id_ + 1}: '{piece}' is also on line {vocabulary[piece] + 1}, but each piece has one "
+                "id; correct the file"
             )
     unknown = next((name for name in STANDARD_NAMES["unk"] if name in vocabulary), STANDARD_NAMES["unk"][0])
     return build_bert_backend(
@@ -153,20 +159,26 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
 
 
 def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tokenizer_type: str) -> bool:
-    # Not isupper(): bert-base-uncased has ℝ, which lower() keeps.
+    """Return True if text is lower-cased before it is split into pieces.
+
+    Raises:
+        ConfigError: The type contradicts `declared` (do_lower_case of tokenizer_config.json) or the pieces.
+    """
+    # bert-base-uncased has ℝ, for which isupper() is True although lower() does not change it.
     upper = [piece for piece in pieces if piece != piece.lower() and piece[0] + piece[-1] not in ("[]", "<>")]
     if not tokenizer_type.startswith("BertWordPiece"):
-        return not upper if declared is None else bool(declared)
+        return not upper if declared is None else declared
     lower_case = tokenizer_type == "BertWordPieceLowerCase"
-    if declared is not None and bool(declared) != lower_case:
+    if declared not in (None, lower_case):
         raise ConfigError(
-            f"--tokenizer-type {tokenizer_type} contradicts {path.parent / 'tokenizer_config.json'}, which says "
-            f"do_lower_case {json.dumps(declared)}; change one of them, or leave the type to auto"
+            f"--tokenizer-type {tokenizer_type} contradicts {path.parent / 'tokenizer_config.json'}, which has "
+            f"do_lower_case {json.dumps(declared)}; change one of them, or use --tokenizer-type auto"
         )
-    if lower_case and len(upper) * 100 > len(pieces):  # a few occur in uncased vocabularies, as letters of old scripts
+    # Uncased vocabularies may have a few upper-case letters of old scripts.
+    if lower_case and len(upper) * 100 > len(pieces):
         raise ConfigError(
             f"--tokenizer-type {tokenizer_type} does not fit {path}: {len(upper):,} of {len(pieces):,} pieces have "
-            f"upper-case letters ('{upper[0]}') and could never occur; use BertWordPieceCase"
+            f"upper-case letters ('{upper[0]}') and could never be used; use BertWordPieceCase"
         )
     return lower_case
 
@@ -175,20 +187,22 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     state = _read_json_object(path)
     for rules in _find_character_maps(state.get("normalizer")):
         if not is_character_map(rules):
-            raise DataError(f"{path}: precompiled_charsmap is cut off or damaged; fetch the file again")
-    if "post_processor" in state:  # its template can leave out the text itself, also where no special tokens are wanted
-        state["post_processor"] = None
+            raise DataError(f"{path}: precompiled_charsmap is truncated or damaged; fetch the file again")
+    # The template of a post-processor may leave out the text itself, even without special tokens.
+    state.pop("post_processor", None)
     try:
         backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     except BaseException as error:
         raise_unless_library(error)
-        raise DataError(f"{path}: not a tokenizer.json ({error}); save it again with the tokenizers library") from error
+        raise DataError(
+            f"{path}: not a tokenizer.json ({error}); export it again with the tokenizers library"
+        ) from error
     for token in state.get("added_tokens", []):
         loaded = backend.token_to_id(token["content"])
         if loaded != token["id"]:
             raise DataError(
-                f"{path}: added token '{token['content']}' claims id {token['id']}, but its id can only be {loaded}; "
-                "added tokens follow the vocabulary without gaps. Save the tokenizer again"
+                f"{path}: the added token '{token['content']}' has id {token['id']} instead of {loaded}; ids of added "
+                "tokens follow the vocabulary without gaps. Export the tokenizer again"
             )
     backend.no_truncation()
     backend.no_padding()
@@ -197,31 +211,31 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def raise_unless_library(error: BaseException) -> None:
-    """Passes on what the tokenizers library does not raise: it knows Exception and, from Rust, PanicException."""
+    """Raise the error again unless the tokenizers library raised it: an Exception, or Rust's PanicException."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 
 
 def _find_character_maps(normalizer: Any) -> list[bytes]:
-    """SentencePiece's compiled rules in a normalizer; those that are not base64 as empty, which no map is."""
+    """Return SentencePiece's compiled rules in a normalizer. Rules that are not base64 become b"", which is invalid."""
     maps = []
-    waiting = [normalizer]
-    while waiting:
-        entry = waiting.pop()
+    stack = [normalizer]
+    while stack:
+        entry = stack.pop()
         if isinstance(entry, list):
-            waiting += entry
+            stack += entry
         elif isinstance(entry, dict):
             if isinstance(text := entry.get("precompiled_charsmap"), str):
                 try:
                     maps.append(base64.b64decode(text, validate=True))
                 except ValueError:
                     maps.append(b"")
-            waiting += entry.values()
+            stack += entry.values()
     return maps
 
 
 def is_character_map(rules: bytes) -> bool:
-    """Return True if the lengths in SentencePiece's compiled rules add up; the library aborts on wrong ones."""
+    """Return True if the lengths in SentencePiece's compiled rules are valid; invalid lengths abort the library."""
     if len(rules) < 4:
         return False
     (table_bytes,) = struct.unpack_from("<I", rules)
@@ -229,21 +243,25 @@ def is_character_map(rules: bytes) -> bool:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """special_tokens_map.json and tokenizer_config.json of a folder as one dictionary; the latter wins."""
+    """Return the content of special_tokens_map.json and tokenizer_config.json; the latter takes precedence.
+
+    Raises:
+        DataError: A file is damaged, needs Python code of the tokenizer, or has a setting of the wrong type.
+    """
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             config |= _read_json_object(folder / name)
     if "AutoTokenizer" in str(config.get("auto_map")):
         raise DataError(
-            f"{folder / 'tokenizer_config.json'}: auto_map asks for the tokenizer's own Python code, which is never "
-            "run; save it as a tokenizer.json, and remove auto_map"
+            f"{folder / 'tokenizer_config.json'}: auto_map names Python code of the tokenizer, which is never "
+            "executed; save the tokenizer as a tokenizer.json, and remove auto_map"
         )
     for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars"):
         if not isinstance(config.get(name), (bool, type(None))):
             raise DataError(
-                f"{folder / 'tokenizer_config.json'}: expected {name} to be true, false or null, found "
-                f"{json.dumps(config[name])[:80]}; correct it"
+                f"{folder / 'tokenizer_config.json'}: {name} is {json.dumps(config[name])[:80]}, but must be true, "
+                "false or null; correct it"
             )
     return config
 
@@ -251,61 +269,54 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_whole(path).decode())
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); cut off? Fetch it again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}; fetch it again") from error
     except ValueError as error:
-        raise DataError(f"{path}: not readable as JSON ({error}); fetch it again") from error
+        raise DataError(f"{path}: not readable as JSON ({error}); fetch the file again") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch it again")
+        raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch the file again")
     return content
 
 
 def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
+    """Raise DataError unless each piece has one id, and the ids have no gaps."""
     pieces: dict[int, str] = {}
     for piece, id_ in backend.get_vocab(with_added_tokens=True).items():
-        if id_ in pieces:
-            raise DataError(
-                f"{path}: id {id_} belongs to '{pieces[id_]}' and to '{piece}'; every piece needs its own id"
-            )
-        pieces[id_] = piece
+        if pieces.setdefault(id_, piece) != piece:
+            raise DataError(f"{path}: '{pieces[id_]}' and '{piece}' both have id {id_}; give each piece another id")
     missing = next((id_ for id_ in range(len(pieces)) if id_ not in pieces), None)
     if missing is not None:
         raise DataError(
-            f"{path}: id {missing} is missing although ids go up to {max(pieces)}; ids must be 0 to "
-            f"{len(pieces) - 1} without gaps. Give the free ids to unused pieces"
+            f"{path}: id {missing} is missing, but the largest id is {max(pieces)}; ids must be 0 to "
+            f"{len(pieces) - 1} without gaps. Add unused pieces for the missing ids"
         )
 
 
 def choose_special_names(
-    known: Collection[str], folder: Path, usual: Mapping[str, Sequence[str]]
+    pieces: Collection[str], folder: Path, candidates: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the names of the special tokens by role, and the names that are needed but not among the pieces.
+    """Return the names of the special tokens by role, and the required names that are not in `pieces`.
 
-    The tokenizer_config.json of the folder decides where it names a role's token; else the first usual name that is
-    known does, or the last one if none is.
+    The name of a role is the one in the folder's tokenizer_config.json, else the first candidate in `pieces`, else the
+    last candidate. Raise DataError for an invalid name in tokenizer_config.json.
     """
     config = read_tokenizer_config(folder)
     names: dict[str, str] = {}
     missing = []
-    for role, candidates in usual.items():
+    for role, candidate_names in candidates.items():
         declared: Any = config.get(f"{role}_token")
-        if isinstance(declared, dict):  # an AddedToken as Hugging Face writes it
+        # Hugging Face writes an AddedToken as an object.
+        if isinstance(declared, dict):
             declared = declared.get("content") or declared
-        # JSON can name half a character, which no file holds.
+        # JSON can encode a lone surrogate, which no vocabulary can have.
         is_name = isinstance(declared, str) and declared and declared == declared.encode("utf-8", "ignore").decode()
         if declared is not None and not is_name:
             raise DataError(
-                f"{folder / 'tokenizer_config.json'}: expected {role}_token to be the name of a token, found "
-                f"{json.dumps(declared)[:80]}; correct it"
+                f"{folder / 'tokenizer_config.json'}: {role}_token is {json.dumps(declared)[:80]}, but must be the "
+                "name of a token; correct it"
             )
-        found = [name for name in ([declared] if declared else candidates) if name in known]
-        names[role] = declared or (found or candidates)[0 if found else -1]
-        if not found:
-            missing.append(visible(declared or candidates[0])[:80])
+        existing = [name for name in ([declared] if declared else candidate_names) if name in pieces]
+        names[role] = declared or (existing[0] if existing else candidate_names[-1])
+        if not existing:
+            missing.append(visible(declared or candidate_names[0])[:80])
     return names, missing
 
 
@@ -313,8 +324,8 @@ def _find_special_names(backend: tokenizers.Tokenizer, path: Path) -> dict[str, 
     names, missing = choose_special_names(backend.get_vocab(), path.parent, STANDARD_NAMES)
     if missing:
         raise DataError(
-            f"{path}: {', '.join(missing)} missing among {backend.get_vocab_size()} ids; training needs "
-            "[CLS], [SEP], [PAD], [MASK] and [UNK] (or <s>, </s>, <pad>, <mask>, <unk>). Add them with "
-            "add_special_tokens of the tokenizers library and save, or train a vocabulary with neobert train-tokenizer"
+            f"{path}: {', '.join(missing)} missing among {backend.get_vocab_size()} ids; training needs [CLS], [SEP], "
+            "[PAD], [MASK] and [UNK] (or <s>, </s>, <pad>, <mask>, <unk>). Add them with add_special_tokens of the "
+            "tokenizers library, or train a vocabulary with neobert train-tokenizer"
         )
     return names

@@ -1,10 +1,13 @@
-"""SentencePiece models (BPE and Unigram) as `tokenizers` back ends; the file is parsed by sentencepiece's own protobuf.
+"""Read SentencePiece models (BPE and Unigram) as back ends of the `tokenizers` library.
 
-Ids equal SentencePiece's own, with four exceptions. Special tokens spelt out in a text stay text, also those that the
-model calls user-defined. A text that is nothing but one user-defined symbol gets no space before it. With rules that
-normalise characters (NFKC), several code points that make one character, such as a letter with two accents or Korean
-letters written apart, may give others. Of two ways to cut a word that are equally likely to seven digits, a Unigram
-model may choose another, because SentencePiece adds up in 32 bits.
+The ids are those of SentencePiece with four exceptions:
+
+- The text of a special token stays text, even if the model declares the token user-defined.
+- A text that consists of one user-defined symbol gets no space in front.
+- With normalisation rules (NFKC), several code points that form one character may give other ids: a letter with two
+  accents, or Korean letters.
+- If two segmentations of a word are equally likely to seven digits, a Unigram model may choose the other one, because
+  SentencePiece sums in 32 bits.
 """
 
 import math
@@ -25,52 +28,56 @@ from megatron_neobert.data.tokenizer.files import (
 )
 from megatron_neobert.errors import DataError
 
-_SPACE = "▁"  # what SentencePiece writes for a space
-_LONGEST_PIECE = 2048  # characters; SentencePiece's default is 16. Every way to cut one in two is looked at
+_SPACE = "▁"  # SentencePiece's character for a space
+# Characters. SentencePiece's default is 16. The limit bounds the time of _build_bpe, which tries all splits of a piece.
+_LONGEST_PIECE = 2048
 _FIRST_STAND_IN = 0x10F000  # in the last plane for private use
 
-# Of sentencepiece_model.proto, whose module is imported only where there is such a model.
+# Values of sentencepiece_model.proto, whose module is imported only to read a model.
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType; 3 and 4 are whole words and single characters
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # ModelProto.SentencePiece.Type
 
 
 def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The back end of a model file and the name of each special token ("cls" -> "<s>").
+    """Return the back end of a model file and the name of each special token ("cls" -> "<s>").
 
-    Roles that the model has no piece for get one after its vocabulary, in RoBERTa's spelling.
+    Special tokens that the model lacks are added after its vocabulary, with RoBERTa's names.
 
     Raises:
-        DataError: The file is not a SentencePiece model, or one of a kind that cannot be represented.
+        DataError: The file is not a SentencePiece model, or its kind is not supported.
         ModuleNotFoundError: The package sentencepiece, or protobuf, is not installed.
     """
     model = _read_model(path)
-    # Cut out of any text, longest first. One with a space in it is never found in a text.
+    # SentencePiece splits a text at these symbols, the longest first. A symbol with a space never occurs in a text.
     user_defined = (entry.piece for entry in model.pieces if entry.type == _USER_DEFINED and " " not in entry.piece)
     symbols = sorted(user_defined, key=len, reverse=True)
     try:
         backend = _build_backend(model, symbols)
     except BaseException as error:
         raise_unless_library(error)
-        raise DataError(f"{path}: the tokenizers library refuses it ({error}); fetch it again") from error
+        raise DataError(f"{path}: the tokenizers library cannot load it ({error}); fetch the file again") from error
     names = _choose_names(model, path.parent)
-    # In the order of the vocabulary, then of these roles: what is new gets the next id.
+    # In the order of the vocabulary, then of these roles: new tokens get the next ids.
     declared_special = [
         entry.piece for entry in model.pieces if entry.type == _CONTROL or entry.piece in names.values()
     ]
     backend.add_special_tokens([*declared_special, *(names[role] for role in ("cls", "pad", "sep", "unk", "mask"))])
-    # Looked for in the normalised text, so that the space at the beginning comes once and not after each of them.
+    # Matched in the normalised text, so that only the beginning of the text gets a space, not the text after a symbol.
     ordinary = (text for text in symbols if text not in declared_special)
     backend.add_tokens([AddedToken(text, normalized=True, special=False) for text in ordinary])
     return backend, names
 
 
 def _choose_names(model: Any, folder: Path) -> dict[str, str]:
-    """Return the name of each role's token: declared, BERT's, the model's own, or RoBERTa's."""
+    """Return the name of each role's token: declared in tokenizer_config.json, BERT's, the model's, or RoBERTa's."""
     spec = model.trainer_spec
-    own = {"cls": spec.bos_piece, "sep": spec.eos_piece, "pad": spec.pad_piece}
-    own["unk"] = next(entry.piece for entry in model.pieces if entry.type == _UNKNOWN)
-    usual = {role: (bert, own.get(role, roberta), roberta) for role, (bert, roberta) in STANDARD_NAMES.items()}
-    return choose_special_names({entry.piece for entry in model.pieces}, folder, usual)[0]
+    model_names = {"cls": spec.bos_piece, "sep": spec.eos_piece, "pad": spec.pad_piece, "unk": _unknown_piece(model)}
+    names = {role: (bert, model_names.get(role, roberta), roberta) for role, (bert, roberta) in STANDARD_NAMES.items()}
+    return choose_special_names({entry.piece for entry in model.pieces}, folder, names)[0]
+
+
+def _unknown_piece(model: Any) -> str:
+    return next(entry.piece for entry in model.pieces if entry.type == _UNKNOWN)
 
 
 def _build_backend(model: Any, symbols: list[str]) -> tokenizers.Tokenizer:
@@ -88,30 +95,34 @@ def _build_backend(model: Any, symbols: list[str]) -> tokenizers.Tokenizer:
 
 
 def _normalization(spec: Any, symbols: list[str]) -> list[Any]:
-    """SentencePiece's normaliser in its own order; it knows no white space but the space."""
-    before: list[Any] = []
+    """Return SentencePiece's normalisation steps in its order. The only white space is the space."""
+    before_prefix: list[Any] = []
     if spec.precompiled_charsmap:
-        before.append(normalizers.Precompiled(spec.precompiled_charsmap))
+        before_prefix.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        before += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    after: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    if spec.remove_extra_whitespaces:  # last, because it removes a "▁" of the text as well
-        after.append(normalizers.Replace(Regex(rf"{_SPACE}+\z"), ""))
-    # User-defined symbols are not normalised: those that would change hide behind characters that nobody uses.
-    changed = normalizers.Sequence([*before, *after])
-    hidden = [text for text in symbols if changed.normalize_str(text) != text]
+        before_prefix += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    after_prefix: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    # Removing trailing spaces comes last, because it also removes "▁" at the end of the text.
+    if spec.remove_extra_whitespaces:
+        after_prefix.append(normalizers.Replace(Regex(rf"{_SPACE}+\z"), ""))
+    # User-defined symbols are not normalised. Private-use characters stand in for the symbols that would change.
+    normalizer = normalizers.Sequence([*before_prefix, *after_prefix])
+    hidden = [text for text in symbols if normalizer.normalize_str(text) != text]
     stand_ins = {text: chr(_FIRST_STAND_IN + number) for number, text in enumerate(hidden)}
     return [
         *(normalizers.Replace(text, stand_in) for text, stand_in in stand_ins.items()),
-        *before,
+        *before_prefix,
         *([_dummy_prefix([stand_ins.get(text, text) for text in symbols])] if spec.add_dummy_prefix else []),
-        *after,
+        *after_prefix,
         *(normalizers.Replace(stand_in, text) for text, stand_in in stand_ins.items()),
     ]
 
 
 def _dummy_prefix(symbols: list[str]) -> Any:
-    """The space before a text. Not before a symbol alone: the back end normalises the spelling of symbols as well."""
+    """Return the step that puts a space before a text.
+
+    A text that is one symbol gets no space, because the back end also normalises the texts of its added tokens.
+    """
     if not symbols:
         return normalizers.Prepend(_SPACE)
     alternatives = "|".join(re.escape(symbol) for symbol in symbols)
@@ -119,9 +130,9 @@ def _dummy_prefix(symbols: list[str]) -> Any:
 
 
 def _build_bpe(model: Any) -> models.BPE:
-    """The merges are every way to join two pieces to a third, best score of the result first.
+    """Return the BPE model. Its merges are all pairs of pieces that form a third, by descending score of the third.
 
-    Where scores are equal, SentencePiece joins from left to right; the longer left part first has this effect.
+    For equal scores, SentencePiece merges from left to right. Sorting the longer left part first has this effect.
     """
     vocabulary = {entry.piece: id_ for id_, entry in enumerate(model.pieces)}
     joinable = {entry.piece: entry.score for entry in model.pieces if entry.type == _NORMAL}
@@ -135,64 +146,62 @@ def _build_bpe(model: Any) -> models.BPE:
     return models.BPE(
         vocab=vocabulary,
         merges=[(left, right) for *_, left, right in merges],
-        unk_token=next(entry.piece for entry in model.pieces if entry.type == _UNKNOWN),
+        unk_token=_unknown_piece(model),
         fuse_unk=True,
         byte_fallback=model.trainer_spec.byte_fallback,
     )
 
 
 def _build_unigram(model: Any) -> models.Unigram:
-    """Only ordinary pieces keep their score: the others are not to be found in a text, however they are spelt."""
-    hidden = 100 * min(-1.0, *(entry.score for entry in model.pieces))
-    # Nine digits name a 32-bit number, and survive a tokenizer.json, whose reader may err in the seventeenth.
-    scored = [(entry.piece, float(f"{entry.score if entry.type == _NORMAL else hidden:.9g}")) for entry in model.pieces]
-    unknown = next(id_ for id_, entry in enumerate(model.pieces) if entry.type == _UNKNOWN)
-    return models.Unigram(scored, unk_id=unknown, byte_fallback=model.trainer_spec.byte_fallback)
+    """Return the Unigram model. Pieces that are not ordinary get a very low score, so that no text contains them."""
+    lowest = 100 * min(-1.0, *(entry.score for entry in model.pieces))
+    # Nine digits represent a 32-bit number exactly. The reader of a tokenizer.json may round the seventeenth digit.
+    scored = [(entry.piece, float(f"{entry.score if entry.type == _NORMAL else lowest:.9g}")) for entry in model.pieces]
+    unknown_id = [entry.type for entry in model.pieces].index(_UNKNOWN)
+    return models.Unigram(scored, unk_id=unknown_id, byte_fallback=model.trainer_spec.byte_fallback)
 
 
 def _read_model(path: Path) -> Any:
-    """The file as sentencepiece's ModelProto, checked for what would make the library fail or give other ids."""
+    """Return the file as sentencepiece's ModelProto. Raise DataError if it is damaged or not supported."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     content = read_whole(path)
     try:
         model = ModelProto.FromString(content)
-    except Exception as error:  # protobuf's DecodeError, the only one for bytes that are no such message
-        raise DataError(f"{path}: not a SentencePiece model, or cut off; fetch it again") from error
+    except Exception as error:  # protobuf's DecodeError
+        raise DataError(f"{path}: not a SentencePiece model, or truncated; fetch the file again") from error
     if (problem := _find_problem(model)) is not None:
         raise DataError(f"{path}: {problem}")
     return model
 
 
 def _find_problem(model: Any) -> str | None:
+    """Return the reason why the library would reject the model or give other ids, or None."""
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     texts = [entry.piece for entry in model.pieces]
-    # protobuf gives bytes where a text is no UTF-8.
+    # protobuf returns bytes for a text that is not UTF-8.
     names = (*texts, trainer.bos_piece, trainer.eos_piece, trainer.pad_piece)
     if not texts or not all(isinstance(text, str) for text in names) or "" in texts:
-        return "not a SentencePiece model, or cut off; fetch it again"
+        return "not a SentencePiece model, or truncated; fetch the file again"
     if not trainer.ByteSize():
-        return "the settings are missing: cut off? Fetch it again"
+        return "the training settings are missing, so the file may be truncated; fetch the file again"
     types = Counter(entry.type for entry in model.pieces)
     text, count = Counter(texts).most_common(1)[0]
     if count > 1:
-        return f"the piece '{text}' occurs twice; every piece needs its own id"
+        return f"the piece '{text}' occurs {count} times, but each piece has one id; fetch the file again"
     if types[_UNKNOWN] != 1:
-        return f"{types[_UNKNOWN]} of {len(texts)} pieces stand for unknown text; there must be one"
+        return f"{types[_UNKNOWN]} of {len(texts)} pieces are the unknown token, not 1; fetch the file again"
     if trainer.model_type not in (_BPE, _UNIGRAM):
-        return (
-            f"model type {trainer.model_type} (whole words or characters) is not supported; train a BPE or Unigram "
-            "model"
-        )
+        return f"model type {trainer.model_type} (words or characters) is not supported; train a BPE or Unigram model"
     if trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
         return "spaces at the end of pieces, or not escaped, are not supported; train with SentencePiece's defaults"
     if normalizer.precompiled_charsmap and not is_character_map(normalizer.precompiled_charsmap):
-        return "the normalisation rules are cut off or damaged; fetch it again"
+        return "the normalisation rules are truncated or damaged; fetch the file again"
     longest = max((len(entry.piece) for entry in model.pieces if entry.type == _NORMAL), default=0)
     if longest > _LONGEST_PIECE:
-        return f"a piece has {longest:,} characters, more than {_LONGEST_PIECE:,}; train with shorter ones"
+        return f"a piece has {longest:,} characters, more than {_LONGEST_PIECE:,}; train with shorter pieces"
     if not all(math.isfinite(entry.score) for entry in model.pieces):
-        return "a score of a piece is not a finite number; fetch it again"
+        return "the score of a piece is not a finite number; fetch the file again"
     if trainer.model_type == _BPE and types[_UNUSED]:
         return f"{types[_UNUSED]} pieces of a BPE model are marked unused, which is not supported; remove them"
     return None

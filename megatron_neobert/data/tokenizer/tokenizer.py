@@ -1,8 +1,8 @@
-"""Tokenizers behind one batch call: a WordPiece `vocab.txt`, a `tokenizer.json`, a SentencePiece model, or a folder.
+"""The tokenizer interface: load a `vocab.txt`, a `tokenizer.json` or a SentencePiece model, encode, save, train.
 
-Corpora are encoded without special tokens, and the text "[MASK]" stays text: it never becomes the mask id. The saved
-folder, for inference, is the opposite on both counts. Nothing is downloaded and no code of a tokenizer is run.
-Costs: 4 MB of text per second and core, and 130 bytes of memory per character of one call.
+`encode_batch` is for corpora: it adds no special tokens, and the text "[MASK]" never becomes the mask id. The folder
+that `save_tokenizer_files` writes is for inference and does both. Nothing is downloaded, and no code of a tokenizer is
+executed. Costs: 4 MB of text per second and core, and 130 bytes of memory per character of one call.
 """
 
 import hashlib
@@ -33,16 +33,17 @@ from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.atomic_files import replace_file
 from megatron_neobert.text import parse_json
 
-# Of a training text; a word with one of the rarer characters is unknown. SentencePiece's default is 0.9995, but its
-# words survive an unknown character.
-# Characters of one call of the backend, which holds about 130 bytes of memory for each.
+# Characters in one call of the backend, which needs about 130 bytes of memory for each.
 _ENCODE_CHARACTERS = 1 << 16
+# Share of a training text that the characters of the vocabulary cover. In WordPiece, a word with any other character is
+# unknown as a whole, so the share is higher than SentencePiece's default of 0.9995.
 _CHARACTER_COVERAGE = 0.9999
-_PROBES = ["a b. 1", "\u00e9\u0301 \ufb01\u4e2d", "\U0010fffd\0\u200b", "\ue000"]  # the last: known to no vocabulary
+# Texts that every usable tokenizer can encode; the last one is in no vocabulary.
+_PROBES = ["a b. 1", "\u00e9\u0301 \ufb01\u4e2d", "\U0010fffd\0\u200b", "\ue000"]
 
 
 class EncodedBatch(NamedTuple):
-    """Token ids of several texts end to end (of any integer dtype), and how many belong to each text (int32)."""
+    """Concatenated token ids of several texts (any integer dtype), and the number of tokens of each text (int32)."""
 
     ids: NDArray[np.integer[Any]]
     lengths: NDArray[np.int32]
@@ -50,20 +51,16 @@ class EncodedBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer whose special tokens are known. Made by `load_tokenizer` and `train_wordpiece`."""
+    """A tokenizer with all five special tokens. Created by `load_tokenizer` and `train_wordpiece`."""
 
     backend: tokenizers.Tokenizer
-    special_names: dict[str, str]  # "cls", "sep", "pad", "mask", "unk" -> literal
+    special_names: dict[str, str]  # "cls", "sep", "pad", "mask", "unk" -> text of the token
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the five roles "cls", "sep", "pad", "mask" and "unk"."""
-        ids = {}
-        for role, name in self.special_names.items():
-            id_ = self.backend.token_to_id(name)
-            assert id_ is not None, f"{name=} is not among the {self.vocab_size} pieces"
-            ids[role] = id_
-        return ids
+        """Ids of the special tokens, by role."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        return {role: vocabulary[name] for role, name in self.special_names.items()}
 
     @property
     def cls_id(self) -> int:
@@ -87,28 +84,29 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> tuple[int, ...]:
-        """All special ids in ascending order: the five roles and what else the tokenizer declares special."""
+        """Ids of the five roles and of all other tokens that the tokenizer declares special, in ascending order."""
         declared = (id_ for id_, token in self.backend.get_added_tokens_decoder().items() if token.special)
         return tuple(sorted({*self.special_tokens.values(), *declared}))
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included; ids are 0 to vocab_size - 1 without gaps."""
+        """Number of ids, including added tokens. The ids are 0 to vocab_size - 1 without gaps."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over everything that decides the ids of a text, and over the special tokens.
+        """SHA-256 over everything that decides the ids of a text, and over the special tokens.
 
-        Not over the post-processor and decoder, so a vocab.txt, the folder saved from it, and Hugging Face's
-        tokenizer.json of the same vocabulary have one fingerprint. Null and false entries are left out (but one):
-        they are the defaults of settings that later versions of the backend add.
+        A vocab.txt, the folder saved from it, and Hugging Face's tokenizer.json of the same vocabulary have the same
+        fingerprint, because the post-processor and the decoder do not count.
         """
         state = parse_json(self.backend.to_str())
-        if state["model"]["type"] == "Unigram":  # reading a tokenizer.json may change the last bits of a score
+        # Reading a tokenizer.json may change the last bits of a score.
+        if state["model"]["type"] == "Unigram":
             pieces, scores = zip(*state["model"]["vocab"], strict=True)
             state["model"]["vocab"] = list(zip(pieces, np.array(scores, dtype=np.float32).tolist(), strict=True))
-        content = {  # in the order of the keys, see _canonical
+        # Sorted by key, like the result of _canonical.
+        content = {
             "added_tokens": [token for token in state["added_tokens"] if not token["special"]],
             "model": state["model"],
             "normalizer": state["normalizer"],
@@ -121,7 +119,7 @@ class Tokenizer:
 
     @cached_property
     def is_bert_wordpiece(self) -> bool:
-        """True where vocab.txt and three settings are all there is."""
+        """True if a vocab.txt and the three settings of BERT's normalizer define the tokenizer."""
         return (
             isinstance(self.backend.normalizer, normalizers.BertNormalizer)
             and isinstance(self.backend.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
@@ -130,19 +128,19 @@ class Tokenizer:
         )
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Ids of texts without special tokens; special-token literals in a text are encoded as text.
+        """Return the ids of texts without special tokens.
 
-        A model that knows such a literal as an ordinary piece (Unigram does) gets the unknown token there: no
-        special id other than the unknown token's is ever returned.
+        The text of a special token, such as "[MASK]", is encoded as ordinary text. If the model has it as a piece, as
+        Unigram models do, it becomes the unknown token: no other special id is ever returned.
 
         Raises:
-            DataError: The library fails at what the tokenizer's file holds.
+            DataError: The library cannot encode a text, because the tokenizer's file is damaged.
         """
-        self.backend.encode_special_tokens = True  # here: a pickled or copied backend has lost the setting
+        self.backend.encode_special_tokens = True  # set here, because pickling and copying lose it
         ids, lengths = [], np.zeros(len(texts), dtype=np.int32)
-        for owners, pieces in self._bounded_calls(texts):
+        for text_numbers, parts in self._split_into_calls(texts):
             try:
-                encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+                encodings = self.backend.encode_batch_fast(parts, add_special_tokens=False)
             except BaseException as error:
                 raise_unless_library(error)
                 raise DataError(
@@ -150,28 +148,29 @@ class Tokenizer:
                     f"text ({error}); its file is damaged or incomplete: fetch it again"
                 ) from error
             counts = [len(encoding) for encoding in encodings]
-            np.add.at(lengths, owners, counts)
+            np.add.at(lengths, text_numbers, counts)
             flat = chain.from_iterable(encoding.ids for encoding in encodings)
             ids.append(np.fromiter(flat, dtype=np.int32, count=sum(counts)))
         joined = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
         return EncodedBatch(self.without_special_ids(joined), lengths)
 
     def without_special_ids(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
-        """The ids a model gave, changed in place where it knows a special token's literal as an ordinary piece."""
+        """Replace special ids by the unknown id, in place, and return the array."""
+        # On cached words, the lookup takes 17 % of the time of nanotoken.
         if self._literals_may_be_pieces:
-            ids[self._never_stored[ids]] = self.unk_id
+            ids[self._is_special[ids]] = self.unk_id
         return ids
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Readable text of ids, special tokens shown."""
+        """Return the text of ids, including special tokens."""
         return self.backend.decode([int(id_) for id_ in ids], skip_special_tokens=False)
 
     def save_tokenizer_files(self, folder: Path, *, model_max_length: int) -> None:
-        """Writes what Hugging Face's `AutoTokenizer` loads without remote code: one text becomes [CLS] text [SEP].
+        """Write the files that Hugging Face's `AutoTokenizer` loads; it encodes a text as [CLS] text [SEP].
 
         Args:
-            folder: Created if missing; files of the same names are replaced.
-            model_max_length: Longest input in tokens, [CLS] and [SEP] included.
+            folder: Created if it does not exist. Existing files are replaced.
+            model_max_length: Longest input in tokens, including [CLS] and [SEP].
 
         Raises:
             OutputError: The folder cannot be created.
@@ -187,8 +186,9 @@ class Tokenizer:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(f"{folder}: the folder cannot be created ({error.strerror}); choose another") from error
-        if self.is_bert_wordpiece:  # vocab.txt alone, with these settings beside it, is then the same tokenizer
+            raise OutputError(f"{folder} cannot be created ({error.strerror}); choose another folder") from error
+        # With these settings, vocab.txt alone defines the same tokenizer.
+        if self.is_bert_wordpiece:
             normalizer = parse_json(self.backend.to_str())["normalizer"]
             config["do_lower_case"] = normalizer["lowercase"]
             config["strip_accents"] = normalizer["strip_accents"]
@@ -212,49 +212,56 @@ class Tokenizer:
 
     @cached_property
     def _literals_may_be_pieces(self) -> bool:
-        """False for BERT's "[MASK]": the pre-tokenizer cuts at the brackets, so that no piece can match."""
+        """True if the model may have the text of a special token as a piece.
+
+        False for BERT's "[MASK]", because the pre-tokenizer splits at the brackets.
+        """
         if not self.is_bert_wordpiece:
             return True
         names = (self.backend.id_to_token(id_) for id_ in self.special_ids)
         return any(len(self.backend.pre_tokenizer.pre_tokenize_str(name)) == 1 for name in names)
 
     @cached_property
-    def _never_stored(self) -> NDArray[np.bool_]:
+    def _is_special(self) -> NDArray[np.bool_]:
+        """True for each special id except the unknown id, by id."""
         table = np.zeros(self.vocab_size, dtype=np.bool_)
         table[list(self.special_ids)] = True
         table[self.unk_id] = False
         return table
 
-    def _bounded_calls(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-        """Yield the pieces of texts for one call of the backend each, and the number of the text of each piece."""
-        owners: list[int] = []
-        pieces: list[str] = []
+    def _split_into_calls(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+        """Yield the texts of one backend call, and the number of the text that each is a part of.
+
+        Only BERT's WordPiece gives the same ids for a text and for its parts, so only it splits long texts.
+        """
+        text_numbers: list[int] = []
+        parts: list[str] = []
         characters = 0
-        for owner, text in enumerate(texts):
-            for piece in _split_at_spaces(text) if self.is_bert_wordpiece else (text,):
-                if characters and characters + len(piece) > _ENCODE_CHARACTERS:
-                    yield owners, pieces
-                    owners, pieces, characters = [], [], 0
-                owners.append(owner)
-                pieces.append(piece)
-                characters += len(piece)
-        if pieces:
-            yield owners, pieces
+        for number, text in enumerate(texts):
+            for part in _split_at_spaces(text) if self.is_bert_wordpiece else (text,):
+                if characters and characters + len(part) > _ENCODE_CHARACTERS:
+                    yield text_numbers, parts
+                    text_numbers, parts, characters = [], [], 0
+                text_numbers.append(number)
+                parts.append(part)
+                characters += len(part)
+        if parts:
+            yield text_numbers, parts
 
 
 def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
-    """Reads `vocab.txt`, `tokenizer.json`, a SentencePiece model, or a folder with one of them.
+    """Load a `vocab.txt`, a `tokenizer.json`, a SentencePiece model, or a folder with one of these files.
 
-    A tokenizer_config.json beside the file names special tokens of other spelling and, for vocab.txt, decides about
-    lower case; without it a vocabulary is uncased when no ordinary piece has an upper-case letter.
+    A tokenizer_config.json in the same folder may rename special tokens and, for a vocab.txt, determines lower-casing.
+    Without it, a vocabulary is uncased if no ordinary piece has an upper-case letter.
 
     Args:
-        path: Of a local file or folder.
-        tokenizer_type: One of config.TOKENIZER_TYPES; "auto" goes by the file.
+        path: Local file or folder.
+        tokenizer_type: One of config.schema.TOKENIZER_TYPES. "auto" determines the type from the file.
 
     Raises:
         ConfigError: The type does not fit the file.
-        MissingInputError: There is no such file or folder, or the folder holds no tokenizer.
+        MissingInputError: The file or folder does not exist, or the folder has no tokenizer.
         DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
     """
     file = find_tokenizer_file(Path(path), tokenizer_type)
@@ -268,18 +275,18 @@ def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
 
 
 def _check_use(tokenizer: Tokenizer, file: Path) -> None:
-    """Refuses what would fail, or train on other tokens than [MASK], hours later."""
+    """Raise DataError for a tokenizer that would fail during a run, or that shares the mask token with another role."""
     shared = [role for role, id_ in tokenizer.special_tokens.items() if role != "mask" and id_ == tokenizer.mask_id]
     if shared:
         raise DataError(
-            f"{file}: '{tokenizer.special_names['mask']}' is the mask token and the {shared[0]} token as well; what is "
-            "predicted needs a token of its own. Correct tokenizer_config.json"
+            f"{file}: '{tokenizer.special_names['mask']}' is the mask token and also the {shared[0]} token; the mask "
+            "needs a separate token. Correct tokenizer_config.json"
         )
     unknown = tokenizer.special_names["unk"]
     if tokenizer.is_bert_wordpiece and tokenizer.backend.model.unk_token != unknown:
         raise DataError(
-            f"{file}: the model writes '{tokenizer.backend.model.unk_token}' for unknown text, but '{unknown}' is the "
-            "unknown token; correct unk_token in tokenizer_config.json"
+            f"{file}: the model uses '{tokenizer.backend.model.unk_token}' for unknown text, but the unknown token is "
+            f"'{unknown}'; correct unk_token in tokenizer_config.json"
         )
     try:
         tokenizer.encode_batch(_PROBES)
@@ -288,31 +295,32 @@ def _check_use(tokenizer: Tokenizer, file: Path) -> None:
 
 
 def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, min_frequency: int) -> Tokenizer:
-    """A WordPiece tokenizer in BERT's layout, learned from texts; the same texts always give the same vocabulary.
+    """Train a WordPiece tokenizer in BERT's layout. The same texts always give the same vocabulary.
 
     Args:
-        texts: Read twice, for the characters and for the words. Memory grows with the number of distinct words.
-        vocab_size: Upper bound of the number of ids; small texts give fewer.
-        lowercase: Lower-case and strip accents before anything else, in training and in use.
-        min_frequency: A pair of pieces seen less often is not merged.
+        texts: Iterated over twice, for the characters and for the words. Memory grows with the number of distinct
+            words.
+        vocab_size: Largest number of ids. Small texts give fewer.
+        lowercase: Lower-case and strip accents, in training and in use.
+        min_frequency: Pairs of pieces that are rarer are not merged.
 
     Raises:
-        ConfigError: The characters alone need more ids than vocab_size.
+        ConfigError: The special tokens and characters need more ids than `vocab_size`.
     """
-    assert not isinstance(texts, Iterator), "texts are read twice: an iterator would be empty the second time"
+    assert not isinstance(texts, Iterator), "texts are read twice, but an iterator is empty the second time"
     names = {role: standard for role, (standard, _) in STANDARD_NAMES.items()}
     backend = build_bert_backend(models.WordPiece(unk_token=names["unk"]), lowercase=lowercase)
     alphabet = _frequent_characters(texts, backend)
     # The trainer numbers the "##" characters in the order of a hash table, and breaks ties between equally frequent
-    # pairs by those numbers: handing it all of them as if they were special tokens fixes the order.
+    # pairs by these numbers. Passing all of them as special tokens fixes the order.
     fixed = [names[role] for role in ("pad", "unk", "cls", "sep", "mask")]
-    # Not punctuation, nor scripts that BERT splits into single characters: they never continue a word.
-    cut, normalize = backend.pre_tokenizer.pre_tokenize_str, backend.normalizer.normalize_str
-    fixed += [f"##{character}" for character in alphabet if len(cut(normalize(f"a{character}"))) == 1]
-    if len(fixed) + len(alphabet) > vocab_size:
+    # Punctuation and the scripts that BERT splits into single characters never continue a word.
+    pre_tokenize, normalize = backend.pre_tokenizer.pre_tokenize_str, backend.normalizer.normalize_str
+    fixed += [f"##{character}" for character in alphabet if len(pre_tokenize(normalize(f"a{character}"))) == 1]
+    if (needed := len(fixed) + len(alphabet)) > vocab_size:
         raise ConfigError(
-            f"--vocab-size {vocab_size:,} is below the {len(fixed) + len(alphabet):,} ids that the special tokens and "
-            f"the {len(alphabet):,} frequent characters of the texts need; use more, or fewer kinds of text"
+            f"--vocab-size {vocab_size:,} is below the {needed:,} ids that the special tokens and the "
+            f"{len(alphabet):,} frequent characters of the texts need; raise it, or use texts with fewer characters"
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -328,35 +336,35 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
 
 
 def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
-    """Return the characters that cover _CHARACTER_COVERAGE of the normalised texts, and all of ASCII, sorted."""
+    """Return the characters that cover _CHARACTER_COVERAGE of the normalised texts, and printable ASCII, sorted."""
     normalize = backend.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(normalize(text))
     ranked = sorted((item for item in counts.items() if not item[0].isspace()), key=lambda item: (-item[1], item[0]))
     needed = _CHARACTER_COVERAGE * sum(count for _, count in ranked)
-    covered_before = accumulate((count for _, count in ranked), initial=0)
-    frequent = {character for (character, _), before in zip(ranked, covered_before, strict=False) if before < needed}
+    # Number of occurrences of all more frequent characters.
+    preceding = accumulate((count for _, count in ranked), initial=0)
+    frequent = {character for (character, _), covered in zip(ranked, preceding, strict=False) if covered < needed}
     ascii_characters = {chr(code) for code in range(33, 127) if normalize(chr(code)) == chr(code)}
     return sorted(frequent | ascii_characters)
 
 
 def _with_special_tokens(backend: tokenizers.Tokenizer, names: dict[str, str]) -> Tokenizer:
     declared = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    # Not those already declared special: declaring again would drop their lstrip and rstrip, which inference needs.
+    # Declaring a special token again would reset its lstrip and rstrip, which inference needs.
     backend.add_special_tokens([name for name in names.values() if name not in declared])
     return Tokenizer(backend, names)
 
 
 def _split_at_spaces(text: str) -> Iterator[str]:
-    """Yield pieces of at most _ENCODE_CHARACTERS, cut before a space or line feed; a longer word stays whole."""
+    """Yield parts of at most _ENCODE_CHARACTERS, cut before a space or line feed. A longer word is not cut."""
     start = 0
     while len(text) - start > _ENCODE_CHARACTERS:
         end = start + _ENCODE_CHARACTERS
         cut = max(text.rfind(" ", start + 1, end), text.rfind("\n", start + 1, end))
         if cut < 0:
-            later = [found for found in (text.find(" ", end), text.find("\n", end)) if found >= 0]
-            cut = min(later, default=len(text))
+            cut = min((at for at in (text.find(" ", end), text.find("\n", end)) if at >= 0), default=len(text))
         yield text[start:cut]
         start = cut
     if start < len(text) or not text:
@@ -364,12 +372,18 @@ def _split_at_spaces(text: str) -> Iterator[str]:
 
 
 def _canonical(value: Any) -> Any:
-    """Sorted by key and without defaults. Here because json's own sorting takes three times as long for 30,000 keys."""
+    """Return the value with keys sorted and without null and false entries.
+
+    Null and false are the defaults of settings that later versions of the backend add.
+    """
+    # json.dumps(sort_keys=True) takes three times as long for 30,000 keys.
     if isinstance(value, dict):
+        # For strip_accents alone, false does not mean the same as null.
         if value.get("type") == "BertNormalizer" and value["lowercase"] and value["strip_accents"] is False:
-            value = {**value, "strip_accents": "never"}  # of all settings the one to which null does not mean false
-        kept = (key for key in sorted(value) if value[key] is not None and value[key] is not False)
-        return {key: value[key] if isinstance(value[key], int) else _canonical(value[key]) for key in kept}
-    if isinstance(value, list) and any(isinstance(inner, dict) for inner in value):  # not the pairs of merges, scores
-        return [_canonical(inner) for inner in value]
+            value = {**value, "strip_accents": "never"}
+        keys = (key for key in sorted(value) if value[key] is not None and value[key] is not False)
+        return {key: value[key] if isinstance(value[key], int) else _canonical(value[key]) for key in keys}
+    # Long lists of merges and scores have no dictionaries.
+    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        return [_canonical(entry) for entry in value]
     return value

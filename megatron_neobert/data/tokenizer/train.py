@@ -1,9 +1,9 @@
-"""Learns a WordPiece vocabulary from raw shards, for languages that no published vocabulary serves.
+"""Train a WordPiece vocabulary on raw input files.
 
     neobert train-tokenizer --input 'shards/*.parquet' --output my-tokenizer --vocab-size 30522
 
-writes a folder that neobert preprocess takes as --tokenizer-model and Hugging Face's AutoTokenizer loads. The
-same shards in the same order give the same vocabulary.
+writes a folder for `neobert preprocess --tokenizer-model` and Hugging Face's AutoTokenizer. The same input files in the
+same order give the same vocabulary.
 """
 
 from collections.abc import Iterator
@@ -15,76 +15,78 @@ from megatron_neobert.cli import option
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.text import counted
 
-if TYPE_CHECKING:  # a missing package is reported by run_command
+if TYPE_CHECKING:
     from megatron_neobert.data.inputs.records import ReadSettings
 
-MODEL_MAX_LENGTH = 1024  # tokens; the first training stage's. Converting a model writes its own length
+# Tokens of the first training stage. The conversion of a model writes the length of the model.
+MODEL_MAX_LENGTH = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerOptions:
-    """The command line of `neobert train-tokenizer`."""
+    """Options of `neobert train-tokenizer`."""
 
     input: tuple[str, ...] = option(help="input files: paths, globs, folders, URLs, @lists", metavar="PATH")
     output: Path = option(help="folder for the tokenizer's files", metavar="DIR")
     text_key: str = option("content", "column or JSON key of the text")
-    vocab_size: int = option(30522, "upper bound of the number of ids", minimum=1)
-    min_frequency: int = option(2, "rarer pairs of pieces stay apart", minimum=1)
+    vocab_size: int = option(30522, "largest number of ids", minimum=1)
+    min_frequency: int = option(2, "do not merge pairs of pieces that are rarer", minimum=1)
     max_error_rate: float = option(
         0.001,
-        "share of the records that may be in error (malformed, no such key, null), as in preprocessing",
+        "end with an error if more than this fraction of the records has no usable text, as in preprocessing",
         metavar="FRACTION",
     )
     lowercase: bool = option(
-        True, "ignore case and accents, as bert-base-uncased does (default); --no-lowercase keeps them"
+        True, "remove case and accents, as bert-base-uncased does (default); --no-lowercase keeps them"
     )
 
 
 def train_tokenizer(options: TrainTokenizerOptions) -> None:
-    """Learn a WordPiece vocabulary from raw text files, for languages that no published vocabulary serves.
+    """Train a WordPiece vocabulary on raw text files, for languages without a suitable published vocabulary.
 
     Raises:
-        ConfigError: A number is out of its range.
+        ConfigError: A number is out of range, or --vocab-size is too small for the characters of the texts.
         DataError: Too many records are in error, or there is no document.
-        OutputError: The folder has a tokenizer already.
+        MissingInputError: An input file does not exist.
+        OutputError: The folder already has a tokenizer, or cannot be created.
     """
     for name in ("vocab_size", "min_frequency"):
         if (number := getattr(options, name)) >= 2**31:
-            raise ConfigError(f"--{name.replace('_', '-')} {number} is not a number from 1 to {2**31 - 1}; change it")
+            raise ConfigError(f"--{name.replace('_', '-')} {number} is above {2**31 - 1}; use a smaller number")
     if not 0 <= options.max_error_rate <= 1:
         raise ConfigError(f"--max-error-rate {options.max_error_rate} is not a fraction of the records; use 0 to 1")
-    folder = options.output
     for name in ("tokenizer.json", "vocab.txt"):
-        if (folder / name).exists():
-            raise OutputError(f"{folder / name} exists already; choose another --output, or remove it")
+        if (file := options.output / name).exists():
+            raise OutputError(f"{file} exists already; choose another --output, or remove the file")
     from megatron_neobert.data.corpus.format import describe_reasons
     from megatron_neobert.data.inputs.find import find_inputs
     from megatron_neobert.data.inputs.records import ReadSettings
     from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece
 
     read = ReadSettings(text_key=options.text_key)
-    texts = ShardTexts(find_inputs(options.input), read, max_error_rate=options.max_error_rate)
+    texts = InputTexts(find_inputs(options.input), read, max_error_rate=options.max_error_rate)
     tokenizer = train_wordpiece(
         texts,
         vocab_size=options.vocab_size,
         lowercase=options.lowercase,
         min_frequency=options.min_frequency,
     )
-    tokenizer.save_tokenizer_files(folder, model_max_length=MODEL_MAX_LENGTH)
+    tokenizer.save_tokenizer_files(options.output, model_max_length=MODEL_MAX_LENGTH)
     left_out = describe_reasons(texts.counts.rejected + texts.counts.dropped)
     print(
-        f"{texts.counts.documents:,} documents | {tokenizer.vocab_size:,} ids | left out: {left_out} | wrote {folder}"
+        f"{texts.counts.documents:,} documents | {tokenizer.vocab_size:,} ids | left out: {left_out} | "
+        f"wrote {options.output}"
     )
 
 
-class ShardTexts:
-    """The texts of all shards, as often as they are iterated over; `counts` are those of the latest time."""
+class InputTexts:
+    """Texts of all input files. Can be iterated over several times; `counts` is the result of the latest iteration."""
 
-    def __init__(self, shards: list[str], settings: "ReadSettings", *, max_error_rate: float) -> None:
-        self._shards, self._settings, self._max_error_rate = shards, settings, max_error_rate
+    def __init__(self, inputs: list[str], settings: "ReadSettings", *, max_error_rate: float) -> None:
+        self._inputs, self._settings, self._max_error_rate = inputs, settings, max_error_rate
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the texts. Raise DataError at the end if too many records were in error, or there is no document."""
+        """Yield the texts. Raise DataError at the end if too many records are in error, or there is no document."""
         from tqdm import tqdm
 
         from megatron_neobert.data.corpus.format import describe_reasons
@@ -94,16 +96,17 @@ class ShardTexts:
 
         self.counts = counts = Counts()
         first_error = None
-        for shard in tqdm(self._shards, "shards", unit="shard", leave=False, disable=None):  # on a terminal
-            for part in split_into_chunks(shard, self._settings):
-                for batch in read_chunk(part, self._settings):
+        # `disable=None` shows the bar only on a terminal.
+        for path in tqdm(self._inputs, "input files", unit="file", leave=False, disable=None):
+            for chunk in split_into_chunks(path, self._settings):
+                for batch in read_chunk(chunk, self._settings):
                     counts.documents += len(batch.texts)
                     counts.rejected.update(record.reason for record in batch.rejected)
                     counts.dropped.update(batch.dropped)
                     if first_error is None and batch.rejected:
-                        first_error = batch.rejected[0].describe(part, shard)
+                        first_error = batch.rejected[0].describe(chunk, path)
                     yield from batch.texts
         check_error_rate(counts, self._max_error_rate, first_error, records=counts.records)
         if not counts.documents:
-            shards, reasons = counted(len(self._shards), "shard"), describe_reasons(counts.dropped)
-            raise DataError(f"no document in {shards} ({reasons}); check --input")
+            files, reasons = counted(len(self._inputs), "input file"), describe_reasons(counts.dropped)
+            raise DataError(f"no document in {files} ({reasons}); check --input")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from unit.data.preprocess_place import Place
+from unit.data.preprocess_workspace import Workspace
 from unit.data.small_corpus import write_attributes, write_vocabulary
 
 from megatron_neobert.config.data_path import curve_names
@@ -18,7 +18,7 @@ from megatron_neobert.errors import DataError, MissingInputError
 @pytest.fixture
 def place(tmp_path):
     """Two corpora of one tokenizer: `run` for training, and the documents that --split-validation held out of it."""
-    place = Place(tmp_path)
+    place = Workspace(tmp_path)
     place.add_texts("a.jsonl", *("hello " * count for count in range(1, 201)))
     place.run(split_validation=0.2)
     return place
@@ -75,7 +75,7 @@ def test_a_missing_corpus_and_a_corpus_of_another_tokenizer_are_refused(place):
         with pytest.raises(MissingInputError, match=message):
             open_inputs(settings(place, valid_data_path=(str(path),)))
     (place.folder / "other").mkdir()
-    other = Place(place.folder / "other")
+    other = Workspace(place.folder / "other")
     write_vocabulary(other.vocab, ["hello"])
     other.add_texts("a.jsonl", "hello")
     other.run()

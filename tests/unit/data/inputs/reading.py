@@ -1,4 +1,4 @@
-"""A shard read as preprocessing reads it: split into parts, and all their batches together."""
+"""Read an input file as preprocessing does: split it into chunks and collect the batches of all chunks."""
 
 import bz2
 import gzip
@@ -7,13 +7,14 @@ import lzma
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from backports import zstd
 
 from megatron_neobert.data.inputs.recognise import CHUNK_BYTES, read_chunk, split_into_chunks
-from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
+from megatron_neobert.data.inputs.records import ReadSettings, Rejected
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk
 
 TEXTS = ["first text", "Grüße 東京 🚀", "third\nwith two lines"]
@@ -21,14 +22,15 @@ JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text i
 
 
 def compress_zstd(content: bytes) -> bytes:
-    return zstd.compress(content, options={zstd.CompressionParameter.checksum_flag: 1})  # as the command line tool does
+    """Compress with a checksum, as the command line tool does."""
+    return zstd.compress(content, options={zstd.CompressionParameter.checksum_flag: 1})
 
 
 COMPRESS = {"gzip": gzip.compress, "zstd": compress_zstd, "bzip2": bz2.compress, "xz": lzma.compress}
 
 
-class Drip:
-    """A stream that gives a few bytes at a time, so that blocks end anywhere."""
+class SlowStream:
+    """A stream that returns a few bytes per read, so that blocks end anywhere."""
 
     def __init__(self, content: bytes, width: int) -> None:
         self._content, self._width = content, width
@@ -39,57 +41,55 @@ class Drip:
         return block
 
 
-class Reading(NamedTuple):
-    texts: list[str]
-    rejected: list[Rejected]  # numbered from the beginning of the shard
-    dropped: Counter[str]
-    repaired: int
-    numbers: int
-    batches: list[RecordBatch]
-    parts: list[Chunk]
+@dataclass
+class Reading:
+    """Sum of all batches of an input file."""
+
+    chunks: list[Chunk]
+    texts: list[str] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)  # numbered from the beginning of the file
+    dropped: Counter[str] = field(default_factory=Counter)
+    repaired: int = 0
+    numbers: int = 0
 
     @property
-    def faults(self) -> list[tuple[str, int]]:
+    def rejections(self) -> list[tuple[str, int]]:
         return [(record.reason, record.number) for record in self.rejected]
 
 
 def read(path: Path | str, *, chunk_bytes: int = CHUNK_BYTES, **settings) -> Reading:
-    """Checks on the way what every reader owes: sizes that are right, and progress that ends at 1."""
+    """Read an input file, and assert the properties of every reader: correct sizes, and a progress that ends at 1."""
     settings = ReadSettings(**settings)
-    parts = split_into_chunks(str(path), settings, chunk_bytes=chunk_bytes)
-    reading = Reading([], [], Counter(), 0, 0, [], parts)
-    for part in parts:
-        before = reading.numbers if part.numbers_are_relative else 0
+    reading = Reading(split_into_chunks(str(path), settings, chunk_bytes=chunk_bytes))
+    for chunk in reading.chunks:
+        numbers_before = reading.numbers if chunk.numbers_are_relative else 0
         progress = 0.0
-        for batch in read_chunk(part, settings):
-            reading = reading._replace(
-                texts=reading.texts + batch.texts,
-                rejected=reading.rejected + [each._replace(number=each.number + before) for each in batch.rejected],
-                dropped=reading.dropped + batch.dropped,
-                repaired=reading.repaired + batch.repaired,
-                numbers=reading.numbers + batch.numbers,
-                batches=[*reading.batches, batch],
-            )
+        for batch in read_chunk(chunk, settings):
+            reading.texts += batch.texts
+            reading.rejected += [record._replace(number=record.number + numbers_before) for record in batch.rejected]
+            reading.dropped += batch.dropped
+            reading.repaired += batch.repaired
+            reading.numbers += batch.numbers
             assert batch.utf8_bytes == sum(len(text.encode()) for text in batch.texts)
             assert batch.numbers >= len(batch.texts) + len(batch.rejected) + batch.dropped.total()
             assert progress <= batch.progress <= 1
             progress = batch.progress
-        # 0: a part without a record. The end of an Arrow stream is not known until it is there.
-        assert progress in (0, 1) or part.format == "arrow"
+        # 0 is a chunk without records. The end of an Arrow stream is unknown before it is read.
+        assert progress in (0, 1) or chunk.format == "arrow"
     return reading
 
 
-def peak_of(results: Iterable[Any]) -> tuple[int, list[Any]]:
-    """The most bytes that Python has held meanwhile, and the results."""
+def peak_memory(results: Iterable[Any]) -> tuple[int, list[Any]]:
+    """Return the largest size of Python's memory in bytes while `results` is iterated over, and the results."""
     tracemalloc.start()
-    found = list(results)
+    results = list(results)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return peak, found
+    return peak, results
 
 
 def texts_of(path: Path | str, **settings) -> list[str]:
-    """The texts of a shard that has nothing else."""
+    """Return the texts of an input file, and assert that no record is rejected or dropped."""
     reading = read(path, **settings)
     assert not reading.rejected, reading.rejected
     assert not reading.dropped

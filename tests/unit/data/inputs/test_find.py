@@ -1,4 +1,4 @@
-"""Which shards a list of patterns stands for."""
+"""Paths, globs, folders, URLs and lists name the expected input files."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def touch(folder, *names):
         (folder / name).touch()
 
 
-def test_shards_are_sorted_within_a_pattern_hidden_ones_left_out_and_repeated_ones_read_once(tmp_path):
+def test_inputs_are_sorted_within_a_pattern_and_listed_once_and_hidden_files_are_skipped(tmp_path):
     touch(tmp_path, "b.jsonl", "a.jsonl", "deep/c.jsonl", ".hidden", "_SUCCESS", ".cache/d.jsonl")
     a, b, c = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "deep/c.jsonl"))
     assert find_inputs([str(tmp_path)]) == [a, b, c]
@@ -30,21 +30,18 @@ def test_shards_are_sorted_within_a_pattern_hidden_ones_left_out_and_repeated_on
     assert find_inputs([b, str(tmp_path)]) == [b, a, c]
 
 
-@pytest.mark.parametrize(
-    "pattern", ["*.parquet", "missing.jsonl", "empty", "file:*.parquet", "file:missing", "file:empty"]
-)
-def test_pattern_without_a_file_is_missing_input(tmp_path, pattern):
+@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize("pattern", ["*.parquet", "missing", "empty"])
+def test_pattern_without_a_file_is_missing_input(tmp_path, pattern, scheme):
     (tmp_path / "empty").mkdir()
-    start = f"file://{tmp_path}/" if pattern.startswith("file:") else f"{tmp_path}/"
-    pattern = pattern.removeprefix("file:")
     with pytest.raises(MissingInputError, match=f"{pattern.lstrip('*')}: no file matches"):
-        find_inputs([start + pattern])
+        find_inputs([f"{scheme}{tmp_path}/{pattern}"])
 
 
 # --- links and folders that cannot be read
 
 
-def test_folders_behind_links_are_entered_and_a_link_that_leads_back_ends(tmp_path):
+def test_folders_behind_links_are_read_once_and_link_cycles_end(tmp_path):
     touch(tmp_path, "other/b.jsonl", "data/a.jsonl", "data/deep/c.jsonl")
     (tmp_path / "data" / "link").symlink_to(tmp_path / "other")
     (tmp_path / "data" / "link_again").symlink_to(tmp_path / "other")
@@ -54,43 +51,39 @@ def test_folders_behind_links_are_entered_and_a_link_that_leads_back_ends(tmp_pa
     assert find_inputs([str(tmp_path / "data")]) == [str(tmp_path / "data" / name) for name in names]
 
 
-@pytest.mark.parametrize("pattern", ["data", "data/*", "data/lost.jsonl"])
-def test_link_to_nowhere_is_missing_input(tmp_path, pattern):
-    touch(tmp_path, "data/a.jsonl", "data/_gone")
+@pytest.mark.parametrize("pattern", ["data", "data/*", "data/broken.jsonl"])
+def test_broken_link_is_missing_input_unless_it_is_hidden(tmp_path, pattern):
+    touch(tmp_path, "data/a.jsonl")
     (tmp_path / "data" / ".hidden").symlink_to(tmp_path / "gone")
     assert find_inputs([str(tmp_path / "data")]) == [str(tmp_path / "data" / "a.jsonl")]
-    (tmp_path / "data" / "lost.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(MissingInputError, match=r"/data/lost\.jsonl is neither a file nor a folder"):
+    (tmp_path / "data" / "broken.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(MissingInputError, match=r"/data/broken\.jsonl is neither a file nor a folder"):
         find_inputs([str(tmp_path / pattern)])
 
 
-def test_folder_that_may_not_be_read_is_an_error_not_a_gap(tmp_path, monkeypatch):
+def test_folder_without_read_permission_is_an_error(tmp_path, monkeypatch):
     touch(tmp_path, "a.jsonl", "closed/b.jsonl", ".trash/c.jsonl")
     scan = os.scandir
 
-    def scan_as_a_stranger(path):  # who is root may read everything
+    def scan_without_permission(path):  # root may read every folder
         if os.path.basename(path) in ("closed", ".trash"):  # noqa: PTH119  (a string or a path)
             raise PermissionError(13, "Permission denied", str(path))
         return scan(path)
 
-    monkeypatch.setattr(os, "scandir", scan_as_a_stranger)
+    monkeypatch.setattr(os, "scandir", scan_without_permission)
     with pytest.raises(PermissionError, match=r"Permission denied: '.*/closed'"):
         find_inputs([str(tmp_path)])
 
 
-def test_file_named_in_several_spellings_is_read_once_under_the_first(tmp_path, monkeypatch):
-    touch(tmp_path, "shards/a.jsonl", "shards/b.jsonl")
+def test_file_with_several_paths_is_listed_once_under_the_first_path(tmp_path, monkeypatch):
+    touch(tmp_path, "data/a.jsonl", "data/b.jsonl")
     monkeypatch.chdir(tmp_path)
-    assert find_inputs(["shards", str(tmp_path / "shards"), "./shards/../shards/a.jsonl"]) == [
-        "shards/a.jsonl",
-        "shards/b.jsonl",
-    ]
-    (tmp_path / "shards" / "c.jsonl").symlink_to(tmp_path / "shards" / "a.jsonl")
-    assert find_inputs(["shards"]) == ["shards/a.jsonl", "shards/b.jsonl"]
-    assert find_inputs(["shards/c.jsonl", "shards"]) == ["shards/c.jsonl", "shards/b.jsonl"]
+    (tmp_path / "data" / "c.jsonl").symlink_to(tmp_path / "data" / "a.jsonl")
+    assert find_inputs(["data", str(tmp_path / "data"), "./data/../data/a.jsonl"]) == ["data/a.jsonl", "data/b.jsonl"]
+    assert find_inputs(["data/c.jsonl", "data"]) == ["data/c.jsonl", "data/b.jsonl"]
 
 
-# --- lists
+# --- lists, and files that are not data
 
 
 def test_list_gives_the_patterns_in_its_lines(tmp_path):
@@ -98,20 +91,29 @@ def test_list_gives_the_patterns_in_its_lines(tmp_path):
     lines = [f"{tmp_path}/more", "", f"{tmp_path}/?.jsonl\r", f"  {tmp_path}/with space.jsonl"]
     (tmp_path / "list.txt").write_text("\n".join(lines))
     names = ("more/c.jsonl", "a.jsonl", "b.jsonl", "with space.jsonl")
-    assert find_inputs([f"@{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
-    assert find_inputs([f"@file://{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
+    for scheme in ("", "file://"):
+        assert find_inputs([f"@{scheme}{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
 
 
-@pytest.mark.parametrize("start", ["", "file://"])
-def test_folder_of_a_saved_dataset_gives_its_shards_alone(tmp_path, start):
-    shards = ["test/data-00000-of-00001.arrow", "train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]
-    others = ["cache-0123456789abcdef.arrow", "state.json", "dataset_info.json"]
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_folder_of_a_saved_dataset_gives_only_its_data(tmp_path, scheme):
+    data = ["test/data-00000-of-00001.arrow", "train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]
+    metadata = ["cache-0123456789abcdef.arrow", "state.json", "dataset_info.json"]
     touch(
-        tmp_path, *shards, "dataset_dict.json", *(f"{split}/{name}" for split in ("test", "train") for name in others)
+        tmp_path, *data, "dataset_dict.json", *(f"{split}/{name}" for split in ("test", "train") for name in metadata)
     )
-    touch(tmp_path, "other/state.json")  # control: not of a saved data set
-    expected = [f"{start}{tmp_path}/{name}" for name in ("other/state.json", *shards)]
-    assert find_inputs([f"{start}{tmp_path}"]) == expected
+    touch(tmp_path, "other/state.json")  # control: not in the folder of a saved dataset
+    expected = [f"{scheme}{tmp_path}/{name}" for name in ("other/state.json", *data)]
+    assert find_inputs([f"{scheme}{tmp_path}"]) == expected
+
+
+def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
+    about = ["README.md", "readme", "LICENSE", "LICENCE.txt", "SHA256SUMS", "md5sum.txt", "NOTICE", "COPYING"]
+    data = ["a.jsonl", "license_texts.jsonl", "licensed.jsonl", "notice.jsonl.gz", "readme-00000-of-00002.parquet"]
+    data += ["readmes.txt", "summary.txt"]
+    touch(tmp_path, *about, *data)
+    assert find_inputs([str(tmp_path)]) == [str(tmp_path / name) for name in data]
+    assert find_inputs([str(tmp_path / "LICENSE")]) == [str(tmp_path / "LICENSE")]
 
 
 # --- URLs
@@ -119,7 +121,7 @@ def test_folder_of_a_saved_dataset_gives_its_shards_alone(tmp_path, start):
 
 @pytest.fixture
 def memory():
-    """A store that has nothing but URLs, as object stores have."""
+    """fsspec's file system in memory, whose files have URLs only, as in object stores."""
     file_system = fsspec.filesystem("memory")
     yield file_system
     file_system.rm("/bucket", recursive=True)
@@ -135,7 +137,7 @@ def test_urls_of_files_folders_and_globs_keep_their_full_address(memory):
     assert find_inputs(["memory://bucket/b.jsonl"]) == ["memory://bucket/b.jsonl"]
 
 
-def test_shards_behind_urls_are_read_like_files(memory, tmp_path):
+def test_urls_are_read_like_files(memory, tmp_path):
     table = pa.table({"content": TEXTS})
     pq.write_table(table, tmp_path / "parquet", row_group_size=1)
     with pa.ipc.new_stream(tmp_path / "arrow", table.schema) as writer:
@@ -147,17 +149,17 @@ def test_shards_behind_urls_are_read_like_files(memory, tmp_path):
         url = f"memory://bucket/{path.name}"
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
         assert texts_of(url) == texts_of(path) == TEXTS
-        assert texts_of(url, chunk_bytes=20) == TEXTS  # in several parts, where the format has them
+        assert texts_of(url, chunk_bytes=20) == TEXTS  # several chunks of Parquet and JSON lines
 
 
-def test_kind_of_address_that_nothing_can_open_is_a_setting_to_fix():
+def test_address_of_an_unknown_protocol_is_a_wrong_setting():
     with pytest.raises(ConfigError, match=r"nowhere://bucket/shard cannot be opened .Protocol not known"):
         find_inputs(["nowhere://bucket/shard"])
 
 
 @pytest.mark.parametrize(("url", "package"), [("gs://bucket/shard", "gcsfs"), ("abfs://bucket@host/shard", "adlfs")])
 def test_missing_package_of_an_address_ends_with_69_and_the_command_that_installs_it(monkeypatch, url, package):
-    monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, package, None)  # import fails as if it were not installed
     with pytest.raises(MissingPackageError, match=rf"^{url}: .*: {sys.executable} -m pip install {package}$") as caught:
         find_inputs([url])
     assert caught.value.exit_code == 69
@@ -174,15 +176,5 @@ def test_missing_package_of_an_address_ends_with_69_and_the_command_that_install
         ("/data/what?/me:x@home.jsonl", "/data/what?/me:x@home.jsonl"),
     ],
 )
-def test_label_of_a_shard_keeps_no_secret(url, label):
+def test_label_of_an_input_file_has_no_credentials(url, label):
     assert input_label(url) == label
-
-
-def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
-    about = ["README.md", "readme", "LICENSE", "LICENCE.txt", "SHA256SUMS", "md5sum.txt", "NOTICE", "COPYING"]
-    data = ["a.jsonl", "license_texts.jsonl", "licensed.jsonl", "notice.jsonl.gz", "readme-00000-of-00002.parquet"]
-    data += ["readmes.txt", "summary.txt"]
-    for name in (*about, *data):
-        (tmp_path / name).touch()
-    assert find_inputs([str(tmp_path)]) == [str(tmp_path / name) for name in data]
-    assert find_inputs([str(tmp_path / "LICENSE")]) == [str(tmp_path / "LICENSE")]

@@ -1,4 +1,4 @@
-"""Compressed shards: whatever the compressors write is read, and damage is never taken for an end."""
+"""Compressed input files: all output of the compressors is read, and damage is never mistaken for the end."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from backports import zstd
-from unit.data.inputs.reading import COMPRESS, TEXTS, peak_of, read, texts_of
+from unit.data.inputs.reading import COMPRESS, TEXTS, peak_memory, read, texts_of
 
 from megatron_neobert.data.inputs.recognise import read_chunk, recognise
 from megatron_neobert.data.inputs.records import ReadSettings
@@ -15,7 +15,7 @@ from megatron_neobert.errors import DataError
 
 LINES = [json.dumps({"content": text}).encode() + b"\n" for text in TEXTS]
 MANY = [json.dumps({"content": f"{number} " * 50}).encode() + b"\n" for number in range(20_000)]
-SKIPPABLE_FRAME = b"\x53\x2a\x4d\x18\x04\x00\x00\x00meta"  # what zstd's tools put in front of or between frames
+SKIPPABLE_FRAME = b"\x53\x2a\x4d\x18\x04\x00\x00\x00meta"  # zstd's tools write it before and between frames
 
 
 @pytest.fixture(params=COMPRESS)
@@ -23,77 +23,70 @@ def compression(request):
     return request.param
 
 
-@pytest.mark.parametrize("form", ["jsonl", "text", "warc", None])
-def test_error_of_the_disk_names_the_shard(form):
-    broken = "/proc/self/mem"  # whose first page cannot be read
-    if not Path(broken).exists():
-        pytest.skip("there is no file here whose reading fails")
-    with pytest.raises(OSError, match=f"Input/output error: '{broken}'") as caught:
-        list(read_chunk(Chunk(broken, form), ReadSettings())) if form else recognise(broken, ReadSettings())
-    assert caught.value.filename == broken
+@pytest.mark.parametrize("format", ["jsonl", "text", "warc", None])
+def test_error_of_the_disk_names_the_input(format):
+    unreadable = "/proc/self/mem"  # reading the first page fails
+    if not Path(unreadable).exists():
+        pytest.skip("this system has no file whose reading fails")
+    with pytest.raises(OSError, match=f"Input/output error: '{unreadable}'") as caught:
+        list(read_chunk(Chunk(unreadable, format), ReadSettings())) if format else recognise(unreadable, ReadSettings())
+    assert caught.value.filename == unreadable
 
 
-def test_line_may_go_on_in_the_next_member(tmp_path, compression):
+def test_line_may_span_members_and_zeros_after_the_end_are_padding(tmp_path, compression):
     content = b"".join(LINES)
-    pieces = [content[at : at + 9] for at in range(0, len(content), 9)]
-    (tmp_path / "shard").write_bytes(b"".join(map(COMPRESS[compression], pieces)))
-    assert texts_of(tmp_path / "shard") == TEXTS
+    members = [COMPRESS[compression](content[start : start + 9]) for start in range(0, len(content), 9)]
+    (tmp_path / "input").write_bytes(b"".join(members) + bytes(700_000))
+    assert texts_of(tmp_path / "input") == TEXTS
 
 
-def test_zeros_after_the_end_are_no_damage(tmp_path, compression):
-    (tmp_path / "shard").write_bytes(COMPRESS[compression](b"".join(LINES)) + bytes(700_000))
-    assert texts_of(tmp_path / "shard") == TEXTS
-
-
-def test_frames_without_content_are_passed_over(tmp_path):
+def test_frames_without_content_are_skipped(tmp_path):
     frames = (SKIPPABLE_FRAME, zstd.compress(LINES[0]), SKIPPABLE_FRAME, zstd.compress(b""), zstd.compress(LINES[1]))
-    (tmp_path / "shard").write_bytes(b"".join(frames))
-    assert texts_of(tmp_path / "shard") == TEXTS[:2]
+    (tmp_path / "input").write_bytes(b"".join(frames))
+    assert texts_of(tmp_path / "input") == TEXTS[:2]
 
 
-def test_zstd_stream_with_a_window_beyond_the_usual_limit_is_read(tmp_path):
+def test_zstd_stream_with_a_window_above_the_default_limit_is_read(tmp_path):
     compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 28})
-    packed = compressor.compress(b"".join(LINES)) + compressor.flush()
-    with pytest.raises(zstd.ZstdError, match="too much memory"):  # control: what decompressors do by default
-        zstd.ZstdDecompressor().decompress(packed)
-    (tmp_path / "shard").write_bytes(packed)
-    assert texts_of(tmp_path / "shard") == TEXTS
+    compressed = compressor.compress(b"".join(LINES)) + compressor.flush()
+    with pytest.raises(zstd.ZstdError, match="too much memory"):  # control: the default
+        zstd.ZstdDecompressor().decompress(compressed)
+    (tmp_path / "input").write_bytes(compressed)
+    assert texts_of(tmp_path / "input") == TEXTS
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "end cut off"])
-def test_damaged_stream_is_refused_with_the_last_good_line(tmp_path, compression, damage):
-    packed = bytearray(COMPRESS[compression](b"".join(MANY)))
-    if damage == "truncated":
-        del packed[len(packed) // 2 :]
-    elif damage == "end cut off":
-        del packed[-1:]
-    else:
-        packed[len(packed) // 2] ^= 0xFF
-    (tmp_path / "shard").write_bytes(packed)
-    with pytest.raises(DataError, match=rf"shard: the {compression} stream .* after line \d+ .*fetch the file again"):
-        read(tmp_path / "shard")
+def flip_the_middle(compressed):
+    middle = len(compressed) // 2
+    return compressed[:middle] + bytes([compressed[middle] ^ 0xFF]) + compressed[middle + 1 :]
 
 
-def test_something_else_after_the_end_of_the_stream_is_damage(tmp_path, compression):
-    (tmp_path / "shard").write_bytes(COMPRESS[compression](b"".join(LINES)) + b"something else")
-    with pytest.raises(DataError, match=f"after line 3 .*what follows is not {compression}"):
-        read(tmp_path / "shard")
+DAMAGE = {
+    "truncated": (lambda compressed: compressed[: len(compressed) // 2], r" .* after line \d+ "),
+    "last byte missing": (lambda compressed: compressed[:-1], r" .* after line \d+ "),
+    "flipped": (flip_the_middle, r" .* after line \d+ "),
+    "other data behind": (
+        lambda compressed: compressed + b"other data",
+        " .* after line 20000 .*complete stream is not",
+    ),
+    "head only": (lambda compressed: compressed[:8], " is "),
+}
 
 
-def test_stream_that_is_damaged_from_its_beginning_is_refused(tmp_path, compression):
-    packed = bytearray(COMPRESS[compression](b"".join(LINES)))
-    (tmp_path / "shard").write_bytes(packed[:8])
-    with pytest.raises(DataError, match=f"the {compression} stream (is|breaks off)"):
-        read(tmp_path / "shard")
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_stream_is_refused_with_the_last_good_line(tmp_path, compression, kind):
+    damage, message = DAMAGE[kind]
+    (tmp_path / "input").write_bytes(damage(COMPRESS[compression](b"".join(MANY))))
+    with pytest.raises(DataError, match=rf"input: the {compression} stream{message}.*fetch the file again"):
+        read(tmp_path / "input")
 
 
-def test_memory_does_not_grow_with_the_shard(tmp_path):
+def test_memory_does_not_grow_with_the_file(tmp_path):
     content = b"".join(MANY)
     peaks = []
     for repetitions in (1, 6):
-        (tmp_path / "shard").write_bytes(gzip.compress(content, 1) * repetitions)
-        batches = read_chunk(Chunk(str(tmp_path / "shard"), "jsonl", "gzip"), ReadSettings())
-        peak, read_texts = peak_of(len(batch.texts) for batch in batches)
+        (tmp_path / "input").write_bytes(gzip.compress(content, 1) * repetitions)
+        batches = read_chunk(Chunk(str(tmp_path / "input"), "jsonl", "gzip"), ReadSettings())
+        peak, read_texts = peak_memory(len(batch.texts) for batch in batches)
         peaks.append(peak)
         assert sum(read_texts) == repetitions * len(MANY)
     assert peaks[1] < 1.2 * peaks[0] < 16 << 20  # of 35 MB

@@ -1,4 +1,4 @@
-"""Rows of parquet and Arrow tables in, texts and accounted rejects out."""
+"""Parquet and Arrow tables: every row gives a text or a counted reject, within a bounded memory."""
 
 from contextlib import contextmanager
 from itertools import islice
@@ -39,7 +39,7 @@ def texts_table(values, arrow_type=None):
 
 
 def mixed_table():
-    """300 rows, every tenth with something wrong, three row groups' worth."""
+    """300 rows with nulls and empty texts."""
     texts = [None if row % 30 == 7 else "" if row % 30 == 17 else f"text {row} " * (row % 13) for row in range(300)]
     return texts_table(texts)
 
@@ -57,18 +57,18 @@ def mixed_table():
     ],
     ids=str,
 )
-def test_every_arrow_type_that_holds_text_is_read(tmp_path, write, arrow_type):
+def test_every_arrow_type_of_text_is_read(tmp_path, write, arrow_type):
     values = [text.encode() for text in TEXTS] if "binary" in str(arrow_type) else TEXTS
-    write(tmp_path / "shard", texts_table(values, arrow_type))
-    assert texts_of(tmp_path / "shard") == TEXTS
-    write(tmp_path / "shard", texts_table([*values, None], arrow_type))
-    reading = read(tmp_path / "shard")
-    assert (reading.texts, reading.faults) == (TEXTS, [(NULL_TEXT, 3)])
+    write(tmp_path / "input", texts_table(values, arrow_type))
+    assert texts_of(tmp_path / "input") == TEXTS
+    write(tmp_path / "input", texts_table([*values, None], arrow_type))
+    reading = read(tmp_path / "input")
+    assert (reading.texts, reading.rejections) == (TEXTS, [(NULL_TEXT, 3)])
 
 
-def test_bad_row_is_rejected_with_its_row_counted_from_zero(tmp_path, write):
-    write(tmp_path / "shard", texts_table(["a", None, "", " \u00a0", "long" * 5, "b"]), 2)
-    reading = read(tmp_path / "shard", max_document_bytes=19)
+def test_bad_row_is_rejected_with_its_row_number_from_zero(tmp_path, write):
+    write(tmp_path / "input", texts_table(["a", None, "", " \u00a0", "long" * 5, "b"]), 2)
+    reading = read(tmp_path / "input", max_document_bytes=19)
     assert (reading.texts, reading.dropped, reading.numbers) == (["a", "b"], {EMPTY_TEXT: 2}, 6)
     null, long = reading.rejected
     assert (null.reason, null.number, null.raw) == (NULL_TEXT, 1, b"")
@@ -78,77 +78,74 @@ def test_bad_row_is_rejected_with_its_row_counted_from_zero(tmp_path, write):
 @pytest.mark.parametrize("arrow_type", [pa.string(), pa.binary()], ids=str)
 def test_invalid_utf8_is_replaced(tmp_path, write, arrow_type):
     offsets, content = pa.py_buffer(b"\0\0\0\0\3\0\0\0\5\0\0\0"), pa.py_buffer(b"a\xffbok")
-    write(tmp_path / "shard", pa.table({"content": pa.Array.from_buffers(arrow_type, 2, [None, offsets, content])}))
-    reading = read(tmp_path / "shard")
+    write(tmp_path / "input", pa.table({"content": pa.Array.from_buffers(arrow_type, 2, [None, offsets, content])}))
+    reading = read(tmp_path / "input")
     assert (reading.texts, reading.repaired) == (["a\ufffdb", "ok"], 1)
 
 
-# --- which column
-
-
-@pytest.mark.parametrize("action", ["plan", "read"])
-def test_missing_column_is_refused_with_the_text_columns_there_are(tmp_path, write, action):
-    inner = pa.array([{"body": "x", "deep": {"er": "y"}, "n": 1}])
-    write(tmp_path / "shard", pa.table({"content": ["x"], "data": inner, "n": [1]}))
-    part = split_into_chunks(str(tmp_path / "shard"), ReadSettings())[0]
-    settings = ReadSettings(text_key="text")
-    with pytest.raises(
-        DataError,
-        match=r"no column 'text'; its text columns: content, data\.body, data\.deep\.er; choose one with --text-key",
-    ):
-        split_into_chunks(part.path, settings) if action == "plan" else list(read_chunk(part, settings))
+# --- columns
 
 
 @pytest.mark.parametrize(
-    ("key", "arrow_type"), [("n", "int64"), ("data", r"struct<body: string.*>"), ("tags", "list<.*string>")]
+    ("key", "problem"),
+    [
+        ("text", "has no column 'text'"),
+        ("n", ": column 'n' has type int64, not string"),
+        ("data", ": column 'data' has type struct<body: string.*>, not string"),
+        ("tags", ": column 'tags' has type list<.*string>, not string"),
+    ],
 )
-def test_column_of_something_else_is_refused_with_its_type(tmp_path, write, key, arrow_type):
-    table = {"content": ["x"], "n": [1], "data": [{"body": "x"}], "tags": [["x"]]}
-    write(tmp_path / "shard", pa.table(table))
-    with pytest.raises(
-        DataError, match=f"column '{key}' holds {arrow_type}, not strings; its text columns: content, data.body"
-    ):
-        read(tmp_path / "shard", text_key=key)
+def test_missing_column_and_column_of_another_type_are_refused_with_the_names_of_text_columns(
+    tmp_path, write, key, problem
+):
+    data = pa.array([{"body": "x", "deep": {"er": "y"}, "n": 1}])
+    write(tmp_path / "input", pa.table({"content": ["x"], "data": data, "n": [1], "tags": [["x"]]}))
+    (chunk,) = split_into_chunks(str(tmp_path / "input"), ReadSettings())
+    settings = ReadSettings(text_key=key)
+    message = rf"{problem}; its text columns: content, data\.body, data\.deep\.er; choose one with --text-key"
+    for action in (lambda: split_into_chunks(chunk.path, settings), lambda: list(read_chunk(chunk, settings))):
+        with pytest.raises(DataError, match=message):
+            action()
 
 
 def test_nested_column_is_read_and_a_missing_struct_is_a_null(tmp_path, write):
     data = pa.array([{"text": "x", "more": {"text": "deep"}}, None, {"text": None, "more": None}])
-    write(tmp_path / "shard", pa.table({"id": [1, 2, 3], "data": data}))
+    write(tmp_path / "input", pa.table({"id": [1, 2, 3], "data": data}))
     for key, text in (("data.text", "x"), ("data.more.text", "deep")):
-        reading = read(tmp_path / "shard", text_key=key)
-        assert (reading.texts, reading.faults) == ([text], [(NULL_TEXT, 1), (NULL_TEXT, 2)])
+        reading = read(tmp_path / "input", text_key=key)
+        assert (reading.texts, reading.rejections) == ([text], [(NULL_TEXT, 1), (NULL_TEXT, 2)])
 
 
-def test_column_with_a_dot_in_its_name_comes_before_the_nested_one(tmp_path, write):
+def test_column_with_a_dot_in_its_name_takes_precedence_over_a_nested_field(tmp_path, write):
     literal, nested = pa.array(["literal"]), pa.array([{"text": "nested"}])
     for columns in ({"data.text": literal, "data": nested}, {"data": nested, "data.text": literal}):
-        write(tmp_path / "shard", pa.table(columns))
-        assert texts_of(tmp_path / "shard", text_key="data.text") == ["literal"]
-    write(tmp_path / "shard", pa.table({"data": nested}))
-    assert texts_of(tmp_path / "shard", text_key="data.text") == ["nested"]
+        write(tmp_path / "input", pa.table(columns))
+        assert texts_of(tmp_path / "input", text_key="data.text") == ["literal"]
+    write(tmp_path / "input", pa.table({"data": nested}))
+    assert texts_of(tmp_path / "input", text_key="data.text") == ["nested"]
 
 
-# --- parts, batches, memory
+# --- chunks, batches, memory
 
 
 @pytest.mark.parametrize("rows", [7, 100])
-def test_parts_of_a_table_give_the_records_of_the_whole(tmp_path, rows):
-    write_parquet(tmp_path / "shard", mixed_table(), rows)
-    whole = read(tmp_path / "shard")
-    assert len(whole.parts) == 1
+def test_chunks_of_a_table_give_the_records_of_the_whole_file(tmp_path, rows):
+    write_parquet(tmp_path / "input", mixed_table(), rows)
+    whole = read(tmp_path / "input")
+    assert len(whole.chunks) == 1
     assert [record.number for record in whole.rejected] == list(range(7, 300, 30))
     assert whole.numbers == 300 == len(whole.texts) + len(whole.rejected) + whole.dropped.total()
     for chunk_bytes in (1000, 3000):
-        split = read(tmp_path / "shard", chunk_bytes=chunk_bytes)
-        assert len(split.parts) > 2
+        split = read(tmp_path / "input", chunk_bytes=chunk_bytes)
+        assert len(split.chunks) > 2
         assert split.texts == whole.texts
-        assert split.rejected == whole.rejected  # with the same numbers
+        assert split.rejected == whole.rejected  # including their numbers
         assert split.dropped == whole.dropped
 
 
-def test_large_row_group_is_streamed_not_loaded(tmp_path):
+def test_large_row_group_is_streamed(tmp_path):
     values = [f"{number} " + "x" * 10_000 for number in range(4000)]
-    path = tmp_path / "shard"
+    path = tmp_path / "input"
     pq.write_table(texts_table(values), path, compression="none", use_dictionary=False)
     size = path.stat().st_size  # 40 MB in one row group
     before = pa.total_allocated_bytes()
@@ -156,14 +153,14 @@ def test_large_row_group_is_streamed_not_loaded(tmp_path):
     next(batches)
     held = pa.total_allocated_bytes() - before
     batches.close()
-    with pq.ParquetFile(path) as shard:  # control: pyarrow's defaults hold the whole column chunk
+    with pq.ParquetFile(path) as file:  # control: pyarrow's defaults load the whole column chunk
         before = pa.total_allocated_bytes()
-        next(shard.iter_batches(1, columns=["content"]))
+        next(file.iter_batches(1, columns=["content"]))
         held_by_default = pa.total_allocated_bytes() - before
     assert held < 0.5 * size < 0.9 * size < held_by_default  # measured: 12, 40 and 40 MB; 10 of a group of 313 MB
 
 
-# --- shards that are small, and would not be
+# --- small files whose values are large when decoded
 
 
 LONG = 700_000  # bytes of a value that all rows share
@@ -181,7 +178,7 @@ def shared_by_views():
     return pa.Array.from_buffers(pa.string_view(), SHARED_ROWS, [None, views, one.buffers()[2]])
 
 
-def write_bomb(path, name):
+def write_decompression_bomb(path, name):
     compressed = pa.ipc.IpcWriteOptions(compression="zstd")
     if name == "parquet":
         column = pa.table({"content": shared_by_a_dictionary()})
@@ -198,7 +195,7 @@ def write_bomb(path, name):
 
 @contextmanager
 def arrow_memory():
-    """Its `max_memory()` is the most that Arrow has held meanwhile."""
+    """Yield a memory pool whose `max_memory()` is Arrow's peak memory within the block."""
     pool, before = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
     pa.set_memory_pool(pool)
     try:
@@ -210,12 +207,12 @@ def arrow_memory():
 @pytest.mark.parametrize(
     "name", ["parquet", "parquet dictionary", "parquet prefixes", "Arrow dictionary", "Arrow views"]
 )
-def test_long_value_that_all_rows_share_is_decoded_for_few_of_them_at_a_time(tmp_path, name):
-    write_bomb(tmp_path / "shard", name)
-    assert (tmp_path / "shard").stat().st_size < 5000
-    (part,) = split_into_chunks(str(tmp_path / "shard"), ReadSettings())
+def test_long_value_that_all_rows_share_is_decoded_for_few_rows_at_a_time(tmp_path, name):
+    write_decompression_bomb(tmp_path / "input", name)
+    assert (tmp_path / "input").stat().st_size < 5000
+    (chunk,) = split_into_chunks(str(tmp_path / "input"), ReadSettings())
     with arrow_memory() as pool:
-        texts = [text for batch in islice(read_chunk(part, ReadSettings()), 30) for text in batch.texts]
+        texts = [text for batch in islice(read_chunk(chunk, ReadSettings()), 30) for text in batch.texts]
     assert [len(text) for text in texts] == [LONG] * 30
     assert pool.max_memory() < 40 * LONG < 256 * LONG  # measured: 3 to 33; 256 rows at once are 256 and more
 
@@ -224,45 +221,43 @@ def test_long_value_that_all_rows_share_is_decoded_for_few_of_them_at_a_time(tmp
 
 
 def test_truncated_table_is_refused(tmp_path, write):
-    write(tmp_path / "shard", texts_table(TEXTS * 100), 50)
-    content = (tmp_path / "shard").read_bytes()
-    (tmp_path / "shard").write_bytes(content[:-20])
+    write(tmp_path / "input", texts_table(TEXTS * 100), 50)
+    content = (tmp_path / "input").read_bytes()
+    (tmp_path / "input").write_bytes(content[:-20])
     with pytest.raises(DataError, match=r"damaged (parquet|Arrow) file .*fetch the file again"):
-        read(tmp_path / "shard")
+        read(tmp_path / "input")
 
 
 def test_arrow_stream_cut_between_two_batches_is_refused(tmp_path):
-    write_arrow_stream(tmp_path / "shard", texts_table(TEXTS))
-    content = (tmp_path / "shard").read_bytes()
-    (tmp_path / "shard").write_bytes(content[:-8])
-    with pa.memory_map(str(tmp_path / "shard")) as source:  # control: pyarrow takes this for a whole stream
+    write_arrow_stream(tmp_path / "input", texts_table(TEXTS))
+    content = (tmp_path / "input").read_bytes()
+    (tmp_path / "input").write_bytes(content[:-8])
+    with pa.memory_map(str(tmp_path / "input")) as source:  # control: pyarrow reads it as a complete stream
         assert pa.ipc.open_stream(source).read_all().num_rows == 3
-    with pytest.raises(DataError, match=r"damaged Arrow file .the mark of its end is missing"):
-        read(tmp_path / "shard")
+    with pytest.raises(DataError, match=r"damaged Arrow file .the end-of-stream mark is missing"):
+        read(tmp_path / "input")
 
 
 @pytest.mark.parametrize(
     "arrow_type", [pa.string(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string())], ids=str
 )
-def test_arrow_column_that_points_outside_of_itself_is_refused(tmp_path, arrow_type):
-    """Taken as it is, it would end the process."""
+def test_arrow_column_that_points_outside_its_buffers_is_refused(tmp_path, arrow_type):
     values = [chr(97 + number) * 1000 for number in range(9)]
     table = texts_table(values, arrow_type)
-    write_arrow_stream(tmp_path / "shard", table)
-    content = (tmp_path / "shard").read_bytes()
+    write_arrow_stream(tmp_path / "input", table)
+    content = (tmp_path / "input").read_bytes()
     chunk = table["content"].chunk(0)
     numbers = (chunk.indices if pa.types.is_dictionary(arrow_type) else chunk).buffers()[1].to_pybytes()
     assert content.count(numbers) == 1
-    damaged = numbers[:-1] + b"\x70"
-    (tmp_path / "shard").write_bytes(content.replace(numbers, damaged))
+    (tmp_path / "input").write_bytes(content.replace(numbers, numbers[:-1] + b"\x70"))
     with pytest.raises(DataError, match="damaged Arrow file"):
-        read(tmp_path / "shard")
+        read(tmp_path / "input")
 
 
 def test_parquet_page_with_flipped_bytes_is_refused(tmp_path):
-    pq.write_table(texts_table([f"{number} text" for number in range(1000)]), tmp_path / "shard")
-    content = bytearray((tmp_path / "shard").read_bytes())
+    pq.write_table(texts_table([f"{number} text" for number in range(1000)]), tmp_path / "input")
+    content = bytearray((tmp_path / "input").read_bytes())
     content[100:200] = bytes(100)
-    (tmp_path / "shard").write_bytes(content)
+    (tmp_path / "input").write_bytes(content)
     with pytest.raises(DataError, match="damaged parquet file"):
-        read(tmp_path / "shard")
+        read(tmp_path / "input")

@@ -1,4 +1,4 @@
-"""JSON lines and plain text in, texts and accounted rejects out."""
+"""JSON lines and plain text: every record gives a text or a counted reject, within a bounded memory."""
 
 import gzip
 import itertools
@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from unit.data.inputs.reading import JSON_LINES, TEXTS, Drip, peak_of, read, texts_of
+from unit.data.inputs.reading import JSON_LINES, TEXTS, SlowStream, peak_memory, read, texts_of
 
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import (
@@ -38,9 +38,9 @@ from megatron_neobert.data.inputs.text_files import TooLong, read_records
         (b'{"content": 3}', NOT_A_STRING, "found int"),
     ],
 )
-def test_bad_line_is_rejected_with_reason_and_line_between_its_good_neighbours(tmp_path, line, reason, detail):
-    (tmp_path / "shard.jsonl").write_bytes(b'{"content": "before"}\n' + line + b'\n{"content": "after"}\n')
-    reading = read(tmp_path / "shard.jsonl")
+def test_bad_line_is_rejected_with_reason_and_line_number_and_its_neighbours_are_kept(tmp_path, line, reason, detail):
+    (tmp_path / "input.jsonl").write_bytes(b'{"content": "before"}\n' + line + b'\n{"content": "after"}\n')
+    reading = read(tmp_path / "input.jsonl")
     assert (reading.texts, reading.numbers) == (["before", "after"], 3)
     (rejected,) = reading.rejected
     assert (rejected.reason, rejected.number, rejected.raw) == (reason, 2, line[:RAW_BYTES])
@@ -48,9 +48,9 @@ def test_bad_line_is_rejected_with_reason_and_line_between_its_good_neighbours(t
 
 
 @pytest.mark.parametrize("text", ["", r" \t\n\u00a0"])
-def test_text_of_white_space_is_dropped_not_rejected(tmp_path, text):
-    (tmp_path / "shard").write_text(f'{{"content": "a"}}\n{{"content": "{text}"}}\n')
-    reading = read(tmp_path / "shard")
+def test_text_of_white_space_is_dropped(tmp_path, text):
+    (tmp_path / "input").write_text(f'{{"content": "a"}}\n{{"content": "{text}"}}\n')
+    reading = read(tmp_path / "input")
     assert (reading.texts, reading.rejected, reading.dropped) == (["a"], [], {EMPTY_TEXT: 1})
 
 
@@ -59,16 +59,18 @@ def test_text_of_white_space_is_dropped_not_rejected(tmp_path, text):
     [
         b"\xef\xbb\xbf" + JSON_LINES,  # byte order mark
         JSON_LINES.replace(b"\n", b"\r\n"),
-        JSON_LINES.replace(b"\n", b"\n\n  \n"),  # blank lines hold no record
+        JSON_LINES.replace(b"\n", b"\n\n  \n"),  # blank lines
         JSON_LINES.rstrip(b"\n"),
-        JSON_LINES.replace(b'"url": "u"', b'"url": NaN, "url": Infinity'),  # keys nobody asks for
+        JSON_LINES.replace(
+            b'"url": "u"', b'"url": NaN, "url": Infinity'
+        ),  # values that JSON does not allow, of other keys
         JSON_LINES.replace(b'"url": "u"', b'"url": 1e999, "n": 123456789012345678901234567890'),
-        JSON_LINES.replace(b'"url": "u"', b'"url": "\xff"').replace(b'"third', b'"third'),
+        JSON_LINES.replace(b'"url": "u"', b'"url": "\xff"'),
     ],
 )
 def test_harmless_variants_of_json_lines_give_the_same_texts(tmp_path, content):
-    (tmp_path / "shard.jsonl").write_bytes(content)
-    assert texts_of(tmp_path / "shard.jsonl") == TEXTS
+    (tmp_path / "input.jsonl").write_bytes(content)
+    assert texts_of(tmp_path / "input.jsonl") == TEXTS
 
 
 @pytest.mark.parametrize("other", ["", ', "n": NaN'])  # read by orjson, and by the standard library
@@ -77,15 +79,15 @@ def test_harmless_variants_of_json_lines_give_the_same_texts(tmp_path, content):
     [
         ({"data": {"text": "x"}}, "x"),
         ({"data": {"deep": {"er": "x"}}}, None),
-        ({"data.text": "x", "data": {"text": "y"}}, "x"),  # the name as it stands comes first
+        ({"data.text": "x", "data": {"text": "y"}}, "x"),  # the full name takes precedence
         ({"data": {"text.text": "x"}}, None),
         ({"data": "text"}, None),
         ({"text": "x"}, None),
     ],
 )
 def test_key_with_a_dot_names_a_key_within_an_object(tmp_path, line, text, other):
-    (tmp_path / "shard").write_text(json.dumps(line)[:-1] + other + "}")
-    reading = read(tmp_path / "shard", text_key="data.text")
+    (tmp_path / "input").write_text(json.dumps(line)[:-1] + other + "}")
+    reading = read(tmp_path / "input", text_key="data.text")
     assert reading.texts == ([] if text is None else [text])
     assert [record.reason for record in reading.rejected] == ([MISSING_KEY] if text is None else [])
 
@@ -101,9 +103,9 @@ def test_key_with_a_dot_names_a_key_within_an_object(tmp_path, line, text, other
         ('{"content": "a\u2028\x85b"}'.encode(), "a\u2028\x85b", 0),  # line ends for str.splitlines, not for JSON lines
     ],
 )
-def test_only_what_no_text_can_hold_is_replaced(tmp_path, line, text, repaired):
-    (tmp_path / "shard.jsonl").write_bytes(line)
-    reading = read(tmp_path / "shard.jsonl")
+def test_only_invalid_unicode_is_replaced(tmp_path, line, text, repaired):
+    (tmp_path / "input.jsonl").write_bytes(line)
+    reading = read(tmp_path / "input.jsonl")
     assert (reading.texts, reading.repaired) == ([text], repaired)
 
 
@@ -111,98 +113,92 @@ def test_only_what_no_text_can_hold_is_replaced(tmp_path, line, text, repaired):
 
 
 @pytest.mark.parametrize("settings", [{"input_format": "text", "text_separator": "\n"}, {}], ids=["text", "jsonl"])
-def test_parts_of_any_size_give_the_records_of_the_whole(tmp_path, settings):
-    rng = random.Random(0)
-    path = tmp_path / "shard"
-    texts = [rng.choice(["a", "b", "x y" * 9]) for _ in range(30)]
+def test_chunks_of_any_size_give_the_records_of_the_whole_file(tmp_path, settings):
+    generator = random.Random(0)
+    path = tmp_path / "input"
+    texts = [generator.choice(["a", "b", "x y" * 9]) for _ in range(30)]
     lines = texts if settings else [json.dumps({"content": text}) for text in texts]
     path.write_text("\n\n".join(lines) + "\n" * 5)
     assert read(path, **settings).texts == texts
     for chunk_bytes in (1, 2, 5, 17, 60):
         split = read(path, chunk_bytes=chunk_bytes, **settings)
         assert split.texts == texts and split.numbers == 30 + 29 + 4
-        edges = [(part.start, part.end) for part in split.parts]
+        edges = [(chunk.start, chunk.end) for chunk in split.chunks]
         assert [end for _, end in edges[:-1]] == [start for start, _ in edges[1:]] and len(edges) > 4
 
 
 @pytest.mark.parametrize("separator", [b"\n", b"\n\n", b"aba"])
 def test_records_are_the_same_wherever_the_blocks_end(separator):
-    rng = random.Random(0)
+    generator = random.Random(0)
     for _ in range(300):
-        content = b"".join(rng.choices([b"a", b"b", b"\n", b"0123456789", separator], k=rng.randint(0, 30)))
-        limit = rng.choice([1, 4, 15, 1000])
+        content = b"".join(generator.choices([b"a", b"b", b"\n", b"0123456789", separator], k=generator.randint(0, 30)))
+        limit = generator.choice([1, 4, 15, 1000])
         expected = content.split(separator)
         if not expected[-1]:
             expected.pop()  # nothing follows the last separator
         for width in (1, 2, 3, 11, 1000):
-            found = []
-            for records in read_records(Drip(content, width), separator=separator, limit=limit):
-                found += [(each.head, True) if isinstance(each, TooLong) else (each, False) for each in records]
-            assert len(found) == len(expected)
-            for (record, too_long), whole in zip(found, expected, strict=True):
-                assert too_long == (len(whole) > limit)
-                assert whole.startswith(record) if too_long else whole == record
+            groups = read_records(SlowStream(content, width), separator=separator, limit=limit)
+            for record, whole in zip((record for group in groups for record in group), expected, strict=True):
+                is_too_long = isinstance(record, TooLong)
+                assert is_too_long == (len(whole) > limit)
+                assert whole.startswith(record.head) if is_too_long else whole == record
 
 
-def test_too_long_line_is_rejected_with_its_beginning_and_the_others_are_kept(tmp_path):
+def test_too_long_line_is_rejected_with_its_beginning_and_the_other_lines_are_kept(tmp_path):
     long = b'{"content": "' + b"x" * 200_000 + b'"}'
     short = b'{"content": "short"}'
-    for place, ending in itertools.product(range(3), (b"\n", b"")):
+    for position, ending in itertools.product(range(3), (b"\n", b"")):
         lines = [short, short]
-        lines.insert(place, long)
-        (tmp_path / "shard").write_bytes(b"\n".join(lines) + ending)
-        reading = read(tmp_path / "shard", max_document_bytes=len(long) - 1)
+        lines.insert(position, long)
+        (tmp_path / "input").write_bytes(b"\n".join(lines) + ending)
+        reading = read(tmp_path / "input", max_document_bytes=len(long) - 1)
         assert reading.texts == ["short", "short"]
-        (rejected,) = reading.rejected
-        assert (rejected.reason, rejected.number, rejected.raw) == (TOO_LONG, place + 1, long[:RAW_BYTES])
-        assert rejected.detail == f"more than {len(long) - 1:,} bytes"
-        assert len(read(tmp_path / "shard", max_document_bytes=len(long)).texts) == 3  # control: as long as allowed
+        detail = f"more than {len(long) - 1:,} bytes"
+        assert reading.rejected == [(TOO_LONG, position + 1, detail, long[:RAW_BYTES])]
+        assert len(read(tmp_path / "input", max_document_bytes=len(long)).texts) == 3  # control: the limit itself
 
 
-def test_too_long_line_is_never_held(tmp_path):
-    with (tmp_path / "shard").open("wb") as stream:
+def test_too_long_line_is_never_in_memory_as_a_whole(tmp_path):
+    with (tmp_path / "input").open("wb") as stream:
         stream.write(b'{"content": "')
         for _ in range(64):
             stream.write(b"x" * (1 << 20))
         stream.write(b'"}\n{"content": "short"}\n')
 
     def batches_of(settings):
-        parts = split_into_chunks(str(tmp_path / "shard"), settings, chunk_bytes=10 << 20)
-        assert len(parts) == 2  # a cut within the line is moved behind it
-        for part in parts:
-            yield from read_chunk(part, settings)
+        chunks = split_into_chunks(str(tmp_path / "input"), settings, chunk_bytes=10 << 20)
+        assert len(chunks) == 2  # the cut is after the long line
+        for chunk in chunks:
+            yield from read_chunk(chunk, settings)
 
     peaks = []
     for limit in (2 << 20, 100 << 20):
-        peak, batches = peak_of(batches_of(ReadSettings(max_document_bytes=limit)))
+        peak, batches = peak_memory(batches_of(ReadSettings(max_document_bytes=limit)))
         peaks.append(peak)
         assert batches[-1].texts[-1] == "short"
-    assert peaks[0] < 12 << 20 < 64 << 20 < peaks[1]  # control: the same line where it is allowed
+    assert peaks[0] < 12 << 20 < 64 << 20 < peaks[1]  # control: the limit allows the line
 
 
 # --- plain text
 
 
-def test_file_is_one_document_exactly_as_it_is(tmp_path):
+def test_plain_text_file_is_one_unchanged_document(tmp_path):
     text = "  Title\r\n\r\nÜber 東京 🚀.\n{not json}\n"
-    (tmp_path / "shard.txt").write_bytes(text.encode())
-    assert texts_of(tmp_path / "shard.txt") == [text]
-    (tmp_path / "shard.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert texts_of(tmp_path / "shard.txt") == [text]
-    (tmp_path / "shard.txt").write_bytes(gzip.compress(text.encode()))
-    assert texts_of(tmp_path / "shard.txt") == [text]
+    for content in (text.encode(), b"\xef\xbb\xbf" + text.encode(), gzip.compress(text.encode())):
+        (tmp_path / "input.txt").write_bytes(content)
+        assert texts_of(tmp_path / "input.txt") == [text]
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n", "<|endoftext|>", "—"])
 def test_separator_cuts_a_file_into_documents(tmp_path, separator):
     documents = ["First.", " second one ", "\u3000", "", "Third 東京"]
     for end in ("", separator, separator + "\n"):
-        (tmp_path / "shard").write_bytes(b"\xef\xbb\xbf" + (separator.join(documents) + end).encode())
-        assert texts_of(tmp_path / "shard", text_separator=separator) == ["First.", " second one ", "Third 東京"]
+        (tmp_path / "input").write_bytes(b"\xef\xbb\xbf" + (separator.join(documents) + end).encode())
+        assert texts_of(tmp_path / "input", text_separator=separator) == ["First.", " second one ", "Third 東京"]
 
 
-def test_documents_are_numbered_as_they_stand_in_the_file(tmp_path):
-    (tmp_path / "shard").write_bytes(b"a\n\n" + b"x" * 100 + b"\nb\xff\n")
-    reading = read(tmp_path / "shard", text_separator="\n", max_document_bytes=50)
+def test_documents_are_numbered_from_one_and_blank_documents_count(tmp_path):
+    (tmp_path / "input").write_bytes(b"a\n\n" + b"x" * 100 + b"\nb\xff\n")
+    reading = read(tmp_path / "input", text_separator="\n", max_document_bytes=50)
     assert (reading.texts, reading.repaired, reading.numbers) == (["a", "b\ufffd"], 1, 4)
-    assert reading.faults == [(TOO_LONG, 3)]
+    assert reading.rejections == [(TOO_LONG, 3)]

@@ -1,4 +1,4 @@
-"""Web archives in, texts of pages and an account of every other record out."""
+"""Web archives: every record gives the text of a page or is counted under a reason."""
 
 import gzip
 import sys
@@ -42,12 +42,13 @@ BEFORE, AFTER = page("The page before."), page("The page after.")
 
 
 def read_between(tmp_path, *records, **settings):
-    """What is read from an archive with these records between two good ones, which must stay as they are."""
-    (tmp_path / "shard").write_bytes(BEFORE + b"".join(records) + AFTER)
-    reading = read(tmp_path / "shard", **settings)
+    """Read an archive with these records between two good records, and return the result without the good texts."""
+    (tmp_path / "input").write_bytes(BEFORE + b"".join(records) + AFTER)
+    reading = read(tmp_path / "input", **settings)
     assert reading.texts[0] == "The page before."
     assert reading.texts[-1] == "The page after."
-    return reading._replace(texts=reading.texts[1:-1])
+    reading.texts = reading.texts[1:-1]
+    return reading
 
 
 def text_of(tmp_path, *records):
@@ -90,7 +91,7 @@ CHUNKED = b"5\r\n<p>Th\r\n1F \r\nis page was sent in small piece\r\n6\r\ns.</p>\
         (b"HTTP/2 200 \r\ncontent-type: text/html\r\n\r\n<p>New.</p>", "New."),
     ],
 )
-def test_what_http_did_to_a_page_is_undone(tmp_path, block, text):
+def test_chunked_and_compressed_responses_are_decoded(tmp_path, block, text):
     assert text_of(tmp_path, record("response", block)) == text
 
 
@@ -103,7 +104,7 @@ JAPANESE = "<p>これは日本語のページです</p>"
     [
         (GERMAN.encode("latin-1"), "text/html; charset=ISO-8859-1", GERMAN),
         (GERMAN.encode("latin-1"), "text/html", GERMAN),  # guessed
-        (GERMAN.encode(), "text/html; charset=ISO-8859-1", GERMAN),  # the server is wrong: this is UTF-8
+        (GERMAN.encode(), "text/html; charset=ISO-8859-1", GERMAN),  # the server is wrong
         (GERMAN.encode("utf-16"), "text/html", GERMAN),
         (GERMAN.encode("utf-16-be"), "text/html; charset=utf-16be", GERMAN),
         (JAPANESE.encode("shift_jis"), "text/html; charset=Shift_JIS", JAPANESE),
@@ -111,28 +112,28 @@ JAPANESE = "<p>これは日本語のページです</p>"
         (JAPANESE.encode("iso2022_jp"), "text/html; charset=ISO-2022-JP", JAPANESE),
     ],
 )
-def test_encoding_of_a_page_is_found(tmp_path, body, content_type, text):
+def test_encoding_of_a_page_is_detected(tmp_path, body, content_type, text):
     reading = read_between(tmp_path, record("response", http(body, content_type)))
     assert (reading.texts, reading.repaired) == ([text[3:-4]], 0)
 
 
-def test_bytes_that_the_encoding_does_not_have_are_replaced_and_counted(tmp_path):
+def test_invalid_bytes_of_an_encoding_are_replaced_and_counted(tmp_path):
     reading = read_between(tmp_path, record("response", http(b"<p>a\xffb", "text/html; charset=utf-8")))
     assert (reading.texts, reading.repaired) == (["a\ufffdb"], 1)
 
 
-def test_wet_records_are_texts_as_they_are(tmp_path, monkeypatch):
+def test_wet_records_are_unchanged_texts_and_need_no_fastwarc(tmp_path, monkeypatch):
     texts = ["Grüße\n東京 <b>\n", "  zweiter  "]
     blocks = [record("conversion", text.encode(), b"text/plain") for text in texts]
     blocks += [record("conversion", b"\xff", b"text/plain"), record("conversion", b" \n", b"text/plain")]
-    (tmp_path / "shard").write_bytes(record("warcinfo", b"x", b"application/warc-fields") + b"".join(blocks))
-    monkeypatch.setitem(sys.modules, "fastwarc.warc", None)  # which WET files do without
-    reading = read(tmp_path / "shard")
+    (tmp_path / "input").write_bytes(record("warcinfo", b"x", b"application/warc-fields") + b"".join(blocks))
+    monkeypatch.setitem(sys.modules, "fastwarc.warc", None)
+    reading = read(tmp_path / "input")
     assert (reading.texts, reading.repaired) == ([*texts, "\ufffd"], 1)
     assert reading.dropped == {NOT_A_RESPONSE: 1, EMPTY_TEXT: 1}
 
 
-# --- what is no text
+# --- records without a text
 
 
 @pytest.mark.parametrize(
@@ -143,13 +144,13 @@ def test_wet_records_are_texts_as_they_are(tmp_path, monkeypatch):
         (record("resource", b"<p>x", b"text/html"), NOT_A_RESPONSE),
         (page("gone", status="404 Not Found"), HTTP_STATUS),
         (record("response", http(b"%PDF", "application/pdf")), NOT_HTML),
-        (record("response", b"HTTP/1.1 200 OK\r\nX: y\r\n\r\n<p>x"), NOT_HTML),  # nobody says what it is
+        (record("response", b"HTTP/1.1 200 OK\r\nX: y\r\n\r\n<p>x"), NOT_HTML),  # without a content type
         (record("conversion", b"\x89PNG", b"image/png"), NOT_HTML),
         (page(""), EMPTY_TEXT),
         (page("<script>only()</script>"), EMPTY_TEXT),
     ],
 )
-def test_record_without_a_text_is_dropped_with_its_reason(tmp_path, block, reason):
+def test_record_without_a_text_is_dropped_under_its_reason(tmp_path, block, reason):
     reading = read_between(tmp_path, block)
     assert (reading.texts, reading.rejected, reading.dropped) == ([], [], {reason: 1})
     assert reading.numbers == 3
@@ -168,16 +169,14 @@ NEVER_GZIP = http(b"<p>never packed", more="Content-Encoding: gzip\r\n")
         (record("response", http(b"<div>" * 10_000 + b"deep")), "HTML: elements are nested 10,"),
     ],
 )
-def test_faulty_record_is_rejected_and_its_neighbours_are_not(tmp_path, block, detail):
-    for packed in (False, True):
-        content = b"".join(map(gzip.compress, (BEFORE, block, AFTER))) if packed else BEFORE + block + AFTER
-        (tmp_path / "shard").write_bytes(content)
-        reading = read(tmp_path / "shard")
+def test_malformed_record_is_rejected_and_its_neighbours_are_kept(tmp_path, block, detail):
+    for content in (BEFORE + block + AFTER, b"".join(map(gzip.compress, (BEFORE, block, AFTER)))):
+        (tmp_path / "input").write_bytes(content)
+        reading = read(tmp_path / "input")
         assert reading.texts == ["The page before.", "The page after."]
-        ((reason, number, found, raw),) = reading.rejected
-        assert (reason, number) == (MALFORMED_RECORD, 2)
-        assert found.startswith(detail)
-        assert raw[:50] in block
+        (rejected,) = reading.rejected
+        assert (rejected.reason, rejected.number) == (MALFORMED_RECORD, 2)
+        assert rejected.detail.startswith(detail) and rejected.raw[:50] in block
 
 
 @pytest.mark.parametrize(
@@ -187,20 +186,19 @@ def test_faulty_record_is_rejected_and_its_neighbours_are_not(tmp_path, block, d
         (record("response", b"x" * 50, length=200_000), "ends within"),
         (record("response", b"x" * 50, length="many"), "a Content-Length is many"),
         (record("response", b"x" * 50, length="9" * 5000), "a Content-Length is 9999"),
-        (record("response", b"x").replace(b"Content-Length", b"Other"), "a Content-Length is none"),
+        (record("response", b"x").replace(b"Content-Length", b"Other"), "a Content-Length is missing"),
         (b"\x00" * 200_000 + b"\r\n", "no WARC header"),
         (b"WARC/1.0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", "a header has more than 65,536 bytes"),
     ],
 )
-def test_archive_with_a_wrong_length_is_damaged_from_there_on(tmp_path, block, detail):
+def test_archive_is_damaged_after_a_record_of_the_wrong_length(tmp_path, block, detail):
     for content in (BEFORE + block + AFTER, b"".join(map(gzip.compress, (BEFORE, block, AFTER)))):
-        (tmp_path / "shard").write_bytes(content)
+        (tmp_path / "input").write_bytes(content)
         with pytest.raises(DataError, match=f"damaged after record [12] .*{detail}"):
-            read(tmp_path / "shard", input_format="warc")
+            read(tmp_path / "input", input_format="warc")
 
 
-def test_page_nested_less_deep_is_read(tmp_path):
-    """Beside thousands of elements that have no end tag, which are not nested."""
+def test_page_below_the_depth_limit_is_read_with_thousands_of_elements_that_are_not_nested(tmp_path):
     drawing = b"<svg>" + b"<path d='M0 0'/>" * 3000 + b"</svg>"
     body = b"<div>" * 1000 + b"<br>word " * 3000 + drawing + b"</div>" * 1000
     assert text_of(tmp_path, record("response", http(body))).count("word") == 3000
@@ -208,15 +206,15 @@ def test_page_nested_less_deep_is_read(tmp_path):
 
 @pytest.mark.parametrize("line_ends", [b"", b"\r\n", b"\n", b"\r\n" * 4])
 def test_line_ends_between_records_may_differ(tmp_path, line_ends):
-    (tmp_path / "shard").write_bytes(BEFORE.rstrip(b"\r\n") + line_ends + AFTER.rstrip(b"\r\n") + line_ends)
-    assert read(tmp_path / "shard").texts == ["The page before.", "The page after."]
+    (tmp_path / "input").write_bytes(BEFORE.rstrip(b"\r\n") + line_ends + AFTER.rstrip(b"\r\n") + line_ends)
+    assert read(tmp_path / "input").texts == ["The page before.", "The page after."]
 
 
-def test_too_long_record_is_rejected_whether_packed_or_not(tmp_path):
+def test_too_long_record_is_rejected_whether_compressed_or_not(tmp_path):
     long = b"<p>" + b"word " * 100_000
     blocks = [http(long), http(gzip.compress(long), more="Content-Encoding: gzip\r\n")]
     reading = read_between(tmp_path, *(record("response", block) for block in blocks), max_document_bytes=200_000)
-    assert reading.faults == [(TOO_LONG, 2), (TOO_LONG, 3)]
+    assert reading.rejections == [(TOO_LONG, 2), (TOO_LONG, 3)]
     assert reading.rejected[0].detail == f"{len(blocks[0]):,} bytes"
     assert reading.rejected[1].detail == "more than 200,000 bytes"
 
@@ -224,17 +222,18 @@ def test_too_long_record_is_rejected_whether_packed_or_not(tmp_path):
 # --- whole archives
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_truncated_archive_is_refused_wherever_it_is_cut(tmp_path, packed):
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_truncated_archive_is_refused_wherever_it_is_cut(tmp_path, is_compressed):
     records = [page(f"Page {number}.") for number in range(3)]
-    content = b"".join(gzip.compress(each, mtime=0) if packed else each for each in records)
-    end = len(content) if packed else len(content) - 4  # the line ends after the last record may be missing
-    start = len(content) - len(gzip.compress(records[2], mtime=0) if packed else records[2])
+    if is_compressed:
+        records = [gzip.compress(record, mtime=0) for record in records]
+    content = b"".join(records)
+    end = len(content) if is_compressed else len(content) - 4  # the line ends after the last record may be missing
+    start = len(content) - len(records[2])
+    message = r"input: the (gzip stream|warc file) is truncated .* after record [23] .*fetch"
     for cut in range(start + 1, end, 7):
-        (tmp_path / "shard").write_bytes(content[:cut])
-        with pytest.raises(
-            DataError, match=r"shard: the (gzip stream|warc file) breaks off .* after record [23] .*fetch"
-        ):
-            read(tmp_path / "shard", input_format="warc")
-    (tmp_path / "shard").write_bytes(content[:start])  # control: cut between two records, which nobody can notice
-    assert len(read(tmp_path / "shard").texts) == 2
+        (tmp_path / "input").write_bytes(content[:cut])
+        with pytest.raises(DataError, match=message):
+            read(tmp_path / "input", input_format="warc")
+    (tmp_path / "input").write_bytes(content[:start])  # control: a cut between two records cannot be detected
+    assert len(read(tmp_path / "input").texts) == 2

@@ -1,11 +1,11 @@
-"""What the tests of preprocessing share."""
+"""Fixture of the tests of preprocessing."""
 
 from pathlib import Path
 
 import pytest
-from unit.data.preprocess_place import Place
+from unit.data.preprocess_workspace import Workspace
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path)

@@ -1,4 +1,4 @@
-"""What the manifest says of an input's content: the sha256 of all its bytes, which are read once where possible."""
+"""The manifest has the sha256 of each input file, which is read once if possible."""
 
 import bz2
 import gzip
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from backports import zstd
-from unit.data.preprocess_place import Place, cut_small
+from unit.data.preprocess_workspace import Workspace, cut_small
 
 from megatron_neobert.data.preprocessing import chunks
 
@@ -30,39 +30,39 @@ STREAMED = {
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    place = Place(tmp_path)
-    place.add_texts("first.jsonl", "hello")  # so that a run has a document
-    place.read_again = []
-    again = chunks.input_sha256
-    monkeypatch.setattr(chunks, "input_sha256", lambda path: place.read_again.append(path) or again(path))
-    return place
+def workspace(tmp_path, monkeypatch):
+    workspace = Workspace(tmp_path)
+    workspace.add_texts("first.jsonl", "hello")  # so that a run has a document
+    workspace.read_again = []
+    sha256_of = chunks.sha256_of
+    monkeypatch.setattr(chunks, "sha256_of", lambda path: workspace.read_again.append(path) or sha256_of(path))
+    return workspace
 
 
-def check(place, name, *, read_again, by_url=None):
-    shard = place.shards / name
-    urls = {} if by_url is None else {"inputs": (f"file://{shard}", str(place.shards / "first.jsonl"))}
-    place.run(overwrite=True, **urls)
-    record = next(record for path, record in place.corpus().manifest.inputs.items() if path.endswith(name))
-    sha256 = hashlib.sha256(shard.read_bytes()).hexdigest()
-    assert (record.bytes, record.sha256) == (shard.stat().st_size, sha256 if by_url is not False else None)
-    assert len(place.read_again) == read_again
+def check(workspace, name, *, read_again, by_url=None):
+    file = workspace.inputs / name
+    urls = {} if by_url is None else {"inputs": (f"file://{file}", str(workspace.inputs / "first.jsonl"))}
+    workspace.run(overwrite=True, **urls)
+    record = next(record for path, record in workspace.corpus().manifest.inputs.items() if path.endswith(name))
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (record.bytes, record.sha256) == (file.stat().st_size, sha256 if by_url is not False else None)
+    assert len(workspace.read_again) == read_again
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_streams_are_read_once_and_have_the_sha256_of_all_their_bytes(place, name):
-    (place.shards / name).write_bytes(STREAMED[name])
-    check(place, name, read_again=0)
-    check(place, name, read_again=0, by_url=True)
+def test_streams_are_read_once_and_have_the_sha256_of_all_their_bytes(workspace, name):
+    (workspace.inputs / name).write_bytes(STREAMED[name])
+    check(workspace, name, read_again=0)
+    check(workspace, name, read_again=0, by_url=True)
 
 
-def test_table_of_which_one_column_is_read_is_read_again_for_its_sha256_but_not_over_a_network(place):
-    pq.write_table(pa.table({"content": ["hello"] * 5, "other": range(5)}), place.shards / "table.parquet")
-    check(place, "table.parquet", read_again=1)
-    check(place, "table.parquet", read_again=2, by_url=False)
+def test_table_is_read_again_for_its_sha256_unless_it_is_remote(workspace):
+    pq.write_table(pa.table({"content": ["hello"] * 5, "other": range(5)}), workspace.inputs / "table.parquet")
+    check(workspace, "table.parquet", read_again=1)
+    check(workspace, "table.parquet", read_again=1, by_url=False)
 
 
-def test_input_file_of_several_chunks_is_read_again_for_its_sha256(place, monkeypatch):
-    (place.shards / "lines.jsonl").write_bytes(LINES)
+def test_input_file_of_several_chunks_is_read_again_for_its_sha256(workspace, monkeypatch):
+    (workspace.inputs / "lines.jsonl").write_bytes(LINES)
     cut_small(monkeypatch, 1000)
-    check(place, "lines.jsonl", read_again=1)
+    check(workspace, "lines.jsonl", read_again=1)

@@ -1,4 +1,4 @@
-"""Attributes of documents (--record-key), against a reading of the inputs in plain Python."""
+"""Attributes of documents (--record-key), compared with a plain Python loop over the input files."""
 
 import gzip
 import json
@@ -9,46 +9,46 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from unit.data.preprocess_place import Place, cut_small, random_text
+from unit.data.preprocess_workspace import Workspace, cut_small, random_text
 
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, attribute_types, choose_documents
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.errors import ConfigError, DataError, OutputError
+from megatron_neobert.errors import DataError, OutputError
 
 RECORDS = 60
 VALUES = ["wiki", "web", "b\u00fccher", None, 7]
 
 
 @pytest.fixture
-def place(tmp_path):
-    """Three shards of JSON lines, parquet and packed lines; place.records has the text and the field of each."""
-    place, generator = Place(tmp_path), np.random.default_rng(0)
-    place.records = []
+def workspace(tmp_path):
+    """Three input files of JSON lines, Parquet and gzip; workspace.records has text and field of each record."""
+    workspace, generator = Workspace(tmp_path), np.random.default_rng(0)
+    workspace.records = []
     for name in ("a.jsonl", "b.parquet", "c.jsonl.gz"):
         values = [VALUES[number] for number in generator.integers(0, len(VALUES), RECORDS)]
         values = [None if value is None else str(value) for value in values] if name == "b.parquet" else values
         texts = [random_text(generator, tokens) for tokens in generator.integers(0, 6, RECORDS)]  # with duplicates
-        place.records += zip(texts, values, strict=True)
+        workspace.records += zip(texts, values, strict=True)
         if name == "b.parquet":
             pq.write_table(
-                pa.table({"content": texts, "meta": [{"from": value} for value in values]}), place.shards / name
+                pa.table({"content": texts, "meta": [{"from": value} for value in values]}), workspace.inputs / name
             )
             continue
-        # Of records without the field, some have null in the field and some do not have it.
+        # Missing values are null in some records and absent in others.
         metas = [{} if value is None and number % 2 else {"from": value} for number, value in enumerate(values)]
         records = zip(texts, metas, strict=True)
         lines = "".join(json.dumps({"content": text, "meta": meta}) + "\n" for text, meta in records)
-        (place.shards / name).write_bytes(gzip.compress(lines.encode()) if name.endswith("gz") else lines.encode())
-    return place
+        (workspace.inputs / name).write_bytes(gzip.compress(lines.encode()) if name.endswith("gz") else lines.encode())
+    return workspace
 
 
 def shortened(record):
-    """A filter that drops some texts and changes others."""
+    """Filter that drops some texts and changes others."""
     return "has xyz first" if record.text.startswith("xyz") else record._replace(text=record.text.split("zy")[0])
 
 
 def kept(records, *, filtered=False, deduplicate=False):
-    """The field and the tokens of each document: a text is its words, and "xyz" two of them."""
+    """Yield the field and the number of tokens of each document; the word "xyz" has two tokens."""
     seen = set()
     for text, value in records:
         if filtered:
@@ -62,14 +62,14 @@ def kept(records, *, filtered=False, deduplicate=False):
 
 CASES = {
     "all": ({}, {}),
-    "shards by size and workers": ({"shard_size": 100, "workers": 2}, {}),
+    "several corpus shards and workers": ({"shard_size": 100, "workers": 2}, {}),
     "duplicates": ({"deduplicate": "exact"}, {"deduplicate": True}),
     "filter": ({"filter": (f"{__file__}:shortened",)}, {"filtered": True}),
 }
 
 
 def attributes_of(corpus):
-    """The field and the tokens of each document, as the corpus has them."""
+    """Return the field and the number of tokens of each document of a corpus."""
     check_content(corpus)
     fields = pq.read_table(corpus.files.attributes)["meta_from"].to_pylist()
     return list(zip(fields, corpus.lengths[np.arange(len(corpus))].tolist(), strict=True))
@@ -77,48 +77,34 @@ def attributes_of(corpus):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunk_bytes", [500, 1 << 20])
-def test_attributes_are_those_of_the_records_in_the_order_of_the_corpus(place, monkeypatch, case, chunk_bytes):
+def test_attributes_equal_those_of_a_plain_loop_in_the_order_of_the_corpus(workspace, monkeypatch, case, chunk_bytes):
     changes, rule = CASES[case]
     cut_small(monkeypatch, chunk_bytes)
-    place.run(record_keys=("meta.from",), **changes)
-    corpus, expected = place.corpus(), list(kept(place.records, **rule))
+    workspace.run(record_keys=("meta.from",), **changes)
+    corpus, expected = workspace.corpus(), list(kept(workspace.records, **rule))
     assert attributes_of(corpus) == expected
     chosen = ChosenDocuments(choose_documents(corpus, ["meta_from in ['wiki', '7']"], None), range(len(corpus)))
-    wanted = [number for number, (value, _) in enumerate(expected) if value in ("wiki", "7")]
-    assert chosen.numbers(np.arange(len(chosen))).tolist() == wanted
+    expected_numbers = [number for number, (value, _) in enumerate(expected) if value in ("wiki", "7")]
+    assert chosen.numbers(np.arange(len(chosen))).tolist() == expected_numbers
 
 
-def test_attributes_are_the_same_bytes_for_any_number_of_workers_and_after_a_split(place):
+def test_attributes_have_the_same_bytes_for_any_number_of_workers_and_a_split_keeps_all(workspace):
     for name, workers in (("one", 1), ("two", 2)):
-        place.run(name, record_keys=("meta.from",), deduplicate="exact", split_validation=0.3, workers=workers)
-    assert place.contents("one") == place.contents("two")
-    place.run(record_keys=("meta.from",), deduplicate="exact")
-    both = [attributes_of(place.corpus("one", end=end)) for end in ("", "_validation")]
-    assert all(both) and Counter(both[0] + both[1]) == Counter(attributes_of(place.corpus()))
+        workspace.run(name, record_keys=("meta.from",), deduplicate="exact", split_validation=0.3, workers=workers)
+    assert workspace.contents("one") == workspace.contents("two")
+    workspace.run(record_keys=("meta.from",), deduplicate="exact")
+    both = [attributes_of(workspace.corpus("one", end=end)) for end in ("", "_validation")]
+    assert all(both) and Counter(both[0] + both[1]) == Counter(attributes_of(workspace.corpus()))
 
 
-def test_headers_of_web_archives_are_attributes(place):
-    record = (
-        b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\n%sContent-Length: 5\r\n\r\nhello\r\n\r\n"
-    )
-    languages = [b"eng", b"eng", b"deu", None]
-    headers = [b"" if language is None else b"WARC-Language: %s\r\n" % language for language in languages]
-    for shard in place.shards.iterdir():
-        shard.unlink()
-    (place.shards / "a.wet").write_bytes(b"".join(record % header for header in headers))
-    place.run(record_keys=("WARC-Language",))
-    table = pq.read_table(place.corpus().files.attributes)
-    assert table["WARC_Language"].to_pylist() == ["eng", "eng", "deu", None]
-
-
-def test_corpus_that_replaces_one_with_attributes_leaves_none_of_them(place):
-    place.run("fresh")
-    place.run(record_keys=("meta.from",))
+def test_overwriting_a_corpus_removes_its_attributes(workspace):
+    workspace.run("fresh")
+    workspace.run(record_keys=("meta.from",))
     with pytest.raises(OutputError, match=r"content_document\.attributes\.parquet"):
-        place.run()
-    place.run(overwrite=True)
-    assert place.contents() == place.contents("fresh")
-    assert "attributes" not in place.contents()["content_document.json"].decode()
+        workspace.run()
+    workspace.run(overwrite=True)
+    assert workspace.contents() == workspace.contents("fresh")
+    assert "attributes" not in workspace.contents()["content_document.json"].decode()
 
 
 @pytest.mark.parametrize(
@@ -129,21 +115,16 @@ def test_corpus_that_replaces_one_with_attributes_leaves_none_of_them(place):
     ],
     ids=["missing", "changed"],
 )
-def test_damaged_attributes_are_found_by_the_check(place, damage, message):
-    place.run(record_keys=("meta.from",))
-    damage(place.corpus().files.attributes)
+def test_full_check_finds_damaged_attributes(workspace, damage, message):
+    workspace.run(record_keys=("meta.from",))
+    damage(workspace.corpus().files.attributes)
     with pytest.raises(DataError, match=message):
-        check_content(place.corpus())
+        check_content(workspace.corpus())
 
 
-def test_key_that_no_expression_could_name_is_refused(place):
-    with pytest.raises(ConfigError, match="--record-key 2nd would be the attribute '2nd'"):
-        place.settings(record_keys=("2nd",))
-
-
-def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(place):
-    place.run()
-    manifest, filters = place.corpus().files.manifest, place.corpus().manifest.filters
+def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(workspace):
+    workspace.run()
+    manifest, filters = workspace.corpus().files.manifest, workspace.corpus().manifest.filters
     counted = {
         "source_key": "from",
         "sources": {"a": {"documents": 1, "tokens": 1}},
@@ -152,14 +133,14 @@ def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(
         "filters": {**filters, "min_tokens": 0, "max_tokens": None},
     }
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | counted))
-    check_content(Corpus(place.corpus().prefix))
+    check_content(Corpus(workspace.corpus().prefix))
 
 
-def test_names_that_are_not_utf8_keep_their_attributes(place):
-    shard, name = os.fsdecode(b"d\xff.jsonl"), os.fsdecode(b"run\xff")
-    place.add_lines(shard, *(json.dumps({"content": "hello world", "meta": {"from": "new"}}) for _ in range(3)))
-    place.run(name, record_keys=("meta.from",))
-    corpus = place.corpus(name)
+def test_names_that_are_not_utf8_keep_their_attributes(workspace):
+    file, name = os.fsdecode(b"d\xff.jsonl"), os.fsdecode(b"run\xff")
+    workspace.add_lines(file, *(json.dumps({"content": "hello world", "meta": {"from": "new"}}) for _ in range(3)))
+    workspace.run(name, record_keys=("meta.from",))
+    corpus = workspace.corpus(name)
     assert attribute_types(corpus) == {"meta_from": "a text", "length": "a number", "input": "a text"}
     chosen = [choose_documents(corpus, [where], None) for where in ("meta_from=='new'", "input=='d*'", "length>=1")]
     assert [len(ChosenDocuments(bits, range(len(corpus)))) for bits in chosen] == [3, 3, len(corpus)]

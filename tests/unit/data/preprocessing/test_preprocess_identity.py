@@ -1,32 +1,30 @@
-"""The corpus of real books has, document by document, the ids that Hugging Face's tokenizer gives."""
+"""The corpus of real books has the ids of Hugging Face's tokenizer, document by document."""
 
 import os
 
 import pyarrow.parquet as pq
 import pytest
-from unit.data.preprocess_place import Place
+from unit.data.preprocess_workspace import Workspace
 
 EVERY = int(os.environ.get("EVERY", "40"))  # EVERY=1 compares all 18,900 documents, which takes half a minute
 
 
-@pytest.mark.parametrize("backend", ["fast", pytest.param("reference", marks=pytest.mark.slow)])
-def test_books_have_the_ids_of_transformers(shared_data, tmp_path, backend):
+def test_books_preprocessed_with_nanotoken_have_the_ids_of_transformers(shared_data, tmp_path):
     transformers = pytest.importorskip("transformers")
-    if backend == "fast":
-        pytest.importorskip("nanotoken")
-    place = Place(tmp_path)
-    place.vocab = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
+    pytest.importorskip("nanotoken")
+    workspace = Workspace(tmp_path)
+    workspace.vocab = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
     texts = []
-    for shard in sorted((shared_data / "text/books").glob("*.parquet")):
-        rows = pq.read_table(shard)
+    for file in sorted((shared_data / "text/books").glob("*.parquet")):
+        rows = pq.read_table(file)
         rows = rows.take(list(range(0, len(rows), EVERY)))
-        pq.write_table(rows, place.shards / shard.name)
+        pq.write_table(rows, workspace.inputs / file.name)
         texts += rows["content"].to_pylist()
-    place.run(tokenizer_backend=backend)
-    (name,) = place.corpus().manifest.tokenizer_backends
-    assert name.startswith("nanotoken") == (backend == "fast")
-    theirs = transformers.BertTokenizer(str(place.vocab), do_lower_case=True)
-    corpus = place.corpus()
+    workspace.run(tokenizer_backend="fast")
+    (name,) = workspace.corpus().manifest.tokenizer_backends
+    assert name.startswith("nanotoken")
+    theirs = transformers.BertTokenizer(str(workspace.vocab), do_lower_case=True)
+    corpus = workspace.corpus()
     assert len(corpus) == len(texts) >= 18_900 // EVERY
     mismatches = 0
     for first in range(0, len(texts), 500):

@@ -1,4 +1,4 @@
-"""Texts to ids: the published ids, no special id out of a text, and files that load anywhere."""
+"""Ids equal the published ones, no text gives a special id, and saved files load in transformers."""
 
 import json
 import pickle
@@ -7,8 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import models
 from unit.data.small_corpus import ROBERTA, SPECIAL, byte_level_backend, write_vocabulary
 
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
@@ -31,7 +29,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 def random_texts(count: int, *, seed: int = 0) -> list[str]:
-    """Mixtures of all planes' characters with white space, punctuation and words, as no sane author writes them."""
+    """Return random mixtures of characters of all planes with white space, punctuation and words."""
     generator = np.random.default_rng(seed)
     planes = [(32, 127), (0, 0x250), (0x300, 0x370), (0x370, 0x600), (0x4E00, 0x4F00), (0xFF00, 0x10000), (0, 0x30000)]
     texts = []
@@ -53,8 +51,8 @@ def test_ids_equal_the_published_ones_of_bert_base_uncased(shared_data):
     pairs = [json.loads(line) for line in lines]
     assert len(pairs) == 43
     batch = tokenizer.encode_batch([pair["text"] for pair in pairs])
-    found = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
-    assert [ids.tolist() for ids in found] == [pair["ids"] for pair in pairs]
+    ids = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
+    assert [text_ids.tolist() for text_ids in ids] == [pair["ids"] for pair in pairs]
     roles = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
     assert tokenizer.special_tokens == roles
     assert tokenizer.special_ids == tuple(sorted(roles.values()))
@@ -64,35 +62,22 @@ def test_vocab_txt_gives_the_ids_of_transformers_on_any_unicode_text(shared_data
     transformers = pytest.importorskip("transformers")
     path = shared_data / "tokenizers/bert-base-uncased/vocab.txt"
     reference = transformers.BertTokenizer(str(path))
-    texts = [text.replace("[MASK]", "[mask]") for text in random_texts(500)]  # specials are told apart below
+    texts = [text.replace("[MASK]", "[mask]") for text in random_texts(500)]  # transformers parses [MASK]
     batch = load_tokenizer(path).encode_batch(texts)
-    expected = reference(texts, add_special_tokens=False)["input_ids"]
-    found = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
-    assert [ids.tolist() for ids in found] == expected
+    ids = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
+    assert [text_ids.tolist() for text_ids in ids] == reference(texts, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("literal", SPECIAL)
-def test_special_token_literal_in_a_text_stays_text(vocab_txt, literal, pickled):
+@pytest.mark.parametrize("is_pickled", [False, True])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_text_of_a_special_token_stays_text(vocab_txt, name, is_pickled):
     tokenizer = load_tokenizer(vocab_txt)
-    text = f"hello {literal} world"
-    special = tokenizer.backend.token_to_id(literal)
-    tokenizer.backend.encode_special_tokens = False  # control: the backend's default turns it into the special id
-    assert special in tokenizer.backend.encode(text, add_special_tokens=False).ids
-    found = pieces(pickle.loads(pickle.dumps(tokenizer)) if pickled else load_tokenizer(vocab_txt), text)
-    assert literal not in found or literal == "[UNK]"  # the letters of UNK may be unknown: that is no parsed literal
-    assert found[:2] == ["hello", "["] and found[-2:] == ["]", "world"]
-
-
-def test_literal_that_a_unigram_model_knows_as_a_piece_becomes_unknown(tmp_path):
-    names = ["<s>", "</s>", "<pad>", "<mask>", "<unk>"]
-    backend = tokenizers.Tokenizer(models.Unigram([*((name, 0.0) for name in names), ("a", -1.0)], unk_id=4))
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    control = tokenizer.backend
-    control.encode_special_tokens = True
-    assert control.encode("a<mask>a", add_special_tokens=False).ids == [5, 3, 5]  # not parsed, and 3 all the same
-    assert encode(tokenizer, "a<mask>a") == [5, 4, 5]
+    text = f"hello {name} world"
+    tokenizer.backend.encode_special_tokens = False  # control: the backend's default gives the special id
+    assert tokenizer.backend.token_to_id(name) in tokenizer.backend.encode(text, add_special_tokens=False).ids
+    text_pieces = pieces(pickle.loads(pickle.dumps(tokenizer)) if is_pickled else load_tokenizer(vocab_txt), text)
+    assert name not in text_pieces or name == "[UNK]"  # the letters U, N, K are unknown
+    assert text_pieces[:2] == ["hello", "["] and text_pieces[-2:] == ["]", "world"]
 
 
 def test_empty_batch_and_texts_without_tokens_give_lengths_of_zero(vocab_txt):
@@ -105,7 +90,7 @@ def test_empty_batch_and_texts_without_tokens_give_lengths_of_zero(vocab_txt):
 # --- lower case
 
 
-def test_vocabulary_without_upper_case_is_uncased_and_one_with_it_is_not(tmp_path):
+def test_vocabulary_is_uncased_if_it_has_no_upper_case_letter(tmp_path):
     uncased = load_tokenizer(write_vocabulary(tmp_path / "uncased.txt", [*PIECES, "ℝ"]))  # ℝ has no lower case
     cased = load_tokenizer(write_vocabulary(tmp_path / "cased.txt", [*PIECES, "Hello"]))
     assert pieces(uncased, "Hello Führer") == ["hello", "fu", "##hrer"]
@@ -113,7 +98,7 @@ def test_vocabulary_without_upper_case_is_uncased_and_one_with_it_is_not(tmp_pat
 
 
 @pytest.mark.parametrize(("lower_case", "expected"), [(True, "hello"), (False, "[UNK]")])
-def test_tokenizer_config_beside_the_vocabulary_decides_about_case(vocab_txt, lower_case, expected):
+def test_tokenizer_config_determines_the_case(vocab_txt, lower_case, expected):
     (vocab_txt.parent / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower_case}))
     for path in (vocab_txt, vocab_txt.parent):
         assert pieces(load_tokenizer(path), "HELLO") == [expected]
@@ -137,15 +122,15 @@ def byte_level(tmp_path, special, config):
     return load_tokenizer(tmp_path)
 
 
-def test_robertas_names_are_recognised_and_stored_truncation_and_padding_ignored(tmp_path):
+def test_names_of_roberta_are_recognised_and_stored_truncation_and_padding_are_ignored(tmp_path):
     tokenizer = byte_level(tmp_path, [*ROBERTA, "<|extra|>"], {})
     assert tokenizer.special_tokens == {"cls": 0, "pad": 1, "sep": 2, "unk": 3, "mask": 4}
     assert tokenizer.special_ids == (0, 1, 2, 3, 4, 5)
     lengths = tokenizer.encode_batch(["hello world", "a<mask>"]).lengths.tolist()
-    assert lengths == [12, 8]  # a space before, 4 and 6 more
+    assert lengths == [12, 8]  # bytes, with the space of ByteLevel
 
 
-def test_names_in_the_configuration_win_over_the_standard_ones(tmp_path):
+def test_names_in_tokenizer_config_take_precedence(tmp_path):
     config = {"mask_token": {"content": "<|mask|>", "lstrip": True}, "cls_token": "</s>"}
     tokenizer = byte_level(tmp_path, [*ROBERTA, "<|mask|>"], config)
     assert tokenizer.special_tokens == {"cls": 2, "pad": 1, "sep": 2, "unk": 3, "mask": 5}
@@ -162,7 +147,7 @@ def test_fingerprint_survives_saving_and_loading_each_file_alone(vocab_txt, tmp_
 
 
 def test_fingerprint_is_a_fixed_function_of_the_content(vocab_txt):
-    """A change here makes every corpus in the world refuse its own tokenizer: raise the format version with it."""
+    """If it changes, existing corpora no longer match their tokenizer, so the format version must change, too."""
     expected = "ed5ad540ce4cb62731e500d75a9c1a93fb80cd7e2168d029afee2346832e0d82"
     assert load_tokenizer(vocab_txt).fingerprint == expected
 
@@ -171,7 +156,7 @@ def test_fingerprint_is_a_fixed_function_of_the_content(vocab_txt):
     "change",
     [
         lambda state: state["normalizer"].update(lowercase=False),
-        lambda state: state["normalizer"].update(strip_accents=False),  # null, as it is, strips them
+        lambda state: state["normalizer"].update(strip_accents=False),  # null strips accents
         lambda state: state["model"].update(max_input_chars_per_word=50),
         lambda state: state["model"]["vocab"].update({"hello": 6, "world": 5}),
         lambda state: state["model"]["vocab"].update({"[PAD]": 1, "[UNK]": 0}),
@@ -181,7 +166,7 @@ def test_fingerprint_is_a_fixed_function_of_the_content(vocab_txt):
     ],
     ids=["case", "accents", "word length", "two pieces swapped", "two roles swapped", "added token"],
 )
-def test_fingerprint_changes_with_whatever_changes_ids(vocab_txt, tmp_path, change):
+def test_fingerprint_changes_with_every_change_of_ids(vocab_txt, tmp_path, change):
     state = tokenizer_json(vocab_txt)
     change(state)
     for token in state["added_tokens"]:
@@ -197,7 +182,7 @@ def test_folder_saved_by_transformers_has_the_fingerprint_of_its_vocab_txt(vocab
     assert load_tokenizer(tmp_path / "theirs").fingerprint == load_tokenizer(vocab_txt).fingerprint
 
 
-def test_saved_folder_loads_in_transformers_with_special_tokens_round_the_text(vocab_txt, tmp_path):
+def test_saved_folder_loads_in_transformers_and_adds_special_tokens(vocab_txt, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer = load_tokenizer(vocab_txt)
     tokenizer.save_tokenizer_files(tmp_path / "saved", model_max_length=16)
@@ -223,10 +208,10 @@ def test_trained_vocabulary_is_the_same_in_another_process(tmp_path):
     (tmp_path / "texts.json").write_text(json.dumps(random_texts(300)))
     command = [sys.executable, "-c", script, str(tmp_path / "texts.json")]
     printed = {subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3)}
-    own = train_wordpiece(random_texts(300), vocab_size=5000, lowercase=True, min_frequency=2)
-    assert printed == {own.fingerprint + "\n"}
-    characters = sum(len(piece.removeprefix("##")) == 1 for piece in own.backend.get_vocab())
-    assert characters + 100 < own.vocab_size <= 5000  # control: there are merges, and so ties, to be decided
+    tokenizer = train_wordpiece(random_texts(300), vocab_size=5000, lowercase=True, min_frequency=2)
+    assert printed == {tokenizer.fingerprint + "\n"}
+    characters = sum(len(piece.removeprefix("##")) == 1 for piece in tokenizer.backend.get_vocab())
+    assert characters + 100 < tokenizer.vocab_size <= 5000  # control: there are merges, whose ties need an order
 
 
 def test_trained_tokenizer_has_berts_special_tokens_first_and_reads_its_text_without_unknowns(tmp_path):
@@ -238,12 +223,12 @@ def test_trained_tokenizer_has_berts_special_tokens_first_and_reads_its_text_wit
     assert tokenizer.decode(encode(tokenizer, "NEWEST low")) == "newest low"
 
 
-def test_rare_characters_do_not_enter_the_alphabet():
+def test_alphabet_has_ascii_and_no_rare_characters():
     texts = ["abc " * 10_000, "a字ö"]  # a, b and c are 30,001 of 30,003 characters: 99.993 %
     tokenizer = train_wordpiece(texts, vocab_size=200, lowercase=False, min_frequency=2)
-    found = set(tokenizer.backend.get_vocab())
-    assert {"a", "b", "c", "##b", "Q", "6", "##6", "$"} < found  # ASCII always does
-    assert not {"字", "ö"} & found
+    vocabulary = set(tokenizer.backend.get_vocab())
+    assert {"a", "b", "c", "##b", "Q", "6", "##6", "$"} < vocabulary
+    assert not {"字", "ö"} & vocabulary
 
 
 def test_vocabulary_below_the_number_of_characters_is_refused():

@@ -1,4 +1,4 @@
-"""SentencePiece models: SentencePiece's own ids, all five roles, and the exceptions that the module names."""
+"""SentencePiece models give SentencePiece's ids, with the exceptions that the module lists, and all five roles."""
 
 import random
 import re
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def training_lines() -> list[str]:
-    """Made-up words, Zipf-like, with some accents and Chinese."""
+    """Return lines of random words with Zipf-like frequencies, some with accents or Chinese."""
     generator = random.Random(0)
     syllables = ["ka", "to", "mi", "ren", "sol", "é", "ü", "字", "th", "ing", "an"]
     words = ["".join(generator.choices(syllables, k=generator.randint(1, 4))) for _ in range(300)]
@@ -34,7 +34,7 @@ def training_lines() -> list[str]:
 
 
 def train(folder: Path, name: str = "tokenizer", **settings) -> Path:
-    """A model of 450 pieces in about half a second."""
+    """Train a model of 450 pieces, which takes about half a second."""
     path = folder / name
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(training_lines()),
@@ -44,16 +44,16 @@ def train(folder: Path, name: str = "tokenizer", **settings) -> Path:
     return path.with_suffix(".model")
 
 
-def rows(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+def ids_of(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     batch = tokenizer.encode_batch(texts)
     return [ids.tolist() for ids in np.split(batch.ids, np.cumsum(batch.lengths)[:-1])]
 
 
 def differing(path: Path, texts: list[str]) -> list[str]:
-    """Texts to which SentencePiece gives other ids."""
+    """Return the texts for which SentencePiece gives other ids."""
     expected = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(texts)
-    found = rows(load_tokenizer(path), texts)
-    return [text for text, ids, right in zip(texts, found, expected, strict=True) if ids != right]
+    ids = ids_of(load_tokenizer(path), texts)
+    return [text for text, *both in zip(texts, ids, expected, strict=True) if both[0] != both[1]]
 
 
 def spaced_texts() -> list[str]:
@@ -71,25 +71,25 @@ def adversarial_texts(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("bpe")])
-def test_bpe_ids_are_sentencepieces_own_on_adversarial_strings(tmp_path, kind):
+def test_bpe_ids_are_those_of_sentencepiece_on_adversarial_strings(tmp_path, kind):
     path = train(tmp_path, **KINDS[kind])
     assert differing(path, adversarial_texts(path)) == []
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("unigram")])
-def test_unigram_ids_are_sentencepieces_own_or_equally_likely_on_adversarial_strings(tmp_path, kind):
+def test_unigram_ids_are_those_of_sentencepiece_or_equally_likely_on_adversarial_strings(tmp_path, kind):
     path = train(tmp_path, **KINDS[kind])
     different = differing(path, adversarial_texts(path))
-    assert all("é" * 50 in text for text in different)  # "é|éé" or "éé|é", wherever the number is odd
-    theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert all("é" * 50 in text for text in different)  # "é|éé" or "éé|é" for an odd number
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for text in different:
-        found, expected = rows(load_tokenizer(path), [text])[0], theirs.encode(text)
-        score, right = (sum(theirs.get_score(id_) for id_ in ids) for ids in (found, expected))
-        assert score == pytest.approx(right, rel=1e-7)
+        segmentations = (ids_of(load_tokenizer(path), [text])[0], processor.encode(text))
+        score, expected = (sum(processor.get_score(id_) for id_ in ids) for ids in segmentations)
+        assert score == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_ids_with_nfkc_rules_are_sentencepieces_own_but_where_code_points_make_one_character(tmp_path, model_type):
+def test_ids_with_nfkc_rules_differ_only_if_several_code_points_form_one_character(tmp_path, model_type):
     path = train(tmp_path, model_type=model_type, normalization_rule_name="nmt_nfkc", byte_fallback=True)
     texts = [*adversarial_texts(path), "ﬁnance ½ Ｔｏ　ＫＡ ㌀ é e\u0301", "한국어"]
     one_character = re.compile("[\u0300-\u036f]{2}|\u034f|[\u1100-\u11ff]")  # two marks, a joiner, Korean letters
@@ -98,7 +98,7 @@ def test_ids_with_nfkc_rules_are_sentencepieces_own_but_where_code_points_make_o
     assert [text for text in different if not one_character.search(text)] == []
 
 
-def test_32k_model_gives_sentencepieces_own_ids_on_books_and_adversarial_strings(shared_data):
+def test_32k_model_gives_the_ids_of_sentencepiece_for_books_and_adversarial_strings(shared_data):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = shared_data / "tokenizers/sentencepiece-bpe-32k/tokenizer.model"
     column = parquet.read_table(shared_data / "text/books/train-00003-of-00008.parquet", columns=["content"])["content"]
@@ -112,7 +112,7 @@ def test_32k_model_gives_sentencepieces_own_ids_on_books_and_adversarial_strings
 
 
 @pytest.mark.parametrize("removes_spaces", [False, True])
-def test_user_defined_symbols_are_cut_out_as_sentencepiece_does(tmp_path, removes_spaces):
+def test_user_defined_symbols_split_a_text_as_in_sentencepiece(tmp_path, removes_spaces):
     symbols = ["\n", "<tag>", "<tag>>", "ka ka"]
     rules = "nmt_nfkc" if removes_spaces else "identity"
     path = train(
@@ -127,38 +127,40 @@ def test_user_defined_symbols_are_cut_out_as_sentencepiece_does(tmp_path, remove
     texts += spaced_texts()
     assert differing(path, texts) == []
     ids = {symbol: tokenizer.backend.token_to_id(symbol) for symbol in symbols}
-    assert ids["\n"] in rows(tokenizer, ["ka\nto"])[0]
+    assert ids["\n"] in ids_of(tokenizer, ["ka\nto"])[0]
     assert not set(ids.values()) & set(tokenizer.special_ids)
 
 
-def test_mask_that_is_user_defined_stays_text_in_a_text(tmp_path):
+def test_text_of_a_user_defined_mask_stays_text(tmp_path):
     path = train(tmp_path, model_type="bpe", user_defined_symbols=["[MASK]"], **IDENTITY)
     tokenizer = load_tokenizer(path)
     assert tokenizer.special_tokens["mask"] == 3
-    theirs = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode("ka[MASK]")
-    assert 3 in theirs  # control: SentencePiece makes it the mask
-    assert 3 not in rows(tokenizer, ["ka[MASK]"])[0]
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert 3 in processor.encode("ka[MASK]")  # control: SentencePiece gives the mask id
+    assert 3 not in ids_of(tokenizer, ["ka[MASK]"])[0]
 
 
 # --- special tokens
 
 
-def test_llama_layout_gets_pad_and_mask_after_its_vocabulary(tmp_path):
-    tokenizer = load_tokenizer(train(tmp_path, model_type="bpe"))
-    size = tokenizer.vocab_size
-    assert tokenizer.special_tokens == {"cls": 1, "sep": 2, "pad": size - 2, "mask": size - 1, "unk": 0}
-    assert tokenizer.special_names == {
-        "cls": "<s>", "sep": "</s>", "pad": "<pad>", "mask": "<mask>", "unk": "<unk>",
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "ids"),
+    [
+        ({"model_type": "bpe"}, {"cls": 1, "sep": 2, "pad": -2, "mask": -1, "unk": 0}),  # Llama's layout
+        (
+            {"model_type": "unigram", "bos_id": -1, "eos_id": -1, "unk_id": 0},
+            {"cls": -4, "pad": -3, "sep": -2, "unk": 0, "mask": -1},
+        ),
+    ],
+)
+def test_missing_special_tokens_are_added_after_the_vocabulary(tmp_path, settings, ids):
+    tokenizer = load_tokenizer(train(tmp_path, **settings))
+    assert tokenizer.special_tokens == {role: id_ % tokenizer.vocab_size for role, id_ in ids.items()}
+    names = {"cls": "<s>", "sep": "</s>", "pad": "<pad>", "mask": "<mask>", "unk": "<unk>"}
+    assert tokenizer.special_names == names
 
 
-def test_model_without_beginning_and_end_gets_four_tokens(tmp_path):
-    tokenizer = load_tokenizer(train(tmp_path, model_type="unigram", bos_id=-1, eos_id=-1, unk_id=0))
-    size = tokenizer.vocab_size
-    assert tokenizer.special_tokens == {"cls": size - 4, "pad": size - 3, "sep": size - 2, "unk": 0, "mask": size - 1}
-
-
-def test_names_of_the_model_and_of_berts_layout_are_recognised(tmp_path):
+def test_names_of_the_model_and_of_bert_are_recognised(tmp_path):
     bert = train(tmp_path, "albert", control_symbols=["[CLS]", "[SEP]"], pad_id=0, unk_id=1, bos_id=-1, eos_id=-1)
     assert load_tokenizer(bert).special_names["cls"] == "[CLS]"
     gemma = train(tmp_path, "gemma", bos_piece="<bos>", eos_piece="<eos>", unk_piece="<oov>")
@@ -166,7 +168,7 @@ def test_names_of_the_model_and_of_berts_layout_are_recognised(tmp_path):
     assert (names["cls"], names["sep"], names["unk"]) == ("<bos>", "<eos>", "<oov>")
 
 
-def test_names_in_the_configuration_beside_the_model_win(tmp_path):
+def test_names_in_tokenizer_config_take_precedence(tmp_path):
     path = train(tmp_path, model_type="bpe", control_symbols=["<start>"])
     (tmp_path / "tokenizer_config.json").write_text('{"cls_token": {"content": "<start>"}, "mask_token": "<hole>"}')
     tokenizer = load_tokenizer(tmp_path)
@@ -184,5 +186,5 @@ def test_saved_folder_has_the_same_fingerprint_and_ids_and_decodes(tmp_path, kin
     loaded = load_tokenizer(tmp_path / "saved")
     texts = training_lines()[:20]
     assert loaded.fingerprint == tokenizer.fingerprint
-    assert rows(loaded, texts) == rows(tokenizer, texts)
-    assert [loaded.decode(ids) for ids in rows(loaded, texts)] == texts
+    assert ids_of(loaded, texts) == ids_of(tokenizer, texts)
+    assert [loaded.decode(ids) for ids in ids_of(loaded, texts)] == texts

@@ -1,4 +1,4 @@
-"""--tokenizer-type: what each type takes, and that a type is not stretched to fit a file."""
+"""--tokenizer-type selects the file of a folder, and a file of another type is refused."""
 
 import pytest
 from security.small_sentencepiece import write_model
@@ -26,7 +26,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     return [tokenizer.backend.id_to_token(id_) for id_ in tokenizer.encode_batch([text]).ids.tolist()]
 
 
-def test_bert_type_decides_about_case_where_the_vocabulary_leaves_it_open(uncased, cased):
+def test_bert_type_determines_the_case_of_an_uncased_vocabulary(uncased, cased):
     assert pieces(load_tokenizer(uncased, "BertWordPieceLowerCase"), "Hello") == ["hello"]
     assert pieces(load_tokenizer(uncased, "BertWordPieceCase"), "Hello hello") == ["[UNK]", "hello"]
     assert pieces(load_tokenizer(cased, "BertWordPieceCase"), "Hello") == ["Hello"]

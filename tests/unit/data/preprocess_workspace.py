@@ -1,4 +1,4 @@
-"""A folder with a tokenizer and shards, for tests that preprocess."""
+"""A folder with a tokenizer and input files, for tests that preprocess."""
 
 import gzip
 import json
@@ -19,14 +19,14 @@ from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 WORDS = ["hello", "world", "mask", "sep", "[", "]", "xy", "##z", "zy"]
 
 
-class Place:
-    """A folder with a tokenizer and shards, where runs go to `run` by default."""
+class Workspace:
+    """A folder with vocab.txt, input files in `inputs`, and corpora in `out`; the default name of a corpus is `run`."""
 
     def __init__(self, folder):
         self.folder = folder
         self.vocab = write_vocabulary(folder / "vocab.txt", WORDS)
-        self.shards = folder / "shards"
-        self.shards.mkdir()
+        self.inputs = folder / "inputs"
+        self.inputs.mkdir()
 
     def settings(self, name="run", **changes) -> PreprocessSettings:
         read = {
@@ -35,7 +35,7 @@ class Place:
             if key in changes
         }
         defaults = {
-            "inputs": (str(self.shards),),
+            "inputs": (str(self.inputs),),
             "output_prefix": str(self.folder / "out" / name),
             "tokenizer_model": str(self.vocab),
             "max_error_rate": 1.0,
@@ -49,19 +49,20 @@ class Place:
         return Corpus(self.folder / "out" / f"{name}_content_document{end}")
 
     def contents(self, name="run") -> dict[str, bytes]:
-        """Of all files of a corpus, by the end of the name."""
+        """Return the content of all files of a corpus, by the end of the file name."""
         files = sorted((self.folder / "out").glob(f"{name}_content_document*"))
         return {file.name.removeprefix(f"{name}_"): file.read_bytes() for file in files}
 
     def add_lines(self, name, *lines):
-        (self.shards / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        (self.inputs / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def add_texts(self, name, *texts):
         self.add_lines(name, *(json.dumps({"content": text}) for text in texts))
 
 
-def decoded(place, name="run", *, end=""):
-    tokenizer, corpus = load_tokenizer(place.vocab), place.corpus(name, end=end)
+def decoded(workspace, name="run", *, end=""):
+    """Return the texts of all documents of a corpus."""
+    tokenizer, corpus = load_tokenizer(workspace.vocab), workspace.corpus(name, end=end)
     return [tokenizer.decode(corpus.document(number)) for number in range(len(corpus))]
 
 
@@ -69,24 +70,24 @@ def random_text(generator, tokens):
     return " ".join(["hello", "world", "zy", "xyz"][choice] for choice in generator.integers(0, 4, tokens))
 
 
-def add_mixed_shards(place):
-    """Seven shards of three formats, dirty here and there."""
+def add_mixed_inputs(workspace):
+    """Add seven input files of three formats, with some malformed records."""
     generator = np.random.default_rng(0)
     for number in range(7):
         texts = [random_text(generator, tokens) for tokens in generator.integers(1, 60, 40)]
         lines = [json.dumps({"content": text}) for text in texts]
+        path = workspace.inputs / f"{number}"
         if number % 3 == 0:
-            pq.write_table(pa.table({"content": [*texts, None]}), place.shards / f"{number}.parquet", row_group_size=7)
+            pq.write_table(pa.table({"content": [*texts, None]}), path.with_suffix(".parquet"), row_group_size=7)
         elif number % 3 == 1:
-            place.add_lines(
-                f"{number}.jsonl", *lines, "broken", '{"content": "\\ud800 hello"}', json.dumps({"content": " "})
-            )
+            bad_lines = ["broken", '{"content": "\\ud800 hello"}', json.dumps({"content": " "})]
+            workspace.add_lines(f"{number}.jsonl", *lines, *bad_lines)
         else:
-            (place.shards / f"{number}.jsonl.gz").write_bytes(gzip.compress("\n".join(["{}", *lines]).encode()))
+            path.with_suffix(".jsonl.gz").write_bytes(gzip.compress("\n".join(["{}", *lines]).encode()))
 
 
 def cut_small(monkeypatch, chunk_bytes):
-    """Shards of a few kB in several parts each."""
+    """Make input files of a few kB have several chunks."""
     monkeypatch.setattr(
-        plan_module, "split_into_chunks", lambda shard, read: split_into_chunks(shard, read, chunk_bytes=chunk_bytes)
+        plan_module, "split_into_chunks", lambda path, read: split_into_chunks(path, read, chunk_bytes=chunk_bytes)
     )
