@@ -84,7 +84,7 @@ def rows_of(found: FoundBatch) -> Iterator[BatchRow]:
                         epoch=int(segments.epochs_n[member]),
                         first_token=int(segments.starts_n[member]),
                         text_tokens=int(segments.lengths_n[member]),
-                        document_tokens=int(corpus.lengths[np.array([number])][0]),
+                        document_tokens=int(corpus.lengths_of(np.array([number]))[0]),
                         seen_s=tokens_t[start:end],
                         labels_s=labels_t[start:end],
                     )

@@ -150,7 +150,7 @@ def documents_in_window(
         numbers = source.numbers(indices)
         documents_n = numbers + (component << COMPONENT_SHIFT)
         places_n = (np.arange(len(numbers)) + 0.5) / max(1, len(numbers))
-        columns.append((documents_n, epochs_n, source.corpus.lengths[numbers], places_n))
+        columns.append((documents_n, epochs_n, source.corpus.lengths_of(numbers), places_n))
     documents_n, epochs_n, lengths_n, places_n = map(np.concatenate, zip(*columns, strict=True))
     evenly = np.argsort(places_n, kind="stable")
     return documents_n[evenly], epochs_n[evenly], lengths_n[evenly]

@@ -166,7 +166,7 @@ class BatchStream:
         """Have this rank's part of a global batch fetched from object storage, without waiting for it."""
         for part in self.own_micro_batches(rows):
             for corpus, members in _group_by_corpus(self.sources, part.segments):
-                corpus.will_need(part.segments.numbers_n[members])
+                corpus.prefetch(part.segments.numbers_n[members])
 
     def own_micro_batches(self, rows: PackedRows) -> list[PackedRows]:
         """The rows of each of this rank's micro-batches of a global batch."""

@@ -49,7 +49,7 @@ def test_sample_says_epochs_documents_and_tokens_as_the_cursor_finds_them(data, 
         if step.cursor_after.epoch == EPOCHS:
             break
     source = inputs.training[0]
-    lengths = source.corpus.lengths[source.numbers(np.arange(len(source.documents)))]
+    lengths = source.corpus.lengths_of(source.numbers(np.arange(len(source.documents))))
     cut = lengths.clip(max=62).sum() / lengths.sum() if settings.data.long_documents == "truncate" else 1
     assert sample.truncated == pytest.approx(1 - cut)
     documents = EPOCHS * len(source.documents)

@@ -20,6 +20,6 @@ def test_each_step_announces_what_this_rank_reads_in_the_next_and_changes_no_bat
             rows for rows, _ in batches[0 if number == 1 else number + 3 : number + 4]
         ]  # at first five at once
         ours = [rows.take(first, first + 2).segments.documents_n for rows in announced for first in (2, 6)]
-        assert np.concatenate(corpus.announced).tolist() == np.concatenate(ours).tolist()
+        assert np.concatenate(corpus.prefetched).tolist() == np.concatenate(ours).tolist()
         assert contents([step]) == contents([StepBatches(own.build(rows), cursor)])
-        corpus.announced.clear()
+        corpus.prefetched.clear()

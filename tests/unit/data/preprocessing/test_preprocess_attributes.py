@@ -72,7 +72,7 @@ def attributes_of(corpus):
     """The field and the tokens of each document, as the corpus has them."""
     check_content(corpus)
     fields = pq.read_table(corpus.files.attributes)["meta_from"].to_pylist()
-    return list(zip(fields, corpus.lengths[np.arange(len(corpus))].tolist(), strict=True))
+    return list(zip(fields, corpus.lengths_of(np.arange(len(corpus))).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,7 +124,7 @@ def test_corpus_that_replaces_one_with_attributes_leaves_none_of_them(place):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.unlink(), r"content_document\.attributes\.parquet missing beside the rest"),
+        (lambda path: path.unlink(), r"content_document\.attributes\.parquet missing: the corpus is unfinished"),
         (lambda path: path.write_bytes(path.read_bytes()[::-1]), r"attributes\.parquet, byte 0: expected sha256"),
     ],
     ids=["missing", "changed"],

@@ -1,4 +1,4 @@
-"""Which documents a corpus keeps, the volumes that it is cut into, and settings that contradict each other."""
+"""Which documents a corpus keeps, its corpus shards, and settings that contradict each other."""
 
 import pytest
 from unit.data.preprocess_place import decoded

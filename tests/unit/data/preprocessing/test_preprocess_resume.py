@@ -85,7 +85,7 @@ def test_chunk_whose_files_are_damaged_is_done_again(place, done, kind, spoil):
     assert place.contents() == place.contents("whole")
 
 
-@pytest.mark.parametrize("change", ["order", "layout", "volume", "attributes", "filters", "more inputs", "newer input"])
+@pytest.mark.parametrize("change", ["order", "layout", "shard", "attributes", "filters", "more inputs", "newer input"])
 def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
     place.add_texts("a.jsonl", "hello")
     place.add_texts("b.jsonl", "world")
@@ -97,7 +97,7 @@ def test_corpus_that_is_not_what_is_asked_for_is_not_complete(place, change):
         same["inputs"] = inputs[::-1]
     elif change == "layout":
         same["shard_size"] = None
-    elif change == "volume":
+    elif change == "shard":
         (place.folder / "out" / "run_content_document_00001.bin").unlink()
     elif change == "attributes":
         same["record_keys"] = ("from",)
