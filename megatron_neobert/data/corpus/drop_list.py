@@ -69,8 +69,8 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
         corpora = msgspec.convert(parse_json(header), _Header).corpora
     except (ValueError, msgspec.ValidationError) as error:
         raise DataError(
-            f"{path} is not a drop list, which begins with a line of JSON and {_FORMAT!r} ({error!r:.200}); name a "
-            "file that neobert find-duplicates has written"
+            f"{path} is not a drop list: its first line is not JSON with the format {_FORMAT!r} ({error!r:.200}); name "
+            "a file that neobert find-duplicates has written"
         ) from error
     end, match = len(header), None
     for entry in corpora:
