@@ -174,8 +174,8 @@ def _write_chunk(
             if (at := allowed.first_forbidden(ids)) is not None:
                 document = documents + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
                 raise DataError(
-                    f"{source.bin}: document {document}: expected {allowed.rule_for(ids[at])}, found {ids[at]}; the "
-                    "file is damaged, or --tokenizer-model is not the one with which it was written"
+                    f"{source.bin}: document {document}: expected {allowed.rule_for(ids[at])}, found {ids[at]}. Copy "
+                    "the file again, or give the --tokenizer-model with which it was written"
                 )
             lengths_file.write(lengths.astype("<i4").data)
             unknown_tokens += int(np.count_nonzero(ids == allowed.unknown))

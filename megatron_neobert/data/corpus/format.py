@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
-# By the dtype code of the .idx.
+# Dtypes of token ids by their code in the .idx.
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 Count = Annotated[int, msgspec.Meta(ge=0)]
 DAMAGED = "the file is damaged or belongs to another corpus; copy it again or preprocess again"
@@ -143,17 +142,11 @@ def length_statistics(documents_by_length: Mapping[int, int]) -> Statistics:
     )
 
 
-def count_lengths(lengths: NDArray[np.int32]) -> dict[int, int]:
-    """Return the number of documents of each length that occurs."""
-    values, counts = np.unique(lengths, return_counts=True)
-    return dict(zip(values.tolist(), counts.tolist(), strict=True))
-
-
 class InputRecord(msgspec.Struct, frozen=True):
     """An input file at the time when it was read, and its documents in this corpus."""
 
     bytes: Count
-    # None for tables, and for URLs read in several chunks: nothing reads all of their bytes in order.
+    # None for a URL whose bytes are not read in order by one reader (tables, and files with several chunks).
     sha256: str | None
     # These documents are consecutive in the corpus.
     documents: Count = 0
@@ -204,7 +197,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     special_ids: list[Count]
     dtype: str
     part_of: Literal["all", "training", "validation"]
-    # By setting.
+    # Value of each setting that decides which documents are kept, by name.
     filters: dict[str, str | Count | float | None]
     # Equals documents + held_out + sum(rejected) + sum(dropped).
     records: Count
@@ -217,7 +210,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     repaired_documents: Count
     # Number of records by error.
     rejected: dict[str, Count]
-    # Number of records by filter.
+    # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
     dropped: dict[str, Count]
     statistics: Statistics
     shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)] = msgspec.field(name="volumes")
@@ -236,7 +229,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def documents_sha256(self) -> str:
-        """SHA-256 over the checksums of all .bin and .idx files; equal only for copies of one corpus."""
+        """SHA-256 over the checksums of all .bin and .idx files; other corpora have another value, copies the same."""
         hashes = [f"{shard.bin.sha256} {shard.idx.sha256}\n" for shard in self.shards]
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
@@ -266,10 +259,7 @@ def describe_reasons(reasons: Mapping[str, int]) -> str:
 
 
 def reject_line(entry: dict[str, Any]) -> bytes:
-    """Encode an entry of the rejects file as one line of JSON.
-
-    Lone surrogates, which occur in file names and keys, become JSON escapes.
-    """
+    """Return an entry of the rejects file as one line of JSON, with lone surrogates as JSON escapes."""
     return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 

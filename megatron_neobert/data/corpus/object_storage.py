@@ -112,10 +112,8 @@ class ObjectStorage:
                 f"no corpus {prefix}: there is no {url}; give the prefix without .bin, as neobert preprocess printed it"
             ) from error
         files = corpus_files(self.folder / "indexes" / hashlib.sha256(content).hexdigest() / name)
-        if not files.manifest.exists() or files.manifest.read_bytes() != content:
-            files.manifest.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(files.manifest) as temporary:
-                temporary.write_bytes(content)
+        with self.locked(files.manifest), replacing(files.manifest) as temporary:
+            temporary.write_bytes(content)
         manifest = read_manifest(files.manifest)
 
         def open_shard(local: tuple[Path, Path], shard: CorpusShard) -> tuple[RemoteFile, Path]:
@@ -158,7 +156,7 @@ class ObjectStorage:
         with self.locked(path):
             if path.exists() and path.stat().st_size == recorded.bytes and sha256_of(path) == recorded.sha256:
                 return
-            _check_size(url, recorded, _version_of(url))
+            _checked_version(url, recorded)
             with replacing(path) as temporary:
                 with temporary.open("wb") as file:
                     for begin in range(0, recorded.bytes, _COPY_STEP_BYTES):
@@ -203,8 +201,7 @@ class RemoteFile:
 
     def __init__(self, storage: ObjectStorage, url: str, recorded: FileRecord) -> None:
         self.url, self.storage = url, storage
-        self._version = _version_of(url)
-        _check_size(url, recorded, self._version)
+        self._version = _checked_version(url, recorded)
         identity = hashlib.sha256(f"{url} {recorded.sha256} {self._version} {BLOCK_BYTES}".encode())
         self._folder = storage.folder / "blocks" / identity.hexdigest()
 
@@ -327,6 +324,9 @@ def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *,
         time.sleep(waits.pop(0) * random.uniform(0.5, 1.5))
 
 
-def _check_size(url: str, recorded: FileRecord, found: InputVersion) -> None:
-    if found.bytes != recorded.bytes:
-        raise DataError(f"{url}: expected {recorded.bytes} bytes as in the manifest, found {found.bytes}; {DAMAGED}")
+def _checked_version(url: str, recorded: FileRecord) -> InputVersion:
+    """Return the version of a remote file; raise DataError if its size differs from the manifest."""
+    version = _version_of(url)
+    if version.bytes != recorded.bytes:
+        raise DataError(f"{url}: expected {recorded.bytes} bytes as in the manifest, found {version.bytes}; {DAMAGED}")
+    return version

@@ -67,7 +67,6 @@ class Corpus:
         # Number of the first document of each shard, and of the first document after it.
         self._ends = np.cumsum([shard.lengths.size for shard in self.shards], dtype=np.int64)
         self._firsts = np.append(0, self._ends[:-1])
-        self._contents = [shard.content for shard in self.shards]
         self.allowed = AllowedIds(
             self.manifest.special_ids, unknown=self.manifest.special_tokens["unk"], vocab_size=self.manifest.vocab_size
         )
@@ -82,7 +81,7 @@ class Corpus:
     def document(self, number: int) -> NDArray[Any]:
         """Return the token ids of one document as a read-only view. The ids are not checked."""
         location = self._locate(np.array([number]))
-        begin, content = int(location.begins[0]), self._contents[location.shards[0]]
+        begin, content = int(location.begins[0]), self.shards[location.shards[0]].content
         return np.frombuffer(content[begin : begin + int(location.lengths[0]) * self.dtype.itemsize], self.dtype)
 
     def gather(
@@ -104,7 +103,7 @@ class Corpus:
         self.prefetch(documents)
         bounds = zip(locations.shards.tolist(), begins.tolist(), (begins + lengths * item).tolist(), strict=True)
         # One slice per segment is faster than one vectorised index over all tokens.
-        slices = [self._contents[shard][begin:end] for shard, begin, end in bounds]
+        slices = [self.shards[shard].content[begin:end] for shard, begin, end in bounds]
         ids = np.frombuffer(bytearray().join(slices), dtype=self.dtype)
         if (at := self.allowed.first_forbidden(ids)) is not None:
             ends = np.cumsum(lengths)

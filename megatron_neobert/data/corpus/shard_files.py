@@ -58,8 +58,9 @@ def _pointers_and_boundaries(lengths: Iterable[NDArray[np.int32]], dtype: np.dty
     """Yield the pointers that follow from the lengths, one array for each array of lengths, and then the boundaries."""
     end = documents = 0
     for step in lengths:
-        ends = end + np.cumsum(step, dtype="<i8") * dtype.itemsize
-        yield np.concatenate([np.array([end], dtype="<i8"), ends[:-1]])
+        sizes = step.astype("<i8") * dtype.itemsize
+        ends = end + np.cumsum(sizes)
+        yield ends - sizes
         end, documents = int(ends[-1]), documents + step.size
     for first in range(0, documents + 1, _ITEMS_PER_STEP):
         yield np.arange(first, min(first + _ITEMS_PER_STEP, documents + 1), dtype="<i8")
@@ -105,7 +106,7 @@ class MappedShard:
             if found != recorded:
                 raise DataError(f"{manifest}: expected {name} {found} as in {idx.name}, found {recorded}; {DAMAGED}")
         # Both are sliced by byte offsets.
-        self.content = memoryview(np.memmap(bin_, np.uint8, "r")) if isinstance(bin_, Path) else bin_
+        self.content = np.memmap(bin_, np.uint8, "r").data if isinstance(bin_, Path) else bin_
 
     def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the byte offset in the .bin and the length in tokens of each document.

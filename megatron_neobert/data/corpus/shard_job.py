@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import count_lengths
 from megatron_neobert.data.corpus.shard_files import write_index
 from megatron_neobert.runtime.jobs import Job
 from megatron_neobert.runtime.new_file import NewFile
@@ -124,7 +123,7 @@ class ShardJob(Job[ShardCounts]):
                 counts.unknown_tokens += int(np.count_nonzero(np.frombuffer(ids, dtype) == self.unknown_id))
         for window in self._windows():
             lengths = window.lengths[window.is_chosen]
-            counts.lengths.update(count_lengths(lengths))
+            counts.lengths.update(lengths.tolist())
             added = {"documents": lengths.size, "tokens": int(lengths.sum(dtype=np.int64))}
             counts.inputs.setdefault(window.chunk.input, Counter()).update(added)
         if counts.documents:

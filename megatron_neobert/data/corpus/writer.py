@@ -198,8 +198,8 @@ def write_corpus(
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
     """Raise OutputError if files of a training or validation corpus exist, unless `overwrite` is set."""
     corpora = (files, validation_files(files))
-    manifests = [corpus.manifest for corpus in corpora if corpus.manifest.exists()]
-    existing = [str(file) for file in [file for corpus in corpora for file in corpus.existing_files()] + manifests]
+    paths = [path for corpus in corpora for path in (*corpus.existing_files(), corpus.manifest)]
+    existing = [str(path) for path in paths if path.exists()]
     if existing and not overwrite:
         raise OutputError(
             f"{listed(existing)} exist{'s' if len(existing) == 1 else ''} already; "

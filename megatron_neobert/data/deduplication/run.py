@@ -38,7 +38,7 @@ from megatron_neobert.text import parse_json, percent
 CHUNK_DOCUMENTS = 1 << 18
 # Documents whose keys of one band are compared in one job, with 80 bytes of memory each.
 BUCKET_DOCUMENTS = 12_000_000
-# Tokens per step; a longer document is one step. This size fits the second-level cache and was measured the fastest.
+# Tokens per step, see `_steps`. This size fits the second-level cache and was measured the fastest.
 _STEP_TOKENS = 1 << 16
 # Pairs whose lengths are looked up together, with 40 MB of memory.
 _STEP_PAIRS = 1 << 17
@@ -272,9 +272,14 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             for band in range(settings.minhash.bands)
             for bucket in range(buckets)
         ]
-        where = {"workers": settings.workers, "executor": settings.executor, "ray_address": settings.ray_address}
         for label, jobs in (("signatures", signature_jobs(folder.path, documents)), ("pairs", pair_jobs)):
-            for _ in finish_jobs(jobs, label=label, **where):
+            for _ in finish_jobs(
+                jobs,
+                label=label,
+                workers=settings.workers,
+                executor=settings.executor,
+                ray_address=settings.ray_address,
+            ):
                 pass
         is_dropped = find_dropped(len(documents), [job.file("pairs") for job in pair_jobs])
         entries = _write(settings, corpora, is_dropped)
@@ -334,15 +339,11 @@ def find_dropped(documents: int, pair_files: Sequence[Path]) -> NDArray[np.bool_
     return is_dropped
 
 
-def _steps(lengths: NDArray[np.integer]) -> Iterator[slice]:
-    """Yield consecutive slices of at most _STEP_TOKENS tokens, or of one longer element."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    first = 0
-    while first < len(lengths):
-        begin = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, begin + _STEP_TOKENS, side="right")))
-        yield slice(first, stop)
-        first = stop
+def _steps(lengths: NDArray[np.integer]) -> list[slice]:
+    """Return consecutive slices of about _STEP_TOKENS tokens: at most that number and one element more."""
+    step_of = np.cumsum(lengths, dtype=np.int64) // _STEP_TOKENS
+    bounds = [0, *(np.flatnonzero(np.diff(step_of)) + 1).tolist(), len(lengths)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 # A worker has many chunks of one corpus.

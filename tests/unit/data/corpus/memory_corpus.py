@@ -56,26 +56,10 @@ def web_like_lengths(documents: int, *, seed: int = 0) -> NDArray[np.int64]:
     return np.maximum(1, np.random.default_rng(seed).lognormal(np.log(368), sigma, documents)).astype(np.int64)
 
 
-def batch_settings(
-    *,
-    seq_length: int = 64,
-    micro_batch_size: int = 2,
-    global_batch_size: int = 8,
-    long_documents: str = "truncate",
-    masking: MaskingScheme = MaskingScheme(),  # noqa: B008  frozen
-    seed: int = 1234,
-    **settings: Any,
-) -> BatchSettings:
-    return BatchSettings(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        long_documents=long_documents,
-        masking=masking,
-        token_ids=IDS,
-        seed=seed,
-        **settings,
-    )
+def batch_settings(**changes: Any) -> BatchSettings:
+    defaults = {"seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8, "long_documents": "truncate"}
+    more = {"masking": MaskingScheme(), "token_ids": IDS, "seed": 1234}
+    return BatchSettings(**{**defaults, **more, **changes})
 
 
 def stream_of(corpus: MemoryCorpus, **settings: Any) -> BatchStream:

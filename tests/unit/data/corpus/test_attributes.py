@@ -187,7 +187,7 @@ def flip_last(content):
     ("damage", "message"),
     [
         (cut(0), "is not a drop list: its first line is not JSON with the format"),
-        (replaced(b"drop list 1", b"drop list 9"), "is not a drop list .*'megatron_neobert drop list 9'"),
+        (replaced(b"drop list 1", b"drop list 9"), r"is not a drop list.*'megatron_neobert drop list 9'"),
         (replaced(b'"documents": 1500', b'"documents": "aa"'), "is not a drop list"),
         (replaced(b'"documents": 1500', b'"documents": 9999'), "expected 1,[0-9,]+ bytes for 2 corpora, found"),
         (cut(-1), "expected [0-9,]+ bytes for 2 corpora, found [0-9,]+; it is damaged"),

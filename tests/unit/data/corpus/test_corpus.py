@@ -1,6 +1,7 @@
 """The corpus on disk: Megatron's format byte for byte, and errors that name the damaged file and byte."""
 
 import struct
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from unit.data.small_corpus import cut, numbered_tokenizer, put, random_document
 from megatron_neobert.data.corpus.format import (
     PERCENTS,
     TRUNCATION_LENGTHS,
-    count_lengths,
     length_statistics,
     write_manifest,
 )
@@ -209,7 +209,7 @@ def test_every_special_id_but_unk_is_forbidden_wherever_the_vocabulary_has_it(tm
 
 def test_statistics_equal_those_of_the_sorted_lengths():
     lengths = np.random.default_rng(0).lognormal(6, 1.2, 5001).astype(np.int32) + 1
-    ranked, statistics = np.sort(lengths).astype(np.int64), length_statistics(count_lengths(lengths))
+    ranked, statistics = np.sort(lengths).astype(np.int64), length_statistics(Counter(lengths.tolist()))
     assert (statistics.shortest, statistics.longest) == (ranked[0], ranked[-1])
     for percent in PERCENTS:
         assert statistics.percentiles[str(percent)] == ranked[int(np.ceil(percent * 5001 / 100)) - 1]

@@ -51,17 +51,6 @@ def test_documents_are_those_that_a_plain_loop_selects(
     assert validation is None or (validation.part_of, len(validation.shards)) == ("validation", 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"deduplicate": True, "validation_fraction": 0.4}], ids=str)
-def test_bytes_do_not_depend_on_how_the_documents_are_divided_into_chunks(tmp_path, options):
-    divided, whole = ChunkFolder(tmp_path / "divided"), ChunkFolder(tmp_path / "whole", inputs=())
-    rejects = "".join((divided.files.partial / f"{chunk.name}.rejects").read_text() for chunk in divided.chunks)
-    whole.add_chunk(divided.documents, divided.texts, input="input 0", rejects=rejects)
-    divided.write(**options)
-    whole.write(**options)
-    assert divided.corpus_bytes() == whole.corpus_bytes()
-    assert len(divided.corpus_bytes()) == (9 if options else 5)
-
-
 def test_corpus_shard_of_one_whole_chunk_is_a_hard_link_or_without_links_a_copy(tmp_path, monkeypatch):
     linking, copying = ChunkFolder(tmp_path / "a"), ChunkFolder(tmp_path / "b")
     linking.write(shard_bytes=2)

@@ -43,14 +43,6 @@ def stopped(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("options", [{}, SPLIT], ids=str)
-def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path, options):
-    serial, parallel = ChunkFolder(tmp_path / "serial"), ChunkFolder(tmp_path / "parallel")
-    serial.write(**options)
-    parallel.write(workers=3, **options)
-    assert serial.corpus_bytes() == parallel.corpus_bytes()
-
-
 def test_finished_corpus_shards_are_kept_after_an_interrupt_and_the_others_are_written(whole, stopped, monkeypatch):
     (work,) = stopped.files.partial.glob("output-*")
     finished = {file.stat().st_ino for file in work.glob("*.bin")}
@@ -68,20 +60,6 @@ def test_finished_corpus_shards_are_kept_after_an_interrupt_and_the_others_are_w
     assert stopped.corpus_bytes() == whole.corpus_bytes()
     assert finished == {(stopped.folder / name).stat().st_ino for name in ("P_00000.bin", "P_validation.bin")}
     assert not work.exists()
-
-
-@pytest.mark.parametrize("name", ["0.bin", "0.idx", "0.done", "held_out.bin"])
-@pytest.mark.parametrize("damage", ["changed", "cut", "missing"])
-def test_damaged_corpus_shard_is_written_again(whole, stopped, name, damage):
-    (file,) = stopped.files.partial.glob(f"output-*/{name}")
-    content = file.read_bytes()
-    file.unlink()
-    if damage == "changed":
-        file.write_bytes(b"{" if name.endswith(".done") else content[:-1] + bytes([content[-1] ^ 1]))
-    elif damage == "cut":
-        file.write_bytes(content[:-2])
-    stopped.write(**SPLIT)
-    assert stopped.corpus_bytes() == whole.corpus_bytes()
 
 
 @pytest.mark.parametrize(

@@ -148,32 +148,6 @@ def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected,
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("kind", ["keys", "pairs"])
-def test_only_the_finished_job_that_was_damaged_is_done_again(planted, expected, tmp_path, kind, monkeypatch):
-    output = tmp_path / "list"
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "find_dropped", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            find(output, planted.prefix)
-    damaged = max((tmp_path / "list.partial").glob(f"*.{kind}"), key=lambda file: file.stat().st_size)
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-    with pytest.raises(OutputError, match=r"holds \d+ finished chunks .* continue with --resume, or .* --overwrite"):
-        find(output, planted.prefix)
-    done = []
-    for job_type in (run.SignatureJob, run.PairJob):
-        work = job_type.work
-        monkeypatch.setattr(job_type, "work", lambda job, files, work=work: done.append(job.name) or work(job, files))
-    find(output, planted.prefix, resume=True)
-    assert done == [damaged.stem]
-    assert output.read_bytes() == expected
-
-
 def test_first_document_of_the_earlier_corpus_stays(tmp_path, monkeypatch):
     tokenizer = numbered_tokenizer(1000)
     a, b, c, d = random_documents([80, 90, 70, 60], 1000)
