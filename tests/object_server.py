@@ -1,4 +1,4 @@
-"""A web server that stands for object storage: ranges and faults."""
+"""A web server that stands for object storage, with range requests and faults."""
 
 import re
 import threading
@@ -9,34 +9,34 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-Fault = Literal["503", "cut", "short", None]  # refused; the connection ends in the body; less is sent, and said so
+# "503" is the status; "cut" ends the connection within the body; "short" announces and sends one byte less.
+Fault = Literal["503", "cut", "short", None]
 
 
 class Request(NamedTuple):
+    """A request for a range of a file, and the number of bytes in the answer's body."""
+
     method: str
-    name: str  # of the file
-    begin: int  # of the range that was asked for
-    bytes: int  # of the answer's body
+    name: str
+    begin: int
+    bytes: int
 
 
 @dataclass
 class ObjectServer:
-    """What a server serves, how, and what it was asked for."""
+    """A server of the files in a folder, which records all requests."""
 
     folder: Path
+    # Called with the method and the name of the file of each request.
     fault_of: Callable[[str, str], Fault] = lambda method, name: None
     requests: list[Request] = field(default_factory=list)
     url: str = ""
 
     @contextmanager
     def running(self, port: int = 0) -> Iterator["ObjectServer"]:
-        """Answers in threads of this process until the block ends."""
-        served = self
-
-        class Handler(_Handler):
-            server_ = served
-
-        with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        """Answer in threads of this process until the block ends."""
+        handler = type("Handler", (_Handler,), {"object_server": self})
+        with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
             self.url = f"http://127.0.0.1:{server.server_port}"
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
             try:
@@ -46,32 +46,27 @@ class ObjectServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server_: ObjectServer
-    protocol_version = "HTTP/1.1"  # connections stay open
+    object_server: ObjectServer
+    # With this version, connections stay open.
+    protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        served, path = self.server_, self.server_.folder / self.path.lstrip("/")
-        fault = served.fault_of(self.command, path.name)
+        server, path = self.object_server, self.object_server.folder / self.path.lstrip("/")
+        fault = server.fault_of(self.command, path.name)
         if fault == "503" or not path.is_file():
-            served.requests.append(Request(self.command, path.name, 0, 0))
+            server.requests.append(Request(self.command, path.name, 0, 0))
             self.send_response(503 if fault else 404)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
         status = path.stat()
         begin, end = 0, status.st_size
-        if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-            begin, end = int(found[1]), min(int(found[2]) + 1, end)
+        if requested := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            begin, end = int(requested[1]), min(int(requested[2]) + 1, end)
         with path.open("rb") as file:
             file.seek(begin)
             body = file.read(end - begin) if self.command == "GET" else b""
@@ -79,8 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "short":
             body = body[:-1]
             size -= 1
-        served.requests.append(Request(self.command, path.name, begin, len(body)))
-        self.send_response(206 if found else 200)
+        server.requests.append(Request(self.command, path.name, begin, len(body)))
+        self.send_response(206 if requested else 200)
         for name, value in (
             ("Content-Length", str(size)),
             ("Accept-Ranges", "bytes"),
@@ -92,3 +87,5 @@ class _Handler(BaseHTTPRequestHandler):
             body = body[: len(body) // 2]
             self.close_connection = True
         self.wfile.write(body)
+
+    do_HEAD = do_GET

@@ -173,7 +173,7 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     for manifest in filter(None, (report.written.manifest, report.written.validation)):
         for name, value in manifest.describe().items():
             print(f"  {name:<18} {value}")
-    volumes = plan.files.volume_files(len(report.written.manifest.volumes))
-    pairs = f"{volumes[0][0].name}, .idx" + (f" to {volumes[-1][0].name}, .idx" if len(volumes) > 1 else "")
+    shards = plan.files.shard_files(len(report.written.manifest.shards))
+    pairs = f"{shards[0][0].name}, .idx" + (f" to {shards[-1][0].name}, .idx" if len(shards) > 1 else "")
     rejects = f", {plan.files.rejects.name}" if counts.rejected else ""
     print(f"wrote {plan.files.manifest}, {pairs}{rejects}")

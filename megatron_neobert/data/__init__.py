@@ -1,1 +1,5 @@
-"""Data path from raw input files to global batches: one folder per step, none of which imports training code."""
+"""From raw input files to global batches: inputs, tokenizer, preprocessing, corpus, deduplication and batches.
+
+No package here imports the model or the training loop, and only `batches` imports torch. Read corpus/format.py first:
+it describes the files that preprocessing writes and training reads.
+"""

@@ -81,7 +81,7 @@ def read_sequences(global_batch: GlobalBatch) -> Iterator[PackedSequence]:
                     epoch=int(columns.epochs_n[index]),
                     first_token=int(columns.starts_n[index]),
                     text_tokens=int(columns.lengths_n[index]),
-                    document_tokens=int(corpus.lengths[np.array([document])][0]),
+                    document_tokens=int(corpus.lengths_of(np.array([document]))[0]),
                     input_ids_s=tokens_t[start:end],
                     labels_s=labels_t[start:end],
                 )

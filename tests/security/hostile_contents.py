@@ -89,7 +89,7 @@ CORPORA = [
     (manifest(dtype="uint8"), "expected dtype uint16 as in small.idx, found uint8"),
     (manifest(volumes={"bin": {"bytes": 20, "sha256": "0"}}), "expected sha256 0 as in"),
     (take_the_index_of_another_corpus, "small.idx, byte 0: expected sha256"),
-    *((replace(end, put), f"small{end} missing beside the rest")
+    *((replace(end, put), f"small{end} missing: the corpus is unfinished")
       for end in (".bin", ".idx", ".json")
       for put in (lambda path: None, Path.mkdir, lambda path: path.symlink_to(path.name))),
 ]  # fmt: skip

@@ -112,7 +112,7 @@ def test_yaml_that_says_nothing_leaves_the_defaults(tmp_path, text):
 
 def test_manifest_cannot_lead_to_a_file_outside_its_folder(corpus):
     edit("small.json", volumes={"name": "../../elsewhere"})(corpus)
-    assert [volume.bin.name for volume in Corpus(corpus / "small").volumes] == ["small.bin"]
+    assert [shard.bin.name for shard in Corpus(corpus / "small").shards] == ["small.bin"]
 
 
 @pytest.mark.parametrize("config", [{"auto_map": 5}, {"auto_map": {}}, {"strip_accents": None}])

@@ -163,7 +163,7 @@ class BatchStream:
         """Start to fetch this rank's documents of a global batch from object storage, without waiting."""
         for sequences in self._micro_batches_of_rank(packed):
             for corpus, members in _group_by_corpus(self.sources, sequences.segments):
-                corpus.will_need(sequences.segments.numbers_n[members])
+                corpus.prefetch(sequences.segments.numbers_n[members])
 
     def _micro_batches_of_rank(self, packed: PackedSequences) -> list[PackedSequences]:
         size = self.settings.micro_batch_size

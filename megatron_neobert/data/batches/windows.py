@@ -148,7 +148,7 @@ def documents_in_window(sources: Sequence[Source], settings: BatchSettings, *, e
         numbers = source.numbers(indices)
         relative_positions_n = (np.arange(len(numbers)) + 0.5) / max(1, len(numbers))
         tagged_n = numbers + (component << COMPONENT_SHIFT)
-        columns.append((relative_positions_n, tagged_n, source.corpus.lengths[numbers], epochs_n))
+        columns.append((relative_positions_n, tagged_n, source.corpus.lengths_of(numbers), epochs_n))
     relative_positions_n, *documents = map(np.concatenate, zip(*columns, strict=True))
     order_n = np.argsort(relative_positions_n, kind="stable")
     return Documents(*(column[order_n] for column in documents))

@@ -1,7 +1,7 @@
-"""The columns of document attributes: those of a chunk, and of a corpus, which joins the columns of its chunks.
+"""Columns of document attributes: writing the columns of one chunk, and joining those of all chunks.
 
-A value is a number, a text, or true or false; lists and objects become missing values. A column has one type: whole
-numbers, numbers, truth values, or texts. If a key has values of several types, all of them become texts.
+An attribute value is a number, a text or a truth value; lists and objects become missing values. A column has one type:
+integers, floats, truth values or texts. If the values of a record key have several types, all become texts.
 """
 
 import keyword
@@ -16,51 +16,65 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Plain = bool | int | float | str | None  # a value as it is kept
-DERIVED = ("length", "input")  # attributes that need no column
-_ROW_GROUP = 1 << 17  # documents
-_LONGEST_TEXT = 1000  # characters of a text that are kept
+Plain = bool | int | float | str | None
+# Attributes that need no column, and their types; see attributes.py.
+DERIVED = {"length": "a number", "input": "a text"}
+# Documents per row group.
+_ROW_GROUP = 1 << 17
+# Longer texts are truncated.
+_LONGEST_TEXT_CHARACTERS = 1000
 
 
 def attribute_name(key: str) -> str:
-    """Return the name that an expression has for a record key: what is no letter, digit or _ becomes _.
+    """Return the attribute name of a record key: characters other than letters, digits and _ become _.
 
-    A keyword of Python, `length` and `input` get another _ at the end.
+    Keywords of Python, `length` and `input` get a trailing _, because expressions use them otherwise.
     """
     name = re.sub(r"\W", "_", key, flags=re.ASCII)
     return f"{name}_" if keyword.iskeyword(name) or name in DERIVED else name
 
 
 def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each record key whose attribute no expression could name."""
+    """Yield an error message for each record key whose attribute name is not a unique identifier."""
     names = [attribute_name(key) for key in keys]
     for key, name in zip(keys, names, strict=True):
         if not name.isidentifier() or names.count(name) > 1:
             yield (
-                f"--record-key {key} would be the attribute '{name}'; attributes need names of their own that begin "
+                f"--record-key {key} would be the attribute '{name}', but attribute names must be unique and begin "
                 "with a letter or _. Rename the field, or leave it out"
             )
 
 
 def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
-    """Return the columns of a chunk as an Arrow file, by record key; each has a value or None for each document."""
+    """Return the attributes of a chunk as an Arrow file.
+
+    Args:
+        columns: By record key, one value or None for each document of the chunk.
+    """
     import pyarrow as pa
 
-    table = pa.table({attribute_name(key): _typed([*map(plain_value, values)]) for key, values in columns.items()})
+    table = pa.table({attribute_name(key): _to_array(list(map(plain_value, v))) for key, v in columns.items()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)
     return sink.getvalue().to_pybytes()
 
 
-def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np.bool_]]) -> None:
-    """Write PREFIX.attributes.parquet: the rows of all chunks, files of `pack_columns`, that are True in `chosen`."""
+def join_columns(path: Path, chunks: Sequence[Path], is_chosen: Iterable[NDArray[np.bool_]]) -> None:
+    """Write PREFIX.attributes.parquet with the rows of the chosen documents of all chunks.
+
+    Args:
+        path: The file to write.
+        chunks: Files with the content of `pack_columns`.
+        is_chosen: For each chunk, one value per document.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     types: dict[str, pa.DataType] = {}
     for chunk in chunks:
-        with chunk.open("rb") as source:  # pyarrow takes no path that is not UTF-8
+        # pyarrow refuses paths that are not valid UTF-8, so it gets an open file.
+        with chunk.open("rb") as source:
             for field in pa.ipc.open_file(source).schema:
                 types[field.name] = _common_type(types.get(field.name, pa.null()), field.type)
     schema = pa.schema(list(types.items()))
@@ -68,21 +82,20 @@ def join_columns(path: Path, chunks: Sequence[Path], chosen: Iterable[NDArray[np
         path.open("wb") as file,
         pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
     ):
-        held = schema.empty_table()
-        for chunk, is_chosen in zip(chunks, chosen, strict=True):
+        pending = schema.empty_table()
+        for chunk, is_chosen_in_chunk in zip(chunks, is_chosen, strict=True):
             with chunk.open("rb") as source:
-                table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen))
-            held = pa.concat_tables([held, table.cast(schema, safe=False)])
-            whole = len(held) - len(held) % _ROW_GROUP
-            if whole:
-                writer.write_table(held[:whole].combine_chunks(), _ROW_GROUP)
-            held = held[whole:]
-        if len(held):
-            writer.write_table(held.combine_chunks(), _ROW_GROUP)
+                table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen_in_chunk))
+            pending = pa.concat_tables([pending, table.cast(schema, safe=False)])
+            if whole_groups := len(pending) - len(pending) % _ROW_GROUP:
+                writer.write_table(pending[:whole_groups].combine_chunks(), _ROW_GROUP)
+                pending = pending[whole_groups:]
+        if len(pending):
+            writer.write_table(pending.combine_chunks(), _ROW_GROUP)
 
 
-def _typed(values: Sequence[Plain]) -> "pa.Array":
-    """Return values as a column; values of several types become texts, as Arrow casts them."""
+def _to_array(values: Sequence[Plain]) -> "pa.Array":
+    """Return values as a column. Integers among floats become floats; any other mixture of types becomes texts."""
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}
@@ -94,7 +107,7 @@ def _typed(values: Sequence[Plain]) -> "pa.Array":
 
 
 def plain_value(value: object) -> Plain:
-    """Return a field of a record as it is kept: NaN, lists and objects become None."""
+    """Return a field of a record as an attribute value; NaN, lists and objects become None."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     if value is None or isinstance(value, list | dict) or value != value:
@@ -103,15 +116,17 @@ def plain_value(value: object) -> Plain:
         return value
     if isinstance(value, int) and abs(value) < 10**308:
         return value if -(2**63) <= value < 2**63 else float(value)
-    return str(value)[:_LONGEST_TEXT].encode(errors="replace").decode()  # no lone surrogates
+    # Encoding and decoding replaces lone surrogates, which Arrow refuses.
+    return str(value)[:_LONGEST_TEXT_CHARACTERS].encode(errors="replace").decode()
 
 
-def _common_type(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType":
+def _common_type(first: "pa.DataType", second: "pa.DataType") -> "pa.DataType":
+    """Return the type to which columns of both types are cast."""
     import pyarrow as pa
 
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    are_numbers = {str(one), str(other)} == {"int64", "double"}
+    if first == second or pa.types.is_null(second):
+        return first
+    if pa.types.is_null(first):
+        return second
+    are_numbers = {str(first), str(second)} == {"int64", "double"}
     return pa.float64() if are_numbers else pa.string()

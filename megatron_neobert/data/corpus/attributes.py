@@ -1,9 +1,9 @@
-"""Attributes of documents, and the choice of documents by an expression over them.
+"""Document attributes, and the choice of documents by an expression over them.
 
-PREFIX.attributes.parquet has a row for each document in the order of the corpus, and a column for each --record-key.
-Two attributes need no column: `length`, the tokens of a document, is in the index, and `input`, the name of its input
-file, follows from the manifest. An expression is evaluated once, some documents at a time, into one bit per document:
-10^9 documents take 125 MB.
+PREFIX.attributes.parquet has one row per document, in the order of the corpus, and one column per --record-key. Two
+attributes need no column: `length` (the tokens of a document) is in the index, and `input` (the name of its input file)
+follows from the manifest. An expression is evaluated once, in steps of bounded memory. The result has one bit per
+document, so 10^9 documents take 125 MB.
 """
 
 import ast
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.config.expressions import names_in, parse_expression
+from megatron_neobert.data.corpus.attribute_columns import DERIVED
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.format import DAMAGED
 from megatron_neobert.data.corpus.reader import Corpus
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-_BLOCK = 256  # documents that share a count of the chosen documents before them
-_STEP = 1 << 18  # documents that an expression is evaluated for at a time
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")  # of each byte
+# Documents per block. ChosenDocuments keeps one cumulative count per block.
+_BLOCK = 256
+# Documents for which an expression is evaluated in one step.
+_STEP = 1 << 18
+# By the value of a byte: its bits, lowest first; how many are set; and the positions of its bits, set bits first.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BITS_SET = _BITS.sum(axis=1, dtype=np.uint8)
-_SET_BITS_FIRST = np.argsort(1 - _BITS, axis=1, kind="stable")  # [byte, n]: the place of its n-th bit that is set
-_DERIVED = {"length": "a number", "input": "a text"}  # attributes that need no column
-_TYPES = ("a number", "a text", "true or false", "null")  # null: no document has a value
+_SET_BITS_FIRST = np.argsort(1 - _BITS, axis=1, kind="stable")
+# Types that expressions can compare. "null" is the type of a column without any value.
+_TYPES = ("a number", "a text", "true or false", "null")
 _COMPARE = {
     ast.Eq: "equal",
     ast.NotEq: "not_equal",
@@ -46,57 +50,64 @@ _COMPARE = {
 
 
 class ChosenDocuments:
-    """The documents of a range whose bits, as `choose_documents` returns them, are set, numbered from 0.
+    """The chosen documents of a range, numbered from 0.
 
-    One count per 256 documents leads to the block of the n-th document, and the bits of the block to its place.
+    Finding the n-th chosen document takes a binary search for its block and a search in the bits of that block.
+
+    Args:
+        bits: One bit per document of the corpus, from `choose_documents`.
+        documents: Numbers of the documents to consider.
     """
 
     def __init__(self, bits: NDArray[np.uint8], documents: range) -> None:
         self.bits, self.documents = bits, documents
         self._blocks = bits.reshape(-1, _BLOCK // 8)
-        self._ends = np.append(0, np.cumsum(_BITS_SET[self._blocks].sum(axis=1, dtype=np.int64)))
-        self._first, stop = self._rank(documents.start), self._rank(documents.stop)
-        self._count = stop - self._first
+        # Number of chosen documents before each block.
+        self._before = np.append(0, np.cumsum(_BITS_SET[self._blocks].sum(axis=1, dtype=np.int64)))
+        self._first = self._chosen_before(documents.start)
+        self._count = self._chosen_before(documents.stop) - self._first
 
     def __len__(self) -> int:
         return self._count
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers in the corpus of the chosen documents `indices`, each in [0, len(self))."""
+        """Return the document numbers in the corpus of the chosen documents `indices`, each in [0, len(self))."""
         ranks = indices + self._first
-        blocks = np.searchsorted(self._ends, ranks, side="right") - 1
-        places = ranks - self._ends[blocks]  # among the chosen documents of the block
+        blocks = np.searchsorted(self._before, ranks, side="right") - 1
+        ranks_in_block = ranks - self._before[blocks]
         up_to_byte = np.cumsum(_BITS_SET[self._blocks[blocks]], axis=1, dtype=np.int16)
-        at = np.argmax(up_to_byte > places[:, None], axis=1)
+        at = np.argmax(up_to_byte > ranks_in_block[:, None], axis=1)
         byte = self._blocks[blocks, at]
         before_byte = up_to_byte[np.arange(len(at)), at] - _BITS_SET[byte]
-        return blocks * _BLOCK + 8 * at + _SET_BITS_FIRST[byte, places - before_byte]
+        return blocks * _BLOCK + 8 * at + _SET_BITS_FIRST[byte, ranks_in_block - before_byte]
 
-    def _rank(self, document: int) -> int:
+    def _chosen_before(self, document: int) -> int:
         """Return the number of chosen documents of the corpus before a document."""
-        block, place = divmod(document, _BLOCK)
-        inside = np.unpackbits(self._blocks[block : block + 1], bitorder="little")[:place]
-        return int(self._ends[block]) + int(inside.sum())
+        block, position = divmod(document, _BLOCK)
+        bits_of_block = np.unpackbits(self._blocks[block : block + 1], bitorder="little")
+        return int(self._before[block]) + int(bits_of_block[:position].sum())
 
 
 def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None) -> NDArray[np.uint8]:
-    """Return one bit per document, in whole blocks: 1 if all conditions hold and no drop list names the document.
+    """Return one bit per document, set if all conditions hold and the drop list does not drop the document.
 
-    A missing value matches no comparison, nor its negation.
+    Bits are packed lowest first and padded to whole blocks of 256. A missing value satisfies neither a comparison nor
+    its negation.
 
     Args:
+        corpus: The corpus.
         conditions: Expressions of config/expressions.py.
         drop: Path of a drop list.
 
     Raises:
-        ConfigError: A condition names an attribute that the corpus does not have, or compares different types.
-        DataError: The attributes or the drop list are damaged, or belong to another corpus.
+        ConfigError: A condition is malformed, names an unknown attribute, or compares different types.
+        DataError: The attributes or the drop list are damaged or belong to another corpus.
         MissingInputError: The drop list does not exist.
     """
     bits = np.full(-(-len(corpus) // _BLOCK) * _BLOCK // 8, 0 if conditions else 255, dtype=np.uint8)
     if conditions:
         tree = ast.BoolOp(ast.And(), [parse_expression(condition) for condition in conditions])
-        for first, columns in _chunks(corpus, names_in(tree)):
+        for first, columns in _read_columns(corpus, names_in(tree)):
             chosen = _evaluate(tree, columns).fill_null(False).to_numpy(zero_copy_only=False)
             packed = np.packbits(np.append(np.zeros(first % 8, dtype=np.bool_), chosen), bitorder="little")
             bits[first // 8 : first // 8 + len(packed)] |= packed
@@ -107,12 +118,12 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None
 
 
 def attribute_types(corpus: Corpus) -> dict[str, str]:
-    """Return the names of all attributes of a corpus, and their types in words."""
+    """Return the type of each attribute of a corpus, in words, by name."""
     stored: dict[str, str] = {}
     if corpus.manifest.attributes is not None:
         with _open_attributes(corpus) as file:
             stored = {field.name: _type_of(field.type) for field in file.schema_arrow}
-    return stored | _DERIVED
+    return stored | DERIVED
 
 
 @contextmanager
@@ -121,26 +132,27 @@ def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile
     import pyarrow.parquet as pq
 
     path = corpus.attributes_file
-    try:  # an open file, since pyarrow takes no path that is not UTF-8
+    try:
+        # pyarrow refuses paths that are not valid UTF-8, so it gets an open file.
         with path.open("rb") as stream, pq.ParquetFile(stream, page_checksum_verification=True, **options) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}); {DAMAGED}") from error
 
 
-def _chunks(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
-    """Yield the number of the first document of each chunk, and the columns of these names."""
-    stored = sorted(names - _DERIVED.keys())
+def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
+    """Yield the attributes `names` of consecutive documents as columns, with the number of the first document."""
+    stored = sorted(names - DERIVED.keys())
     types = attribute_types(corpus) if stored else {}
     if unknown := [name for name in stored if types.get(name) not in _TYPES]:
-        found = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+        listed_types = ", ".join(f"{name} ({type_})" for name, type_ in types.items())
         raise ConfigError(
             f"{corpus.prefix} has no attribute {unknown[0]} of numbers, texts, or true and false; its attributes are "
-            f"{found}. Correct the expression, or preprocess again with --record-key."
+            f"{listed_types}. Correct the expression, or preprocess again with --record-key."
         )
     if not stored:
         for first in range(0, len(corpus), _STEP):
-            yield first, _derived(corpus, names, first, min(first + _STEP, len(corpus)))
+            yield first, _derive_columns(corpus, names, first, min(first + _STEP, len(corpus)))
         return
     first = 0
     with _open_attributes(corpus, read_dictionary=stored) as file:
@@ -150,12 +162,12 @@ def _chunks(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, p
             )
         for batch in file.iter_batches(_STEP, columns=stored):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            yield first, columns | _derived(corpus, names, first, first + batch.num_rows)
+            yield first, columns | _derive_columns(corpus, names, first, first + batch.num_rows)
             first += batch.num_rows
 
 
-def _derived(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":
-    """Return the attributes of documents [first, stop) that need no column."""
+def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":
+    """Return the columns `length` and `input` of documents [first, stop), as far as `names` has them."""
     import pyarrow as pa
 
     columns: dict[str, pa.Array] = {}
@@ -171,7 +183,7 @@ def _derived(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[st
 
 
 def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Return the truth of a condition for each row; null where a missing value leaves it open."""
+    """Return the truth of a condition for each row; null if it depends on a missing value."""
     import pyarrow.compute as pc
 
     match node:
@@ -181,22 +193,24 @@ def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
         case ast.UnaryOp(operand=condition):
             return pc.invert(_evaluate(condition, columns))
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as operator], comparators=[ast.List(elts=values)]):
-            found = reduce(pc.or_kleene, [_compare(left, ast.Eq(), value, columns) for value in values])
-            return pc.invert(found) if isinstance(operator, ast.NotIn) else found
-        case ast.Compare(left=left, ops=operators, comparators=others):
-            pairs = zip(operators, pairwise([left, *others]), strict=True)
+            is_in = reduce(pc.or_kleene, [_compare(left, ast.Eq(), value, columns) for value in values])
+            return pc.invert(is_in) if isinstance(operator, ast.NotIn) else is_in
+        case ast.Compare(left=left, ops=operators, comparators=comparators):
+            pairs = zip(operators, pairwise([left, *comparators]), strict=True)
             return reduce(pc.and_kleene, [_compare(a, operator, b, columns) for operator, (a, b) in pairs])
-    return _compare(node, ast.Eq(), ast.Constant(value=True), columns)  # the name of an attribute that is true or false
+    # The name of an attribute of truth values.
+    return _compare(node, ast.Eq(), ast.Constant(value=True), columns)
 
 
 def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Compare two operands, row by row. Raise ConfigError if their types differ or have no order."""
+    """Compare two operands row by row; raise ConfigError if their types differ or have no order."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     operands = [columns[side.id] if isinstance(side, ast.Name) else ast.literal_eval(side) for side in (left, right)]
     arrow_types = [side.type if isinstance(side, pa.Array) else pa.scalar(side).type for side in operands]
-    if any(map(pa.types.is_null, arrow_types)):  # no document has a value
+    # A column without any value satisfies no comparison.
+    if any(map(pa.types.is_null, arrow_types)):
         return pa.nulls(max(len(side) for side in operands if isinstance(side, pa.Array)), pa.bool_())
     types, is_ordered = list(map(_type_of, arrow_types)), not isinstance(operator, ast.Eq | ast.NotEq)
     if types[0] != types[1] or (is_ordered and types[0] == "true or false"):
@@ -204,27 +218,31 @@ def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dic
             f"{ast.unparse(left)} is {types[0]} and {ast.unparse(right)} is {types[1]}, which "
             f"{ast.unparse(ast.Compare(left, [operator], [right]))} cannot compare; correct the expression."
         )
+    # Python compares integers and floats of any size. Arrow refuses integers from 2^53 beside a float.
     if any(pa.types.is_floating(arrow_type) or arrow_type == pa.uint64() for arrow_type in arrow_types):
-        # As Python compares; Arrow refuses whole numbers from 2^53 beside a float.
         operands = [
             side.cast(pa.float64(), safe=False) if isinstance(side, pa.Array) else float(side) for side in operands
         ]
     compare = getattr(pc, _COMPARE[type(operator)])
     for side, text in (operands, operands[::-1]):
-        if isinstance(side, pa.DictionaryArray) and isinstance(text, str):  # compared once for each distinct text
-            names = side.dictionary
-            if side is columns.get("input") and "/" not in text:  # the name of a file without its folder
-                names = pa.array([PurePosixPath(name).name for name in names.to_pylist()])
+        # Compare each distinct text of the column once.
+        if isinstance(side, pa.DictionaryArray) and isinstance(text, str):
+            values = side.dictionary
+            # A pattern without "/" is compared with the file name only.
+            if side is columns.get("input") and "/" not in text:
+                values = pa.array([PurePosixPath(name).name for name in values.to_pylist()])
             if "*" in text and not is_ordered:
-                found = pc.match_substring_regex(names, "(?s)^" + ".*".join(map(re.escape, text.split("*"))) + "$")
-                found = pc.invert(found) if isinstance(operator, ast.NotEq) else found
+                pattern = "(?s)^" + ".*".join(map(re.escape, text.split("*"))) + "$"
+                holds = pc.match_substring_regex(values, pattern)
+                holds = pc.invert(holds) if isinstance(operator, ast.NotEq) else holds
             else:
-                found = compare(names, text) if side is operands[0] else compare(text, names)
-            return found.take(side.indices)
+                holds = compare(values, text) if side is operands[0] else compare(text, values)
+            return holds.take(side.indices)
     return compare(*(side.dictionary_decode() if isinstance(side, pa.DictionaryArray) else side for side in operands))
 
 
 def _type_of(arrow_type: "pa.DataType") -> str:
+    """Return "a number", "a text" or "true or false"; for any other type, its name in Arrow."""
     from pyarrow import types
 
     if types.is_dictionary(arrow_type):

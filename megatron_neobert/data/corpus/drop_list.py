@@ -1,7 +1,7 @@
-"""A drop list: which documents of one or more finished corpora are to be left out, one bit per document.
+"""Drop lists: files with one bit per document of one or more corpora, set if the document is dropped.
 
-The file begins with a line of JSON about itself (`head -n 1`); the bits of each corpus follow, document 0 first, each
-corpus from a byte of its own. It names corpora by their content, so it serves any copy of a corpus and no other.
+The first line is a JSON header (`head -n 1`). The bits of each corpus follow, document 0 first; each corpus begins at a
+new byte. Corpora are identified by checksum, so a drop list applies to every copy of a corpus, under any path.
 """
 
 import hashlib
@@ -22,91 +22,103 @@ from megatron_neobert.text import parse_json
 
 _FORMAT = "megatron_neobert drop list 1"
 _DAMAGED = "it is damaged; copy it again, or run neobert find-duplicates again"
-_LONGEST_HEADER = 1 << 24  # bytes; 300 for each of the corpora
+# A corpus takes about 300 bytes.
+_LONGEST_HEADER_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class DroppedOf:
-    """Documents of one corpus that a drop list leaves out."""
+class DropListEntry:
+    """One corpus of a drop list."""
 
-    prefix: str  # as it was given; it may have moved
-    documents_sha256: str  # of the manifest
+    # As on the command line; the corpus may have moved since.
+    prefix: str
+    documents_sha256: str
     documents: Annotated[int, msgspec.Meta(ge=1)]
     tokens: int
     dropped_documents: int
     dropped_tokens: int
-    mask_sha256: str  # of the corpus's bits, in whole bytes
+    # Of the bits of this corpus, in whole bytes.
+    mask_sha256: str
 
 
 class _Header(msgspec.Struct):
     format: Literal["megatron_neobert drop list 1"]
-    corpora: list[DroppedOf]
+    corpora: list[DropListEntry]
 
 
-def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[DroppedOf, NDArray[np.uint8]]:
-    """Return what a drop list takes from one corpus, called `prefix`: its entry, and one bit per document, mapped.
+def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[DropListEntry, NDArray[np.uint8]]:
+    """Read the part of a drop list that applies to one corpus.
+
+    Args:
+        path: The drop list.
+        manifest: Manifest of the corpus.
+        prefix: Prefix of the corpus, for error messages.
+
+    Returns:
+        The entry of the corpus, and its bits in whole bytes (mapped; lowest bit first; 1: dropped).
 
     Raises:
-        MissingInputError: No such file.
-        DataError: The file is no drop list, is damaged, or has no entry for this corpus.
+        MissingInputError: The file does not exist.
+        DataError: The file is not a drop list, is damaged, or does not contain this corpus.
     """
     if not path.is_file():
         raise MissingInputError(f"drop list {path}: no such file; neobert find-duplicates writes one")
     with path.open("rb") as stream:
-        header = stream.readline(_LONGEST_HEADER)
+        header = stream.readline(_LONGEST_HEADER_BYTES)
     try:
         corpora = msgspec.convert(parse_json(header), _Header).corpora
     except (ValueError, msgspec.ValidationError) as error:
         raise DataError(
-            f"{path} is not a drop list that begins with a line of JSON and {_FORMAT!r} ({error!r:.200}); name the "
-            "file that neobert find-duplicates has written"
+            f"{path} is not a drop list: its first line is not JSON with the format {_FORMAT!r} ({error!r:.200}); name "
+            "a file that neobert find-duplicates has written"
         ) from error
-    offset, found = len(header), None
+    end, match = len(header), None
     for entry in corpora:
-        mask_bytes = -(-entry.documents // 8)
+        begin, end = end, end + -(-entry.documents // 8)
         if entry.documents_sha256 == manifest.documents_sha256 and entry.documents == manifest.documents:
-            found = entry, offset, mask_bytes
-        offset += mask_bytes
-    if (size := path.stat().st_size) != offset:
+            match = entry, begin, end
+    if (size := path.stat().st_size) != end:
         raise DataError(
-            f"drop list {path}: expected {offset:,} bytes for {len(corpora)} corpora, found {size:,}; {_DAMAGED}"
+            f"drop list {path}: expected {end:,} bytes for {len(corpora)} corpora, found {size:,}; {_DAMAGED}"
         )
-    if found is not None:
-        entry, offset, mask_bytes = found
-        mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", offset, mask_bytes)
-        if hashlib.sha256(mask.data).hexdigest() != entry.mask_sha256:
-            raise DataError(f"drop list {path}: expected sha256 {entry.mask_sha256} of its bits; {_DAMAGED}")
-        return entry, mask
-    names = ", ".join(f"{entry.prefix} ({entry.documents_sha256[:12]})" for entry in corpora[:5])
-    raise DataError(
-        f"drop list {path} is of {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
-        "written anew since; run neobert find-duplicates on it"
-    )
+    if match is None:
+        names = ", ".join(f"{entry.prefix} ({entry.documents_sha256[:12]})" for entry in corpora[:5])
+        raise DataError(
+            f"drop list {path} is for {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
+            "written again since; run neobert find-duplicates on it"
+        )
+    entry, begin, end = match
+    mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", begin, end - begin)
+    if hashlib.sha256(mask.data).hexdigest() != entry.mask_sha256:
+        raise DataError(f"drop list {path}: expected sha256 {entry.mask_sha256} of its bits; {_DAMAGED}")
+    return entry, mask
 
 
 def write_drop_list(
-    path: Path, corpora: Sequence[tuple[str, Manifest, NDArray[np.bool_], int]], found: dict[str, Any]
-) -> list[DroppedOf]:
-    """Write a drop list, whole or not at all, and return its entries.
+    path: Path, corpora: Sequence[tuple[str, Manifest, NDArray[np.bool_], int]], settings: dict[str, Any]
+) -> list[DropListEntry]:
+    """Write a drop list atomically, and return its entries.
 
     Args:
-        corpora: Prefix, manifest, True for each document that is dropped, and the tokens in these.
-        found: More about it, for people; must survive JSON.
+        path: The file to write.
+        corpora: For each corpus, its prefix, its manifest, True for each dropped document, and the number of tokens in
+            the dropped documents.
+        settings: JSON values for the header, which say how the list was made.
     """
-    masks = [np.packbits(dropped, bitorder="little") for _, _, dropped, _ in corpora]
+    masks = [np.packbits(is_dropped, bitorder="little") for _, _, is_dropped, _ in corpora]
     entries = [
-        DroppedOf(
+        DropListEntry(
             prefix=prefix,
             documents_sha256=manifest.documents_sha256,
             documents=manifest.documents,
             tokens=manifest.tokens,
-            dropped_documents=int(np.count_nonzero(dropped)),
+            dropped_documents=int(np.count_nonzero(is_dropped)),
             dropped_tokens=tokens,
             mask_sha256=hashlib.sha256(mask.data).hexdigest(),
         )
-        for (prefix, manifest, dropped, tokens), mask in zip(corpora, masks, strict=True)
+        for (prefix, manifest, is_dropped, tokens), mask in zip(corpora, masks, strict=True)
     ]
-    header = json.dumps({"format": _FORMAT, **found, "corpora": msgspec.to_builtins(entries)})
+    header = json.dumps({"format": _FORMAT, **settings, "corpora": msgspec.to_builtins(entries)})
     with replacing(path) as temporary, temporary.open("wb") as stream:
         stream.write(header.encode() + b"\n")
         for mask in masks:

@@ -1,8 +1,9 @@
-"""Files of a corpus, and its manifest, whose types msgspec checks.
+"""Names of the files of a corpus, and its manifest, which msgspec validates.
 
-A corpus is one or more corpus shards ("volumes" in names and in the manifest), each a pair of Megatron's .bin and .idx.
-One is PREFIX.bin and PREFIX.idx, several are PREFIX_00000.bin and so on; the manifest is PREFIX.json. A document
-is one sequence, whole, without special tokens. The manifest is written last, so its absence marks an unfinished corpus.
+A corpus has one or more corpus shards ("volumes" in the manifest), each a pair of .bin and .idx in Megatron's format.
+A single shard is PREFIX.bin and PREFIX.idx; several shards are PREFIX_00000.bin, PREFIX_00000.idx and so on. The
+manifest is PREFIX.json. It is written last, so a corpus without a manifest is unfinished. Each document is one sequence
+of the index: not truncated, and without special tokens.
 """
 
 import hashlib
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
@@ -27,56 +27,59 @@ from megatron_neobert.text import parse_json, percent
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-FORMAT_VERSION = 2  # of the manifest; any other is refused
+FORMAT_VERSION = 2
+# Dtypes of token ids by their code in the .idx.
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
-Count = Annotated[int, msgspec.Meta(ge=0)]  # counts, sizes and ids
-DAMAGED = "the file is damaged or not of this corpus: copy it again or preprocess again"
-_LARGEST_MANIFEST_BYTES = 1 << 30  # 150 bytes for each of the shards
+Count = Annotated[int, msgspec.Meta(ge=0)]
+DAMAGED = "the file is damaged or belongs to another corpus; copy it again or preprocess again"
+# An input file takes about 150 bytes, so this is enough for 7 million of them.
+_LARGEST_MANIFEST_BYTES = 1 << 30
 PERCENTS = (5, 25, 50, 75, 95, 99)
-CUTS = (1024, 2048)  # tokens: the sequence lengths that NeoBERT was trained with
-NO_TOKENS = "no tokens"  # in Manifest.dropped: a text of control characters only
-DUPLICATE = "duplicate"  # in Manifest.dropped: the text of an earlier document once more
+# The sequence lengths, in tokens, that NeoBERT was trained with.
+TRUNCATION_LENGTHS = (1024, 2048)
+# Keys of Manifest.dropped: texts that tokenize to nothing (control characters only), and repeated texts.
+NO_TOKENS = "no tokens"
+DUPLICATE = "duplicate"
 
 
 class CorpusFiles(NamedTuple):
-    """Paths of the files of a corpus; `partial` is the folder of a run that has not finished.
+    """Paths of the files of a corpus."""
 
-    bin and idx are those of a corpus of one corpus shard.
-    """
-
+    # Only if the corpus has a single shard; otherwise see `shard_files`.
     bin: Path
     idx: Path
     manifest: Path
     rejects: Path
+    # Folder of an unfinished run.
     partial: Path
-    attributes: Path  # a row for each document, if the corpus keeps attributes
+    # Exists only if the corpus keeps document attributes.
+    attributes: Path
 
     @property
     def name(self) -> str:
-        """Last part of the prefix; every file name begins with it."""
+        """Last component of the prefix; every file name begins with it."""
         return self.manifest.name.removesuffix(".json")
 
-    def volume_files(self, volumes: int) -> list[tuple[Path, Path]]:
-        """Return the .bin and the .idx of each corpus shard of a corpus that has so many."""
-        return [(self.bin, self.idx)] if volumes == 1 else list(map(self.numbered, range(volumes)))
+    def shard_files(self, shards: int) -> list[tuple[Path, Path]]:
+        """Return the paths of .bin and .idx of each corpus shard, for a corpus with this number of shards."""
+        return [(self.bin, self.idx)] if shards == 1 else list(map(self.numbered_shard, range(shards)))
 
-    def numbered(self, number: int) -> tuple[Path, Path]:
-        """Return the .bin and the .idx of a corpus shard of several."""
+    def numbered_shard(self, number: int) -> tuple[Path, Path]:
+        """Return the paths of .bin and .idx of one corpus shard, for a corpus with several shards."""
         name = f"{self.name}_{number:05d}"
         return self.bin.with_name(f"{name}.bin"), self.bin.with_name(f"{name}.idx")
 
-    def existing(self) -> list[Path]:
-        """Return the files of a corpus of this name, besides manifest and rejects.
+    def existing_files(self) -> list[Path]:
+        """Return the existing .bin, .idx and attributes files of the corpus with this prefix.
 
-        PREFIX_00012.bin is among them if the manifest names so many corpus shards or, without a manifest, if all lower
-        numbers exist and PREFIX_00012 is no corpus of its own.
+        A readable manifest decides the number of shards. Without one, PREFIX_00012.bin counts if the files of all lower
+        numbers exist and PREFIX_00012 is not a corpus of its own (has no manifest).
         """
         try:
-            volumes = len(read_manifest(self.manifest).volumes)
-            pairs = [*self.volume_files(volumes)]
+            pairs = self.shard_files(len(read_manifest(self.manifest).shards))
         except (OSError, ValueError, DataError):
             pairs = [(self.bin, self.idx)]
-            for pair in map(self.numbered, count()):
+            for pair in map(self.numbered_shard, count()):
                 if pair[0].with_suffix(".json").exists() or not any(file.exists() for file in pair):
                     break
                 pairs.append(pair)
@@ -84,148 +87,161 @@ class CorpusFiles(NamedTuple):
 
 
 def corpus_files(prefix: str | Path) -> CorpusFiles:
-    ends = ("bin", "idx", "json", "rejects.jsonl", "partial", "attributes.parquet")
-    return CorpusFiles(*(Path(f"{prefix}.{end}") for end in ends))
+    """Return the paths of the files of the corpus with this prefix."""
+    suffixes = ("bin", "idx", "json", "rejects.jsonl", "partial", "attributes.parquet")
+    return CorpusFiles(*(Path(f"{prefix}.{suffix}") for suffix in suffixes))
 
 
 def validation_files(files: CorpusFiles) -> CorpusFiles:
-    """Return the files of the corpus that --split-validation puts beside the one for training."""
+    """Return the files of the validation corpus that --split-validation writes beside the training corpus."""
     return corpus_files(files.manifest.with_name(f"{files.name}_validation"))
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return uint16 below 65,500 ids, else int32: the rule that Megatron's own preprocessing follows."""
+    """Return uint16 for vocabularies below 65,500 ids, otherwise int32, as Megatron's preprocessing does."""
     return DTYPES[8 if vocab_size < 65500 else 4]
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Lengths of documents in tokens, without special tokens."""
+    """Statistics of document lengths, in tokens."""
 
     mean: float
     shortest: Count
-    percentiles: dict[str, Count]  # by percent: the smallest length that so many percent of the documents do not exceed
+    # By percentage P: the smallest length that at least P % of the documents do not exceed.
+    percentiles: dict[str, Count]
     longest: Count
-    documents_above: dict[str, float]  # by cut: share of the documents that are longer
-    tokens_above: dict[str, float]  # by cut: share of all tokens that would be truncated
+    # By sequence length: the share of documents that are longer, and the share of tokens that truncation would drop.
+    documents_above: dict[str, float]
+    tokens_above: dict[str, float]
 
     def describe(self) -> dict[str, str]:
-        """Return rows of a table: name and value."""
-        ranks = ", ".join(f"{rank} % {length:,}" for rank, length in self.percentiles.items())
-        lengths = f"mean {self.mean:,.1f}, shortest {self.shortest:,}, {ranks}, longest {self.longest:,}"
-        rows = {"tokens/document": lengths}
-        for (cut, documents), tokens in zip(self.documents_above.items(), self.tokens_above.values(), strict=False):
-            rows[f"over {cut} tokens"] = (
-                f"{percent(documents)} of the documents; beyond it {percent(tokens)} of the tokens"
+        """Return table rows to print, as {name: value}."""
+        percentiles = ", ".join(f"{rank} % {length:,}" for rank, length in self.percentiles.items())
+        lengths = f"mean {self.mean:,.1f}, shortest {self.shortest:,}, {percentiles}, longest {self.longest:,}"
+        table = {"tokens/document": lengths}
+        for (length, documents), tokens in zip(self.documents_above.items(), self.tokens_above.values(), strict=False):
+            table[f"over {length} tokens"] = (
+                f"{percent(documents)} of the documents; truncation drops {percent(tokens)} of the tokens"
             )
-        return rows
+        return table
 
 
-def length_statistics(documents_of: Mapping[int, int]) -> Statistics:
-    """Return the statistics of at least one document, from the number of documents of each length."""
-    lengths, counts = (np.array(column) for column in zip(*sorted(documents_of.items()), strict=True))
-    documents, tokens, not_longer = int(counts.sum()), int(lengths @ counts), np.cumsum(counts)
-    longest_of = {percent: np.searchsorted(not_longer, -(-percent * documents // 100)) for percent in PERCENTS}
+def length_statistics(documents_by_length: Mapping[int, int]) -> Statistics:
+    """Return the statistics of at least one document, given the number of documents of each length."""
+    lengths, counts = (np.array(column) for column in zip(*sorted(documents_by_length.items()), strict=True))
+    documents, tokens, cumulative = int(counts.sum()), int(lengths @ counts), np.cumsum(counts)
+    positions = {rank: np.searchsorted(cumulative, -(-rank * documents // 100)) for rank in PERCENTS}
+    truncated = {limit: int(np.maximum(lengths - limit, 0) @ counts) for limit in TRUNCATION_LENGTHS}
     return Statistics(
         mean=round(tokens / documents, 2),
         shortest=int(lengths[0]),
-        percentiles={str(percent): int(lengths[place]) for percent, place in longest_of.items()},
+        percentiles={str(rank): int(lengths[position]) for rank, position in positions.items()},
         longest=int(lengths[-1]),
-        documents_above={str(cut): round(int(counts[lengths > cut].sum()) / documents, 6) for cut in CUTS},
-        tokens_above={str(cut): round(int(np.maximum(lengths - cut, 0) @ counts) / tokens, 6) for cut in CUTS},
+        documents_above={str(limit): round(int(counts[lengths > limit].sum()) / documents, 6) for limit in truncated},
+        tokens_above={str(limit): round(dropped / tokens, 6) for limit, dropped in truncated.items()},
     )
 
 
-def count_lengths(lengths: NDArray[np.int32]) -> dict[int, int]:
-    """Return the number of documents of each length that occurs."""
-    found, counts = np.unique(lengths, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
-
-
 class InputRecord(msgspec.Struct, frozen=True):
-    """An input file as it was when it was read."""
+    """An input file at the time when it was read, and its documents in this corpus."""
 
     bytes: Count
-    sha256: str | None  # of all its bytes; None: a table, or a file of several chunks at a URL, of which none reads all
-    documents: Count = 0  # of it in this corpus, one after the other
-    tokens: Count = 0  # in them
+    # None for a URL whose bytes are not read in order by one reader (tables, and files with several chunks).
+    sha256: str | None
+    # These documents are consecutive in the corpus.
+    documents: Count = 0
+    tokens: Count = 0
 
 
-class QuarantinedShard(msgspec.Struct, frozen=True):
-    """An input file that --quarantine has left out."""
+class QuarantinedInput(msgspec.Struct, frozen=True):
+    """A damaged input file that --quarantine left out."""
 
     bytes: Count
     reason: str
 
 
 class BackendRecord(msgspec.Struct, frozen=True):
-    """Documents that one tokenizer back end has tokenized."""
+    """Number of documents that one tokenizer back end tokenized."""
 
     documents: Count
-    compared: Count  # of them with the reference tokenizer, id by id; 0 of the reference itself
+    # Documents whose ids were compared with those of the reference tokenizer; 0 for the reference itself.
+    compared: Count
 
 
-class Volume(msgspec.Struct, frozen=True):
-    """Consecutive documents of a corpus in one pair of files."""
+class CorpusShard(msgspec.Struct, frozen=True):
+    """One .bin/.idx pair, which has consecutive documents of the corpus."""
 
-    documents: Count
-    tokens: Count
+    documents: Annotated[int, msgspec.Meta(ge=1)]
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
     bin: FileRecord
     idx: FileRecord
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Everything about a corpus that its .bin and .idx do not hold.
+    """Content of PREFIX.json: all facts about a corpus besides its token ids and document lengths.
 
-    records, repaired_documents, rejected and dropped are of all that was read; where a part of the documents is held
-    out for validation, both corpora have the same.
+    records, repaired_documents, rejected and dropped count everything that was read. With --split-validation, the
+    training and the validation corpus therefore have the same counts.
     """
 
     format_version: Count
     project_version: str
-    inputs: dict[str, InputRecord]  # by path or URL, in the order read
+    # By path or URL, in the order in which they were read.
+    inputs: dict[str, InputRecord]
     text_key: str
     tokenizer_fingerprint: str
-    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]  # int32 numbers the ids
-    special_tokens: dict[str, Count]  # by role: "cls", "sep", "pad", "mask", "unk"
+    # At most 2^31: ids are stored as int32 or smaller.
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+    # By role: "cls", "sep", "pad", "mask", "unk".
+    special_tokens: dict[str, Count]
     special_ids: list[Count]
     dtype: str
     part_of: Literal["all", "training", "validation"]
-    filters: dict[str, str | Count | float | None]  # by setting
-    records: Count  # = documents + held_out + those rejected + those dropped
+    # Value of each setting that decides which documents are kept, by name.
+    filters: dict[str, str | Count | float | None]
+    # Equals documents + held_out + sum(rejected) + sum(dropped).
+    records: Count
     documents: Count
-    held_out: Count  # documents in the other corpus of a split
+    # Documents in the other corpus of a split.
+    held_out: Count
     tokens: Count
     unknown_tokens: Count
-    repaired_documents: Count  # with U+FFFD in place of invalid UTF-8 or lone surrogates
-    rejected: dict[str, Count]  # records by reason: errors
-    dropped: dict[str, Count]  # records by the name of a filter
+    # Documents in which U+FFFD replaced invalid UTF-8 or lone surrogates.
+    repaired_documents: Count
+    # Number of records by error.
+    rejected: dict[str, Count]
+    # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
+    dropped: dict[str, Count]
     statistics: Statistics
-    volumes: Annotated[list[Volume], msgspec.Meta(min_length=1)]
-    tokenizer_backends: dict[str, BackendRecord] = {}  # by name and version
-    quarantined: dict[str, QuarantinedShard] = {}  # by path or URL; not among the inputs
-    attributes: FileRecord | None = None  # PREFIX.attributes.parquet; None: no attribute besides length and input
+    shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)] = msgspec.field(name="volumes")
+    # By name and version of the back end.
+    tokenizer_backends: dict[str, BackendRecord] = {}
+    # By path or URL; these files are not among the inputs.
+    quarantined: dict[str, QuarantinedInput] = {}
+    # PREFIX.attributes.parquet; None if the corpus has no attributes besides length and input.
+    attributes: FileRecord | None = None
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the .bin, or over those of all corpus shards."""
-        hashes = [volume.bin.sha256 for volume in self.volumes]
+        """SHA-256 of the only .bin; for several shards, SHA-256 over the SHA-256 of each .bin."""
+        hashes = [shard.bin.sha256 for shard in self.shards]
         return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     @cached_property
     def documents_sha256(self) -> str:
-        """SHA-256 over token ids and document boundaries: equal for copies of a corpus, and for no other corpus."""
-        hashes = [f"{volume.bin.sha256} {volume.idx.sha256}\n" for volume in self.volumes]
+        """SHA-256 over the checksums of all .bin and .idx files; other corpora have another value, copies the same."""
+        hashes = [f"{shard.bin.sha256} {shard.idx.sha256}\n" for shard in self.shards]
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def describe(self) -> dict[str, str]:
-        """Return rows of a table: name and value."""
+        """Return table rows to print, as {name: value}."""
         return {
             "records": f"{self.records:,}",
             "documents": f"{self.documents:,}"
             + ("" if self.part_of == "all" else f" for {self.part_of}, {self.held_out:,} in the other corpus"),
             "rejected": describe_reasons(self.rejected),
             "dropped": describe_reasons(self.dropped),
-            "quarantined": f"{len(self.quarantined):,} damaged shards left out",
+            "quarantined": f"{len(self.quarantined):,} damaged input files left out",
             "repaired": f"{self.repaired_documents:,} with U+FFFD for invalid text",
             "tokens": f"{self.tokens:,}, {percent(self.unknown_tokens / self.tokens, digits=3)} of them unknown",
             **self.statistics.describe(),
@@ -237,18 +253,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def describe_reasons(reasons: Mapping[str, int]) -> str:
-    """Format counts as "12 malformed JSON, 3 null text", the most frequent first; "none" if there are none."""
+    """Format counts by reason as "12 malformed JSON, 3 null text", the most frequent first; "none" if empty."""
     ranked = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in ranked) or "none"
 
 
 def reject_line(entry: dict[str, Any]) -> bytes:
-    """Encode an entry as a line of JSON; lone surrogates (of file names, of keys) become JSON's escapes."""
+    """Return an entry of the rejects file as one line of JSON, with lone surrogates as JSON escapes."""
     return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest. Raise DataError if the file is not one of this version, or contradicts itself."""
+    """Read and validate a manifest.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        DataError: The file is not a manifest of this format version, or contradicts itself.
+    """
     if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:
         raise DataError(f"{path}: {size:,} bytes are more than a manifest has; {DAMAGED}")
     try:
@@ -257,24 +278,25 @@ def read_manifest(path: Path) -> Manifest:
         raise DataError(f"{path}: not a manifest ({error}); {DAMAGED}") from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
-        found = reprlib.repr(version)
-        raise DataError(f"{path}: expected format_version {FORMAT_VERSION}, found {found}; preprocess again")
+        raise DataError(
+            f"{path}: expected format_version {FORMAT_VERSION}, found {reprlib.repr(version)}; preprocess again"
+        )
     if content.get("eod_id") is not None:
         raise DataError(
-            f"{path}: its .bin has end-of-document tokens, which are not read any more; remove "
+            f"{path}: documents end with an end-of-document token, which is no longer supported; remove "
             f"{path.with_suffix('')}.* and run neobert adopt again"
         )
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
         raise DataError(f"{path}: {error}; {DAMAGED}") from error
-    for problem in find_contradictions(manifest):
+    if (problem := next(_contradictions(manifest), None)) is not None:
         raise DataError(f"{path}: {problem}; {DAMAGED}")
     return manifest
 
 
-def draft_manifest(tokenizer: "Tokenizer", **facts: Any) -> Manifest:
-    """Return a manifest with these fields and the tokenizer's; `write_corpus` adds what follows from the documents."""
+def draft_manifest(tokenizer: "Tokenizer", **fields: Any) -> Manifest:
+    """Return a manifest with these fields and those of the tokenizer; `write_corpus` fills in the rest."""
     return Manifest(
         format_version=FORMAT_VERSION,
         project_version=__version__,
@@ -289,29 +311,30 @@ def draft_manifest(tokenizer: "Tokenizer", **facts: Any) -> Manifest:
         tokens=0,
         unknown_tokens=0,
         statistics=Statistics(0.0, 0, {}, 0, {}, {}),
-        volumes=[],
-        **facts,
+        shards=[],
+        **fields,
     )
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write a manifest, replacing an existing one atomically."""
     content = msgspec.to_builtins(manifest)
     if manifest.attributes is None:
         del content["attributes"]
-    # ASCII, for the names of shards need not be valid UTF-8: what Python makes of other bytes survives as \udcXX.
+    # Written as ASCII: a path that is not valid UTF-8 has surrogates (\udcXX), which JSON can only escape.
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
-def find_contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong with the manifest by itself, one clause each."""
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield a clause for each contradiction within the manifest."""
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
     if "unk" not in manifest.special_tokens or not all(id_ < manifest.vocab_size for id_ in special):
         yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
     records = [manifest.documents, manifest.held_out, *manifest.rejected.values(), *manifest.dropped.values()]
-    sums = [("records", "documents, held out, rejected and dropped", records)]
+    sums = [("records", "documents, held_out, rejected and dropped", records)]
     for name in ("documents", "tokens"):
-        for parts, pieces in (("volumes", manifest.volumes), ("inputs", manifest.inputs.values())):
-            sums.append((name, parts, [getattr(piece, name) for piece in pieces]))
+        for parts, entries in (("volumes", manifest.shards), ("inputs", manifest.inputs.values())):
+            sums.append((name, parts, [getattr(entry, name) for entry in entries]))
     for name, parts, counts in sums:
-        if counts and sum(counts) != (found := getattr(manifest, name)):
-            yield f"expected {name} {sum(counts)}, the sum over its {parts}, found {found}"
+        if counts and sum(counts) != getattr(manifest, name):
+            yield f"expected {name} {sum(counts)}, the sum over its {parts}, found {getattr(manifest, name)}"

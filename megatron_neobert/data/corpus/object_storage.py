@@ -1,10 +1,10 @@
-"""Corpora in object storage, or behind any URL that fsspec can read: all of it passes through a folder on a local disk.
+"""Reading of corpora in object storage, or behind any URL that fsspec can read, through a cache folder on a local disk.
 
-Manifest and indexes are copied there whole, compared with the manifest's checksums, and then mapped like those of a
-local corpus; a copy that differs is fetched again when a corpus is opened. A .bin is fetched in blocks as batches need
-them, each block into a file of its own; the blocks used longest ago are removed when all together exceed a limit. The
-processes of a node share the folder, and a block that several need is fetched once. Any file may be removed at any
-time: it is fetched again.
+Opening a corpus copies its manifest and indexes to the cache and compares them with the checksums in the manifest. They
+are then mapped like those of a local corpus. A damaged copy is fetched again the next time. A .bin is fetched in blocks
+when batches need them. Each block is one file of the cache; above a size limit, the blocks used longest ago are
+removed. All processes of a node share the cache, and a block that several of them need is fetched once. Every file of
+the cache may be deleted at any time.
 """
 
 import fcntl
@@ -24,91 +24,112 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, Volume, corpus_files, read_manifest
+from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, CorpusShard, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_from_info
 from megatron_neobert.data.inputs.stream import named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
 from megatron_neobert.runtime.new_file import FileRecord
 
-LIMIT_BYTES = 100 * 10**9  # of the blocks of a folder
-BLOCK_BYTES = 256 << 10  # docs/recipes.md has the cost of other sizes
-_LOOKS = 32  # a process looks at the size of all blocks once for each such part of the limit that it writes
-_CRC_BYTES = 4  # of zlib's checksum at the end of each block
-_COPIED_BYTES = 16 << 20  # of an index, at a time
-_THREADS = 32  # of a process: 84 MB/s at 50 ms for each of the two requests of a block
-_LOCKS = 1024  # files, one for every so many blocks
-_BLOCKS_IN_MEMORY = 2048  # of a process, 0.5 GB: the windows that a block of documents is spread over touch 1,024
-_WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0)  # before another attempt
-_TIMEOUT_SECONDS = 60.0  # of an attempt
+# Limit for all blocks of a cache folder.
+LIMIT_BYTES = 100 * 10**9
+# docs/recipes.md has the cost of other sizes.
+BLOCK_BYTES = 256 << 10
+# A process measures the size of all blocks each time it has written this fraction of the limit.
+_MEASUREMENTS_PER_LIMIT = 32
+# Each block ends with its zlib.crc32.
+_CRC_BYTES = 4
+_COPY_STEP_BYTES = 16 << 20
+# Threads per process. A block takes two requests; at 50 ms for each request, 32 threads reach 84 MB/s.
+_THREADS = 32
+# Number of lock files that all blocks of a cache folder share.
+_LOCKS = 1024
+# Blocks in memory per process, 0.5 GB. The windows that share a block of documents (--document-block-size) read from
+# 1,024 blocks together.
+_BLOCKS_IN_MEMORY = 2048
+# Waiting times before the second and each further attempt.
+_WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0)
+# Limit for one attempt.
+_TIMEOUT_SECONDS = 60.0
 
 _Result = TypeVar("_Result")
 
 
 @dataclass
-class Fetching:
-    """Threads of one process and the blocks that they were asked for; a forked process begins with new ones."""
+class FetchState:
+    """Threads of one process, and the blocks that they fetch. Threads do not survive a fork."""
 
     process_id: int = field(default_factory=os.getpid)
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_THREADS, thread_name_prefix="object-storage")
     )
-    ordered: dict[Path, Future[bytes]] = field(default_factory=dict)
-    written_bytes: int = LIMIT_BYTES  # since this process last looked at all blocks
+    prefetched: dict[Path, Future[bytes]] = field(default_factory=dict)
+    # Since the size of all blocks was last measured. It starts at the limit: the first block causes a measurement.
+    written_bytes: int = LIMIT_BYTES
 
 
 class ObjectStorage:
-    """Cache folder on a local disk, through which the corpora of a process are read."""
+    """Reads remote corpora through a cache folder on a local disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._fetching: Fetching | None = None
+        self._fetching: FetchState | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ObjectStorage, (self.folder,)
 
     @property
-    def fetching(self) -> Fetching:
+    def fetching(self) -> FetchState:
         """Threads and blocks of this process."""
         if self._fetching is None or self._fetching.process_id != os.getpid():
-            self._fetching = Fetching()
+            self._fetching = FetchState()
         return self._fetching
 
     def cancel(self) -> None:
-        """Drop the ordered blocks, which the process would otherwise wait for at its end."""
+        """Cancel all prefetching; otherwise the process would wait for it when it exits."""
         self.fetching.threads.shutdown(wait=False, cancel_futures=True)
         self._fetching = None
 
     def open_corpus(self, prefix: str) -> "tuple[CorpusFiles, Manifest, list[tuple[RemoteFile, Path]]]":
-        """Return manifest, and of each corpus shard the .bin, unread, and the copy of the index."""
-        above, _, name = prefix.rpartition("/")
+        """Copy the manifest and the indexes of a remote corpus to the cache.
+
+        Returns:
+            The local files of the corpus, its manifest, and for each corpus shard the remote .bin and the local .idx.
+
+        Raises:
+            MissingInputError: There is no manifest at this URL.
+            StorageError: A remote file cannot be read, or the cache cannot be written.
+            DataError: A file contradicts the manifest.
+        """
+        parent, _, name = prefix.rpartition("/")
         url = f"{prefix}.json"
         try:
-            content = _attempt(url, lambda file_system, path, limits: file_system.cat_file(path, **limits), final=True)
+            content = _retry(
+                url, lambda file_system, path, limits: file_system.cat_file(path, **limits), retry_missing=False
+            )
         except MissingInputError as error:
             raise MissingInputError(
                 f"no corpus {prefix}: there is no {url}; give the prefix without .bin, as neobert preprocess printed it"
             ) from error
         files = corpus_files(self.folder / "indexes" / hashlib.sha256(content).hexdigest() / name)
-        if not files.manifest.exists() or files.manifest.read_bytes() != content:
-            files.manifest.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(files.manifest) as temporary:
-                temporary.write_bytes(content)
+        with self.locked(files.manifest), replacing(files.manifest) as temporary:
+            temporary.write_bytes(content)
         manifest = read_manifest(files.manifest)
 
-        def open_pair(pair: tuple[Path, Path], volume: Volume) -> tuple[RemoteFile, Path]:
-            self.copy(f"{above}/{pair[1].name}", pair[1], volume.idx)
-            return RemoteFile(self, f"{above}/{pair[0].name}", volume.bin), pair[1]
+        def open_shard(local: tuple[Path, Path], shard: CorpusShard) -> tuple[RemoteFile, Path]:
+            bin_, idx = local
+            self.copy(f"{parent}/{idx.name}", idx, shard.idx)
+            return RemoteFile(self, f"{parent}/{bin_.name}", shard.bin), idx
 
         with ThreadPoolExecutor(_THREADS) as threads:
-            pairs = list(threads.map(open_pair, files.volume_files(len(manifest.volumes)), manifest.volumes))
-        # No connection may be open when the loader forks its workers: they would share the connection.
+            pairs = list(threads.map(open_shard, files.shard_files(len(manifest.shards)), manifest.shards))
+        # Close all connections: workers that the loader forks would share them.
         type(file_system_of(url)[0]).clear_instance_cache()
         return files, manifest, pairs
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[None]:
-        """Write a file of the cache inside this block; threads and processes that need the same file wait."""
+        """Hold the lock of a file of the cache, and create its folder. Other threads and processes wait."""
         lock = self.folder / "locks" / str(zlib.crc32(os.fsencode(path)) % _LOCKS)
         try:
             for folder in (path.parent, lock.parent):
@@ -118,44 +139,52 @@ class ObjectStorage:
                 try:
                     yield
                 finally:
-                    lock_if_possible(file, fcntl.LOCK_UN)  # closing does not suffice if a fork has the file too
+                    # Closing the file does not unlock it while a forked process has it open.
+                    lock_if_possible(file, fcntl.LOCK_UN)
         except OSError as error:
             raise StorageError(
                 f"--object-storage-cache-path: {path} cannot be written ({error}); free some space"
             ) from error
 
     def copy(self, url: str, path: Path, recorded: FileRecord) -> None:
-        """Copy a whole file as the manifest has it, unless the cache has it. The checksum takes 1 s per GB."""
+        """Copy a whole file to the cache, unless the cache has it. Hashing the local copy takes 1 s per GB.
+
+        Raises:
+            DataError: Size or checksum of the remote file differ from the manifest.
+            StorageError: The remote file cannot be read, or the local copy cannot be written.
+        """
         with self.locked(path):
             if path.exists() and path.stat().st_size == recorded.bytes and sha256_of(path) == recorded.sha256:
                 return
-            _check_size(url, recorded, _version_of(url))
+            _checked_version(url, recorded)
             with replacing(path) as temporary:
                 with temporary.open("wb") as file:
-                    for begin in range(0, recorded.bytes, _COPIED_BYTES):
-                        file.write(_read(url, begin, min(begin + _COPIED_BYTES, recorded.bytes)))
+                    for begin in range(0, recorded.bytes, _COPY_STEP_BYTES):
+                        file.write(_read(url, begin, min(begin + _COPY_STEP_BYTES, recorded.bytes)))
                 if (found := sha256_of(temporary)) != recorded.sha256:
                     raise DataError(
                         f"{url}: expected sha256 {recorded.sha256} as in the manifest, found {found}; {DAMAGED}"
                     )
 
-    def count_written(self, size: int) -> None:
-        """Keep the blocks of the folder at about LIMIT_BYTES: remove those used longest ago, down to 80 %.
+    def add_written(self, size: int) -> None:
+        """Count the bytes of a new block, and remove old blocks if the cache exceeds LIMIT_BYTES.
 
-        A process looks at all blocks (5 us each) after its first block and then after every 32nd part of the limit.
+        The blocks used longest ago are removed until 80 % of the limit is in use. A process measures the size of all
+        blocks, which takes 5 us per block, after its first block and then after each 1/32 of the limit.
         """
         fetching = self.fetching
         fetching.written_bytes += size
-        if fetching.written_bytes < LIMIT_BYTES // _LOOKS:
+        if fetching.written_bytes < LIMIT_BYTES // _MEASUREMENTS_PER_LIMIT:
             return
-        fetching.written_bytes, found = 0, []
+        fetching.written_bytes, blocks = 0, []
         for path in (self.folder / "blocks").glob("*/*"):
             with suppress(FileNotFoundError):
-                if path.name.isdigit():  # a block, not a file that is being written
-                    found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-        excess = sum(size for _, size, _ in found) - LIMIT_BYTES
+                # Files that are being written have other names.
+                if path.name.isdigit():
+                    blocks.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        excess = sum(size for _, size, _ in blocks) - LIMIT_BYTES
         excess += LIMIT_BYTES // 5 if excess > 0 else 0
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(blocks):
             if excess <= 0:
                 break
             path.unlink(missing_ok=True)
@@ -163,15 +192,16 @@ class ObjectStorage:
 
 
 class RemoteFile:
-    """A .bin, sliced like bytes in memory. Slicing waits for blocks outside the cache; `will_need` orders them before.
+    """A remote .bin that is sliced like `bytes`. Slicing waits for blocks that are not in the cache.
 
-    DataError if its size is not that of the manifest, or if it was replaced since it was opened.
+    Raises:
+        DataError: The size differs from the manifest, or (when slicing) the file was replaced after it was opened.
+        StorageError: The remote file cannot be read, or the cache cannot be written.
     """
 
     def __init__(self, storage: ObjectStorage, url: str, recorded: FileRecord) -> None:
         self.url, self.storage = url, storage
-        self._version = _version_of(url)
-        _check_size(url, recorded, self._version)
+        self._version = _checked_version(url, recorded)
         identity = hashlib.sha256(f"{url} {recorded.sha256} {self._version} {BLOCK_BYTES}".encode())
         self._folder = storage.folder / "blocks" / identity.hexdigest()
 
@@ -181,64 +211,66 @@ class RemoteFile:
     def __len__(self) -> int:
         return self._version.bytes
 
-    def __getitem__(self, part: slice) -> memoryview:
-        begin, end, _ = part.indices(len(self))
+    def __getitem__(self, bounds: slice) -> memoryview:
+        begin, end, _ = bounds.indices(len(self))
         first = begin // BLOCK_BYTES
-        blocks = [_used_block(self, number) for number in range(first, -(-end // BLOCK_BYTES))] if begin < end else []
+        blocks = [_load_block(self, number) for number in range(first, -(-end // BLOCK_BYTES))] if begin < end else []
         content = blocks[0] if len(blocks) == 1 else b"".join(blocks)
         return memoryview(content)[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
-    def will_need(self, positions: NDArray[np.int64]) -> None:
-        """Have threads fetch the blocks of the bytes at these positions."""
+    def prefetch(self, offsets: NDArray[np.int64]) -> None:
+        """Start fetching the blocks of the bytes at these offsets in threads."""
         fetching = self.storage.fetching
-        for number in np.unique(positions // BLOCK_BYTES).tolist():
+        for number in np.unique(offsets // BLOCK_BYTES).tolist():
             path = self.path(number)
-            if path not in fetching.ordered and not path.exists():
-                fetching.ordered[path] = fetching.threads.submit(self.load, number)
+            if path not in fetching.prefetched and not path.exists():
+                fetching.prefetched[path] = fetching.threads.submit(self.load, number)
 
     def path(self, number: int) -> Path:
-        """File of the cache that holds a block, or will hold it."""
+        """Return the path of a block in the cache."""
         return self._folder / str(number)
 
     def load(self, number: int) -> bytes:
-        """Return a block from the cache; fetch it into the cache if it is missing or damaged there."""
-        if (cached := self._cached(number)) is not None:
+        """Return a block from the cache; fetch it into the cache first if it is missing or damaged there."""
+        if (cached := self._read_cached(number)) is not None:
             return cached
         path, begin = self.path(number), number * BLOCK_BYTES
         with self.storage.locked(path):
-            if (cached := self._cached(number)) is not None:
+            if (cached := self._read_cached(number)) is not None:
                 return cached
             content = _read(self.url, begin, min(begin + BLOCK_BYTES, len(self)))
-            self._refuse_replaced()  # after the read: an object replaced before it is not the one that was opened
+            # Compared after the read: an unchanged version proves that these bytes belong to the opened file.
+            if (found := _version_of(self.url)) != self._version:
+                raise DataError(
+                    f"{self.url} was replaced after this run had opened it: expected version {self._version.version} "
+                    f"of {len(self):,} bytes, found {found.version} of {found.bytes:,}. Restore the old file, or start "
+                    "a new run"
+                )
             with replacing(path, sync=False) as temporary:
                 temporary.write_bytes(content + zlib.crc32(content).to_bytes(_CRC_BYTES, "little"))
-        self.storage.count_written(len(content))
+        self.storage.add_written(len(content))
         return content
 
-    def _cached(self, number: int) -> bytes | None:
-        try:  # another process may remove the block at any time
+    def _read_cached(self, number: int) -> bytes | None:
+        """Return a block from the cache, or None if it is missing or damaged there."""
+        # Another process may remove the block at any time.
+        try:
             stored = self.path(number).read_bytes()
-            os.utime(self.path(number))  # the time of its last use
+            # The modification time serves as the time of the last use.
+            os.utime(self.path(number))
         except (FileNotFoundError, NotADirectoryError):
             return None
         content, crc = stored[:-_CRC_BYTES], int.from_bytes(stored[-_CRC_BYTES:], "little")
         is_whole = len(content) == min(BLOCK_BYTES, len(self) - number * BLOCK_BYTES)
         return content if is_whole and zlib.crc32(content) == crc else None
 
-    def _refuse_replaced(self) -> None:
-        if (found := _version_of(self.url)) != self._version:
-            raise DataError(
-                f"{self.url} was replaced after this run had opened it: expected version {self._version.version} of "
-                f"{len(self):,} bytes, found {found.version} of {found.bytes:,}; a corpus must not change while it is "
-                "read. Put the old one back, or start a run with the new one"
-            )
-
 
 @lru_cache(maxsize=_BLOCKS_IN_MEMORY)
-def _used_block(file: RemoteFile, number: int) -> bytes:
+def _load_block(file: RemoteFile, number: int) -> bytes:
+    """Return a block from memory, from the cache or from the remote file. On an error, cancel all prefetching."""
     try:
-        if (ordered := file.storage.fetching.ordered.pop(file.path(number), None)) is not None:
-            ordered.result()
+        if (prefetched := file.storage.fetching.prefetched.pop(file.path(number), None)) is not None:
+            prefetched.result()
         return file.load(number)
     except BaseException:
         file.storage.cancel()
@@ -246,44 +278,55 @@ def _used_block(file: RemoteFile, number: int) -> bytes:
 
 
 def _read(url: str, begin: int, end: int) -> bytes:
-    """Read bytes begin to end of an object, all of them."""
+    """Return the bytes [begin, end) of a remote file; an incomplete answer counts as a failed attempt."""
 
     def read(file_system: Any, path: str, limits: dict[str, float]) -> bytes:
         content: bytes = file_system.cat_file(path, start=begin, end=end, **limits)
         if len(content) != end - begin:
-            raise OSError(f"{url}: asked for bytes {begin} to {end}, got {len(content)}")
+            raise OSError(f"{url}: expected bytes {begin} to {end}, got {len(content)} bytes")
         return content
 
-    return _attempt(url, read)
+    return _retry(url, read)
 
 
 def _version_of(url: str) -> InputVersion:
-    return _attempt(url, lambda file_system, path, limits: version_from_info(file_system.info(path, **limits), url))
+    return _retry(url, lambda file_system, path, limits: version_from_info(file_system.info(path, **limits), url))
 
 
-def _attempt(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, final: bool = False) -> _Result:
-    """Call `action` with file system, path and options of a call; after several failures raise StorageError.
+def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, retry_missing: bool = True) -> _Result:
+    """Return the result of `action`, which is called again after a failure.
 
-    `final`: a missing object ends the attempts. An overloaded server may report existing objects as missing.
+    Args:
+        url: The remote file.
+        action: Called with the fsspec file system, the path in it, and keyword arguments that limit the time of a call.
+        retry_missing: Retry if the file is missing: an overloaded server may report existing files as missing.
+
+    Raises:
+        MissingInputError: The file is missing, and `retry_missing` is not set.
+        StorageError: All attempts failed.
     """
-    for wait in (*_WAITS_SECONDS, None):
+    waits = list(_WAITS_SECONDS)
+    while True:
         try:
             with named_errors(url):
                 file_system, path = file_system_of(url)
                 limits = {"timeout": _TIMEOUT_SECONDS} if file_system.async_impl else {}
                 return action(file_system, path, limits)
         except (OSError, MissingInputError) as error:
-            if final and isinstance(error, MissingInputError):
+            if isinstance(error, MissingInputError) and not retry_missing:
                 raise
-            if wait is None:
+            if not waits:
                 raise StorageError(
                     f"{url} could not be read in {len(_WAITS_SECONDS) + 1} attempts, the last of which ended with: "
                     f"{error}"
                 ) from error
-            time.sleep(wait * random.uniform(0.5, 1.5))  # many processes fail together
-    raise AssertionError
+        # The random factor spreads the attempts of many processes that failed together.
+        time.sleep(waits.pop(0) * random.uniform(0.5, 1.5))
 
 
-def _check_size(url: str, recorded: FileRecord, found: InputVersion) -> None:
-    if found.bytes != recorded.bytes:
-        raise DataError(f"{url}: expected {recorded.bytes} bytes as in the manifest, found {found.bytes}; {DAMAGED}")
+def _checked_version(url: str, recorded: FileRecord) -> InputVersion:
+    """Return the version of a remote file; raise DataError if its size differs from the manifest."""
+    version = _version_of(url)
+    if version.bytes != recorded.bytes:
+        raise DataError(f"{url}: expected {recorded.bytes} bytes as in the manifest, found {version.bytes}; {DAMAGED}")
+    return version

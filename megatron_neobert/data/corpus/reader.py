@@ -1,22 +1,22 @@
-"""Reading of a corpus: its files are mapped into memory, and refused on open where sizes or manifest show them wrong.
+"""Reading of a corpus, whose files are mapped into memory.
 
-Opening reads the ends of every index; a document's place and its ids are checked when it is read. `check_indexes` looks
-at all places, `check_content` at all ids and checksums too. Nothing is copied: a corpus of 10^9 documents costs a
-process no more memory of its own than one of ten, in one volume or in many.
+Opening checks the manifest, the sizes of all files and the ends of every index. The index entries and the ids of a
+document are checked when it is read. `check_indexes` checks all index entries, `check_content` also all ids and
+checksums. No file is copied into memory: a corpus of 10^9 documents takes no more memory per process than one of ten.
 """
 
 import resource
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
-from megatron_neobert.data.corpus.volumes import AllowedIds, MappedVolume, check_index, damage
+from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, check_index, damage_error
 from megatron_neobert.errors import DataError, MissingInputError, suggestion
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import listed
@@ -24,34 +24,29 @@ from megatron_neobert.text import listed
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-_SPARE_OPEN_FILES = 200  # besides those of the volumes
+# Files that the process may open besides the corpus shards.
+_SPARE_OPEN_FILES = 200
 
 
-class Lengths(Protocol):
-    """Tokens of each document, at least 1; an array, or something that can be asked like one."""
+class _Locations(NamedTuple):
+    """Corpus shard, byte offset in its .bin, and length in tokens of each document."""
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, documents: NDArray[np.int64], /) -> NDArray[np.int32]: ...
-
-
-class _Places(NamedTuple):
-    volumes: NDArray[np.int64]  # by their numbers
-    begins: NDArray[np.int64]  # bytes, in the volume
-    lengths: NDArray[np.int32]  # tokens
+    shards: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    lengths: NDArray[np.int32]
 
 
 class Corpus:
-    """A finished corpus. Documents are numbered through all volumes.
+    """A finished corpus, opened for reading. Documents are numbered from 0 across all corpus shards.
 
     Args:
-        prefix: The path without .bin, .idx and .json; with `storage` a URL.
-        storage: What a remote corpus is read through.
+        prefix: Path of the corpus without .bin, .idx or .json; a URL if `storage` is given.
+        storage: Reads a remote corpus through a local cache folder.
 
     Raises:
-        MissingInputError: None of the files exists.
+        MissingInputError: No file of this corpus exists.
         StorageError: A remote file cannot be read.
-        DataError: One is missing, or they are damaged or contradict each other; names file, byte, expected and found.
+        DataError: A file is missing or damaged, or files contradict each other.
     """
 
     def __init__(self, prefix: str | Path, storage: ObjectStorage | None = None) -> None:
@@ -60,19 +55,18 @@ class Corpus:
         if storage is None:
             self.files = corpus_files(prefix)
             self.manifest = _read_complete(self.files)
-            pairs: Sequence[tuple[Path | RemoteFile, Path]] = self.files.volume_files(len(self.manifest.volumes))
+            pairs: Sequence[tuple[Path | RemoteFile, Path]] = self.files.shard_files(len(self.manifest.shards))
         else:
             self.files, self.manifest, pairs = storage.open_corpus(str(prefix))
-        _allow_open_files(2 * len(self.manifest.volumes))
-        self.volumes = [
-            MappedVolume(*pair, volume, dtype=self.manifest.dtype, manifest=self.files.manifest)
-            for pair, volume in zip(pairs, self.manifest.volumes, strict=True)
+        _allow_open_files(2 * len(self.manifest.shards))
+        self.shards = [
+            MappedShard(*pair, shard, dtype=self.manifest.dtype, manifest=self.files.manifest)
+            for pair, shard in zip(pairs, self.manifest.shards, strict=True)
         ]
-        self.dtype = self.volumes[0].dtype
-        self._ends = np.cumsum([volume.lengths.size for volume in self.volumes], dtype=np.int64)
-        self._firsts = np.append(0, self._ends[:-1])  # documents before each volume
-        self._contents = [volume.content for volume in self.volumes]
-        self.lengths: Lengths = _Lengths(self)
+        self.dtype = self.shards[0].dtype
+        # Number of the first document of each shard, and of the first document after it.
+        self._ends = np.cumsum([shard.lengths.size for shard in self.shards], dtype=np.int64)
+        self._firsts = np.append(0, self._ends[:-1])
         self.allowed = AllowedIds(
             self.manifest.special_ids, unknown=self.manifest.special_tokens["unk"], vocab_size=self.manifest.vocab_size
         )
@@ -81,71 +75,78 @@ class Corpus:
         return int(self._ends[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Corpus, (self.prefix, self.storage)  # another process maps the files itself
+        # The process that unpickles a corpus opens and maps the files itself.
+        return Corpus, (self.prefix, self.storage)
 
     def document(self, number: int) -> NDArray[Any]:
-        """Return the ids of one document, a read-only view."""
-        places = self._places(np.array([number]))
-        begin, content = int(places.begins[0]), self._contents[places.volumes[0]]
-        return np.frombuffer(content[begin : begin + int(places.lengths[0]) * self.dtype.itemsize], self.dtype)
+        """Return the token ids of one document as a read-only view. The ids are not checked."""
+        location = self._locate(np.array([number]))
+        begin, content = int(location.begins[0]), self.shards[location.shards[0]].content
+        return np.frombuffer(content[begin : begin + int(location.lengths[0]) * self.dtype.itemsize], self.dtype)
 
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[Any]:
-        """Return the ids of lengths[i] tokens from token starts[i] of documents[i], for all i, as one new array.
+        """Return the token ids of segments of documents, concatenated in one new array.
 
-        Joins one slice per segment, which is faster than a single vectorised index over all tokens.
+        Segment i has lengths[i] tokens of documents[i], from token starts[i] on.
+
+        Raises:
+            DataError: The index contradicts itself about a document, or an id may not occur in a document.
         """
         item = self.dtype.itemsize
-        places = self._places(documents)
-        inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= places.lengths)
-        assert inside.all(), f"segment {np.argmin(inside)} does not lie inside its document"
-        first = places.begins + starts * item
-        if self.is_remote:
-            self.will_need(documents)  # all at once what has not been announced
-        bounds = zip(places.volumes.tolist(), first.tolist(), (first + lengths * item).tolist(), strict=True)
-        slices = [self._contents[number][begin:end] for number, begin, end in bounds]
+        locations = self._locate(documents)
+        is_inside = (starts >= 0) & (lengths >= 0) & (starts + lengths <= locations.lengths)
+        assert is_inside.all(), f"segment {np.argmin(is_inside)} exceeds its document"
+        begins = locations.begins + starts * item
+        # Without this, the slices below would fetch the remaining blocks one after the other.
+        self.prefetch(documents)
+        bounds = zip(locations.shards.tolist(), begins.tolist(), (begins + lengths * item).tolist(), strict=True)
+        # One slice per segment is faster than one vectorised index over all tokens.
+        slices = [self.shards[shard].content[begin:end] for shard, begin, end in bounds]
         ids = np.frombuffer(bytearray().join(slices), dtype=self.dtype)
-        if (at := self.allowed.first_wrong(ids)) is not None:
+        if (at := self.allowed.first_forbidden(ids)) is not None:
             ends = np.cumsum(lengths)
             segment = int(np.searchsorted(ends, at, side="right"))
             token = int(starts[segment] + at - ends[segment] + lengths[segment])
             raise DataError(
                 f"{self.prefix}: token {token} of document {documents[segment]}: expected "
-                f"{self.allowed.describe(ids[at])}, found {ids[at]}; {DAMAGED}"
+                f"{self.allowed.rule_for(ids[at])}, found {ids[at]}; {DAMAGED}"
             )
         return ids
 
-    def _places(self, documents: NDArray[np.int64]) -> _Places:
-        """Return where documents are. Raise DataError if the index contradicts itself about one of them."""
-        if documents.size and not 0 <= documents.min() <= documents.max() < len(self):
-            raise IndexError(f"documents {documents.min()} to {documents.max()} of {len(self)}")
-        if len(self.volumes) == 1:  # faster, and the usual corpus
-            return _Places(np.zeros_like(documents), *self.volumes[0].find(documents))
-        volumes = np.searchsorted(self._ends, documents, side="right")
-        begins, lengths = np.empty(documents.size, np.int64), np.empty(documents.size, np.int32)
-        for number in np.unique(volumes).tolist():
-            here = volumes == number
-            begins[here], lengths[here] = self.volumes[number].find(documents[here] - self._firsts[number])
-        return _Places(volumes, begins, lengths)
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the number of tokens of each document, at least 1.
 
-    def will_need(self, documents: NDArray[np.int64]) -> None:
-        """Have threads fetch these documents, if the corpus is remote, without waiting for them."""
-        at = np.searchsorted(self._ends, documents, side="right")
-        for number in np.unique(at).tolist():
-            self.volumes[number].will_need(documents[at == number] - self._firsts[number])
+        The lengths are looked up in the mapped indexes. A copy would take 40 GB per process for 10^10 documents.
+        """
+        return self._locate(documents).lengths
 
     def lengths_between(self, first: int, stop: int) -> NDArray[np.int32]:
-        """Return the tokens of documents [first, stop), much faster than by `lengths`."""
-        numbers = range(int(np.searchsorted(self._ends, first, side="right")), len(self.volumes))
-        begins = [(number, int(self._firsts[number])) for number in numbers if self._firsts[number] < stop]
+        """Return the number of tokens of documents [first, stop), unchecked and much faster than `lengths_of`."""
+        bounds = zip(self.shards, self._firsts.tolist(), self._ends.tolist(), strict=True)
         return np.concatenate(
-            [self.volumes[number].lengths[max(first - begin, 0) : stop - begin] for number, begin in begins]
+            [
+                shard.lengths[max(first - begin, 0) : stop - begin]
+                for shard, begin, end in bounds
+                if begin < stop and end > first
+            ]
         )
+
+    def prefetch(self, documents: NDArray[np.int64]) -> None:
+        """Start fetching documents of a remote corpus in threads. Does nothing for a local corpus."""
+        if self.is_remote:
+            shards = np.searchsorted(self._ends, documents, side="right")
+            for shard in np.unique(shards).tolist():
+                self.shards[shard].prefetch(documents[shards == shard] - self._firsts[shard])
 
     @cached_property
     def attributes_file(self) -> Path:
-        """Path of the attributes, fetched and compared with the manifest once. DataError if they differ."""
+        """Local path of the document attributes.
+
+        Raises:
+            DataError: The checksum of the file differs from the manifest.
+        """
         path, recorded = self.files.attributes, self.manifest.attributes
         assert recorded is not None, f"{self.prefix} has no attributes"
         if self.storage is not None:
@@ -155,15 +156,16 @@ class Corpus:
         return path
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
-        """Raise DataError if the corpus was written with another tokenizer than the run uses."""
+        """Raise DataError if the corpus was written with another tokenizer."""
         manifest = self.manifest
         if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
             raise DataError(
-                f"{self.prefix} was written with tokenizer {self.manifest.tokenizer_fingerprint[:12]} "
-                f"({self.manifest.vocab_size:,} ids), but --tokenizer-model is {tokenizer.fingerprint[:12]} "
+                f"{self.prefix} was written with tokenizer {manifest.tokenizer_fingerprint[:12]} "
+                f"({manifest.vocab_size:,} ids), but --tokenizer-model is {tokenizer.fingerprint[:12]} "
                 f"({tokenizer.vocab_size:,} ids); name the tokenizer of the corpus, or preprocess again with this one"
             )
-        for name in ("vocab_size", "special_tokens", "special_ids"):  # which the fingerprint covers
+        # The fingerprint covers these fields, so a difference means that the manifest was changed.
+        for name in ("vocab_size", "special_tokens", "special_ids"):
             found, expected = getattr(manifest, name), getattr(tokenizer, name)
             if found != (list(expected) if name == "special_ids" else expected):
                 raise DataError(
@@ -171,85 +173,87 @@ class Corpus:
                     f"found {found}; {DAMAGED}"
                 )
 
-
-class _Lengths:
-    """Looked up where they are: 4 bytes per document and process would be 40 GB of copies for 10^10 documents."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self._corpus = corpus
-
-    def __len__(self) -> int:
-        return len(self._corpus)
-
-    def __getitem__(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
-        return self._corpus._places(documents).lengths
+    def _locate(self, documents: NDArray[np.int64]) -> _Locations:
+        """Return the locations of documents; raise DataError if the index contradicts itself about one of them."""
+        if documents.size and not 0 <= documents.min() <= documents.max() < len(self):
+            raise IndexError(f"documents {documents.min()} to {documents.max()} of {len(self)}")
+        # A faster path for the usual corpus.
+        if len(self.shards) == 1:
+            return _Locations(np.zeros_like(documents), *self.shards[0].locate(documents))
+        shards = np.searchsorted(self._ends, documents, side="right")
+        begins, lengths = np.empty(documents.size, np.int64), np.empty(documents.size, np.int32)
+        for shard in np.unique(shards).tolist():
+            in_shard = shards == shard
+            begins[in_shard], lengths[in_shard] = self.shards[shard].locate(documents[in_shard] - self._firsts[shard])
+        return _Locations(shards, begins, lengths)
 
 
 def check_indexes(corpus: Corpus) -> None:
-    """Read all indexes. Raise DataError with file, byte, expected and found."""
-    for volume in corpus.volumes:
-        check_index(volume.idx, volume.lengths, volume.after_lengths, volume.dtype)
+    """Read all indexes; raise DataError with the file and the byte offset if an entry is wrong."""
+    for shard in corpus.shards:
+        check_index(shard.idx, shard.lengths, shard.pointers_and_boundaries, shard.dtype)
 
 
 def check_content(corpus: Corpus) -> None:
-    """Read everything: the indexes, checksums against the manifest, every id. Raise DataError with file and byte."""
+    """Read all files of a corpus; raise DataError if an index entry, a token id or a checksum is wrong."""
     from tqdm import tqdm
 
     check_indexes(corpus)
-
     if corpus.manifest.attributes is not None:
-        _ = corpus.attributes_file  # compared with the manifest
-    volumes = list(zip(corpus.volumes, corpus.manifest.volumes, strict=True))
-    for volume, recorded in tqdm(volumes, "volumes", unit="volume", leave=False, disable=None):  # on a terminal
-        _compare_sha256(corpus.files, volume.bin, recorded.bin.sha256, corpus.allowed.scan(volume))
-        _compare_sha256(corpus.files, volume.idx, recorded.idx.sha256, sha256_of(volume.idx))
+        # Reading this property compares the checksum.
+        _ = corpus.attributes_file
+    shards = list(zip(corpus.shards, corpus.manifest.shards, strict=True))
+    # disable=None: a progress bar only on a terminal.
+    for shard, recorded in tqdm(shards, "corpus shards", unit="shard", leave=False, disable=None):
+        _compare_sha256(corpus.files, shard.bin, recorded.bin.sha256, corpus.allowed.scan(shard))
+        _compare_sha256(corpus.files, shard.idx, recorded.idx.sha256, sha256_of(shard.idx))
 
 
 def _compare_sha256(files: CorpusFiles, path: Path | RemoteFile, expected: str, found: str) -> None:
     if found != expected:
-        raise damage(path, 0, f"sha256 {expected} as in {files.manifest.name}", found)
+        raise damage_error(path, 0, f"sha256 {expected} as in {files.manifest.name}", found)
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:
-    """Return the manifest of a corpus, none of whose files is missing."""
+    """Return the manifest of a local corpus; raise an error that explains which of its files are missing."""
     prefix = files.manifest.parent / files.name
     if not files.manifest.is_file():
-        if not files.existing():
-            others = [path.stem for path in prefix.parent.glob("*.json")]
+        if not files.existing_files():
+            names = [path.stem for path in prefix.parent.glob("*.json")]
             rule = "; give the prefix without .bin, as neobert preprocess printed it"
             raise MissingInputError(
                 f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}"
-                f"{suggestion(files.name, others, otherwise=rule)}"
+                f"{suggestion(files.name, names, otherwise=rule)}"
             )
-        raise _incomplete(prefix, [files.manifest], of_megatron=not files.partial.exists())
+        raise _incomplete(prefix, [files.manifest], suggest_adopt=not files.partial.exists())
     manifest = read_manifest(files.manifest)
-    expected = [path for pair in files.volume_files(len(manifest.volumes)) for path in pair]
+    expected = [path for pair in files.shard_files(len(manifest.shards)) for path in pair]
     expected += [files.attributes] if manifest.attributes is not None else []
     if missing := [path for path in expected if not path.is_file()]:
         raise _incomplete(prefix, missing)
-    if (attributes := manifest.attributes) and (found := files.attributes.stat().st_size) != attributes.bytes:
-        raise damage(
-            files.attributes, 0, f"{attributes.bytes} bytes as in {files.manifest.name}", f"a file of {found} bytes"
-        )
+    if (recorded := manifest.attributes) and (size := files.attributes.stat().st_size) != recorded.bytes:
+        rule = f"{recorded.bytes} bytes as in {files.manifest.name}"
+        raise damage_error(files.attributes, 0, rule, f"a file of {size} bytes")
     return manifest
 
 
-def _incomplete(prefix: Path, missing: Sequence[Path], *, of_megatron: bool = False) -> DataError:
+def _incomplete(prefix: Path, missing: Sequence[Path], *, suggest_adopt: bool = False) -> DataError:
     adopt = (
-        f"if Megatron-LM wrote these files, neobert adopt {prefix} --tokenizer-model TOKENIZER makes a corpus of them; "
-        "otherwise "
+        f"If Megatron-LM wrote it, run neobert adopt {prefix} --tokenizer-model TOKENIZER. Otherwise copy again, "
+        if suggest_adopt
+        else "Copy again, "
     )
     return DataError(
-        f"{prefix}: {listed(path.name for path in missing)} missing beside the rest; {adopt if of_megatron else ''}the "
-        "run that wrote it was stopped, or the copy is incomplete. Copy again, or preprocess again with --overwrite"
+        f"{prefix}: {listed(path.name for path in missing)} missing: the corpus is unfinished or its copy is "
+        f"incomplete. {adopt}or preprocess again with --overwrite"
     )
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise the limit of open files: a mapped file stays open, and 1,024 at a time is a common limit."""
+    """Raise the process's limit of open files: every mapped file stays open, and 1,024 is a common limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _SPARE_OPEN_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    needed = count + _SPARE_OPEN_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
         )

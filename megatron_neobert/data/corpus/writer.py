@@ -1,12 +1,13 @@
-"""Finished chunks become a corpus, in a way that survives a kill at any moment.
+"""Turns finished chunks into a corpus. A killed call leaves the old corpus, or none, and can be repeated.
 
-Duplicates are left out and documents are held out here, not in the workers: duplicates are only known once all chunks
-are finished, and the chunks are the same for any share of held-out documents. A corpus shard holds whole chunks. Each
-one is a job of its own, so any process may write it, and finished ones are kept when a run is killed.
+Duplicates are only known once all chunks are finished, and chunks must not depend on the share of held-out documents.
+Therefore documents are dropped and held out here, not in the workers that write chunks. A corpus shard consists of
+whole chunks. One job writes each corpus shard, so shards can be written in parallel, and finished ones survive a kill.
 
-Everything is built in PREFIX.partial and moved to its final name when all of it is on disk, the manifest last.
-Disk: chunks and corpus side by side; a chunk that becomes a whole corpus shard is linked and costs none. Memory: some
-megabytes of one chunk, a count per length that occurs, and a byte per document for duplicates and held-out documents.
+All files are built in PREFIX.partial. They get their final names when all of them are on disk, the manifest last.
+Disk: chunks and corpus exist side by side, but a corpus shard that equals one chunk is a hard link. Memory: a few
+megabytes, one counter for each document length that occurs, and a byte per document for duplicates and held-out
+documents.
 """
 
 import hashlib
@@ -29,14 +30,15 @@ from megatron_neobert.data.corpus.exact_duplicates import HASH_DTYPE, find_exact
 from megatron_neobert.data.corpus.format import (
     DUPLICATE,
     CorpusFiles,
+    CorpusShard,
     FileRecord,
     Manifest,
-    Volume,
     length_statistics,
     reject_line,
     validation_files,
     write_manifest,
 )
+from megatron_neobert.data.corpus.shard_files import read_items
 from megatron_neobert.data.corpus.shard_job import (
     CHOICES,
     DROPPED,
@@ -45,41 +47,43 @@ from megatron_neobert.data.corpus.shard_job import (
     ChunkFiles,
     ShardCounts,
     ShardJob,
-    read_chosen,
+    read_is_chosen,
 )
-from megatron_neobert.data.corpus.volumes import read_chunks
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import replacing, sha256_of, sync_to_disk
 from megatron_neobert.runtime.jobs import Finished, finish_jobs
 from megatron_neobert.text import listed, parse_json
 
-_VALIDATION = "held_out"  # name of the job that writes the corpus for validation
+# Name of the job that writes the only shard of the validation corpus.
+_VALIDATION = "held_out"
 
 
 @dataclass(frozen=True)
 class OutputSettings:
-    """Documents of a new corpus, and its files."""
+    """Settings that decide the files of a new corpus and the documents in it."""
 
     files: CorpusFiles
-    shard_bytes: int | None  # limit of a corpus shard's .bin, unless one chunk exceeds it; None: no limit
-    validation_fraction: float  # of the documents, chosen by their text, into a corpus of their own
+    # Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
+    shard_bytes: int | None
+    # Share of the documents, chosen by their text, that goes into a validation corpus.
+    validation_fraction: float
     deduplicate: bool
 
     @property
     def training_choice(self) -> int | None:
-        """KEPT, or None if all documents are kept."""
+        """Choice of the documents of the training corpus, or None if it has all documents."""
         return KEPT if self.deduplicate or self.validation_fraction else None
 
 
 class WrittenCorpus(NamedTuple):
-    """The manifests of what has been written."""
+    """Manifests of the training corpus and, after a split, of the validation corpus."""
 
     manifest: Manifest
     validation: Manifest | None
 
 
-class _Corpus:
-    """One of the two corpora of a split, as it is finished in the folder of work; empty shards are left out."""
+class _NewCorpus:
+    """The training or the validation corpus, whose corpus shards are finished. Empty shards are ignored."""
 
     def __init__(self, name: str, files: CorpusFiles, records: Mapping[str, Finished[ShardCounts]]) -> None:
         self.name, self.files = name, files
@@ -89,25 +93,16 @@ class _Corpus:
             self.total.add(record.result)
 
     def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int | None) -> Manifest:
-        """Complete the manifest by what follows from the documents; write it, and the file of their attributes."""
+        """Write the manifest and the file of attributes to the work folder, and return the complete manifest."""
         total, attributes = self.total, None
         if "attributes" in chunks[0].sha256:
             path = work / f"{self.name}_attributes"
             files = [work.parent / f"{chunk.name}.attributes" for chunk in chunks]
             firsts = accumulate((chunk.documents for chunk in chunks), initial=0)
-            places = zip(firsts, chunks, strict=False)
-            join_columns(path, files, (read_chosen(work, choice, first, some.documents) for first, some in places))
+            bounds = zip(firsts, chunks, strict=False)
+            join_columns(path, files, (read_is_chosen(work, choice, first, chunk.documents) for first, chunk in bounds))
             sync_to_disk(path)
             attributes = FileRecord(path.stat().st_size, sha256_of(path))
-        volumes = [
-            Volume(
-                record.result.documents,
-                record.result.tokens,
-                record.files["bin"],
-                record.files["idx"],
-            )
-            for record in self.shards.values()
-        ]
         manifest = replace(
             draft,
             inputs={
@@ -119,14 +114,17 @@ class _Corpus:
             unknown_tokens=total.unknown_tokens,
             statistics=length_statistics(total.lengths),
             attributes=attributes,
-            volumes=volumes,
+            shards=[
+                CorpusShard(record.result.documents, record.result.tokens, record.files["bin"], record.files["idx"])
+                for record in self.shards.values()
+            ],
         )
         write_manifest(work / f"{self.name}.json", manifest)
         return manifest
 
     def move(self, work: Path, manifest: Manifest) -> None:
         """Give all files their final names, the manifest last."""
-        for job, pair in zip(self.shards, self.files.volume_files(len(self.shards)), strict=True):
+        for job, pair in zip(self.shards, self.files.shard_files(len(self.shards)), strict=True):
             for target in pair:
                 (work / job).with_suffix(target.suffix).replace(target)
         if manifest.attributes is not None:
@@ -144,47 +142,50 @@ def write_corpus(
     folder: Path,
     workers: int | None = None,
 ) -> WrittenCorpus:
-    """Write the corpus of these chunks, and replace what exists under its name.
+    """Write the corpus of these chunks, replacing an existing corpus with the same prefix.
 
     Args:
-        chunks: In the order of the inputs, the chunks of an input file one after the other.
-        draft: From `draft_manifest`.
-        folder: PREFIX.partial, for this call alone; its sub-folder `output-HASH` is used and removed.
+        chunks: In the order of the input files; the chunks of an input file are consecutive and in order.
+        output: Settings of the corpus.
+        draft: Manifest from `draft_manifest`.
+        folder: PREFIX.partial, which no other process may use. Its sub-folder `output-HASH` is created and removed.
         workers: Number of processes.
 
     Raises:
-        DataError: No document is left for the corpus, or none is held out for validation.
-        OutputError: A file of another corpus has a name that a corpus shard would have.
+        DataError: The training or the validation corpus would have no document.
+        OutputError: A new file would replace a file of another corpus.
+        ChildProcessError: A worker process died.
     """
-    kept = [chunk for chunk in chunks if chunk.documents]
-    work = _prepare_folder(folder.absolute(), kept, output, draft)
-    jobs = _plan_jobs(work, kept, output, draft)
+    nonempty = [chunk for chunk in chunks if chunk.documents]
+    work = _prepare_folder(folder.absolute(), nonempty, output, draft)
+    jobs = _plan_jobs(work, nonempty, output, draft)
     try:
-        records = _write_shards(jobs, workers)
+        finished = {job.name: record for job, record in finish_jobs(jobs, label="corpus shards", workers=workers)}
+        records = {job.name: finished[job.name] for job in jobs}
         split = output.validation_fraction
-        held_out = _Corpus(
+        held_out = _NewCorpus(
             _VALIDATION, validation_files(output.files), {_VALIDATION: records.pop(_VALIDATION)} if split else {}
         )
-        training = _Corpus("training", output.files, records)
+        training = _NewCorpus("training", output.files, records)
         documents = (training.total.documents, held_out.total.documents)
         if not documents[0] or (split and not documents[1]):
             raise DataError(
                 f"--split-validation {split} of {sum(documents):,} documents holds out {documents[1]:,} and leaves "
-                f"{documents[0]:,}; each of both corpora needs at least one document. Choose another fraction"
+                f"{documents[0]:,}, but both corpora need at least one document. Choose another fraction"
             )
         duplicates = sum(chunk.documents for chunk in chunks) - sum(documents)
         draft = replace(draft, dropped=draft.dropped | ({DUPLICATE: duplicates} if duplicates else {}))
-        of_training = replace(draft, part_of="training" if split else "all", held_out=documents[1])
-        manifest, validation = training.write_manifest(work, of_training, kept, output.training_choice), None
+        training_draft = replace(draft, part_of="training" if split else "all", held_out=documents[1])
+        manifest, validation = training.write_manifest(work, training_draft, nonempty, output.training_choice), None
         if split:
-            of_validation = replace(draft, part_of="validation", held_out=documents[0])
-            validation = held_out.write_manifest(work, of_validation, kept, HELD_OUT)
+            validation_draft = replace(draft, part_of="validation", held_out=documents[0])
+            validation = held_out.write_manifest(work, validation_draft, nonempty, HELD_OUT)
         _join_rejects(chunks, folder, work / "rejects")
     except DataError:
         shutil.rmtree(work)
         raise
-    _refuse_others(output.files, len(manifest.volumes))
-    _remove_old(output.files)
+    _refuse_foreign_files(output.files, len(manifest.shards))
+    _remove_old_corpus(output.files)
     if validation:
         held_out.move(work, validation)
     if (work / "rejects").stat().st_size:
@@ -195,10 +196,10 @@ def write_corpus(
 
 
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
-    """Raise OutputError if a corpus, or a file of one, would be replaced unasked."""
-    both = (files, validation_files(files))
-    manifests = [one.manifest for one in both if one.manifest.exists()]
-    existing = [str(file) for file in [file for one in both for file in one.existing()] + manifests]
+    """Raise OutputError if files of a training or validation corpus exist, unless `overwrite` is set."""
+    corpora = (files, validation_files(files))
+    paths = [path for corpus in corpora for path in (*corpus.existing_files(), corpus.manifest)]
+    existing = [str(path) for path in paths if path.exists()]
     if existing and not overwrite:
         raise OutputError(
             f"{listed(existing)} exist{'s' if len(existing) == 1 else ''} already; "
@@ -206,85 +207,84 @@ def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
         )
 
 
-def _refuse_others(files: CorpusFiles, volumes: int) -> None:
-    """Raise OutputError if a new file would replace one that is not of the corpus of this name."""
-    own = files.existing()
-    for file in sum(files.volume_files(volumes), ()):
-        if file.exists() and file not in own:
+def _refuse_foreign_files(files: CorpusFiles, shards: int) -> None:
+    """Raise OutputError if a new file would replace a file that does not belong to the corpus with this prefix."""
+    replaceable = files.existing_files()
+    for file in sum(files.shard_files(shards), ()):
+        if file.exists() and file not in replaceable:
             raise OutputError(f"{file} belongs to another corpus; move it away, and start again with --resume")
 
 
 def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> Path:
-    """Return the folder of work, which is named by all that decides the bytes; remove what a killed call has left."""
+    """Create the work folder with the file of choices, remove leftovers of killed calls, and return its path.
+
+    The folder's name is a hash of everything that decides the bytes of the corpus shards.
+    """
     settings = {name: value for name, value in vars(output).items() if name != "files"}
     decisive = [msgspec.to_builtins(chunks), settings, draft.dtype, draft.special_tokens["unk"]]
     work = folder / f"output-{hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]}"
-    for other in folder.glob("output-*"):
-        if other != work:
-            shutil.rmtree(other)
+    for stale in folder.glob("output-*"):
+        if stale != work:
+            shutil.rmtree(stale)
     work.mkdir(exist_ok=True)
     for file in work.iterdir():
+        # Any other suffix belongs to a temporary file.
         if file.suffix not in (".bin", ".idx", ".done", ".json") and file.name != CHOICES:
-            file.unlink()  # it was being written
+            file.unlink()
     if output.training_choice is not None and not (work / CHOICES).exists():
         hashes = [folder / f"{chunk.name}.hashes" for chunk in chunks]
         with replacing(work / CHOICES) as temporary, temporary.open("wb") as stream:
-            for choices in choose(hashes, work, output):
+            for choices in _choose_corpus(hashes, work, output):
                 stream.write(choices.data)
     return work
 
 
 def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> list[ShardJob]:
-    """Return one job per corpus shard, the one that may take longest first."""
+    """Return one job per corpus shard, the job that may take longest first."""
     firsts = [*accumulate((chunk.documents for chunk in chunks), initial=0)]
 
-    def job(name: str, some: range, choice: int | None) -> ShardJob:
-        own = tuple(chunks[some.start : some.stop])
-        return ShardJob(work, name, own, firsts[some.start], choice, draft.dtype, draft.special_tokens["unk"])
+    def job(name: str, numbers: range, choice: int | None) -> ShardJob:
+        members = tuple(chunks[numbers.start : numbers.stop])
+        return ShardJob(work, name, members, firsts[numbers.start], choice, draft.dtype, draft.special_tokens["unk"])
 
-    ranges = lay_out(chunks, output, np.dtype(draft.dtype).itemsize)
-    jobs = [job(str(number), some, output.training_choice) for number, some in enumerate(ranges)]
+    ranges = _divide_into_shards(chunks, output, np.dtype(draft.dtype).itemsize)
+    jobs = [job(str(shard), numbers, output.training_choice) for shard, numbers in enumerate(ranges)]
     validation = job(_VALIDATION, range(len(chunks)), HELD_OUT)
     return [validation, *jobs] if output.validation_fraction else jobs
 
 
-def lay_out(chunks: Sequence[ChunkFiles], output: OutputSettings, item_bytes: int) -> list[range]:
-    """Return the chunks of each corpus shard; documents that are left out of it count for its size."""
-    starts, size = [0], 0
+def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, item_bytes: int) -> list[range]:
+    """Return the range of chunks in each corpus shard. Dropped and held-out documents count towards its size."""
+    starts, shard_bytes = [0], 0
     for number, chunk in enumerate(chunks):
-        new = chunk.tokens * item_bytes
-        is_full = output.shard_bytes is not None and size + new > output.shard_bytes
+        chunk_bytes = chunk.tokens * item_bytes
+        is_full = output.shard_bytes is not None and shard_bytes + chunk_bytes > output.shard_bytes
         if number > starts[-1] and is_full:
             starts.append(number)
-            size = 0
-        size += new
+            shard_bytes = 0
+        shard_bytes += chunk_bytes
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(chunks)], strict=True)]
 
 
-def choose(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> Iterator[NDArray[np.uint8]]:
-    """Yield KEPT, HELD_OUT or DROPPED for each document, in the order of the files.
+def _choose_corpus(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> Iterator[NDArray[np.uint8]]:
+    """Yield KEPT, HELD_OUT or DROPPED for each document, in the order of the files of hashes.
 
-    A text decides by its hash whether it is held out, so that this does not depend on the documents around it, and
-    one text never ends up in both corpora.
+    The hash of a text alone decides whether it is held out. So equal texts are never in both corpora, and the decision
+    does not change when documents are added.
     """
-    duplicate = find_exact_duplicates(hash_files, folder) if output.deduplicate else None
-    below, first = np.uint64(min(math.ceil(output.validation_fraction * 2**64), 2**64 - 1)), 0
-    for hashes in (some for file in hash_files for some in read_chunks(file, HASH_DTYPE)):
-        choices = np.where(hashes["high"] < below, np.uint8(HELD_OUT), np.uint8(KEPT))
-        if duplicate is not None:
-            choices[duplicate[first : first + choices.size]] = DROPPED
+    is_duplicate = find_exact_duplicates(hash_files, folder) if output.deduplicate else None
+    threshold = np.uint64(min(math.ceil(output.validation_fraction * 2**64), 2**64 - 1))
+    first = 0
+    for hashes in (step for file in hash_files for step in read_items(file, HASH_DTYPE)):
+        choices = np.where(hashes["high"] < threshold, np.uint8(HELD_OUT), np.uint8(KEPT))
+        if is_duplicate is not None:
+            choices[is_duplicate[first : first + choices.size]] = DROPPED
         first += choices.size
         yield choices
 
 
-def _write_shards(jobs: Sequence[ShardJob], workers: int | None) -> dict[str, Finished[ShardCounts]]:
-    """Do all jobs that an earlier call has not finished; return the records by name, in the order of the jobs."""
-    records = {job.name: record for job, record in finish_jobs(jobs, label="corpus shards", workers=workers)}
-    return {job.name: records[job.name] for job in jobs}
-
-
 def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> None:
-    """Write one file of the rejects of all chunks to disk."""
+    """Concatenate the rejects of all chunks, with record numbers that count from the beginning of each input file."""
     with target.open("wb") as stream:
         for chunk in chunks:
             unit, before = chunk.records_before or ("", 0)
@@ -296,15 +296,16 @@ def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> N
     sync_to_disk(target)
 
 
-def _remove_old(files: CorpusFiles) -> None:
-    """Remove the corpus that is replaced, its manifests first: a new .bin beside an old .idx must not pass for one.
+def _remove_old_corpus(files: CorpusFiles) -> None:
+    """Remove the training and validation corpus with this prefix, their manifests first.
 
-    Higher numbers go first, so that after a kill the rest is still numbered from 0 on.
+    Without a manifest, a mixture of new and old files is never taken for a corpus.
     """
-    both = (files, validation_files(files))
-    old = [file for one in both for file in reversed(one.existing())]
-    for one in both:
-        one.manifest.unlink(missing_ok=True)
+    corpora = (files, validation_files(files))
+    # The highest shard number goes first, so that the files left after a kill are still numbered from 0 on.
+    old_files = [file for corpus in corpora for file in reversed(corpus.existing_files())]
+    for corpus in corpora:
+        corpus.manifest.unlink(missing_ok=True)
     sync_to_disk(files.manifest.parent)
-    for file in (*old, files.rejects):
+    for file in (*old_files, files.rejects):
         file.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""MinHash: find the pairs of documents that may be similar, and compute how similar a pair is.
+"""MinHash: find pairs of documents that may be similar, and compute the similarity of a pair.
 
-A document is the set of its n-grams of token ids. The similarity of two documents is the Jaccard index of their sets,
-J = |A and B| / |A or B|. Under a random order of all n-grams, both documents have the same first n-gram with
-probability J (Broder, 1997). Orders are divided into bands of `rows` orders each. Two documents that agree in all
-orders of a band are a candidate pair: a pair with index J becomes one with probability 1 - (1 - J^rows)^bands
-(Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3). The orders hash n-grams to 32 bits; the index
-of a candidate pair is exact. These functions run on one core and do no input or output.
+A document is the set of its n-grams of token ids. The similarity of documents A and B is the Jaccard index of their
+sets, J = |A and B| / |A or B|. Under a random order of all n-grams, both documents have the same first n-gram with
+probability J (Broder, 1997). The orders are divided into bands of `rows` orders each. Two documents that agree in all
+orders of a band are a candidate pair, which happens with probability 1 - (1 - J^rows)^bands (Leskovec, Rajaraman and
+Ullman, Mining of Massive Datasets, chapter 3). The orders use 32-bit hashes of n-grams. The Jaccard index of a
+candidate pair is computed exactly. All functions run on one core and do no input or output.
 """
 
 import hashlib
@@ -16,19 +16,21 @@ from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
 
-_BASE = np.uint32(0x9E3779B1)  # 2^32 / golden ratio, a prime: of the polynomial over an n-gram
-_MIX_32 = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # MurmurHash3's last step, by Austin Appleby, public domain
+# Base of the polynomial hash of an n-gram: 2^32 / golden ratio, a prime.
+_BASE = np.uint32(0x9E3779B1)
+# The finalizer of MurmurHash3, by Austin Appleby, public domain.
+_MIX_32 = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 _MIX_64 = np.uint64(0xD6E8FEB86659FD93)
 
 
 @dataclass(frozen=True)
 class MinHashSettings:
-    """Settings that decide which documents are near-duplicates; the defaults of the first three are datatrove's."""
+    """Settings that decide which documents are near-duplicates. The first three defaults are those of datatrove."""
 
-    bands: int = option(14, "number of bands, of which one must agree", minimum=1)
-    rows: int = option(8, "permutations of a band", minimum=1)
-    ngram: int = option(5, "tokens of a shingle", minimum=1)
-    threshold: float = option(0.8, "least Jaccard index of near-duplicates", minimum=0.0)
+    bands: int = option(14, "number of bands; documents with an equal band are compared", minimum=1)
+    rows: int = option(8, "permutations per band", minimum=1)
+    ngram: int = option(5, "tokens per n-gram", minimum=1)
+    threshold: float = option(0.8, "smallest Jaccard index of near-duplicates", minimum=0.0)
 
     @property
     def permutations(self) -> int:
@@ -36,73 +38,76 @@ class MinHashSettings:
 
 
 def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHashSettings) -> NDArray[np.uint32]:
-    """The smallest n-gram of each document under each random order, [permutations, documents].
+    """Return the smallest n-gram hash of each document under each random order, [permutations, documents].
 
     Args:
-        ids: Token ids of the documents end to end.
-        lengths: Tokens of each document, at least 1.
+        ids: Concatenated token ids of the documents.
+        lengths: Number of tokens of each document, at least 1.
+        settings: Number of permutations and of tokens per n-gram.
     """
     random = np.frombuffer(hashlib.shake_128(b"MinHash").digest(8 * settings.permutations), "<u4").astype(np.uint32)
     factors, masks = random[: settings.permutations] | np.uint32(1), random[settings.permutations :]
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     hashes = _hash_ngrams(ids, starts, lengths, settings.ngram)
-    found = np.empty((settings.permutations, len(lengths)), dtype=np.uint32)
-    ordered = np.empty_like(hashes)
-    for number in range(settings.permutations):  # a bijection of 32 bits: multiplied by an odd number, xor
-        np.multiply(hashes, factors[number], out=ordered)
-        np.bitwise_xor(ordered, masks[number], out=ordered)
-        np.minimum.reduceat(ordered, starts, out=found[number])
-    return found
+    minima_pn = np.empty((settings.permutations, len(lengths)), dtype=np.uint32)
+    permuted = np.empty_like(hashes)
+    for number in range(settings.permutations):
+        # Multiplying by an odd number and xor are bijections of 32-bit numbers, so this is a permutation.
+        np.multiply(hashes, factors[number], out=permuted)
+        np.bitwise_xor(permuted, masks[number], out=permuted)
+        np.minimum.reduceat(permuted, starts, out=minima_pn[number])
+    return minima_pn
 
 
 def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
-    """One number for all rows of a band, [bands, documents]."""
+    """Return a hash of the minima in each band of `rows` permutations, [bands, documents]."""
     keys = np.zeros((len(minima_pn) // rows, minima_pn.shape[1]), dtype=np.uint64)
-    for number, values in enumerate(minima_pn):
+    for number, minima_n in enumerate(minima_pn):
         key = keys[number // rows]
-        key ^= values
+        key ^= minima_n
         key *= _MIX_64
         key ^= key >> np.uint64(32)
     return keys
 
 
 def shingles(ids: bytes, ngram: int) -> set[bytes]:
-    """Return the n-grams of a document of 32-bit token ids. A document of fewer than n tokens is one n-gram."""
-    step = 4 * ngram
-    return {ids[begin : begin + step] for begin in range(0, max(4, len(ids) - step + 4), 4)}
+    """Return the n-grams of a document of 32-bit token ids; a document of fewer than n tokens is one n-gram."""
+    size = 4 * ngram
+    return {ids[begin : begin + size] for begin in range(0, max(4, len(ids) - size + 4), 4)}
 
 
-def jaccard(one: set[bytes], other: set[bytes]) -> float:
+def jaccard(first: set[bytes], second: set[bytes]) -> float:
     """Return the Jaccard index of two sets that are not empty."""
-    both = len(one & other)
-    return both / (len(one) + len(other) - both)
+    common = len(first & second)
+    return common / (len(first) + len(second) - common)
 
 
 def _hash_ngrams(
     ids: NDArray[np.integer], starts: NDArray[np.int64], lengths: NDArray[np.int32], ngram: int
 ) -> NDArray[np.uint32]:
-    """The n-gram that begins at each token, as 32 mixed bits; of a shorter document its whole.
+    """Return a 32-bit hash of the n-gram that begins at each token, [tokens].
 
-    Where none begins, at a document's last tokens, its first one stands once more, which changes no minimum.
+    A document of fewer than n tokens has the hash of all its tokens. At the last n - 1 tokens of a document no n-gram
+    begins; they repeat the hash at the document's first token, which changes no minimum.
     """
-    tokens = ids.astype(np.uint32) + np.uint32(1)  # so that 0 is none
+    # Ids are shifted by one, so that 0 pads short documents.
+    tokens = ids.astype(np.uint32) + np.uint32(1)
     hashes = tokens.copy()
-    for place in range(1, ngram):
+    for offset in range(1, ngram):
         hashes *= _BASE
-        hashes[:-place] += tokens[place:]
-    short, places = np.flatnonzero(lengths < ngram), np.arange(ngram)
-    inside = places < lengths[short, None]
-    whole = np.where(inside, tokens[np.where(inside, starts[short, None] + places, 0)], np.uint32(0))
+        hashes[:-offset] += tokens[offset:]
+    short, offsets = np.flatnonzero(lengths < ngram), np.arange(ngram)
+    is_inside = offsets < lengths[short, None]
+    padded = np.where(is_inside, tokens[np.where(is_inside, starts[short, None] + offsets, 0)], np.uint32(0))
     hashes[starts[short]] = 0
-    for place in range(ngram):
-        hashes[starts[short]] = hashes[starts[short]] * _BASE + whole[:, place]
+    for offset in range(ngram):
+        hashes[starts[short]] = hashes[starts[short]] * _BASE + padded[:, offset]
     for shift, factor in _MIX_32:
         hashes ^= hashes >> np.uint32(shift)
         hashes *= np.uint32(factor)
     hashes ^= hashes >> np.uint32(16)
-    last = np.minimum(lengths, ngram) - 1  # tokens at the end where no n-gram begins
-    ends = starts + lengths
+    trailing, ends = np.minimum(lengths, ngram) - 1, starts + lengths
     for back in range(1, ngram):
-        some = last >= back
-        hashes[ends[some] - back] = hashes[starts[some]]
+        has_trailing = trailing >= back
+        hashes[ends[has_trailing] - back] = hashes[starts[has_trailing]]
     return hashes

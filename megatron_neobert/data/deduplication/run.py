@@ -1,21 +1,19 @@
-"""Near-duplicates of finished corpora, in three stages: signatures, pairs, and one drop list of all corpora.
+"""`neobert find-duplicates`: finds near-duplicates of finished corpora in three stages, and writes one drop list.
 
-Signatures are computed chunk by chunk: one key per document and band, sorted by key. The documents whose keys are in
-one range are therefore one slice of each chunk. Documents of equal key are compared by their n-grams of token ids,
-range by range and band by band. Similar pairs are joined to clusters, and the first document of each cluster is kept.
-Documents are numbered through all corpora in the given order.
+1. Signatures: one job per chunk computes a 64-bit key for each document and band, and sorts the documents by key.
+2. Pairs: one job per band and bucket (a range of keys) compares documents with equal keys by their n-grams. As chunks
+   are sorted, a bucket is one slice of each chunk.
+3. Clusters: similar pairs are joined to clusters. The first document of a cluster stays, all others are dropped.
 
-The result is the same for any number of workers and any size of a range. Finished chunks and ranges are kept
-in OUTPUT.partial, as in preprocessing.
+Documents are numbered across all corpora, in the order of the command line. The result does not depend on the number of
+workers, chunks or buckets. Finished jobs are kept in OUTPUT.partial until the list is written.
 
-Disk: 12 bytes per band of each document, 168 by default. Memory of a worker: 0.5 kB for each document of a chunk, 2^18
-of them, and 80 bytes for each document of a range, and of those that share one key, which no range divides. At the
-end: 5 bytes per document, 20 per duplicate.
+Disk: 12 bytes per document and band, 168 per document by default. Memory per worker: 0.5 kB for each of the 2^18
+documents of a chunk, or 80 bytes for each document of a bucket. Documents with one key are never divided. Memory of the
+last stage: 5 bytes per document, 20 bytes per duplicate.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -27,21 +25,26 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.drop_list import DroppedOf, read_drop_list, write_drop_list
+from megatron_neobert.data.corpus.drop_list import DropListEntry, read_drop_list, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.corpus.volumes import read_chunks
+from megatron_neobert.data.corpus.shard_files import read_items
 from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.jobs import Job, JobFolder, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import parse_json, percent
 
-CHUNK_DOCUMENTS = 1 << 18  # what a kill makes a worker do again
-BUCKET_DOCUMENTS = 12_000_000  # whose keys of one band are compared at a time, with 80 bytes of memory each
-_BATCH_TOKENS = 1 << 16  # at a time, in the second-level cache: measured the fastest; a longer document is read whole
-_PAIRS_AT_ONCE = 1 << 17  # whose lengths are looked up together: 40 MB
-_JOINED_AT_ONCE = 1 << 20  # documents
-_PAIR = np.dtype("<i8")
+# After a kill, a worker repeats at most one chunk of this size.
+CHUNK_DOCUMENTS = 1 << 18
+# Documents whose keys of one band are compared in one job, with 80 bytes of memory each.
+BUCKET_DOCUMENTS = 12_000_000
+# Tokens per step, see `_steps`. This size fits the second-level cache and was measured the fastest.
+_STEP_TOKENS = 1 << 16
+# Pairs whose lengths are looked up together, with 40 MB of memory.
+_STEP_PAIRS = 1 << 17
+# Documents of the last stage whose clusters are looked up together.
+_STEP_DOCUMENTS = 1 << 20
+_PAIR_DTYPE = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
@@ -49,24 +52,23 @@ class FindSettings:
     """Settings of `neobert find-duplicates`, and its command line."""
 
     prefixes: tuple[str, ...] = option(
-        help="path of a corpus without .bin; of duplicates the document in the earlier corpus stays",
+        help="path of a corpus without .bin; documents of earlier corpora stay, duplicates in later ones are dropped",
         positional=True,
         metavar="PREFIX",
     )
-    output: Path = option(help="the drop list, one for all of these corpora", metavar="FILE")
+    output: Path = option(help="drop list to write, one for all corpora", metavar="FILE")
     minhash: MinHashSettings = field(default_factory=MinHashSettings)
     executor: Literal["local", "ray"] = option("local", "where the work runs")
-    ray_address: str | None = option(None, "host:port of a cluster (RAY_ADDRESS; at first: a new one)")
+    ray_address: str | None = option(None, "host:port of a cluster (default: RAY_ADDRESS, or else a new cluster)")
     workers: int | None = option(None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1)
     resume: bool = option(False, "keep what an earlier run of the same command has finished")
-    overwrite: bool = option(False, "replace an existing list, and what another run has begun")
+    overwrite: bool = option(False, "replace an existing list, and the unfinished work of another run")
 
 
 def print_duplicates(options: FindSettings) -> None:
-    """Find near-duplicates in finished corpora, and list which of their documents training is to leave out.
+    """Find near-duplicates in finished corpora, and write a drop list of all but the first document of each cluster.
 
-    Of documents that are alike the first one stays. Training reads the list with --data-path PREFIX:drop=FILE; nothing
-    is copied.
+    Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied.
     """
     if options.resume and is_complete(options):
         _job_folder(options).sweep()
@@ -83,14 +85,12 @@ def print_duplicates(options: FindSettings) -> None:
 
 @dataclass(frozen=True)
 class Documents:
-    """All documents of the corpora that are compared, and how they are cut into chunks.
+    """All documents of the compared corpora, numbered across corpora and divided into chunks."""
 
-    Numbers count through all corpora.
-    """
-
+    # Of each corpus.
     prefixes: tuple[str, ...]
-    sha256: tuple[str, ...]  # of each corpus, from its manifest
-    sizes: tuple[int, ...]  # documents of each corpus
+    sha256: tuple[str, ...]
+    sizes: tuple[int, ...]
     chunk_documents: int
     minhash: MinHashSettings
 
@@ -99,23 +99,30 @@ class Documents:
 
     @cached_property
     def chunks(self) -> list[range]:
-        """The numbers of each chunk; a chunk belongs to one corpus."""
+        """Document numbers of each chunk. A chunk has documents of one corpus."""
         bounds = [0, *accumulate(self.sizes)]
         step = self.chunk_documents
         return [range(at, min(at + step, end)) for start, end in pairwise(bounds) for at in range(start, end, step)]
 
     def by_corpus(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Corpus, NDArray[np.int64]]]:
-        """Yield the places of each corpus' documents as a mask, the corpus, and the documents' numbers in it."""
+        """Yield, for each corpus of these documents, a mask of its documents, the corpus, and their numbers in it.
+
+        The mask has the shape of `numbers`.
+        """
         bounds = np.append(0, np.cumsum(self.sizes))
         corpus_of = np.searchsorted(bounds, numbers, side="right") - 1
-        for place in np.unique(corpus_of).tolist():
-            own = corpus_of == place
-            yield own, open_corpus(self.prefixes[place], self.sha256[place]), numbers[own] - bounds[place]
+        for index in np.unique(corpus_of).tolist():
+            mask = corpus_of == index
+            yield mask, open_corpus(self.prefixes[index], self.sha256[index]), numbers[mask] - bounds[index]
 
 
 @dataclass(frozen=True)
 class SignatureJob(Job[None]):
-    """Keys of the documents of one chunk."""
+    """Write the keys of all documents of one chunk.
+
+    For each band, the file has the sorted keys (uint64), and then the documents in the order of their keys (uint32,
+    counted from the first document of the chunk).
+    """
 
     result_type = None
     sync = True
@@ -125,22 +132,21 @@ class SignatureJob(Job[None]):
     numbers: range
 
     def work(self, files: Mapping[str, NewFile]) -> None:
-        """Write the sorted keys of each band, and then in this order the documents, counted from the chunk's first."""
         minhash = self.documents.minhash
         ((_, corpus, in_corpus),) = self.documents.by_corpus(np.arange(self.numbers.start, self.numbers.stop))
-        lengths = corpus.lengths[in_corpus]
+        lengths = corpus.lengths_of(in_corpus)
         keys = np.empty((minhash.bands, len(lengths)), dtype=np.uint64)
-        for some in _batches(lengths):
-            own, numbers = lengths[some], in_corpus[some]
-            ids = corpus.gather(numbers, np.zeros_like(numbers), own.astype(np.int64))
-            keys[:, some] = band_keys(minima(ids, own, minhash), minhash.rows)
+        for step in _steps(lengths):
+            step_lengths, numbers = lengths[step], in_corpus[step]
+            ids = corpus.gather(numbers, np.zeros_like(numbers), step_lengths.astype(np.int64))
+            keys[:, step] = band_keys(minima(ids, step_lengths, minhash), minhash.rows)
         for key in keys:
             order = np.argsort(key, kind="stable")
             files["keys"].write(key[order].astype("<u8").data)
             files["keys"].write(order.astype("<u4").data)
 
     def read_keys(self, band: int, low: int, high: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Keys of a band that are at least `low` and below `high`, sorted, and their documents in all corpora."""
+        """Return the sorted keys of a band that are in [low, high), and the numbers of their documents."""
         count = len(self.numbers)
         at = band * count * 12
         keys: NDArray[np.uint64] = np.memmap(self.file("keys"), "<u8", "r", at, count)
@@ -152,7 +158,7 @@ class SignatureJob(Job[None]):
 
 @dataclass(frozen=True)
 class PairJob(Job[None]):
-    """Pairs of documents that are alike, out of those whose key of one band lies in one range."""
+    """Write the pairs of similar documents whose keys of one band are equal and in one bucket."""
 
     result_type = None
     sync = True
@@ -164,58 +170,58 @@ class PairJob(Job[None]):
     buckets: int
 
     def work(self, files: Mapping[str, NewFile]) -> None:
-        """Compare each document with the first and with the previous document that share its key.
+        pairs = self._candidates()
+        for first in range(0, len(pairs), _STEP_PAIRS):
+            step_pairs = pairs[first : first + _STEP_PAIRS]
+            lengths = np.empty(step_pairs.shape, dtype=np.int64)
+            for mask, corpus, numbers in self.documents.by_corpus(step_pairs):
+                lengths[mask] = corpus.lengths_of(numbers)
+            for step in _steps(lengths.sum(axis=1)):
+                similar = step_pairs[step][self._are_similar(step_pairs[step])]
+                files["pairs"].write(similar.astype(_PAIR_DTYPE).tobytes())
 
-        All pairs of n documents would be n^2 / 2, and one text may occur a million times. What neither of the two is
-        like may still be found in another band.
+    def _candidates(self) -> NDArray[np.int64]:
+        """Pair each document with the first and with the previous document that have its key, [pairs, 2].
+
+        All pairs of n documents would be n^2 / 2, and one text may occur a million times. A similar pair that is not
+        among these pairs may be found in another band.
         """
         low, high = (number * 2**64 // self.buckets for number in (self.bucket, self.bucket + 1))
-        chunks = signature_jobs(self.folder, self.documents)
-        columns = [chunk.read_keys(self.band, low, high) for chunk in chunks]
+        columns = [job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents)]
         keys, documents = (np.concatenate(column) for column in zip(*columns, strict=True))
         del columns
-        order = np.argsort(keys, kind="stable")  # documents of equal keys stay in the order of the corpora
+        # The sort is stable, so documents with equal keys stay in the order of their numbers.
+        order = np.argsort(keys, kind="stable")
         keys, documents = keys[order], documents[order]
-        again = np.flatnonzero(keys[1:] == keys[:-1]) + 1
-        begins = np.ones(len(keys), dtype=np.bool_)
-        begins[again] = False
-        firsts = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))[again]
-        further = firsts < again - 1
-        pairs = np.concatenate(
-            [
-                np.stack([documents[firsts], documents[again]], axis=1),
-                np.stack([documents[again - 1], documents[again]], axis=1)[further],
-            ]
-        )
-        for first in range(0, len(pairs), _PAIRS_AT_ONCE):
-            some = pairs[first : first + _PAIRS_AT_ONCE]
-            lengths = np.empty(some.shape, dtype=np.int64)
-            for own, corpus, numbers in self.documents.by_corpus(some):
-                lengths[own] = corpus.lengths[numbers]
-            for batch in _batches(lengths.sum(axis=1)):
-                alike = self._are_alike(some[batch])
-                files["pairs"].write(some[batch][alike].astype(_PAIR).tobytes())
+        repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
+        is_first = np.ones(len(keys), dtype=np.bool_)
+        is_first[repeats] = False
+        firsts = np.maximum.accumulate(np.where(is_first, np.arange(len(keys)), 0))[repeats]
+        with_first = np.stack([documents[firsts], documents[repeats]], axis=1)
+        with_previous = np.stack([documents[repeats - 1], documents[repeats]], axis=1)
+        return np.concatenate([with_first, with_previous[firsts < repeats - 1]])
 
-    def _are_alike(self, pairs: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Compare the exact Jaccard index of each pair with the threshold.
+    def _are_similar(self, pairs: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return True for each pair whose exact Jaccard index reaches the threshold.
 
         Cost: 2 us of one core for a pair of equal documents, 0.1 us per token of both for any other pair.
         """
-        documents, places = np.unique(pairs.ravel(), return_inverse=True)
-        contents: list[bytes] = []  # of the documents, which are sorted, so those of a corpus follow each other
+        documents, positions = np.unique(pairs.ravel(), return_inverse=True)
+        # `documents` is sorted, so those of one corpus are consecutive.
+        contents: list[bytes] = []
         for _, corpus, numbers in self.documents.by_corpus(documents):
-            lengths = corpus.lengths[numbers].astype(np.int64)
+            lengths = corpus.lengths_of(numbers).astype(np.int64)
             ids = corpus.gather(numbers, np.zeros_like(numbers), lengths).astype("<u4").tobytes()
-            ends = (4 * np.cumsum(lengths)).tolist()
-            contents += [ids[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+            contents += [ids[begin:end] for begin, end in pairwise([0, *(4 * np.cumsum(lengths)).tolist()])]
         minhash = self.documents.minhash
-        sets = lru_cache(maxsize=2)(lambda place: shingles(contents[place], minhash.ngram))  # neighbours share one
+        # Consecutive pairs often share a document.
+        ngrams = lru_cache(maxsize=2)(lambda position: shingles(contents[position], minhash.ngram))
 
-        def are_alike(one: int, other: int) -> bool:
-            same = contents[one] == contents[other]
-            return same or jaccard(sets(one), sets(other)) >= minhash.threshold
+        def are_similar(first: int, second: int) -> bool:
+            is_equal = contents[first] == contents[second]
+            return is_equal or jaccard(ngrams(first), ngrams(second)) >= minhash.threshold
 
-        return np.array([are_alike(one, other) for one, other in places.reshape(-1, 2).tolist()], dtype=np.bool_)
+        return np.array([are_similar(*pair) for pair in positions.reshape(-1, 2).tolist()], dtype=np.bool_)
 
 
 def signature_jobs(folder: Path, documents: Documents) -> list[SignatureJob]:
@@ -223,17 +229,18 @@ def signature_jobs(folder: Path, documents: Documents) -> list[SignatureJob]:
     return [SignatureJob(folder, f"signatures-{chunk.start}", documents, chunk) for chunk in documents.chunks]
 
 
-def find_duplicates(settings: FindSettings) -> list[DroppedOf]:
-    """Find near-duplicates and write the drop list; what a killed call has finished is not done again.
+def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
+    """Find near-duplicates and write the drop list.
 
     Returns:
         The entries of the drop list, one per corpus.
 
     Raises:
-        ConfigError: The settings contradict themselves or those of the call to be continued.
-        OutputError: The output, or work of another call, exists, and the settings neither resume nor overwrite.
-        MissingInputError: A corpus is missing.
-        DataError: A corpus is damaged, or of another tokenizer than the first.
+        ConfigError: The threshold is out of range, a corpus is named twice, or the unfinished work belongs to a run
+            with other settings.
+        OutputError: The output or unfinished work exists, and neither `resume` nor `overwrite` allows to use it.
+        MissingInputError: A corpus does not exist.
+        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
         ChildProcessError: A worker process died.
     """
     if not 0 < settings.minhash.threshold <= 1:
@@ -242,8 +249,8 @@ def find_duplicates(settings: FindSettings) -> list[DroppedOf]:
         )
     corpora = _open_corpora(settings.prefixes)
     with _job_folder(settings) as folder:
-        continued = settings.overwrite or (settings.resume and folder.has_begun)
-        if settings.output.exists() and not continued:
+        may_replace = settings.overwrite or (settings.resume and folder.has_begun)
+        if settings.output.exists() and not may_replace:
             raise OutputError(f"--output {settings.output} exists already; choose another, or replace with --overwrite")
         documents = Documents(
             prefixes=tuple(str(Path(prefix).absolute()) for prefix in settings.prefixes),
@@ -259,21 +266,29 @@ def find_duplicates(settings: FindSettings) -> list[DroppedOf]:
             "version": __version__,
         }
         folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
-        _do(signature_jobs(folder.path, documents), settings, "signatures")
         buckets = -(-len(documents) // BUCKET_DOCUMENTS)
-        pairs = [
+        pair_jobs = [
             PairJob(folder.path, f"pairs-{band}-{bucket}-of-{buckets}", documents, band, bucket, buckets)
             for band in range(settings.minhash.bands)
             for bucket in range(buckets)
         ]
-        _do(pairs, settings, "pairs")
-        entries = _write(settings, corpora, join(len(documents), [job.file("pairs") for job in pairs]))
+        for label, jobs in (("signatures", signature_jobs(folder.path, documents)), ("pairs", pair_jobs)):
+            for _ in finish_jobs(
+                jobs,
+                label=label,
+                workers=settings.workers,
+                executor=settings.executor,
+                ray_address=settings.ray_address,
+            ):
+                pass
+        is_dropped = find_dropped(len(documents), [job.file("pairs") for job in pair_jobs])
+        entries = _write(settings, corpora, is_dropped)
         folder.remove()
     return entries
 
 
 def is_complete(settings: FindSettings) -> bool:
-    """Return True if the list of these corpora and settings exists, whole, so that --resume has nothing left to do."""
+    """Return True if the drop list for these corpora and settings exists and is sound."""
     if _job_folder(settings).has_begun:
         return False
     corpora = _open_corpora(settings.prefixes)
@@ -290,94 +305,81 @@ def is_complete(settings: FindSettings) -> bool:
 
 
 def _job_folder(settings: FindSettings) -> JobFolder:
-    """Return OUTPUT.partial, not yet entered, by an absolute path: workers have other folders."""
+    """Return OUTPUT.partial, not yet entered. Its path is absolute, as workers have other working directories."""
     return JobFolder(settings.output.absolute().with_name(f"{settings.output.name}.partial"))
 
 
-def join(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:
-    """The first document of each document's cluster, by union and find over the pairs, some at a time."""
+def find_dropped(documents: int, pair_files: Sequence[Path]) -> NDArray[np.bool_]:
+    """Return True for each document that is not the first of its cluster, by union-find over all pairs."""
     parents = np.arange(documents, dtype=np.uint32 if documents < 2**32 else np.int64)
 
-    def roots(some: NDArray[np.int64]) -> NDArray[np.int64]:
+    def find_roots(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         while True:
-            parents[some] = parents[parents[some]]  # halves the way for those who come later
-            above = parents[some].astype(np.int64)
-            if np.array_equal(above, some):
-                return some
-            some = above
+            # Path halving shortens the paths for later searches.
+            parents[numbers] = parents[parents[numbers]]
+            above = parents[numbers].astype(np.int64)
+            if np.array_equal(above, numbers):
+                return numbers
+            numbers = above
 
     for path in pair_files:
-        for chunk in read_chunks(path, _PAIR):
-            one, other = chunk.reshape(-1, 2).T
-            while len(one):
-                one, other = roots(one), roots(other)
-                apart = one != other
-                one, other = one[apart], other[apart]
-                # A cluster hangs from its first document; of several that one joins in this step, from the very first.
-                np.minimum.at(parents, np.maximum(one, other), np.minimum(one, other).astype(parents.dtype))
-    for first in range(0, documents, _JOINED_AT_ONCE):
-        some = np.arange(first, min(first + _JOINED_AT_ONCE, documents))
-        parents[some] = roots(some)
-    return parents
+        for step in read_items(path, _PAIR_DTYPE):
+            first, second = step.reshape(-1, 2).T
+            while len(first):
+                first, second = find_roots(first), find_roots(second)
+                is_apart = first != second
+                first, second = first[is_apart], second[is_apart]
+                # The root of a cluster is its first document. If a root gets several new parents in this step, it takes
+                # the smallest; the other pairs are joined in the next iteration.
+                np.minimum.at(parents, np.maximum(first, second), np.minimum(first, second).astype(parents.dtype))
+    is_dropped = np.empty(documents, dtype=np.bool_)
+    for start in range(0, documents, _STEP_DOCUMENTS):
+        numbers = np.arange(start, min(start + _STEP_DOCUMENTS, documents))
+        is_dropped[numbers] = find_roots(numbers) != numbers
+    return is_dropped
 
 
-def _batches(lengths: NDArray[np.integer]) -> Iterator[slice]:
-    """Yield consecutive slices of at most _BATCH_TOKENS tokens each, or of one element that has more."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    first = 0
-    while first < len(lengths):
-        begin = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, begin + _BATCH_TOKENS, side="right")))
-        yield slice(first, stop)
-        first = stop
+def _steps(lengths: NDArray[np.integer]) -> list[slice]:
+    """Return consecutive slices of about _STEP_TOKENS tokens: at most that number and one element more."""
+    step_of = np.cumsum(lengths, dtype=np.int64) // _STEP_TOKENS
+    bounds = [0, *(np.flatnonzero(np.diff(step_of)) + 1).tolist(), len(lengths)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def _do(jobs: Sequence[Job[None]], settings: FindSettings, label: str) -> None:
-    """Do the jobs that are not finished."""
-    results = finish_jobs(
-        jobs, label=label, workers=settings.workers, executor=settings.executor, ray_address=settings.ray_address
-    )
-    with closing(results):
-        deque(results, maxlen=0)
-
-
-@cache  # a worker has many chunks of one corpus
+# A worker has many chunks of one corpus.
+@cache
 def open_corpus(prefix: str, documents_sha256: str) -> Corpus:
-    """Open a corpus. Raise DataError if it is not the one that the run began with."""
+    """Open a corpus; raise DataError if it has changed since the run began."""
     corpus = Corpus(prefix)
     if corpus.manifest.documents_sha256 != documents_sha256:
-        raise DataError(f"{prefix} has been written anew since this run began; start again with --overwrite")
+        raise DataError(f"{prefix} has been written again since this run began; start again with --overwrite")
     return corpus
 
 
 def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
+    """Open corpora; raise an error if tokenizers differ or a corpus is named twice."""
     corpora = [Corpus(prefix) for prefix in prefixes]
-    for place, corpus in enumerate(corpora):
-        first, manifest = corpora[0].manifest, corpus.manifest
-        if manifest.tokenizer_fingerprint != first.tokenizer_fingerprint:
+    first = corpora[0]
+    for index, corpus in enumerate(corpora):
+        fingerprint, expected = corpus.manifest.tokenizer_fingerprint, first.manifest.tokenizer_fingerprint
+        if fingerprint != expected:
             raise DataError(
-                f"{corpus.prefix} was written with tokenizer {manifest.tokenizer_fingerprint[:12]}, but "
-                f"{corpora[0].prefix} with {first.tokenizer_fingerprint[:12]}: the same ids mean other words. "
-                "Preprocess both with one tokenizer"
+                f"{corpus.prefix} was written with tokenizer {fingerprint[:12]}, but {first.prefix} with "
+                f"{expected[:12]}: the same ids mean other words. Preprocess both with one tokenizer"
             )
-        for earlier in corpora[:place]:
-            if earlier.manifest.documents_sha256 == manifest.documents_sha256:
+        for earlier in corpora[:index]:
+            if earlier.manifest.documents_sha256 == corpus.manifest.documents_sha256:
                 raise ConfigError(f"{corpus.prefix} and {earlier.prefix} are the same corpus; name it once")
     return corpora
 
 
-def _write(settings: FindSettings, corpora: Sequence[Corpus], clusters: NDArray[np.integer]) -> list[DroppedOf]:
+def _write(settings: FindSettings, corpora: Sequence[Corpus], is_dropped: NDArray[np.bool_]) -> list[DropListEntry]:
     """Write the drop list, and return its entries."""
-    dropped = np.empty(len(clusters), dtype=np.bool_)
-    for first in range(0, len(clusters), _JOINED_AT_ONCE):
-        some = slice(first, first + _JOINED_AT_ONCE)
-        dropped[some] = clusters[some] != np.arange(first, first + len(clusters[some]))
-    masks, before = [], 0
-    for prefix, corpus in zip(settings.prefixes, corpora, strict=True):
-        own, tokens, first = dropped[before : before + len(corpus)], 0, 0
-        for lengths in (volume.lengths for volume in corpus.volumes):
-            tokens += int(lengths[own[first : first + len(lengths)]].sum(dtype=np.int64))
-            first += len(lengths)
-        masks.append((prefix, corpus.manifest, own, tokens))
-        before += len(corpus)
-    return write_drop_list(settings.output, masks, asdict(settings.minhash))
+    entries = []
+    ends = np.cumsum(list(map(len, corpora)))
+    for prefix, corpus, mask in zip(settings.prefixes, corpora, np.split(is_dropped, ends[:-1]), strict=True):
+        shard_ends = np.cumsum([shard.lengths.size for shard in corpus.shards])
+        masks = zip(corpus.shards, np.split(mask, shard_ends[:-1]), strict=True)
+        tokens = sum(int(shard.lengths[shard_mask].sum(dtype=np.int64)) for shard, shard_mask in masks)
+        entries.append((prefix, corpus.manifest, mask, tokens))
+    return write_drop_list(settings.output, entries, asdict(settings.minhash))

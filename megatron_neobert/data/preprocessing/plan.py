@@ -277,7 +277,7 @@ def is_complete(plan: Plan) -> bool:
         and (settings.quarantine or not manifest.quarantined)
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]
         and {name: record.bytes for name, record in (manifest.inputs | manifest.quarantined).items()} == sizes
-        and (len(manifest.volumes) == 1 or settings.shard_size is not None)
+        and (len(manifest.shards) == 1 or settings.shard_size is not None)
         and all(is_url(path) or int(version.version) < written for path, version in plan.versions.items())
     )
 
@@ -290,8 +290,8 @@ def _read_complete(files: CorpusFiles) -> Manifest | None:
         return None
     recorded = [
         (file, record.bytes)
-        for pair, volume in zip(files.volume_files(len(manifest.volumes)), manifest.volumes, strict=True)
-        for file, record in zip(pair, (volume.bin, volume.idx), strict=True)
+        for pair, shard in zip(files.shard_files(len(manifest.shards)), manifest.shards, strict=True)
+        for file, record in zip(pair, (shard.bin, shard.idx), strict=True)
     ]
     if manifest.attributes is not None:
         recorded.append((files.attributes, manifest.attributes.bytes))

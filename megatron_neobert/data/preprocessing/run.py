@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_neobert.data.corpus.format import (
     BackendRecord,
     InputRecord,
-    QuarantinedShard,
+    QuarantinedInput,
     describe_reasons,
     draft_manifest,
 )
@@ -188,7 +188,7 @@ def _join_chunks(
             dropped=dict(sorted(counts.dropped.items())),
             tokenizer_backends=dict(sorted(backends.items())),
             quarantined={
-                name: QuarantinedShard(version.bytes, damaged[name])
+                name: QuarantinedInput(version.bytes, damaged[name])
                 for name, version in zip(map(input_label, plan.versions), plan.versions.values(), strict=True)
                 if name in damaged
             },

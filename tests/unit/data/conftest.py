@@ -1,4 +1,4 @@
-"""What the tests of data share."""
+"""Fixtures of the tests of data."""
 
 import functools
 import http.server
@@ -9,12 +9,12 @@ import pytest
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_):
-        """Print nothing: requests have queries that a test wants to find nowhere."""
+        """Print nothing: a test checks that no output contains the query of a request."""
 
 
 @pytest.fixture
 def server(tmp_path):
-    """A web server that knows no ranges: files come from their beginning or not at all."""
+    """A web server that ignores range requests and always sends whole files."""
     pytest.importorskip("aiohttp")
     handler = functools.partial(_QuietHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:

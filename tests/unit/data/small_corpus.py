@@ -1,4 +1,4 @@
-"""A made-up tokenizer and corpora of given ids, for tests that need a corpus on disk."""
+"""A made-up tokenizer and corpora with given ids, for tests that need a corpus on disk."""
 
 import hashlib
 import shutil
@@ -38,13 +38,13 @@ FIRST_ORDINARY = len(SPECIAL)
 
 
 def write_vocabulary(path: Path, pieces: Sequence[str]) -> Path:
-    """A vocab.txt: the five special tokens are ids 0 to 4, the pieces follow."""
+    """Write a vocab.txt in which the five special tokens have ids 0 to 4 and the pieces follow."""
     path.write_text("".join(f"{piece}\n" for piece in (*SPECIAL, *pieces)), encoding="utf-8")
     return path
 
 
 def numbered_tokenizer(vocab_size: int) -> Tokenizer:
-    """Knows the words "w5", "w6" ... by their ids."""
+    """Return a tokenizer whose id 5 is the word "w5", and so on."""
     vocabulary = {piece: id_ for id_, piece in enumerate((*SPECIAL, *(f"w{id_}" for id_ in range(5, vocab_size))))}
     backend = build_bert_backend(models.WordPiece(vocabulary, unk_token="[UNK]"), lowercase=True)
     backend.add_special_tokens(list(SPECIAL))
@@ -52,7 +52,7 @@ def numbered_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def byte_level_backend(special: Sequence[str] = ROBERTA) -> tokenizers.Tokenizer:
-    """A byte-level BPE without merges, laid out as those of RoBERTa and ModernBERT."""
+    """Return a byte-level BPE without merges, with special tokens first as in RoBERTa and ModernBERT."""
     pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = tokenizers.Tokenizer(models.BPE({piece: id_ for id_, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -69,7 +69,7 @@ def write_chunk(
     texts: Sequence[str] | None = None,
     rejects: str = "",
 ) -> ChunkFiles:
-    """Write the files that a worker leaves of these documents. Without texts there are no hashes."""
+    """Write the files of a finished chunk with these documents; without texts, it has no hashes."""
     name, dtype = f"{number:06d}", token_dtype(tokenizer.vocab_size)
     flat = np.array([id_ for document in documents for id_ in document], dtype=np.int64).astype(dtype)
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
@@ -92,17 +92,17 @@ def text_hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def made_up_draft(chunks: Sequence[ChunkFiles], tokenizer: Tokenizer, **facts: Any) -> Manifest:
-    """That of a run in which no record was lost."""
+def made_up_draft(chunks: Sequence[ChunkFiles], tokenizer: Tokenizer, **fields: Any) -> Manifest:
+    """Return the draft of a manifest in which every record is a document, with other fields on request."""
     counts = {"records": sum(chunk.documents for chunk in chunks), "repaired_documents": 0}
-    given = {"inputs": {}, "text_key": "content", "filters": {}, **counts, "rejected": {}, "dropped": {}}
-    return draft_manifest(tokenizer, **{**given, **facts})
+    defaults = {"inputs": {}, "text_key": "content", "filters": {}, **counts, "rejected": {}, "dropped": {}}
+    return draft_manifest(tokenizer, **{**defaults, **fields})
 
 
 def output_settings(files: CorpusFiles, **changes: Any) -> OutputSettings:
-    """One volume with all documents in it."""
-    plain = {"shard_bytes": None, "validation_fraction": 0.0, "deduplicate": False}
-    return OutputSettings(files=files, **{**plain, **changes})
+    """Return the settings of a corpus with all documents in one corpus shard, with other settings on request."""
+    defaults = {"shard_bytes": None, "validation_fraction": 0.0, "deduplicate": False}
+    return OutputSettings(files=files, **{**defaults, **changes})
 
 
 def write_corpus(
@@ -113,7 +113,7 @@ def write_corpus(
     overwrite: bool = False,
     shard_bytes: int | None = None,
 ) -> Manifest:
-    """A corpus of these documents, each a chunk of its own if corpus shards have a limit."""
+    """Write a corpus of these documents: one chunk, or one chunk per document if `shard_bytes` is given."""
     files = corpus_files(prefix)
     refuse_existing(files, overwrite=overwrite)
     files.partial.mkdir()
@@ -126,7 +126,7 @@ def write_corpus(
 
 
 def write_attributes(prefix: Path, columns: dict[str, Any], *, rows: int | None = None) -> Path:
-    """Put attributes beside a corpus, in row groups of `rows` documents, and name them in the manifest."""
+    """Add attributes to a corpus on disk, in row groups of `rows` documents."""
     files = corpus_files(prefix)
     pq.write_table(pa.table(columns), files.attributes, row_group_size=rows, write_page_checksum=True)
     record = FileRecord(files.attributes.stat().st_size, sha256_of(files.attributes))
@@ -139,7 +139,7 @@ def random_documents(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> 
     return [generator.integers(FIRST_ORDINARY, vocab_size, length) for length in lengths]
 
 
-# Ways to damage a file: each gives a function that changes its content, or returns what it becomes.
+# Ways to damage a file. Each returns a function that changes the content in place, or returns the new content.
 
 
 def put(form, offset, *values):

@@ -20,12 +20,12 @@ def inspect(*arguments):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """P, five documents in three volumes, and vocab.txt."""
+    """P, five documents in three corpus shards, and vocab.txt."""
     folder = tmp_path_factory.mktemp("inspect")
     tokenizer = load_tokenizer(write_vocabulary(folder / "vocab.txt", ["hello", "world", "word", "##ly", "привет"]))
     documents = [[tokenizer.backend.token_to_id(word) for word in text.split()] for text in TEXTS]
     manifest = write_corpus(folder / "P", documents, tokenizer, shard_bytes=8)
-    assert len(manifest.volumes) == 3
+    assert len(manifest.shards) == 3
     return folder
 
 
@@ -62,7 +62,7 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
     rows = {line[2:20].strip(): line[21:] for line in output.splitlines()}
     assert rows["documents"] == "5"
     assert rows["tokens"] == "11, 0.000 % of them unknown"
-    assert rows["volumes"].startswith("3, 22 bytes of uint16 and ")
+    assert rows["corpus shards"].startswith("3, 22 bytes of uint16 and ")
     assert rows["tokens/document"].startswith("mean 2.2, shortest 1, ")
     assert rows["rejected"] == rows["dropped"] == rows["filters"] == "none"
     assert len(rows["sha256"]) == 64
@@ -71,8 +71,8 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--document", "5"], "--document 5 is none of the 5 documents of"),
-        (["--document", "0", "-1"], "they are numbered 0 to 4"),
+        (["--document", "5"], "--document 5 is not one of the 5 documents of"),
+        (["--document", "0", "-1"], "give numbers from 0 to 4"),
         (["--document", "0", "--tokens", "0"], "--tokens 0 is below 1, its smallest legal value"),
         (["--document", "x"], "--document 'x' is not a whole number"),
     ],

@@ -61,7 +61,7 @@ def test_validation_curves_are_named_after_their_corpus_and_conditions_or_number
     held_out = place.corpus(end="_validation")
     inputs = open_inputs(settings(place, valid_data_path=(str(held_out.prefix), f"{held_out.prefix}:min=100")))
     assert list(inputs.validation) == [f"run_content_document_validation{end}" for end in ("", "_min_100")]
-    lengths = held_out.lengths[np.arange(len(held_out))]
+    lengths = held_out.lengths_of(np.arange(len(held_out)))
     counts = [len(source.documents) for (source,) in inputs.validation.values()]
     assert counts == [len(held_out), sum(lengths >= 100)]
     assert curve_names(("a/web", "b/web")) == ["web_1", "web_2"]
@@ -92,7 +92,7 @@ def test_a_blend_splits_every_component_alike_and_then_chooses_by_length(place):
         settings(place, "0.2", path, "0.4", f"{path}:min=100", "0.4", f"{path}:min=130:max=180", split="3,1")
     )
     corpus = inputs.training[0].corpus
-    lengths = corpus.lengths[np.arange(len(corpus))]
+    lengths = corpus.lengths_of(np.arange(len(corpus)))
     boundary = round(len(corpus) * 3 / 4)
     limits = ((1, 10_000), (100, 10_000), (130, 180))
     for sources, documents in (
@@ -167,7 +167,7 @@ def test_drop_lists_that_are_missing_drop_everything_or_belong_to_another_corpus
     with pytest.raises(DataError, match=rf"drop=.*/list: none of the {count:,} documents for training is chosen"):
         open_inputs(settings(place, everything, split="1"))
     other = place.corpus(end="_validation").prefix
-    with pytest.raises(DataError, match=r"drop list .*list is of run .* but .*_validation is"):
+    with pytest.raises(DataError, match=r"drop list .*list is for run .* but .*_validation is"):
         open_inputs(settings(place, f"{other}:drop={place.folder / 'list'}", split="1"))
     with pytest.raises(MissingInputError, match="drop list nowhere: no such file"):
         open_inputs(settings(place, f"{other}:drop=nowhere", split="1"))

@@ -19,6 +19,6 @@ def test_this_ranks_documents_are_prefetched_four_steps_ahead_and_batches_do_not
         # The first step prefetches five global batches, later steps one. This rank has micro-batches 1 and 3.
         prefetched = batches[:5] if number == 0 else [batches[number + 4]]
         expected = [ahead.take(first, first + 2).segments.documents_n for ahead, _ in prefetched for first in (2, 6)]
-        assert np.concatenate(corpus.announced).tolist() == np.concatenate(expected).tolist()
+        assert np.concatenate(corpus.prefetched).tolist() == np.concatenate(expected).tolist()
         assert contents([step]) == contents([StepBatches(stream.build(packed), cursor)])
-        corpus.announced.clear()
+        corpus.prefetched.clear()

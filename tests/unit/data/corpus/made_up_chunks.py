@@ -1,4 +1,4 @@
-"""Chunks of made-up documents, and the corpora that are made of them."""
+"""Chunks of made-up documents, and the corpora that are written from them."""
 
 from dataclasses import replace
 
@@ -23,8 +23,14 @@ TOKENIZER = numbered_tokenizer(100)
 UNKNOWN = 1
 
 
-class Place:
-    """A folder with chunks of made-up documents in P.partial, and the corpus that is made of them."""
+class ChunkFolder:
+    """A folder with chunks of made-up documents in P.partial, from which `write` makes the corpus P.
+
+    Args:
+        folder: The folder.
+        inputs: For each input file, the number of documents of each of its chunks.
+        ids_seed: Another seed gives documents with the same lengths and other ids.
+    """
 
     def __init__(self, folder, *, inputs=((3, 2), (4,), (0,), (5, 0, 6)), ids_seed=0):
         generator = np.random.default_rng(0)
@@ -41,38 +47,36 @@ class Place:
                 self.documents += documents
 
     def add_chunk(self, documents, texts, *, input, rejects=""):
-        """With the length of each text as an attribute of its document."""
-        facts = {"input": input, "texts": texts, "rejects": rejects}
-        chunk = write_chunk(self.files.partial, len(self.chunks), documents, TOKENIZER, **facts)
+        """Add a chunk whose documents have the length of their text as an attribute."""
+        chunk = write_chunk(
+            self.files.partial, len(self.chunks), documents, TOKENIZER, input=input, texts=texts, rejects=rejects
+        )
         file = self.files.partial / f"{chunk.name}.attributes"
         file.write_bytes(pack_columns({"characters": list(map(len, texts))}))
         self.chunks.append(replace(chunk, sha256=chunk.sha256 | {"attributes": sha256_of(file)}))
 
     @staticmethod
     def _document(text, ids_seed):
-        """As many ids as the text says, some of them unknown."""
+        """Return 1 to 8 ids, some of them unknown; the text decides the number."""
         seed = int.from_bytes(text_hash(text)[:4], "little")
         length = np.random.default_rng(seed).integers(1, 9)
         generator = np.random.default_rng([seed, ids_seed])
         ids = generator.integers(FIRST_ORDINARY, 100, length)
         return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
 
-    def write(self, *, inputs=None, workers=1, **options):
-        output = output_settings(self.files, **options)
+    def write(self, *, workers=1, **options):
         draft = made_up_draft(
             self.chunks,
             TOKENIZER,
-            inputs=inputs or {},
             records=sum(chunk.documents for chunk in self.chunks) + 3,
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},
         )
+        output = output_settings(self.files, **options)
         return write_corpus(self.chunks, output, draft, folder=self.files.partial, workers=workers)
 
     def corpus_bytes(self):
-        return {
-            file.name: file.read_bytes() for file in self.folder.iterdir() if file.is_file() and file.name[0] == "P"
-        }
+        return {file.name: file.read_bytes() for file in self.folder.glob("P*") if file.is_file()}
 
 
 def documents_of(prefix):
@@ -82,7 +86,7 @@ def documents_of(prefix):
 
 
 def documents_if_it_opens(prefix):
-    """None: no corpus, or one that is refused on open. What opens must be sound."""
+    """Return the documents of a corpus, which must be sound; None if there is no corpus or opening it fails."""
     try:
         Corpus(prefix)
     except (MissingInputError, DataError):
@@ -90,8 +94,8 @@ def documents_if_it_opens(prefix):
     return documents_of(prefix)
 
 
-def selected(texts, documents, *, deduplicate=False, validation_fraction=0.0):
-    """The rule in plain Python: documents for training, held out, and dropped."""
+def select(texts, documents, *, deduplicate=False, validation_fraction=0.0):
+    """Return the documents for training, the held-out and the dropped documents, by a plain loop."""
     training, held_out, dropped, seen = [], [], [], set()
     for text, document in zip(texts, documents, strict=True):
         if deduplicate and text in seen:

@@ -1,4 +1,4 @@
-"""A corpus in memory, the batches of it, and what is in them, for tests of everything that reads one."""
+"""A corpus in memory, its batches, and their content, for tests of code that reads batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -17,7 +17,7 @@ IDS = TokenIds(vocab_size=VOCABULARY, cls=1, sep=2, pad=0, mask=3, special=(0, 1
 
 
 class MemoryCorpus:
-    """Documents with random ids, some of them [UNK]; the ids of each document differ from all others'."""
+    """Documents with random ids, some of them [UNK]; stands for a `Corpus`."""
 
     is_remote = False
 
@@ -26,61 +26,44 @@ class MemoryCorpus:
         self.ends = np.cumsum(self.lengths, dtype=np.int64)
         generator = np.random.default_rng(seed)
         self.ids = generator.integers(UNKNOWN, VOCABULARY, int(self.lengths.sum()), dtype=np.uint16)
-        self.announced: list[NDArray[np.int64]] = []
+        self.prefetched: list[NDArray[np.int64]] = []
 
     def document(self, number: int) -> NDArray[np.uint16]:
         end = self.ends[number]
         return self.ids[end - self.lengths[number] : end]
 
-    def will_need(self, documents: NDArray[np.int64]) -> None:
-        self.announced.append(documents)
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int32]:
+        return self.lengths[documents]
+
+    def prefetch(self, documents: NDArray[np.int64]) -> None:
+        self.prefetched.append(documents)
 
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.uint16]:
-        return np.concatenate(
-            [
-                self.document(document)[start : start + length]
-                for document, start, length in zip(documents, starts, lengths, strict=True)
-            ]
-        )
+        segments = zip(documents, starts, lengths, strict=True)
+        return np.concatenate([self.document(document)[start : start + length] for document, start, length in segments])
 
 
-def bits_of(chosen: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """One bit per document in whole blocks of 256, as `choose_documents` returns them."""
-    return np.packbits(np.append(chosen, np.zeros(-len(chosen) % 256, dtype=np.bool_)), bitorder="little")
+def bits_of(is_chosen: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Return one bit per document in whole blocks of 256, as `choose_documents` does."""
+    return np.packbits(np.append(is_chosen, np.zeros(-len(is_chosen) % 256, dtype=np.bool_)), bitorder="little")
 
 
 def web_like_lengths(documents: int, *, seed: int = 0) -> NDArray[np.int64]:
-    """Log-normal token counts with the median 368 and mean 640 of RefinedWeb."""
+    """Return log-normal document lengths with the median of 368 and the mean of 640 tokens of RefinedWeb."""
     sigma = np.sqrt(2 * np.log(640 / 368))
     return np.maximum(1, np.random.default_rng(seed).lognormal(np.log(368), sigma, documents)).astype(np.int64)
 
 
-def batch_settings(
-    *,
-    seq_length: int = 64,
-    micro_batch_size: int = 2,
-    global_batch_size: int = 8,
-    long_documents: str = "truncate",
-    masking: MaskingScheme = MaskingScheme(),  # noqa: B008  frozen
-    seed: int = 1234,
-    **more: Any,
-) -> BatchSettings:
-    return BatchSettings(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        long_documents=long_documents,
-        masking=masking,
-        token_ids=IDS,
-        seed=seed,
-        **more,
-    )
+def batch_settings(**changes: Any) -> BatchSettings:
+    defaults = {"seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8, "long_documents": "truncate"}
+    more = {"masking": MaskingScheme(), "token_ids": IDS, "seed": 1234}
+    return BatchSettings(**{**defaults, **more, **changes})
 
 
 def stream_of(corpus: MemoryCorpus, **settings: Any) -> BatchStream:
-    """All documents of a corpus, for one rank from the beginning on."""
+    """Return the batches of all documents of a corpus, for one rank, from the beginning."""
     return BatchStream((Source(corpus, range(len(corpus.lengths))),), batch_settings(**settings))
 
 
@@ -90,7 +73,7 @@ def micro_batches(stream: BatchStream, steps: int) -> Iterator[PackedBatch]:
 
 
 def first_epoch(corpus: MemoryCorpus, **settings: Any) -> Iterator[PackedBatch]:
-    """Its rows, a micro-batch each."""
+    """Yield the packed sequences of the first epoch, one per micro-batch."""
     for step in stream_of(corpus, micro_batch_size=1, global_batch_size=1, **settings).steps():
         yield from step.micro_batches
         if step.cursor_after.epoch:
@@ -98,14 +81,14 @@ def first_epoch(corpus: MemoryCorpus, **settings: Any) -> Iterator[PackedBatch]:
 
 
 def original_ids(batch: PackedBatch) -> list[int]:
-    """The ids before masking, without the unused slots."""
+    """Return the ids of a batch before masking, without padding."""
     original = batch.tokens_t.clone()
     original[batch.masked_positions_m] = batch.labels_m
     return original[: batch.real_tokens].tolist()
 
 
 def contents(steps: Iterable[StepBatches]) -> list[Any]:
-    """All that a rank trains on, to be compared, and the cursors behind it."""
+    """Return everything that a rank trains on, and the cursor after each step, as values that can be compared."""
     return [(step.cursor_after, [_plain(batch) for batch in step.micro_batches]) for step in steps]
 
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM has written becomes a corpus where it lies: its documents without separators, and no copy."""
+"""Corpora made from files that Megatron-LM wrote: the same documents, without separators and without a copy."""
 
 import multiprocessing
 import os
@@ -25,7 +25,7 @@ DOCUMENTS = [document.tolist() for document in random_documents(LENGTHS, VOCAB_S
 
 
 def write_as_megatron(prefix, documents, *, sentence_tokens=None, eod_id=None, dtype=np.uint16):
-    """By megatron-core's builder, in the calls of Megatron-LM's tools/preprocess_data.py; [] is an empty document."""
+    """Write files as Megatron-LM's tools/preprocess_data.py does, with megatron-core's builder."""
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in documents:
         ids = document + ([eod_id] if document and eod_id is not None else [])
@@ -42,10 +42,10 @@ def write_as_megatron(prefix, documents, *, sentence_tokens=None, eod_id=None, d
 @pytest.mark.parametrize("eod_id", [None, SEP, VOCAB_SIZE + 7], ids=["no eod", "sep", "outside the vocabulary"])
 @pytest.mark.parametrize("sentence_tokens", [None, 4], ids=["whole", "sentences"])
 @pytest.mark.parametrize("empty", [0, 2])
-def test_documents_are_those_that_megatron_was_given(tmp_path, monkeypatch, dtype, eod_id, sentence_tokens, empty):
-    monkeypatch.setattr(adoption, "_CHUNK", 2 if empty else 1 << 14)
-    given = [*DOCUMENTS[:2], *[[]] * empty, *DOCUMENTS[2:]]
-    prefix = write_as_megatron(tmp_path / "M", given, sentence_tokens=sentence_tokens, eod_id=eod_id, dtype=dtype)
+def test_documents_are_those_that_megatron_wrote(tmp_path, monkeypatch, dtype, eod_id, sentence_tokens, empty):
+    monkeypatch.setattr(adoption, "_STEP", 2 if empty else 1 << 14)
+    documents = [*DOCUMENTS[:2], *[[]] * empty, *DOCUMENTS[2:]]
+    prefix = write_as_megatron(tmp_path / "M", documents, sentence_tokens=sentence_tokens, eod_id=eod_id, dtype=dtype)
     before = {end: sha256_of(tmp_path / f"M.{end}") for end in ("bin", "idx")}
     corpus, _ = adopt(prefix, TOKENIZER)
     check_content(corpus)
@@ -56,62 +56,52 @@ def test_documents_are_those_that_megatron_was_given(tmp_path, monkeypatch, dtyp
     assert manifest.inputs["M.bin"].sha256 == before["bin"]
 
     assert {end: sha256_of(tmp_path / f"M.{end}") for end in ("bin", "idx")} == before
-    assert (tmp_path / "M.bin").samefile(f"{prefix}_documents.bin") == (eod_id is None), "it is no copy"
-    again = indexed_dataset.IndexedDataset(f"{prefix}_documents")
-    assert [again[number].tolist() for number in range(len(again))] == DOCUMENTS
-    assert adopt(prefix, TOKENIZER)[0].manifest == manifest, "it is there already"
+    assert (tmp_path / "M.bin").samefile(f"{prefix}_documents.bin") == (eod_id is None), "a hard link where possible"
+    adopted = indexed_dataset.IndexedDataset(f"{prefix}_documents")
+    assert [adopted[number].tolist() for number in range(len(adopted))] == DOCUMENTS
+    assert adopt(prefix, TOKENIZER)[0].manifest == manifest, "a second call finds the corpus"
 
 
-def only_some_end(prefix):
-    write_as_megatron(prefix, [[*DOCUMENTS[0], SEP], DOCUMENTS[1]])
-
-
-def one_of_a_single_token(prefix):
-    write_as_megatron(prefix, [[*DOCUMENTS[0], SEP], [7]])
-
-
-def boundaries_fall(prefix):
-    write_as_megatron(prefix, DOCUMENTS)
+def make_boundaries_descend(prefix):
     content = np.fromfile(f"{prefix}.idx", np.uint8)
     content[-32:].view("<i8")[:] = [3, 2, 4, 5]
     content.tofile(f"{prefix}.idx")
 
 
-def bin_is_short(prefix):
-    write_as_megatron(prefix, DOCUMENTS)
-    os.truncate(f"{prefix}.bin", 100)
-
-
 @pytest.mark.parametrize(
-    ("make", "vocab_size", "message"),
+    ("documents", "damage", "vocab_size", "message"),
     [
-        (only_some_end, VOCAB_SIZE, "ends with the special token 3, but document 1 does not"),
-        (one_of_a_single_token, VOCAB_SIZE, "but document 1 does not, or has no other token"),
-        (boundaries_fall, VOCAB_SIZE, "expected document boundaries that never fall"),
-        (bin_is_short, VOCAB_SIZE, "expected 182 bytes, as in M.idx, found 100"),
-        (lambda prefix: write_as_megatron(prefix, DOCUMENTS), 30, "--tokenizer-model is not the one"),
+        ([[*DOCUMENTS[0], SEP], DOCUMENTS[1]], None, 100, "ends with the special token 3, but document 1 does not"),
+        ([[*DOCUMENTS[0], SEP], [7]], None, 100, "but document 1 does not, or has no other token"),
+        (DOCUMENTS, make_boundaries_descend, 100, "expected ascending document boundaries"),
+        (DOCUMENTS, lambda prefix: os.truncate(f"{prefix}.bin", 100), 100, "expected 182 bytes, as in M.idx, found "),
+        (DOCUMENTS, None, 30, "or give the --tokenizer-model with which the files were written"),
     ],
     ids=["eod of some", "single token", "boundaries", "bin", "tokenizer"],
 )
-def test_what_cannot_be_a_corpus_is_refused_and_leaves_nothing(tmp_path, make, vocab_size, message):
-    make(tmp_path / "M")
+def test_files_that_cannot_become_a_corpus_are_refused_and_nothing_is_left(
+    tmp_path, documents, damage, vocab_size, message
+):
+    prefix = write_as_megatron(tmp_path / "M", documents)
+    if damage:
+        damage(prefix)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=message):
-        adopt(str(tmp_path / "M"), numbered_tokenizer(vocab_size))
+        adopt(prefix, numbered_tokenizer(vocab_size))
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_files_of_others_are_not_replaced(tmp_path):
+def test_foreign_files_are_not_replaced(tmp_path):
     prefix = write_as_megatron(tmp_path / "N", DOCUMENTS, eod_id=SEP)
-    theirs = tmp_path / "N_documents.idx"
-    theirs.write_text("precious")
-    with pytest.raises(OutputError, match=r"N_documents\.idx has no manifest beside it; move it away"):
+    foreign = tmp_path / "N_documents.idx"
+    foreign.write_text("precious")
+    with pytest.raises(OutputError, match=r"N_documents\.idx has no manifest, .*; move the file away"):
         adopt(prefix, TOKENIZER)
-    assert theirs.read_text() == "precious"
+    assert foreign.read_text() == "precious"
 
 
-def adopt_until_a_kill(prefix, at):
-    """Adopt, and be killed when files and folders are brought to disk for the `at`-th time."""
+def adopt_until_killed(prefix, at):
+    """Adopt, but kill this process at the `at`-th call of fsync."""
     calls, sync = [], os.fsync
 
     def count(descriptor):
@@ -124,10 +114,10 @@ def adopt_until_a_kill(prefix, at):
     adopt(prefix, TOKENIZER)
 
 
-def test_start_after_a_kill_at_any_point_finishes_the_corpus(tmp_path):
+def test_call_after_a_kill_at_any_point_finishes_the_corpus(tmp_path):
     for at in range(1, 100):
         prefix = write_as_megatron(tmp_path / f"M{at}", DOCUMENTS, eod_id=SEP)
-        process = multiprocessing.get_context("fork").Process(target=adopt_until_a_kill, args=(prefix, at))
+        process = multiprocessing.get_context("fork").Process(target=adopt_until_killed, args=(prefix, at))
         process.start()
         process.join()
         corpus, _ = adopt(prefix, TOKENIZER)
@@ -138,7 +128,7 @@ def test_start_after_a_kill_at_any_point_finishes_the_corpus(tmp_path):
     assert 3 < at < 99
 
 
-def test_every_reader_names_the_command_that_makes_a_corpus_of_such_files(tmp_path, tiny_corpus):
+def test_reader_of_megatron_files_names_the_command_that_adopts_them(tmp_path, tiny_corpus):
     documents = [document.tolist() for document in map(Corpus(tiny_corpus.prefix).document, range(3))]
     prefix = write_as_megatron(tmp_path / "M", documents)
     refused = run_forked("inspect data", prefix)

@@ -1,4 +1,4 @@
-"""Columns of chunks, joined: one type for each key, and the rows of the documents that are in the corpus."""
+"""Attribute columns of chunks, joined: one type per record key, and the rows of the documents in the corpus."""
 
 import datetime
 
@@ -11,12 +11,12 @@ from megatron_neobert.data.corpus import attribute_columns
 from megatron_neobert.data.corpus.attribute_columns import attribute_name, check_record_keys, join_columns, pack_columns
 
 
-def joined(folder, *chunks, chosen=None):
+def join(folder, *chunks, is_chosen=None):
     paths = [folder / f"{number}.attributes" for number in range(len(chunks))]
     for path, columns in zip(paths, chunks, strict=True):
         path.write_bytes(pack_columns(columns))
     sizes = [len(next(iter(columns.values()))) for columns in chunks]
-    join_columns(folder / "joined.parquet", paths, chosen or [np.ones(size, dtype=np.bool_) for size in sizes])
+    join_columns(folder / "joined.parquet", paths, is_chosen or [np.ones(size, dtype=np.bool_) for size in sizes])
     return pq.read_table(folder / "joined.parquet")
 
 
@@ -44,31 +44,31 @@ def joined(folder, *chunks, chosen=None):
         (["x" * 2000], [], pa.string(), ["x" * 1000]),
     ],
 )
-def test_a_key_has_one_type_in_all_chunks(tmp_path, first, second, arrow_type, expected):
-    column = joined(tmp_path, {"a.b-c": first}, {"a.b-c": second})["a_b_c"]
+def test_record_key_has_one_type_in_all_chunks(tmp_path, first, second, arrow_type, expected):
+    column = join(tmp_path, {"a.b-c": first}, {"a.b-c": second})["a_b_c"]
     assert (column.type, column.to_pylist()) == (arrow_type, expected)
 
 
-def test_rows_are_those_of_the_documents_that_are_in_the_corpus_in_groups_of_one_size(tmp_path, monkeypatch):
+def test_rows_are_those_of_the_chosen_documents_in_row_groups_of_one_size(tmp_path, monkeypatch):
     monkeypatch.setattr(attribute_columns, "_ROW_GROUP", 100)
     generator = np.random.default_rng(0)
     sizes = [0, 7, 350, 120, 99]
-    chosen = [generator.random(size) < 0.7 for size in sizes]
+    is_chosen = [generator.random(size) < 0.7 for size in sizes]
     values = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    table = joined(tmp_path, *({"n": value.tolist()} for value in values), chosen=chosen)
-    expected = np.concatenate([value[some] for value, some in zip(values, chosen, strict=True)])
+    table = join(tmp_path, *({"n": value.tolist()} for value in values), is_chosen=is_chosen)
+    expected = np.concatenate(values)[np.concatenate(is_chosen)]
     assert table["n"].to_pylist() == expected.tolist()
-    with pq.ParquetFile(tmp_path / "joined.parquet") as file:
-        groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-    assert groups == [100] * (len(expected) // 100) + [len(expected) % 100]
+    metadata = pq.read_metadata(tmp_path / "joined.parquet")
+    row_groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    assert row_groups == [100] * (len(expected) // 100) + [len(expected) % 100]
 
 
 @pytest.mark.parametrize("keys", [["2nd"], ["a.b", "a-b"], ["from", "from_"], [""]])
-def test_keys_that_no_expression_could_name_are_refused(keys):
+def test_record_keys_without_a_unique_attribute_name_are_refused(keys):
     assert not list(check_record_keys(["score", "data.lang", "WARC-Date", "_x"]))
     assert next(check_record_keys(keys)).startswith(f"--record-key {keys[0]} would be the attribute")
 
 
-def test_keys_that_expressions_use_otherwise_get_names_of_their_own():
+def test_record_keys_that_are_reserved_in_expressions_get_another_name():
     names = [attribute_name(key) for key in ("length", "input", "class", "meta.from", "WARC-Date")]
     assert names == ["length_", "input_", "class_", "meta_from", "WARC_Date"]

@@ -1,7 +1,8 @@
-"""Documents chosen by their attributes, by length and by drop lists: the same as a search document by document."""
+"""Documents chosen by attributes and drop lists: the same as a search document by document."""
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +23,6 @@ from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 
 
-def lengths_of(documents: int, *, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(1, 1000, documents).astype(np.int32)
-
-
 def numbers(bits: np.ndarray, documents: range) -> list[int]:
     chosen = ChosenDocuments(bits, documents)
     return chosen.numbers(np.arange(len(chosen))).tolist()
@@ -35,42 +32,47 @@ def numbers(bits: np.ndarray, documents: range) -> list[int]:
     "documents", [range(6000), range(300, 5900), range(256, 512), range(1000, 1001), range(77, 77)]
 )
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-def test_chosen_documents_are_those_of_a_plain_search(documents, share):
+def test_chosen_documents_are_those_that_a_plain_search_finds(documents, share):
     is_chosen = np.random.default_rng(0).random(6000) < share
     chosen = ChosenDocuments(bits_of(is_chosen), documents)
     expected = [number for number in documents if is_chosen[number]]
-    assert len(chosen) == len(expected)
-    for own in (chosen, pickle.loads(pickle.dumps(chosen))):
-        assert own.numbers(np.arange(len(own))).tolist() == expected
+    for copy in (chosen, pickle.loads(pickle.dumps(chosen))):
+        assert len(copy) == len(expected)
+        assert copy.numbers(np.arange(len(copy))).tolist() == expected
 
 
 # --- expressions
 
-LANGUAGES, SCORES, FLAGS = ("en", "de", None, "fr 'x': y"), (1, 2.5, 3, None, 4.5), (True, False, None)
 DOCUMENTS = 1500
+INPUTS = {"x/dump-7-a": 400, "y/dump-7-b": 600, "y/dump-8[a]": 500}
+FRENCH = "fr 'x': y"
+CYCLES = {
+    "language": ("en", "de", None, FRENCH),
+    "score": (1, 2.5, 3, None, 4.5),
+    "is_spam": (True, False, None),
+    "year": (2019, 2024),
+    "nothing": (None,),
+}
+COLUMNS = {name: [values[n % len(values)] for n in range(DOCUMENTS)] for name, values in CYCLES.items()}
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """Of 1,500 and 3 documents; the first in corpus shards whose ends fall between bytes, and with attributes."""
+    """A corpus of 1,500 documents with attributes, and a corpus of 3 documents.
+
+    The numbers of documents in the shards of the first corpus are not multiples of 8.
+    """
     folder = tmp_path_factory.mktemp("corpora")
-    lengths = lengths_of(DOCUMENTS) // 50 + 1
+    lengths = np.random.default_rng(0).integers(1, 1000, DOCUMENTS).astype(np.int32) // 50 + 1
     write_corpus(folder / "A", random_documents(lengths, 100), numbered_tokenizer(100), shard_bytes=9000)
     write_corpus(folder / "B", random_documents([3, 4, 5], 100), numbered_tokenizer(100))
     manifest = json.loads((folder / "A.json").read_text())
     tokens = np.add.reduceat(lengths, [0, 400, 1000]).tolist()
-    for name, documents, count in zip(
-        ("x/dump-7-a", "y/dump-7-b", "y/dump-8[a]"), (400, 600, 500), tokens, strict=True
-    ):
+    for (name, documents), count in zip(INPUTS.items(), tokens, strict=True):
         manifest["inputs"][name] = {"bytes": 1, "sha256": None, "documents": documents, "tokens": int(count)}
     (folder / "A.json").write_text(json.dumps(manifest))
-    write_attributes(folder / "A", {name: pa.array(values) for name, values in rows_of().items()}, rows=177)
+    write_attributes(folder / "A", {name: pa.array(values) for name, values in COLUMNS.items()}, rows=177)
     return Corpus(folder / "A"), Corpus(folder / "B")
-
-
-def rows_of():
-    several = {"language": LANGUAGES, "score": SCORES, "is_spam": FLAGS, "year": (2019, 2024), "nothing": (None,)}
-    return {name: [values[n % len(values)] for n in range(DOCUMENTS)] for name, values in several.items()}
 
 
 @pytest.mark.parametrize(
@@ -81,9 +83,9 @@ def rows_of():
         ("not (score>=3 or length>5)", lambda d: d["score"] is not None and d["score"] < 3 and d["length"] <= 5),
         ("score>=3 or length>5", lambda d: (d["score"] or 0) >= 3 or d["length"] > 5),
         ("language != 'en'", lambda d: d["language"] not in ("en", None)),
-        ("language in ['de', 'f*']", lambda d: d["language"] in ("de", LANGUAGES[3])),
-        ("language not in ['de', 'en']", lambda d: d["language"] == LANGUAGES[3]),
-        ("'fr \\'x\\': y' == language", lambda d: d["language"] == LANGUAGES[3]),
+        ("language in ['de', 'f*']", lambda d: d["language"] in ("de", FRENCH)),
+        ("language not in ['de', 'en']", lambda d: d["language"] == FRENCH),
+        ("'fr \\'x\\': y' == language", lambda d: d["language"] == FRENCH),
         ("language >= 'en'", lambda d: d["language"] is not None and d["language"] >= "en"),
         ("not is_spam", lambda d: d["is_spam"] is False),
         ("is_spam == False and year==2024", lambda d: d["is_spam"] is False and d["year"] == 2024),
@@ -94,11 +96,11 @@ def rows_of():
         ("length < score", lambda d: d["score"] is not None and d["length"] < d["score"]),
     ],
 )
-def test_expression_chooses_the_documents_that_a_search_by_hand_finds(corpora, expression, holds):
-    """A missing value matches no comparison and no negation of one."""
+def test_expression_chooses_the_documents_that_a_plain_search_finds(corpora, expression, holds):
+    """A missing value satisfies neither a comparison nor its negation."""
     corpus = corpora[0]
-    inputs = ["x/dump-7-a"] * 400 + ["y/dump-7-b"] * 600 + ["y/dump-8[a]"] * 500
-    columns = {**rows_of(), "length": corpus.lengths[np.arange(DOCUMENTS)].tolist(), "input": inputs}
+    inputs = [name for name, documents in INPUTS.items() for _ in range(documents)]
+    columns = {**COLUMNS, "length": corpus.lengths_of(np.arange(DOCUMENTS)).tolist(), "input": inputs}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     expected = [number for number in range(77, 1401) if holds(rows[number])]
     assert numbers(choose_documents(corpus, [expression], None), range(77, 1401)) == expected
@@ -107,10 +109,7 @@ def test_expression_chooses_the_documents_that_a_search_by_hand_finds(corpora, e
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        (
-            "scor>=3",
-            "A has no attribute scor of numbers, texts, or true and false; its attributes are language (a text)",
-        ),
+        ("scor>=3", "no attribute scor of numbers, texts, or true and false; its attributes are language (a text)"),
         ("score=='x'", "score is a number and 'x' is a text, which score == 'x' cannot compare"),
         ("language in ['de', 3]", "language is a text and 3 is a number"),
         ("is_spam > False", "is_spam is true or false and False is true or false"),
@@ -131,9 +130,11 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
     content = bytearray(path.read_bytes())
     if damage == "page":
         content[1000] ^= 1
-    if damage == "other":
+    elif damage == "end":
+        del content[-9:]
+    elif damage == "other":
         content = write_attributes(tmp_path / "D", {"score": range(1, 1001)}).read_bytes()
-    path.write_bytes(content[:-9] if damage == "end" else content)
+    path.write_bytes(content)
     with pytest.raises(DataError, match=r"C\.attributes\.parquet"):
         choose_documents(Corpus(tmp_path / "C"), ["score>=3"], None)
 
@@ -143,34 +144,34 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
 
 @pytest.fixture
 def drop_list(corpora, tmp_path):
-    """The file, and which documents of the first corpus it drops."""
-    dropped = np.random.default_rng(0).random(1500) < 0.3
-    masks = [(corpora[0], dropped), (corpora[1], np.array([False, True, False]))]
+    """A drop list for both corpora, and the mask of the first corpus."""
+    is_dropped = np.random.default_rng(0).random(DOCUMENTS) < 0.3
+    masks = [(corpora[0], is_dropped), (corpora[1], np.array([False, True, False]))]
     entries = [(str(corpus.prefix), corpus.manifest, mask, 0) for corpus, mask in masks]
     write_drop_list(tmp_path / "list", entries, {"threshold": 0.8})
-    return tmp_path / "list", dropped
+    return tmp_path / "list", is_dropped
 
 
 @pytest.mark.parametrize("conditions", [[], ["length>=5 # tokens", "length<=15"]])
 def test_documents_of_a_drop_list_are_not_chosen(corpora, drop_list, conditions):
-    corpus, (path, dropped) = corpora[0], drop_list
-    assert len(corpus.volumes) > 2 and any(len(volume.lengths) % 8 for volume in corpus.volumes[:-1])
-    lengths = corpus.lengths[np.arange(DOCUMENTS)]
+    corpus, (path, is_dropped) = corpora[0], drop_list
+    assert len(corpus.shards) > 2 and any(len(shard.lengths) % 8 for shard in corpus.shards[:-1])
+    lengths = corpus.lengths_of(np.arange(DOCUMENTS))
     fits = (lengths >= 5) & (lengths <= 15) if conditions else np.ones(DOCUMENTS, dtype=np.bool_)
     chosen = choose_documents(corpus, conditions, str(path))
-    assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if fits[n] and not dropped[n]]
+    assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if fits[n] and not is_dropped[n]]
 
 
-def test_list_of_another_corpus_or_of_one_written_anew_is_refused(corpora, drop_list, tmp_path):
+def test_drop_list_of_another_corpus_is_refused(corpora, drop_list, tmp_path):
     other = write_corpus(tmp_path / "A", random_documents([3, 4, 6], 100), numbered_tokenizer(100))
     with pytest.raises(DataError) as caught:
         read_drop_list(drop_list[0], other, tmp_path / "A")
     message = str(caught.value)
     assert f"B ({corpora[1].manifest.documents_sha256[:12]})" in message
-    assert f"but {tmp_path / 'A'} is {other.documents_sha256[:12]}: another corpus, or written anew since" in message
+    assert f"but {tmp_path / 'A'} is {other.documents_sha256[:12]}: another corpus, or written again" in message
 
 
-def test_same_tokens_cut_into_other_documents_are_another_corpus(tmp_path):
+def test_same_tokens_with_other_document_boundaries_are_another_corpus(tmp_path):
     one = write_corpus(tmp_path / "A", [[5, 6, 7], [8, 9]], numbered_tokenizer(100))
     other = write_corpus(tmp_path / "B", [[5, 6], [7, 8, 9]], numbered_tokenizer(100))
     copy = write_corpus(tmp_path / "C", [[5, 6, 7], [8, 9]], numbered_tokenizer(100))
@@ -185,19 +186,21 @@ def flip_last(content):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut(0), "is not a drop list that begins with a line of JSON"),
-        (replaced(b"drop list 1", b"drop list 9"), "is not a drop list .*'megatron_neobert drop list 9'"),
+        (cut(0), "is not a drop list: its first line is not JSON with the format"),
+        (replaced(b"drop list 1", b"drop list 9"), r"is not a drop list.*'megatron_neobert drop list 9'"),
         (replaced(b'"documents": 1500', b'"documents": "aa"'), "is not a drop list"),
         (replaced(b'"documents": 1500', b'"documents": 9999'), "expected 1,[0-9,]+ bytes for 2 corpora, found"),
         (cut(-1), "expected [0-9,]+ bytes for 2 corpora, found [0-9,]+; it is damaged"),
         (flip_last, "expected sha256 [0-9a-f]{64} of its bits; it is damaged"),
     ],
 )
-def test_what_is_no_whole_drop_list_is_refused_in_a_sentence(corpora, drop_list, damage, message):
+def test_damaged_drop_list_is_refused(corpora, drop_list, damage, message):
     content = bytearray(drop_list[0].read_bytes())
-    content = damage(content) or content
-    drop_list[0].write_bytes(content)
+    drop_list[0].write_bytes(damage(content) or content)
     with pytest.raises(DataError, match=message):
         read_drop_list(drop_list[0], corpora[0].manifest, corpora[0].prefix)
+
+
+def test_missing_drop_list_is_reported_with_the_command_that_writes_one(corpora):
     with pytest.raises(MissingInputError, match=r"drop list nowhere: no such file; neobert find-duplicates writes"):
-        read_drop_list(drop_list[0].with_name("x").relative_to(drop_list[0].parent).with_name("nowhere"), None, None)
+        read_drop_list(Path("nowhere"), corpora[0].manifest, corpora[0].prefix)

@@ -1,7 +1,7 @@
-"""The corpus on disk: Megatron's format to the byte, and damage that is named instead of trained on."""
+"""The corpus on disk: Megatron's format byte for byte, and errors that name the damaged file and byte."""
 
-import json
 import struct
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from unit.data.small_corpus import cut, numbered_tokenizer, put, random_documents, replaced, write_corpus
 
 from megatron_neobert.data.corpus.format import (
-    CUTS,
     PERCENTS,
-    count_lengths,
+    TRUNCATION_LENGTHS,
     length_statistics,
     write_manifest,
 )
 from megatron_neobert.data.corpus.reader import Corpus, check_content, check_indexes
+from megatron_neobert.data.corpus.shard_files import AllowedIds
 from megatron_neobert.errors import DataError
 
 LENGTHS = [3, 1, 4, 2]
@@ -35,7 +35,7 @@ def prefix(tmp_path):
 
 
 @pytest.mark.parametrize("vocab_size", [100, 70_000])
-def test_files_equal_those_of_megatrons_own_builder_byte_for_byte(tmp_path, vocab_size):
+def test_files_equal_those_of_megatrons_builder_byte_for_byte(tmp_path, vocab_size):
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     import torch
 
@@ -60,7 +60,7 @@ def test_files_equal_those_of_megatrons_own_builder_byte_for_byte(tmp_path, voca
         (
             "idx",
             put("<B", 17, 4),
-            f"expected 24 bytes for 6 tokens of int32, as small.idx has it, found a file of {BIN_BYTES} bytes",
+            f"expected 24 bytes for 6 tokens of int32, as in small.idx, found a file of {BIN_BYTES} bytes",
         ),
         ("idx", cut(20), "byte 20: expected at least 34 bytes of header, found a file of 20"),
         ("idx", put("<Q", 18, 0), "byte 18: expected at least one document, found 0"),
@@ -79,9 +79,10 @@ def test_files_equal_those_of_megatrons_own_builder_byte_for_byte(tmp_path, voca
             r"expected documents 4 as in small\.idx, found 5",
         ),
         ("json", replaced(b'"tokens": 10', b'"tokens": 9'), r"tokens 10 as in small\.idx, found 9"),
+        ("json", replaced(b'"tokens": 10', b'"tokens": 0'), r"Expected `int` >= 1 - at `\$\.volumes\[0\]\.tokens`"),
     ],
 )
-def test_damage_is_found_by_the_check_of_the_indexes_and_named_with_its_numbers(prefix, end, change, message):
+def test_check_of_the_indexes_finds_damage_and_names_the_byte_and_both_values(prefix, end, change, message):
     path = prefix.with_suffix(f".{end}")
     content = bytearray(path.read_bytes())
     content = change(content) or content
@@ -91,9 +92,9 @@ def test_damage_is_found_by_the_check_of_the_indexes_and_named_with_its_numbers(
     assert path.name in str(caught.value)
 
 
-@pytest.mark.parametrize("volumes", [1, 2])
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(
-    ("change", "wrong", "others"),
+    ("change", "wrong", "sound"),
     [
         (put("<i", AT_LENGTHS + 4, 2), 1, [0, 2, 3]),
         (put("<q", AT_POINTERS + 8, 1 << 40), 1, [2, 3]),
@@ -103,32 +104,31 @@ def test_damage_is_found_by_the_check_of_the_indexes_and_named_with_its_numbers(
         (put("<qq", AT_POINTERS + 8, (1 << 63) - 2, -1 << 63), 1, [3]),
     ],
 )
-def test_a_wrong_place_in_an_index_is_found_by_the_first_look_at_its_document(tmp_path, volumes, change, wrong, others):
-    documents = random_documents(LENGTHS * volumes, 100)
+def test_wrong_index_entry_is_found_when_its_document_is_read(tmp_path, shards, change, wrong, sound):
+    documents = random_documents(LENGTHS * shards, 100)
     write_corpus(tmp_path / "small", documents, numbered_tokenizer(100), shard_bytes=BIN_BYTES)
-    index, first = tmp_path / ("small.idx" if volumes == 1 else "small_00001.idx"), 4 * (volumes - 1)
+    index, first = tmp_path / ("small.idx" if shards == 1 else "small_00001.idx"), 4 * (shards - 1)
     content = bytearray(index.read_bytes())
     change(content)
     index.write_bytes(content)
     corpus = Corpus(tmp_path / "small")
-    assert [corpus.document(first + number).tolist() for number in others] == [
-        documents[first + number].tolist() for number in others
-    ]
-    assert corpus.lengths[first + np.array(others)].tolist() == [LENGTHS[number] for number in others]
-    one, number = np.array([1]), np.array([first + wrong])
-    for look in (
+    for number in sound:
+        assert corpus.document(first + number).tolist() == documents[first + number].tolist()
+    assert corpus.lengths_of(first + np.array(sound)).tolist() == [LENGTHS[number] for number in sound]
+    numbers = np.array([first + wrong])
+    for read in (
         lambda: corpus.document(first + wrong),
-        lambda: corpus.lengths[number],
-        lambda: corpus.gather(number, 0 * one, one),
+        lambda: corpus.lengths_of(numbers),
+        lambda: corpus.gather(numbers, np.array([0]), np.array([1])),
     ):
         with pytest.raises(DataError, match=rf"{index.name}, byte \d+: expected .* document {wrong}\b"):
-            look()
+            read()
     with pytest.raises(DataError, match=rf"{index.name}, byte \d+: expected "):
         check_indexes(corpus)
 
 
-def test_opening_looks_at_the_ends_alone_of_a_billion_documents(tmp_path):
-    """All between the ends is a hole in the file, so a look at it would refuse the corpus."""
+def test_opening_reads_only_the_ends_of_an_index_of_a_billion_documents(tmp_path):
+    """All entries between the ends are zeros (a hole in the file), which are refused when they are read."""
     manifest = write_corpus(tmp_path / "big", random_documents([5], 100), numbered_tokenizer(100))
     documents, tokens = 10**9, 5 * 10**9
     with (tmp_path / "big.idx").open("r+b") as index:
@@ -142,26 +142,26 @@ def test_opening_looks_at_the_ends_alone_of_a_billion_documents(tmp_path):
         index.truncate(HEADER_BYTES + 12 * documents + 8 * (documents + 1))
     with (tmp_path / "big.bin").open("r+b") as ids:
         ids.truncate(2 * tokens)
-    volumes = [replace(manifest.volumes[0], documents=documents, tokens=tokens)]
-    facts = {"documents": documents, "records": documents, "tokens": tokens, "volumes": volumes}
-    write_manifest(tmp_path / "big.json", replace(manifest, **facts))
+    shards = [replace(manifest.shards[0], documents=documents, tokens=tokens)]
+    counts = {"documents": documents, "records": documents, "tokens": tokens}
+    write_manifest(tmp_path / "big.json", replace(manifest, shards=shards, **counts))
     corpus = Corpus(tmp_path / "big")
     assert len(corpus) == documents
     assert corpus.document(documents - 1).size == 5
-    for look in (lambda: corpus.document(documents // 2), lambda: check_indexes(corpus)):
+    for read in (lambda: corpus.document(documents // 2), lambda: check_indexes(corpus)):
         with pytest.raises(DataError, match="expected "):
-            look()
+            read()
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix, tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("megatron_neobert.data.corpus.volumes._CHUNK", chunk)
-    monkeypatch.setattr("megatron_neobert.data.corpus.shard_job._WINDOW_DOCUMENTS", chunk)
-    monkeypatch.setattr("megatron_neobert.data.corpus.shard_job._WINDOW_BYTES", 2 * chunk)
-    monkeypatch.setattr("megatron_neobert.data.corpus.volumes._SCANNED_BYTES", 2 * chunk)
-    write_corpus(tmp_path / "chunked", random_documents(LENGTHS, 100), numbered_tokenizer(100))
-    for end in ("bin", "idx", "json"):
-        assert (tmp_path / f"chunked.{end}").read_bytes() == prefix.with_suffix(f".{end}").read_bytes()
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_files_and_checks_do_not_depend_on_the_size_of_a_step(prefix, tmp_path, monkeypatch, step):
+    whole = {end: prefix.with_suffix(f".{end}").read_bytes() for end in ("bin", "idx", "json")}
+    monkeypatch.setattr("megatron_neobert.data.corpus.shard_files._ITEMS_PER_STEP", step)
+    monkeypatch.setattr("megatron_neobert.data.corpus.shard_job._WINDOW_DOCUMENTS", step)
+    monkeypatch.setattr("megatron_neobert.data.corpus.shard_job._WINDOW_BYTES", 2 * step)
+    write_corpus(tmp_path / "small", random_documents(LENGTHS, 100), numbered_tokenizer(100), overwrite=True)
+    for end, content in whole.items():
+        assert prefix.with_suffix(f".{end}").read_bytes() == content
     check_content(Corpus(prefix))
     index = prefix.with_suffix(".idx")
     content = bytearray(index.read_bytes())
@@ -180,34 +180,28 @@ def test_files_and_checks_do_not_depend_on_the_chunks_they_are_handled_in(prefix
         (100, 4, "expected no special token, found 4"),
     ],
 )
-def test_id_that_no_corpus_may_hold_is_found_by_the_full_check_and_wherever_it_is_read(
-    tmp_path, vocab_size, id_, message
-):
+def test_forbidden_id_is_found_by_the_full_check_and_when_it_is_read(tmp_path, vocab_size, id_, message):
     documents = random_documents(LENGTHS, vocab_size)
-    documents[2][1] = id_  # token 3 + 1 + 1 of the corpus
+    # Token 3 + 1 + 1 of the corpus.
+    documents[2][1] = id_
     write_corpus(tmp_path / "corpus", documents, numbered_tokenizer(vocab_size))
-    corpus = Corpus(tmp_path / "corpus")  # opening reads no tokens
+    corpus = Corpus(tmp_path / "corpus")
     offset = 5 * corpus.dtype.itemsize
     with pytest.raises(DataError, match=rf"byte {offset}: {message} \(token 1 of document 2\)"):
         check_content(corpus)
-    chosen, starts, lengths = np.array([3, 0, 2]), np.array([0, 1, 1]), np.array([2, 2, 3])
+    numbers, starts, lengths = np.array([3, 0, 2]), np.array([0, 1, 1]), np.array([2, 2, 3])
     with pytest.raises(DataError, match=rf"corpus: token 1 of document 2: {message}; the file is damaged"):
-        corpus.gather(chosen, starts, lengths)
+        corpus.gather(numbers, starts, lengths)
     starts[2], lengths[2] = 2, 2
-    assert corpus.gather(chosen, starts, lengths).size == 6, "it is not read"
+    assert corpus.gather(numbers, starts, lengths).size == 6, "the control: the segments do not contain it"
 
 
 @pytest.mark.parametrize("special_ids", [[0, 1, 2, 3, 4], [0, 50, 51, 97, 99], [95, 96, 97, 98, 99]])
-def test_every_special_id_but_that_of_the_unknown_token_is_found_wherever_the_tokenizer_has_them(tmp_path, special_ids):
-    write_corpus(tmp_path / "corpus", [[7]], numbered_tokenizer(100))
-    path = tmp_path / "corpus.json"
+def test_every_special_id_but_unk_is_forbidden_wherever_the_vocabulary_has_it(tmp_path, special_ids):
     unknown = special_ids[1]
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"special_ids": special_ids, "special_tokens": {"unk": unknown}})
-    )
-    corpus = Corpus(tmp_path / "corpus")
-    allowed = [corpus.allowed.first_wrong(np.array([7, id_], dtype=np.uint16)) is None for id_ in range(120)]
-    assert [id_ for id_ in range(120) if allowed[id_]] == sorted({*range(100)} - {*special_ids} | {unknown})
+    allowed = AllowedIds(special_ids, unknown=unknown, vocab_size=100)
+    found = {id_ for id_ in range(120) if allowed.first_forbidden(np.array([7, id_], dtype=np.uint16)) is None}
+    assert found == {*range(100)} - {*special_ids} | {unknown}
 
 
 # --- statistics of lengths
@@ -215,12 +209,12 @@ def test_every_special_id_but_that_of_the_unknown_token_is_found_wherever_the_to
 
 def test_statistics_equal_those_of_the_sorted_lengths():
     lengths = np.random.default_rng(0).lognormal(6, 1.2, 5001).astype(np.int32) + 1
-    ranked, found = np.sort(lengths).astype(np.int64), length_statistics(count_lengths(lengths))
-    assert (found.shortest, found.longest) == (ranked[0], ranked[-1])
+    ranked, statistics = np.sort(lengths).astype(np.int64), length_statistics(Counter(lengths.tolist()))
+    assert (statistics.shortest, statistics.longest) == (ranked[0], ranked[-1])
     for percent in PERCENTS:
-        assert found.percentiles[str(percent)] == ranked[int(np.ceil(percent * 5001 / 100)) - 1]
-    for limit in CUTS:
-        assert found.documents_above[str(limit)] == pytest.approx(np.mean(ranked > limit), abs=1e-6)
-        behind = sum(length - limit for length in ranked.tolist() if length > limit)
-        assert found.tokens_above[str(limit)] == pytest.approx(behind / ranked.sum(), abs=1e-6)
-    assert found.mean == pytest.approx(ranked.mean(), abs=0.01)
+        assert statistics.percentiles[str(percent)] == ranked[int(np.ceil(percent * 5001 / 100)) - 1]
+    for limit in TRUNCATION_LENGTHS:
+        assert statistics.documents_above[str(limit)] == pytest.approx(np.mean(ranked > limit), abs=1e-6)
+        truncated = np.maximum(ranked - limit, 0).sum()
+        assert statistics.tokens_above[str(limit)] == pytest.approx(truncated / ranked.sum(), abs=1e-6)
+    assert statistics.mean == pytest.approx(ranked.mean(), abs=0.01)

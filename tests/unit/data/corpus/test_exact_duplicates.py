@@ -1,32 +1,26 @@
-"""Duplicates among hashes: the same as a set finds, whatever the buckets and chunks."""
+"""Exact duplicates: the same as a Python set finds, for any size of steps and buckets."""
 
 import numpy as np
 import pytest
 
-from megatron_neobert.data.corpus import exact_duplicates, volumes
+from megatron_neobert.data.corpus import exact_duplicates, shard_files
 from megatron_neobert.data.corpus.exact_duplicates import find_exact_duplicates
 
 
 def write_hashes(folder, hashes, files=3):
-    """16-byte hashes in several files."""
-    paths = []
-    for number, some in enumerate(np.array_split(np.arange(len(hashes)), files)):
-        paths.append(folder / f"{number}.hashes")
-        paths[-1].write_bytes(b"".join(hashes[index] for index in some))
+    """Write 16-byte hashes to several files."""
+    paths = [folder / f"{number}.hashes" for number in range(files)]
+    for path, indices in zip(paths, np.array_split(np.arange(len(hashes)), files), strict=True):
+        path.write_bytes(b"".join(hashes[index] for index in indices))
     return paths
-
-
-def expected_duplicates(hashes):
-    seen = set()
-    return [hash_ in seen or seen.add(hash_) is not None for hash_ in hashes]
 
 
 @pytest.fixture(params=[(1 << 20, 1 << 24), (7, 5), (1, 1), (64, 64)], ids=str)
 def sizes(request, monkeypatch):
-    """Documents read at a time, and of a bucket."""
-    chunk, bucket_documents = request.param
-    monkeypatch.setattr(volumes, "_CHUNK", chunk)
-    monkeypatch.setattr(exact_duplicates, "_BUCKET_DOCUMENTS", bucket_documents)
+    """Documents per step and per bucket."""
+    step, bucket = request.param
+    monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", step)
+    monkeypatch.setattr(exact_duplicates, "_BUCKET_DOCUMENTS", bucket)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -34,29 +28,30 @@ def test_duplicates_are_those_that_a_set_finds(tmp_path, sizes, seed):
     generator = np.random.default_rng(seed)
     distinct = [generator.bytes(16) for _ in range(50)]
     hashes = [distinct[index] for index in generator.integers(0, 50, 100)]
-    found = find_exact_duplicates(write_hashes(tmp_path, hashes), tmp_path)
-    assert 0 < found.sum() < 100
-    assert found.tolist() == expected_duplicates(hashes)
+    seen = set()
+    expected = [hash_ in seen or seen.add(hash_) is not None for hash_ in hashes]
+    assert 0 < sum(expected) < 100
+    assert find_exact_duplicates(write_hashes(tmp_path, hashes), tmp_path).tolist() == expected
     assert {file.suffix for file in tmp_path.iterdir()} == {".hashes"}, "buckets are removed"
 
 
-def test_hashes_that_agree_in_one_half_alone_are_different(tmp_path, sizes):
+def test_hashes_that_agree_in_only_one_half_are_different(tmp_path, sizes):
     halves = [b"a" * 8, b"b" * 8, b"c" * 8]
-    hashes = [first + second for first in halves for second in halves]
-    paths = write_hashes(tmp_path, hashes)
+    paths = write_hashes(tmp_path, [first + second for first in halves for second in halves])
     assert not find_exact_duplicates(paths, tmp_path).any()
-    paths.append(paths[1])  # negative control
-    found = find_exact_duplicates(paths, tmp_path)
-    assert found.tolist() == [False] * 9 + [True] * 3
+    # Negative control: one file twice.
+    assert find_exact_duplicates([*paths, paths[1]], tmp_path).tolist() == [False] * 9 + [True] * 3
 
 
-def test_one_text_a_thousand_times_is_kept_once_and_swells_no_bucket(tmp_path, monkeypatch):
-    monkeypatch.setattr(volumes, "_CHUNK", 100)
+def test_text_that_occurs_a_thousand_times_is_kept_once_and_does_not_fill_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", 100)
     monkeypatch.setattr(exact_duplicates, "_BUCKET_DOCUMENTS", 1000)
-    loaded = []
-    original = exact_duplicates.repeated
-    monkeypatch.setattr(exact_duplicates, "repeated", lambda hashes: loaded.append(hashes.size) or original(hashes))
+    sorted_together = []
+    original = exact_duplicates.find_repeats
+    monkeypatch.setattr(
+        exact_duplicates, "find_repeats", lambda hashes: sorted_together.append(hashes.size) or original(hashes)
+    )
     paths = write_hashes(tmp_path, [b"0123456789abcdef"] * 1000, files=1)
-    found = find_exact_duplicates(paths, tmp_path)
-    assert found.tolist() == [False] + [True] * 999
-    assert loaded == [100] * 10 + [10]  # ten chunks, and one bucket with one entry of each
+    assert find_exact_duplicates(paths, tmp_path).tolist() == [False] + [True] * 999
+    # Ten steps, and one bucket with one entry of each step.
+    assert sorted_together == [100] * 10 + [10]

@@ -1,16 +1,10 @@
-"""Signatures of documents, and the exact Jaccard index of two of them."""
+"""MinHash signatures of documents, and the exact Jaccard index of two documents."""
 
 import numpy as np
 import pytest
 from unit.data.small_corpus import random_documents
 
-from megatron_neobert.data.deduplication.minhash import (
-    MinHashSettings,
-    band_keys,
-    jaccard,
-    minima,
-    shingles,
-)
+from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
 
 SETTINGS = MinHashSettings()
 
@@ -20,24 +14,27 @@ def minima_of(*documents, settings=SETTINGS):
     return minima(np.concatenate(documents).astype(np.uint16), lengths, settings)
 
 
-def index_of(one, other, ngram=5):
-    return jaccard(*(shingles(np.asarray(document, dtype="<u4").tobytes(), ngram) for document in (one, other)))
+def jaccard_of(*documents, ngram=5):
+    return jaccard(*(shingles(np.asarray(document, dtype="<u4").tobytes(), ngram) for document in documents))
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "ngram", "expected"),
+    ("first", "second", "ngram", "expected"),
     [
         ([1, 2, 3, 4], [1, 2, 3, 5], 2, 2 / 4),
-        ([1, 2, 1, 2, 1, 2], [1, 2, 1], 2, 1),  # repeated n-grams count once
-        ([1, 256, 65536], [256, 65536, 1], 1, 1),  # n-grams begin at tokens, not at bytes
+        # Repeated n-grams count once.
+        ([1, 2, 1, 2, 1, 2], [1, 2, 1], 2, 1),
+        # N-grams begin at tokens, not at bytes.
+        ([1, 256, 65536], [256, 65536, 1], 1, 1),
         ([1, 0, 0], [0, 1, 0], 2, 1 / 3),
-        ([1, 2, 3], [1, 2, 3], 5, 1),  # shorter than an n-gram: the whole document
+        # A document that is shorter than an n-gram is one n-gram.
+        ([1, 2, 3], [1, 2, 3], 5, 1),
         ([1, 2, 3], [1, 2, 3, 4], 5, 0),
         ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], 5, 0),
     ],
 )
-def test_jaccard_index_is_that_of_the_sets_of_ngrams(one, other, ngram, expected):
-    assert index_of(one, other, ngram) == index_of(other, one, ngram) == expected
+def test_jaccard_index_is_that_of_the_sets_of_ngrams(first, second, ngram, expected):
+    assert jaccard_of(first, second, ngram=ngram) == jaccard_of(second, first, ngram=ngram) == expected
 
 
 @pytest.mark.parametrize("kind", ["random", "running numbers", "few words"])
@@ -45,45 +42,48 @@ def test_share_of_equal_minima_has_the_mean_and_the_spread_of_a_jaccard_index(ki
     """Errors in standard deviations sqrt(J (1 - J) / 112): measured mean -0.05 to 0.12, spread 1.00 to 1.01."""
     generator, errors = np.random.default_rng(0), []
     for _ in range(400):
-        one = {
+        document = {
             "random": lambda: generator.integers(0, 30_000, 300),
             "running numbers": lambda: generator.integers(0, 20_000) + np.arange(300),
             "few words": lambda: generator.integers(0, 12, 300),
         }[kind]()
-        other = one.copy()
-        other[generator.integers(0, 300, generator.integers(1, 12))] = generator.integers(0, 30_000)
-        true = index_of(one, other)
-        first, second = minima_of(one, other).T
+        changed = document.copy()
+        changed[generator.integers(0, 300, generator.integers(1, 12))] = generator.integers(0, 30_000)
+        true = jaccard_of(document, changed)
+        first, second = minima_of(document, changed).T
         errors.append(((first == second).mean() - true) / np.sqrt(true * (1 - true) / 112))
-    assert abs(np.mean(errors)) < 0.2  # four standard deviations of a mean of 400
+    # Four standard deviations of a mean of 400.
+    assert abs(np.mean(errors)) < 0.2
     assert 0.85 < np.std(errors) < 1.15
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 5])
-def test_signature_is_of_the_set_of_ngrams_within_the_document_alone(ngram):
+def test_signature_depends_only_on_the_set_of_ngrams_of_the_document(ngram):
     settings = MinHashSettings(ngram=ngram)
     lengths = [1, 3, 4, 5, 6, 40, 2, 100]
     documents = random_documents(lengths, 30_000)
     together = minima_of(*documents, settings=settings)
     for number, document in enumerate(documents):
         alone = minima_of(document, settings=settings)
-        assert np.array_equal(alone[:, 0], together[:, number]), "neighbours change nothing"
+        assert np.array_equal(alone[:, 0], together[:, number]), "other documents change nothing"
     once = minima_of(documents[5], settings=settings)
     twice = minima_of(np.concatenate([documents[5]] * 2)[: 40 + ngram - 1], settings=settings)
     assert (once == twice).mean() > 0.8, "repeated n-grams count once"
     if ngram > 1:
-        assert (once == minima_of(documents[5][::-1], settings=settings)).mean() < 0.1, "the order within one counts"
-        (short, longer) = minima_of([7], [7, 7], settings=settings).T
-        assert not np.array_equal(short, longer), "documents shorter than an n-gram are told apart"
+        assert (once == minima_of(documents[5][::-1], settings=settings)).mean() < 0.1, (
+            "the order within an n-gram counts"
+        )
+        short, longer = minima_of([7], [7, 7], settings=settings).T
+        assert not np.array_equal(short, longer), "documents shorter than an n-gram differ"
 
 
-def test_key_of_a_band_is_shared_with_just_the_probability_of_its_rows():
-    """J^rows of 2,000 pairs with J = 0.8 in each of 14 bands: 0.168, and 1 - (1 - 0.8^8)^14 = 0.924 in one at least."""
+def test_keys_of_a_band_are_equal_with_the_probability_that_all_its_rows_are_equal():
+    """For 2,000 pairs with J = 0.8: 0.8^8 = 0.168 in each band, 1 - (1 - 0.8^8)^14 = 0.924 in one band at least."""
     generator = np.random.default_rng(0)
-    one = generator.integers(0, 2**32, (112, 2000), dtype=np.uint32)
-    other = np.where(generator.random(one.shape) < 0.8, one, generator.integers(0, 2**32, one.shape, dtype=np.uint32))
-    equal = band_keys(one, 8) == band_keys(other, 8)
-    assert equal.shape == (14, 2000)
-    assert equal.mean() == pytest.approx(0.8**8, abs=0.01)
-    assert equal.any(axis=0).mean() == pytest.approx(1 - (1 - 0.8**8) ** 14, abs=0.02)
-    assert len(np.unique(band_keys(one, 8))) == 14 * 2000
+    first, random = generator.integers(0, 2**32, (2, 112, 2000), dtype=np.uint32)
+    second = np.where(generator.random(first.shape) < 0.8, first, random)
+    is_equal = band_keys(first, 8) == band_keys(second, 8)
+    assert is_equal.shape == (14, 2000)
+    assert is_equal.mean() == pytest.approx(0.8**8, abs=0.01)
+    assert is_equal.any(axis=0).mean() == pytest.approx(1 - (1 - 0.8**8) ** 14, abs=0.02)
+    assert len(np.unique(band_keys(first, 8))) == 14 * 2000

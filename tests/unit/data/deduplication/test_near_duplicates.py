@@ -1,4 +1,4 @@
-"""Near-duplicates planted among random documents: which are found, by however many processes, and after any kill."""
+"""Near-duplicates planted among random documents: which are found, with any number of workers and after any kill."""
 
 import subprocess
 import sys
@@ -16,12 +16,12 @@ from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication import run
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
-from megatron_neobert.data.deduplication.run import FindSettings, find_duplicates, join
+from megatron_neobert.data.deduplication.run import FindSettings, find_dropped, find_duplicates
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 
 
 class Planted(NamedTuple):
-    """A corpus, and its documents."""
+    """A corpus and its documents."""
 
     prefix: str
     documents: list[NDArray[np.int64]]
@@ -45,7 +45,7 @@ def planted(tmp_path_factory) -> Planted:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Eight of the planted corpus."""
+    """Divide the planted corpus into 16 chunks."""
     monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 100)
 
 
@@ -55,30 +55,33 @@ def find(output, *prefixes, minhash=None, **changes):
 
 
 def dropped(output, prefix):
+    """Return the numbers of the documents that a drop list drops."""
     corpus = Corpus(prefix)
-    return np.flatnonzero(
-        np.unpackbits(read_drop_list(output, corpus.manifest, corpus.prefix)[1], count=len(corpus), bitorder="little")
-    )
+    _, bits = read_drop_list(output, corpus.manifest, corpus.prefix)
+    return np.flatnonzero(np.unpackbits(bits, count=len(corpus), bitorder="little")).tolist()
 
 
-def test_every_dropped_document_reaches_the_threshold_and_most_that_do_are_dropped(planted, expected, tmp_path):
+def test_dropped_documents_reach_the_threshold_and_most_that_reach_it_are_dropped(planted, expected, tmp_path):
     """Against brute force. Measured: recall 0.988, precision 1; estimated from 112 bytes, 0.900 and 0.898."""
     sets = [{tuple(ids[at : at + 5]) for at in range(len(ids) - 4)} for ids in (d.tolist() for d in planted.documents)]
-    holders = defaultdict(list)
-    for number, own in enumerate(sets):
-        for shingle in own:
-            holders[shingle].append(number)
-    pairs = {pair for some in holders.values() for pair in combinations(some, 2)}  # all others have index 0
-    alike = {later for one, later in pairs if len(sets[one] & sets[later]) >= 0.8 * len(sets[one] | sets[later])}
+    documents_with = defaultdict(list)
+    for number, ngrams in enumerate(sets):
+        for ngram in ngrams:
+            documents_with[ngram].append(number)
+    # All other pairs have index 0.
+    pairs = {pair for numbers in documents_with.values() for pair in combinations(numbers, 2)}
+    similar = {
+        later for first, later in pairs if len(sets[first] & sets[later]) >= 0.8 * len(sets[first] | sets[later])
+    }
     (tmp_path / "list").write_bytes(expected)
-    found = set(dropped(tmp_path / "list", planted.prefix).tolist())
-    assert found <= alike
-    assert len(found) > 0.95 * len(alike) > 150
+    found = set(dropped(tmp_path / "list", planted.prefix))
+    assert found <= similar
+    assert len(found) > 0.95 * len(similar) > 150
 
 
 @pytest.fixture(scope="module")
 def expected(planted, tmp_path_factory):
-    """The list of one process and one range."""
+    """The drop list of one worker with one bucket per band."""
     output = tmp_path_factory.mktemp("expected") / "list"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "CHUNK_DOCUMENTS", 100)
@@ -90,19 +93,20 @@ def expected(planted, tmp_path_factory):
     ("chunks", "bucket", "workers"),
     [
         (100, 1000, 3),
-        (100, 200, 1),  # 4 ranges in each band
+        # Eight buckets in each band.
+        (100, 200, 1),
         (37, 1000, 1),
         (1 << 18, 300, 1),
     ],
 )
-def test_list_is_the_same_for_any_processes_chunks_and_bound_of_memory(
+def test_list_is_the_same_for_any_number_of_workers_chunks_and_buckets(
     planted, expected, tmp_path, monkeypatch, chunks, bucket, workers
 ):
     monkeypatch.setattr(run, "CHUNK_DOCUMENTS", chunks)
     monkeypatch.setattr(run, "BUCKET_DOCUMENTS", bucket)
-    monkeypatch.setattr(run, "_PAIRS_AT_ONCE", 7)
-    monkeypatch.setattr(run, "_BATCH_TOKENS", 3000)
-    monkeypatch.setattr(run, "_JOINED_AT_ONCE", 100)
+    monkeypatch.setattr(run, "_STEP_PAIRS", 7)
+    monkeypatch.setattr(run, "_STEP_TOKENS", 3000)
+    monkeypatch.setattr(run, "_STEP_DOCUMENTS", 100)
     find(tmp_path / "list", planted.prefix, workers=workers)
     assert (tmp_path / "list").read_bytes() == expected
     assert [file.name for file in tmp_path.iterdir()] == ["list"]
@@ -113,7 +117,7 @@ import os, signal, sys
 from pathlib import Path
 from megatron_neobert.data.deduplication import run
 run.CHUNK_DOCUMENTS, calls, sync = 400, 0, os.fsync
-def count(descriptor):  # files and folders are brought to disk before and after each gets its name
+def count(descriptor):
     global calls
     calls += 1
     if calls == int(sys.argv[3]):
@@ -144,54 +148,34 @@ def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected,
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("kind", ["keys", "pairs"])
-def test_finished_job_that_was_damaged_is_done_again_and_no_other(planted, expected, tmp_path, kind, monkeypatch):
-    output = tmp_path / "list"
-    monkeypatch.setattr(run, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        find(output, planted.prefix)
-    monkeypatch.undo()
-    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 100)
-    damaged = max((tmp_path / "list.partial").glob(f"*.{kind}"), key=lambda file: file.stat().st_size)
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-    with pytest.raises(OutputError, match=r"holds \d+ finished chunks .* continue with --resume, or .* --overwrite"):
-        find(output, planted.prefix)
-    done = []
-    work = {kind: kind.work for kind in (run.SignatureJob, run.PairJob)}
-    for kind, do in work.items():
-        monkeypatch.setattr(kind, "work", lambda job, files, do=do: done.append(job.name) or do(job, files))
-    find(output, planted.prefix, resume=True)
-    assert done == [damaged.stem]
-    assert output.read_bytes() == expected
-
-
-def test_of_copies_in_several_corpora_the_earlier_named_one_stays(tmp_path, monkeypatch):
+def test_first_document_of_the_earlier_corpus_stays(tmp_path, monkeypatch):
     tokenizer = numbered_tokenizer(1000)
     a, b, c, d = random_documents([80, 90, 70, 60], 1000)
     write_corpus(tmp_path / "A", [a, b, b], tokenizer)
     write_corpus(tmp_path / "B", [c, b, a, d, d], tokenizer)
     output = tmp_path / "list"
-    found = find(output, tmp_path / "A", tmp_path / "B")
-    assert [dropped(output, tmp_path / name).tolist() for name in "AB"] == [[2], [1, 2, 4]]
-    assert [entry.dropped_tokens for entry in found] == [90, 90 + 80 + 60]
-    monkeypatch.setattr(run, "BUCKET_DOCUMENTS", 1)  # ranges without a document too
+    entries = find(output, tmp_path / "A", tmp_path / "B")
+    assert [dropped(output, tmp_path / name) for name in "AB"] == [[2], [1, 2, 4]]
+    assert [entry.dropped_tokens for entry in entries] == [90, 90 + 80 + 60]
+    # Some buckets have no document.
+    monkeypatch.setattr(run, "BUCKET_DOCUMENTS", 1)
     find(output, tmp_path / "B", tmp_path / "A", overwrite=True)
-    assert [dropped(output, tmp_path / name).tolist() for name in "AB"] == [[0, 1, 2], [4]]
+    assert [dropped(output, tmp_path / name) for name in "AB"] == [[0, 1, 2], [4]]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_clusters_are_those_of_a_plain_search_through_the_graph(tmp_path, seed):
+def test_first_document_of_every_cluster_stays_as_in_a_plain_search(tmp_path, seed):
     generator = np.random.default_rng(seed)
     pairs = generator.integers(0, 300, (180, 2))
-    for number, some in enumerate(np.array_split(pairs, 3)):
-        some.astype("<i8").tofile(tmp_path / str(number))
-    expected = np.arange(300)
-    for _ in range(300):  # every document takes the least number among its neighbours, until nothing changes
-        for one, other in pairs:
-            expected[one] = expected[other] = min(expected[one], expected[other])
-    assert join(300, [tmp_path / str(number) for number in range(3)]).tolist() == expected.tolist()
+    for number, pairs_of_file in enumerate(np.array_split(pairs, 3)):
+        pairs_of_file.astype("<i8").tofile(tmp_path / str(number))
+    # Every document takes the smallest number among its neighbours, until nothing changes.
+    smallest = np.arange(300)
+    for _ in range(300):
+        for first, second in pairs:
+            smallest[first] = smallest[second] = min(smallest[first], smallest[second])
+    is_dropped = find_dropped(300, [tmp_path / str(number) for number in range(3)])
+    assert is_dropped.tolist() == (smallest != np.arange(300)).tolist()
 
 
 def test_corpora_that_cannot_be_compared_are_refused(tmp_path):

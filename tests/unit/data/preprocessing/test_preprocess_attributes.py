@@ -72,7 +72,7 @@ def attributes_of(corpus):
     """Return the field and the number of tokens of each document of a corpus."""
     check_content(corpus)
     fields = pq.read_table(corpus.files.attributes)["meta_from"].to_pylist()
-    return list(zip(fields, corpus.lengths[np.arange(len(corpus))].tolist(), strict=True))
+    return list(zip(fields, corpus.lengths_of(np.arange(len(corpus))).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,7 +110,7 @@ def test_overwriting_a_corpus_removes_its_attributes(workspace):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.unlink(), r"content_document\.attributes\.parquet missing beside the rest"),
+        (lambda path: path.unlink(), r"content_document\.attributes\.parquet missing: the corpus is unfinished"),
         (lambda path: path.write_bytes(path.read_bytes()[::-1]), r"attributes\.parquet, byte 0: expected sha256"),
     ],
     ids=["missing", "changed"],

@@ -64,7 +64,7 @@ def test_input_files_may_be_added_and_removed_before_a_run_is_resumed(workspace,
     assert workspace.contents() == workspace.contents("fresh")
 
 
-@pytest.mark.parametrize("change", ["order", "layout", "volume", "attributes", "filters", "more inputs", "newer input"])
+@pytest.mark.parametrize("change", ["order", "layout", "shard", "attributes", "filters", "more inputs", "newer input"])
 def test_corpus_of_other_settings_or_inputs_is_not_complete(workspace, change):
     workspace.add_texts("a.jsonl", "hello")
     workspace.add_texts("b.jsonl", "world")
@@ -76,7 +76,7 @@ def test_corpus_of_other_settings_or_inputs_is_not_complete(workspace, change):
         same["inputs"] = inputs[::-1]
     elif change == "layout":
         same["shard_size"] = None
-    elif change == "volume":
+    elif change == "shard":
         (workspace.folder / "out" / "run_content_document_00001.bin").unlink()
     elif change == "attributes":
         same["record_keys"] = ("from",)

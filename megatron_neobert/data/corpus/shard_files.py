@@ -1,0 +1,259 @@
+"""The .bin and .idx of one corpus shard, in Megatron's format: writing the index, mapping both files, checking them.
+
+Layout of .idx, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 number of sequences S, uint64
+number of document boundaries S + 1; then int32 lengths[S] in tokens, int64 pointers[S] in bytes, and the numbers 0 to S
+as int64 boundaries[S + 1]. The .bin has the token ids of all documents, one document after the other.
+Source: megatron-core 0.16.1 core/datasets/indexed_dataset.py; test_corpus.py compares files with those of that class.
+
+Opening a shard reads file sizes and both ends of the index, so it takes no longer for 10^9 documents than for ten. The
+index entries of a document are checked when it is read; `check_index` checks all entries. Arrays are read and written
+in steps of bounded size, so memory does not grow with the corpus.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert.data.corpus.format import DAMAGED, DTYPES, CorpusShard
+from megatron_neobert.data.corpus.object_storage import BLOCK_BYTES, RemoteFile
+from megatron_neobert.errors import DataError
+from megatron_neobert.runtime.new_file import NewFile
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+_ITEMS_PER_STEP = 1 << 20
+_REMOTE_STEP_BYTES = 2 << 20
+# These steps have 64 blocks, two for each thread of object_storage.py.
+_PREFETCHED_STEPS = 8
+
+
+def write_index(
+    index: NewFile,
+    read_lengths: Callable[[], Iterable[NDArray[np.int32]]],
+    documents: int,
+    dtype: np.dtype[Any],
+) -> None:
+    """Write an .idx. `read_lengths` is called twice; it returns the document lengths in consecutive arrays."""
+    code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
+    index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
+    for lengths in read_lengths():
+        index.write(lengths.data)
+    for entries in _pointers_and_boundaries(read_lengths(), dtype):
+        index.write(entries.data)
+
+
+def read_items(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    """Yield all items of a file in consecutive arrays. The file is read, not mapped, to bound the memory in use."""
+    with path.open("rb") as stream:
+        while (items := np.fromfile(stream, dtype, _ITEMS_PER_STEP)).size:
+            yield items
+
+
+def _pointers_and_boundaries(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> Iterator[NDArray[np.int64]]:
+    """Yield the pointers that follow from the lengths, one array for each array of lengths, and then the boundaries."""
+    end = documents = 0
+    for step in lengths:
+        sizes = step.astype("<i8") * dtype.itemsize
+        ends = end + np.cumsum(sizes)
+        yield ends - sizes
+        end, documents = int(ends[-1]), documents + step.size
+    for first in range(0, documents + 1, _ITEMS_PER_STEP):
+        yield np.arange(first, min(first + _ITEMS_PER_STEP, documents + 1), dtype="<i8")
+
+
+class MappedShard:
+    """One corpus shard: a mapped .idx, and a .bin that is mapped or remote.
+
+    Args:
+        bin_: Local path or remote file.
+        idx: Local path.
+        expected: Number of documents and tokens, from the manifest.
+        dtype: Name of the dtype, from the manifest.
+        manifest: Path of the manifest, for error messages.
+
+    Raises:
+        DataError: The sizes of both files, the ends of the index and the manifest contradict each other.
+    """
+
+    def __init__(
+        self, bin_: Path | RemoteFile, idx: Path, expected: CorpusShard, *, dtype: str, manifest: Path
+    ) -> None:
+        self.bin, self.idx = bin_, idx
+        self.dtype, documents, boundaries = read_header(idx)
+        if boundaries != documents + 1:
+            counts = f"{documents} sequences and {boundaries} boundaries"
+            raise damage_error(idx, 18, "one boundary more than sequences (each document is one sequence)", counts)
+        content, at_pointers = np.memmap(idx, np.uint8, "r"), HEADER.size + 4 * documents
+        self.lengths = np.frombuffer(content, "<i4", documents, HEADER.size)
+        self.pointers = np.frombuffer(content, "<i8", documents, at_pointers)
+        self.pointers_and_boundaries = np.frombuffer(content, "<i8", 2 * documents + 1, at_pointers)
+        self.end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        size = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
+        tokens = self.end // self.dtype.itemsize
+        if size != self.end:
+            rule = f"{self.end} bytes for {tokens} tokens of {self.dtype}, as in {idx.name}"
+            raise damage_error(bin_, max(0, min(self.end, size)), rule, f"a file of {size} bytes")
+        for name, found, recorded in (
+            ("documents", documents, expected.documents),
+            ("tokens", tokens, expected.tokens),
+            ("dtype", self.dtype.name, dtype),
+        ):
+            if found != recorded:
+                raise DataError(f"{manifest}: expected {name} {found} as in {idx.name}, found {recorded}; {DAMAGED}")
+        # Both are sliced by byte offsets.
+        self.content = np.memmap(bin_, np.uint8, "r").data if isinstance(bin_, Path) else bin_
+
+    def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the byte offset in the .bin and the length in tokens of each document.
+
+        Raises:
+            DataError: A document does not end where the next one begins.
+        """
+        begins, lengths = self.pointers[documents], self.lengths[documents]
+        # After the last pointer comes the first boundary, which is 0.
+        next_begins = self.pointers_and_boundaries[documents + 1]
+        next_begins = np.where(next_begins == 0, self.end, next_begins)
+        is_wrong = (begins + lengths.astype(np.int64) * self.dtype.itemsize != next_begins) | (lengths < 1)
+        # The sum may have overflowed, so its summands are checked too.
+        is_wrong |= (begins < 0) | (begins > self.end) | (next_begins > self.end)
+        if is_wrong.any():
+            at = int(np.argmax(is_wrong))
+            number = int(documents[at])
+            rule = f"pointer and length of document {number} to end at byte {next_begins[at]}, within {self.end} bytes"
+            found = f"pointer {begins[at]} and {lengths[at]} tokens of {self.dtype}"
+            raise damage_error(self.idx, HEADER.size + 4 * self.lengths.size + 8 * number, rule, found)
+        return begins, lengths
+
+    def prefetch(self, documents: NDArray[np.int64]) -> None:
+        """Start fetching the first and the last block of each document in threads. Does nothing for a local shard."""
+        if isinstance(self.bin, RemoteFile):
+            begins = self.pointers[documents]
+            lasts = begins + self.lengths[documents].astype(np.int64) * self.dtype.itemsize - 1
+            self.bin.prefetch(np.append(begins, lasts))
+
+    def read_ids(self) -> Iterator[NDArray[Any]]:
+        """Yield all token ids of the .bin in consecutive arrays."""
+        if isinstance(self.bin, Path):
+            yield from read_items(self.bin, self.dtype)
+            return
+        for begin in range(0, self.end, _REMOTE_STEP_BYTES):
+            prefetched_end = min(begin + _PREFETCHED_STEPS * _REMOTE_STEP_BYTES, self.end)
+            self.bin.prefetch(np.arange(begin, prefetched_end, BLOCK_BYTES))
+            yield np.frombuffer(bytearray(self.bin[begin : begin + _REMOTE_STEP_BYTES]), self.dtype)
+
+
+class AllowedIds:
+    """Token ids that may occur in a document: the vocabulary without special tokens, except [UNK]."""
+
+    def __init__(self, special_ids: Iterable[int], *, unknown: int, vocab_size: int) -> None:
+        self.unknown, self._vocab_size = unknown, vocab_size
+        self._special = sorted({*special_ids} - {unknown})
+        # The longest range of ids without a special token, for the fast test in `first_forbidden`.
+        ranges = zip([0, *(id_ + 1 for id_ in self._special)], [*self._special, vocab_size], strict=True)
+        self._longest_range = max(ranges, key=lambda bounds: bounds[1] - bounds[0])
+
+    def first_forbidden(self, ids: NDArray[Any]) -> int | None:
+        """Return the position of the first id that may not occur in a document, or None."""
+        # This runs for every token of a run. Three cheap comparisons nearly always leave no suspect; they take 1 % of
+        # building a micro-batch.
+        first, end = self._longest_range
+        at = np.flatnonzero(((ids < first) | (ids >= end)) & (ids != self.unknown))
+        if not at.size:
+            return None
+        forbidden = (ids[at] < 0) | (ids[at] >= self._vocab_size) | np.isin(ids[at], self._special)
+        return int(at[np.argmax(forbidden)]) if forbidden.any() else None
+
+    def rule_for(self, forbidden_id: int) -> str:
+        """Return the rule that a forbidden id breaks, for an error message."""
+        return "no special token" if 0 <= forbidden_id < self._vocab_size else f"an id below {self._vocab_size}"
+
+    def scan(self, shard: MappedShard) -> str:
+        """Read all token ids of a shard, and return the SHA-256 of its .bin.
+
+        Raises:
+            DataError: An id may not occur in a document.
+        """
+        digest, first = hashlib.sha256(), 0
+        for ids in shard.read_ids():
+            digest.update(ids.data)
+            if (at := self.first_forbidden(ids)) is not None:
+                offset = (first + at) * ids.itemsize
+                document = int(np.searchsorted(shard.pointers, offset, side="right")) - 1
+                token = (offset - int(shard.pointers[document])) // ids.itemsize
+                found = f"{ids[at]} (token {token} of document {document})"
+                raise damage_error(shard.bin, offset, self.rule_for(ids[at]), found)
+            first += ids.size
+        return digest.hexdigest()
+
+
+def damage_error(path: Path | RemoteFile, offset: int, expected: object, found: object) -> DataError:
+    """Return the error for a file that differs from what is expected at a byte offset."""
+    return DataError(f"{path}, byte {offset}: expected {expected}, found {found}; {DAMAGED}")
+
+
+def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Read the header of an .idx.
+
+    Returns:
+        Dtype of the token ids, number of sequences, number of document boundaries.
+
+    Raises:
+        DataError: The header is malformed, or the size of the file contradicts it.
+    """
+    size = path.stat().st_size
+    if size < HEADER.size:
+        raise damage_error(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
+    with path.open("rb") as stream:
+        magic, version, code, sequences, boundaries = HEADER.unpack(stream.read(HEADER.size))
+    expected_size = HEADER.size + 12 * sequences + 8 * boundaries
+    size_rule = f"{expected_size} bytes for {sequences} sequences and {boundaries} boundaries"
+    for offset, rule, found, is_right in (
+        (0, f"magic {MAGIC!r}", f"{magic!r}", magic == MAGIC),
+        (9, "version 1", version, version == 1),
+        (17, "dtype code 8 (uint16) or 4 (int32)", code, code in DTYPES),
+        (18, "at least one document", sequences, sequences > 0),
+        (18, size_rule, f"a file of {size} bytes", size == expected_size),
+    ):
+        if not is_right:
+            raise damage_error(path, offset, rule, found)
+    return DTYPES[code], sequences, boundaries
+
+
+def check_index(path: Path, lengths: NDArray[np.int32], entries: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
+    """Check that all lengths are positive, and that the other entries of the index follow from the lengths.
+
+    Args:
+        path: The .idx, for error messages.
+        lengths: Its lengths.
+        entries: Its pointers, or its pointers and boundaries.
+        dtype: Dtype of the token ids.
+
+    Raises:
+        DataError: An entry is wrong; the message has its byte offset.
+    """
+
+    def positive_lengths() -> Iterator[NDArray[np.int32]]:
+        for first in range(0, lengths.size, _ITEMS_PER_STEP):
+            step = lengths[first : first + _ITEMS_PER_STEP]
+            if step.min() < 1:
+                at = int(np.argmax(step < 1))
+                offset = HEADER.size + 4 * (first + at)
+                raise damage_error(path, offset, f"a length above 0 of document {first + at}", step[at])
+            yield step
+
+    first = 0
+    for expected in _pointers_and_boundaries(positive_lengths(), dtype):
+        found = entries[first : first + expected.size]
+        expected = expected[: found.size]
+        if not np.array_equal(found, expected):
+            at = first + int(np.argmax(found != expected))
+            rule = f"boundary {at - lengths.size} to be {expected[at - first]}"
+            if at < lengths.size:
+                rule = f"pointer of document {at} to be {expected[at - first]} bytes, the {dtype} tokens before it"
+            raise damage_error(path, HEADER.size + 4 * lengths.size + 8 * at, rule, entries[at])
+        first += expected.size
