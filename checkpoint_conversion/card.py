@@ -145,11 +145,11 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
         DataError: A record cannot be read.
     """
     from megatron_neobert.evaluation.models import fingerprint  # torch: seconds
-    from megatron_neobert.evaluation.report import find_runs
+    from megatron_neobert.evaluation.report import find_records
 
     kinds = {"glue": "text-classification", "ner": "token-classification"}
     own = fingerprint(model)
-    runs = [run for run in find_runs(records) if run.kind in kinds and run.model.fingerprint == own]
+    runs = [run for run in find_records(records) if run.kind in kinds and run.model.fingerprint == own]
     if not runs:
         raise MissingInputError(
             f"--results {' '.join(map(str, records))}: no record of GLUE or named-entity recognition is of {model} "

@@ -9,7 +9,7 @@ import torch
 from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, LONGEST, plain_losses, write_model
 
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
-from megatron_neobert.evaluation.masked_scorer import Row, Scorer
+from megatron_neobert.evaluation.masked_scorer import MaskedDocument, Scorer
 
 TEXTS = ["the cat sat on a mat .", "cat", "a mat sat on the cat on the mat . the cat ."]
 NEAR = 1e-4  # nats; measured: up to 4e-6
