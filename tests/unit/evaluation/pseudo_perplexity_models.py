@@ -26,7 +26,7 @@ ARCHITECTURES = ("Bert", "Roberta", "ModernBert", "NomicBert", "EuroBert", "neob
 
 
 def write_model(folder: Path, kind: str, *, seed: int = 0) -> Path:
-    """Write a folder with a model of one of the ARCHITECTURES, or of another class of transformers, and its tokenizer."""
+    """Write a model of one of the ARCHITECTURES, or of another class of transformers, and its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "neobert":
         changes = {name: _COMMON[name] for name in ("vocab_size", "max_position_embeddings", "pad_token_id")}
