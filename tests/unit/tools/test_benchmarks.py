@@ -1,4 +1,4 @@
-"""The benchmarks: what they count is on disk, other work is not compared, and tables add up. Nothing is timed."""
+"""The benchmarks count what is on disk, compare equal work only, and compute their tables. Nothing is timed."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ from megatron_neobert.errors import DataError
 
 # --- preprocessing
 
-# The command with one more tool in its table, {definition}.
+# The command with {definition} as one more tool.
 WITH_OTHER_TOOL = """
 import dataclasses, sys
 from benchmarks import benchmark_preprocessing as tool
@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
     shards: list[str]
     texts: list[str]
     vocabulary: Path
-    cased: Path  # a tokenizer.json of the same vocabulary that does not lower the case
+    cased: Path  # tokenizer.json with the same vocabulary that does not lowercase
 
     @property
     def flags(self) -> list[str]:
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Inputs:
-    """Two shards of 40 documents, 10 kB; among them an empty one and one with the names of special tokens."""
+    """Write two files of 40 documents, 10 kB; one document is empty, and one has the names of special tokens."""
     folder = tmp_path_factory.mktemp("benchmark_inputs")
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 7))) for _ in range(200)]
@@ -72,7 +72,7 @@ def preprocess(inputs: Inputs, *arguments: str, definition: str | None = None) -
     return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
 
 
-def test_figures_are_those_of_tools_that_wrote_the_same_ids(inputs, tmp_path):
+def test_figures_of_tools_are_compared_after_they_wrote_the_same_ids(inputs, tmp_path):
     file = tmp_path / "figures.json"
     flags = ("--rounds", "1", "--output", str(file))
     ended = preprocess(inputs, "--tools", "ours-fast", "ours-plain", *flags)
@@ -81,17 +81,17 @@ def test_figures_are_those_of_tools_that_wrote_the_same_ids(inputs, tmp_path):
     assert figures["corpus"] == {"documents": 80, "text_bytes": sum(len(text.encode()) for text in inputs.texts)}
     assert figures["tokens"] == expected
     assert [(row["tool"], row["workers"]) for row in figures["table"]] == [("ours-fast", 1), ("ours-plain", 1)]
-    for row, one in zip(figures["table"], figures["runs"], strict=True):
-        assert row["MB/s"] == pytest.approx(figures["corpus"]["text_bytes"] / 1e6 / one["wall_seconds"])
+    for row, measured in zip(figures["table"], figures["runs"], strict=True):
+        assert row["MB/s"] == pytest.approx(figures["corpus"]["text_bytes"] / 1e6 / measured["wall_seconds"])
         assert row["x datatrove"] is None
-        assert one["cpu_seconds"] > 0
-        assert one["peak_bytes"] > 10**7  # an interpreter with two libraries
-    assert len({one["ids_sha256"] for one in figures["runs"]}) == 1
+        assert measured["cpu_seconds"] > 0
+        assert measured["peak_bytes"] > 10**7  # an interpreter with two libraries
+    assert len({measured["ids_sha256"] for measured in figures["runs"]}) == 1
     assert f"all wrote {expected:,} tokens; the same ids: ours-fast, ours-plain" in ended.stdout
 
 
 def test_tool_with_another_number_of_tokens_is_refused_before_the_measurement(inputs, tmp_path):
-    """The control of all comparisons: the same library, vocabulary and texts, and one wrong setting."""
+    """Control of all comparisons: library, vocabulary and texts are the same, one setting is wrong."""
     definition = (
         "dataclasses.replace(tool.TOOLS['ours-plain'], command=lambda job, *rest: tool.TOOLS['ours-plain']."
         f"command(dataclasses.replace(job, tokenizer_model={str(inputs.cased)!r}), *rest))"
@@ -108,31 +108,30 @@ def test_tool_with_another_number_of_tokens_is_refused_before_the_measurement(in
 
 
 @pytest.mark.slow
-def test_all_layouts_train_on_the_same_tokens_and_get_the_same_loss(tmp_path):
-    """Two steps each in rows of 64 and of 128 tokens."""
+def test_all_layouts_train_on_the_same_tokens_and_have_the_same_loss(tmp_path):
     file, layouts = tmp_path / "figures.json", ["packed", "padded", "reference"]
     model = ("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 256, "--global-batch-tokens", 512, "--median-tokens", 30)
-    code, _, complaints = run(
+    code, _, errors = run(
         "benchmarks/benchmark_step.py", *model, *batches, "--seq-length", 64, 128, "--rounds", 2, "--output", file
     )
-    assert code == 0, complaints
+    assert code == 0, errors
     figures = json.loads(file.read_text())
     assert [(row["row"], row["layout"]) for row in figures["table"]] == [
         (n, name) for n in (64, 128) for name in layouts
     ]
     steps = figures["steps"]
-    assert [step["layout"] for step in steps] == layouts * 4  # two rounds at each of two lengths
+    assert [step["layout"] for step in steps] == layouts * 4  # two rounds for each of two lengths
     for packed, padded, reference in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
         assert packed["tokens"] == padded["tokens"] == reference["tokens"]
         assert packed["capacity"] == 512 < padded["capacity"] == reference["capacity"]
-        # Measured 1.3e-7 (fp32, losses about 5.7, November 2026); other documents give other losses.
+        # Measured 1.3e-7 (fp32, losses about 5.7, November 2026). The steps have different documents.
         assert packed["loss"] == pytest.approx(reference["loss"], rel=1e-6)
         assert padded["loss"] == pytest.approx(reference["loss"], rel=1e-6)
     assert len({round(step["loss"], 4) for step in steps}) == 4
 
 
-def test_flops_of_a_step_are_those_of_its_documents_and_the_loss_gap_that_of_the_same_round():
+def test_flops_count_the_documents_of_a_step_and_losses_are_compared_within_a_round():
     timings = [
         benchmark_step.Timing(8, layout, 6, capacity, flops=3e12, seconds=seconds, loss=loss, peak_bytes=0)
         for layout, capacity, seconds, losses in (
@@ -150,7 +149,7 @@ def test_flops_of_a_step_are_those_of_its_documents_and_the_loss_gap_that_of_the
     assert benchmark_step.largest_loss_gap(timings) == pytest.approx(0.1)
 
 
-def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled(tmp_path):
+def test_packed_layout_alone_runs_with_the_flags_of_a_run_and_is_profiled(tmp_path):
     file = tmp_path / "figures.json"
     model = ("--num-layers", 1, "--hidden-size", 32, "--num-attention-heads", 2, "--vocab-size", 200)
     batches = ("--micro-batch-tokens", 128, "--global-batch-tokens", 128, "--median-tokens", 30, "--seq-length", 64)
@@ -164,8 +163,8 @@ def test_a_packed_step_alone_is_timed_with_the_kernels_of_the_flags_and_profiled
     assert "--recompute-granularity" in figures["arguments"]["flags of a run"]
 
 
-def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
-    """torch's warning, raised by hand: there is no GPU to wait for; another warning is none."""
+def test_waits_for_the_gpu_are_counted_by_source_line(monkeypatch):
+    """The test raises torch's warning itself, because there is no GPU; other warnings are not counted."""
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
@@ -183,12 +182,12 @@ def test_waits_for_the_gpu_are_counted_by_the_line_that_waits(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_loader_prepares_the_batches_that_were_asked_for(tmp_path):
-    """300 documents, mean 640 tokens, in rows of 256."""
+def test_every_loader_prepares_batches_of_the_requested_size(tmp_path):
+    """The 300 documents have 640 tokens on average and are packed into sequences of 256."""
     file = tmp_path / "figures.json"
     small = ("--documents", 300, "--seq-length", 256, "--batch-size", 8, "--rounds", 2, "--seconds", 0.05)
-    code, _, complaints = run("benchmarks/benchmark_loader.py", *small, "--output", file)
-    assert code == 0, complaints
+    code, _, errors = run("benchmarks/benchmark_loader.py", *small, "--output", file)
+    assert code == 0, errors
     figures = json.loads(file.read_text())
     ours, padded, full = benchmark_loader.OURS, "transformers, padded", "transformers, full rows"
     has_dali = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
@@ -202,10 +201,10 @@ def test_every_loader_prepares_the_batches_that_were_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_table_of_checkpoints_shows_what_each_way_of_saving_costs_and_the_speed_of_verifying(tmp_path):
+def test_checkpoint_table_has_the_cost_of_each_way_of_saving_and_the_speed_of_verifying(tmp_path):
     options = ["--num-layers", "1", "--hidden-size", "64", "--iterations", "2", "--rounds", "1"]
-    code, output, complaints = run("benchmarks/benchmark_checkpoint.py", *options, "--folder", tmp_path)
-    assert code == 0, complaints
+    code, output, errors = run("benchmarks/benchmark_checkpoint.py", *options, "--folder", tmp_path)
+    assert code == 0, errors
     rows = [line.split(" | ") for line in output.splitlines() if " | " in line]
     assert [row[0].strip() for row in rows] == ["checkpoint", "none", "synchronous", "asynchronous"]
     assert float(rows[1][3]) == 0.0, "the round without a checkpoint costs nothing"

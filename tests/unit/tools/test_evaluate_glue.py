@@ -1,4 +1,4 @@
-"""`neobert evaluate glue`: killed, in several processes, and refused."""
+"""`neobert evaluate glue` resumes after a kill, runs in several processes, and refuses impossible settings."""
 
 import json
 import signal
@@ -31,14 +31,14 @@ def results_of(place, output):
 
 
 @pytest.mark.slow
-def test_command_killed_in_two_processes_resumes_in_one_with_the_same_results(place):
+def test_command_with_two_workers_that_is_killed_resumes_with_one_and_has_the_same_results(place):
     seeds = ("--seeds", "0", "1", "2")
     command = command_line("evaluate glue", *arguments_of(place, "killed", *seeds, "--jobs", "2"))
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         first = next(line for line in process.stderr if line.startswith("rte 1/3 | "))
         workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
-        assert psutil.wait_procs(workers, timeout=600)[1] == []  # they do not outlive it
+        assert psutil.wait_procs(workers, timeout=600)[1] == [], "workers end with their parent"
     _, output, errors = call("evaluate glue", *arguments_of(place, "killed", *seeds))
     assert "rte 3/3 | " in errors and first.split(" | ")[1] not in errors
     assert "| measured |" in output
@@ -49,17 +49,17 @@ def test_command_killed_in_two_processes_resumes_in_one_with_the_same_results(pl
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--device", "cuda:1"), "--device cuda:1 is not one of cpu, cuda"),  # every run sees one GPU
+        (("--device", "cuda:1"), "--device cuda:1 is not one of cpu, cuda"),  # each run sees one GPU
         (("--tasks", "snli"), "--tasks snli: GLUE's tasks are mnli"),
         pytest.param(
             ("--device", "cuda"),
             "--device cuda: torch sees no GPU here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (("--device", "cpu", "--dtype", "float16"), "--dtype float16 needs a GPU"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(place, arguments, reason):
+def test_impossible_settings_are_refused_before_anything_is_written(place, arguments, reason):
     code, _, errors = call("evaluate glue", *arguments_of(place, "refused", *arguments))
     assert code == 2 and reason in errors
     assert not (place / "refused").exists()

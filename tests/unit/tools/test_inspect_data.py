@@ -1,4 +1,4 @@
-"""The command that shows documents of a corpus, as a user starts it."""
+"""`neobert inspect data` as a user calls it."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def inspect(*arguments):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """P, five documents in three volumes, and vocab.txt."""
+    """Return a folder with vocab.txt and P, a corpus of five documents in three shards."""
     folder = tmp_path_factory.mktemp("inspect")
     tokenizer = load_tokenizer(write_vocabulary(folder / "vocab.txt", ["hello", "world", "word", "##ly", "привет"]))
     documents = [[tokenizer.backend.token_to_id(word) for word in text.split()] for text in TEXTS]
@@ -29,7 +29,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(place):
+def test_documents_are_shown_as_text_and_ids_in_the_order_of_the_flag(place):
     code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 3, 0)
     assert (code, errors) == (0, "")
     assert output.splitlines() == [
@@ -48,15 +48,15 @@ def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
     for name, texts in {"a": ["hello", "hello world"], "b": ["word"]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
     vocab = write_vocabulary(tmp_path / "vocab.txt", ["hello", "world", "word"])
-    shards = ("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "P")
-    assert call("preprocess", *shards, "--tokenizer-model", vocab)[0] == 0
+    flags = ("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "P", "--tokenizer-model", vocab)
+    assert call("preprocess", *flags)[0] == 0
     code, output, errors = inspect(tmp_path / "P_content_document", "--inputs")
     assert (code, errors) == (0, "")
     a, b = (["0", "2", "3", "75.00%", f"{tmp_path}/a.jsonl"], ["2", "1", "1", "25.00%", f"{tmp_path}/b.jsonl"])
     assert [line.split() for line in output.splitlines()[1:]] == [a, b]
 
 
-def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(place):
+def test_summary_of_a_corpus_needs_no_tokenizer(place):
     code, output, errors = inspect(place / "P")
     assert (code, errors) == (0, "")
     rows = {line[2:20].strip(): line[21:] for line in output.splitlines()}
@@ -73,18 +73,15 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
     [
         (["--document", "5"], "--document 5 is none of the 5 documents of"),
         (["--document", "0", "-1"], "they are numbered 0 to 4"),
-        (["--document", "0", "--tokens", "0"], "--tokens 0 is below 1, its smallest legal value"),
-        (["--document", "x"], "--document 'x' is not a whole number"),
     ],
 )
-def test_wrong_numbers_end_with_2_and_one_sentence(place, more, message):
+def test_document_numbers_outside_the_corpus_are_refused(place, more, message):
     code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", *more)
     assert (code, output) == (2, "")
     assert message in errors
-    assert "Traceback" not in errors
 
 
-def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(place, tmp_path):
+def test_documents_need_the_tokenizer_of_the_corpus(place, tmp_path):
     code, _, errors = inspect(place / "P", "--document", 0)
     assert code == 2 and "give --tokenizer-model" in errors
     other = write_vocabulary(tmp_path / "vocab.txt", ["other"])
@@ -92,8 +89,8 @@ def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(plac
     assert code == 65 and "written with tokenizer" in errors
 
 
-def test_control_characters_do_not_reach_the_terminal(tmp_path):
-    """A vocabulary may hold an escape sequence, and a text the character that turns its surroundings around."""
+def test_control_characters_in_a_vocabulary_do_not_reach_the_terminal(tmp_path):
+    """A vocabulary may have an escape sequence, or the character that reverses the direction of a text."""
     pieces = [*SPECIAL, "\x1b[2J", "a\u202eb", "\n", "é\u200d"]
     backend = Tokenizer(models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, "[UNK]"))
     backend.add_special_tokens(list(SPECIAL))
@@ -104,7 +101,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path):
     assert output.splitlines()[1] == "  text               \\x1b[2J a\\u202eb \\n é\u200d"
 
 
-def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monkeypatch, capsys):
+def test_control_characters_in_a_manifest_do_not_reach_the_terminal(place, tmp_path, monkeypatch, capsys):
     for path in place.glob("P*"):
         shutil.copy(path, tmp_path)
     manifest = json.loads((tmp_path / "P.json").read_text())
@@ -120,4 +117,4 @@ def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monk
     assert not {"\x1b", "\x07", "\u202e"} & set(shown())
     assert shown().count(r"\x1b]0;owned\x07\u202e") == 5
     monkeypatch.setattr(tool, "visible", lambda text, **_: text)
-    assert shown().count(hostile) == 5, "the control: without escaping"
+    assert shown().count(hostile) == 5, "control: without escaping"

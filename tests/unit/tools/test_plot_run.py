@@ -1,4 +1,4 @@
-"""The command that draws the curves of runs, as a user starts it."""
+"""`neobert plot` as a user calls it."""
 
 import json
 
@@ -16,14 +16,11 @@ def write_run(folder, *, last=40, killed_at=None):
     return folder
 
 
-def test_the_command_draws_runs_that_still_go_on_without_a_display(tmp_path):
-    first, second = (
-        write_run(tmp_path / "a"),
-        write_run(tmp_path / "b", last=30, killed_at=0),
-    )  # before its first checkpoint
-    code, said, errors = call("plot", first, second / "metrics.jsonl", "--output", tmp_path / "new" / "plots")
+def test_unfinished_runs_are_drawn_without_a_display(tmp_path):
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", last=30, killed_at=0)
+    code, printed, errors = call("plot", first, second / "metrics.jsonl", "--output", tmp_path / "new" / "plots")
     assert (code, errors) == (0, "")
-    assert said.splitlines()[:2] == [
+    assert printed.splitlines()[:2] == [
         "a: iteration 40 | 4,000 tokens | loss 0.2500 nats",
         "b: iteration 30 | 3,000 tokens | loss 0.3333 nats | restarts: 1",
     ]
@@ -34,13 +31,13 @@ def test_the_command_draws_runs_that_still_go_on_without_a_display(tmp_path):
     assert content == (tmp_path / "new" / "plots" / "curves.png").read_bytes()
 
 
-def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path):
+def test_runs_with_the_same_name_are_shown_with_their_parent_folders(tmp_path):
     runs = [write_run(tmp_path / parent / "run") for parent in "ab"]
-    _, said, _ = call("plot", *runs, "--output", tmp_path)
-    assert [line.split(":")[0] for line in said.splitlines()[:2]] == ["a/run", "b/run"]
+    _, printed, _ = call("plot", *runs, "--output", tmp_path)
+    assert [line.split(":")[0] for line in printed.splitlines()[:2]] == ["a/run", "b/run"]
 
 
-def test_unreadable_lines_are_warned_of(tmp_path):
+def test_unreadable_lines_are_counted_in_a_warning(tmp_path):
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write("\n\n")
@@ -48,13 +45,13 @@ def test_unreadable_lines_are_warned_of(tmp_path):
     assert errors == "warning: a: unreadable lines that were left out: 1\n"
 
 
-def test_names_of_folders_and_metrics_do_not_act_on_the_terminal_and_fit_into_the_files(tmp_path):
+def test_control_characters_in_names_do_not_reach_the_terminal_and_do_not_break_the_figure(tmp_path):
     folder = write_run(tmp_path / "\x1b[31mred\udc80\u5b9f")
     hostile = {"iteration": 50, "loss": 1.0, "consumed_tokens": 5000, "\x1b]0;owned\x07": 1.0, "a\ud800b": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(hostile) + "\n")
     with pytest.warns(UserWarning, match="Glyph 23455 .* missing from font"):
-        _, said, _ = call("plot", folder, "--output", tmp_path)
-    assert said.startswith(r"\x1b[31mred\udc80") and "\x1b" not in said
+        _, printed, _ = call("plot", folder, "--output", tmp_path)
+    assert printed.startswith(r"\x1b[31mred\udc80") and "\x1b" not in printed
     _, _, errors = call("plot", folder, "--output", tmp_path, "--metrics", "nope")
     assert "they have loss, consumed_tokens" in errors
 
@@ -69,7 +66,7 @@ def test_names_of_folders_and_metrics_do_not_act_on_the_terminal_and_fit_into_th
         (("a", "--output", "/proc"), 73, "--output /proc cannot be written"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_with_the_reason(tmp_path, monkeypatch, words, code, reason):
+def test_missing_metrics_and_unusable_outputs_are_refused(tmp_path, monkeypatch, words, code, reason):
     write_run(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     ended, _, errors = call("plot", "--output", "p", *words)

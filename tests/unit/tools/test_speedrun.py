@@ -1,4 +1,4 @@
-"""The speedrun: its p is that of an exact test, its time that of training, and the script runs what is not finished."""
+"""The speedrun: an exact p-value, training time only, comparison by seed, and a script that resumes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ logging: {{log_interval: 2}}
 
 
 def write_runs(folder: Path, *, losses: list[float], speed: float = 1000.0) -> Path:
-    """Runs of two intervals of 5,000 tokens, the second at twice the speed, and a validation between."""
+    """Write runs of two intervals of 5,000 tokens, the second at twice the speed, each with a validation."""
     for seed, loss in enumerate(losses):
         run = folder / f"seed_{seed}"
         run.mkdir(parents=True)
@@ -36,7 +36,7 @@ def write_runs(folder: Path, *, losses: list[float], speed: float = 1000.0) -> P
     return folder
 
 
-def test_p_is_that_of_scipys_exact_permutation_test():
+def test_p_value_equals_scipys_exact_permutation_test():
     for differences in np.random.default_rng(0).normal(-0.5, 1.0, size=(5, 9)):
         expected = stats.permutation_test(
             (differences,), np.mean, permutation_type="samples", alternative="less", n_resamples=np.inf
@@ -46,7 +46,7 @@ def test_p_is_that_of_scipys_exact_permutation_test():
     assert speedrun.p_below([1.0] * 10) == 1.0
 
 
-def test_time_is_that_of_the_intervals_and_the_last_validation_counts(tmp_path):
+def test_time_is_the_sum_of_the_intervals_and_the_loss_is_the_last_validation(tmp_path):
     finishes = speedrun.read_recipe(write_runs(tmp_path / "plain", losses=[3.9, 4.0]))
     assert finishes["seed_0"] == speedrun.Finish(loss=3.9, tokens=10_000, seconds=5.0 + 2.5)
 
@@ -65,7 +65,7 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("spoil", "reason"),
     [
         (lambda folder: (folder / "seed_1" / "metrics.jsonl").unlink(), "holds no metrics.jsonl"),
         (lambda folder: (folder / "seed_1").rename(folder.parent / "elsewhere"), "holds 1 runs; give a folder with 2"),
@@ -76,29 +76,29 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
         ),
     ],
 )
-def test_runs_that_cannot_be_compared_are_refused(tmp_path, spoil, words):
+def test_runs_that_cannot_be_compared_are_refused(tmp_path, spoil, reason):
     plain, other = (write_runs(tmp_path / name, losses=[3.9, 4.0]) for name in ("plain", "other"))
     spoil(other)
     ended = run_forked("benchmarks/speedrun.py", plain, other, "--target", 4.0)
-    assert ended.code in (65, 66) and words in ended.output, ended.output
+    assert ended.code in (65, 66) and reason in ended.output, ended.output
 
 
 @pytest.mark.slow
-def test_the_script_runs_every_seed_of_every_recipe_once(tiny_corpus, tmp_path):
+def test_script_trains_every_seed_of_every_recipe_once(tiny_corpus, tmp_path):
     recipes = []
     for name, rate in (("plain", 1e-3), ("other", 2e-3)):
         recipes.append(tmp_path / f"{name}.yaml")
         recipes[-1].write_text(RECIPE.format(lr=rate))
-    places = {
+    variables = {
         "DATA": tiny_corpus.prefix,
         "VALIDATION": f"{tiny_corpus.prefix}:min=20",
         "TOKENIZER": tiny_corpus.tokenizer,
     }
-    environment = os.environ | places | {"TARGET": "9", "SEEDS": "2", "FOLDER": str(tmp_path / "place")}
+    environment = os.environ | variables | {"TARGET": "9", "SEEDS": "2", "FOLDER": str(tmp_path / "runs")}
     command = ["bash", str(REPOSITORY / "examples" / "speedrun.sh"), *map(str, recipes)]
     for _ in range(2):
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("nothing to do: iteration 4 of 4 is saved already") == 4
-    found = json.loads((tmp_path / "place" / "speedrun.json").read_text())
+    found = json.loads((tmp_path / "runs" / "speedrun.json").read_text())
     assert [(line["recipe"], line["seeds"]) for line in found["recipes"]] == [("plain", 2), ("other", 2)]
