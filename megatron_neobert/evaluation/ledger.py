@@ -47,7 +47,7 @@ class Ledger:
     """Finished units of one folder.
 
     Attributes:
-        lines: Lines of the file by key, in the order of the last time each was added.
+        lines: Lines of the file by key, in the order in which each was last added.
         complete_bytes: Size of the complete lines when the file was read.
     """
 
@@ -101,7 +101,8 @@ class Ledger:
         return {"machine": _describe_machine(self._device), "versions": _package_versions()}
 
     def _put(self, line: Line) -> None:
-        """Store a line as the newest one; a dict keeps the position of a key that it has."""
+        """Store a line as the last one."""
+        # Assigning to an existing key would keep its old position.
         self.lines.pop(line["key"], None)
         self.lines[line["key"]] = line
 

@@ -103,11 +103,11 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
 
 
 def measure(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any] | None:
-    """Time forward passes of one batch, and free its memory.
+    """Time forward passes of one batch.
 
     Returns:
-        {"tokens_per_second": [lower quartile, median, upper quartile], "peak_bytes": int}, on a CPU without peak_bytes
-        (None); or None if the batch does not fit into memory.
+        {"tokens_per_second": [lower quartile, median, upper quartile], "peak_bytes": bytes, on a CPU None}; or None if
+        the batch does not fit into memory, which is then free again.
     """
     try:
         return _run_steps(model, options, length=length, batch_size=batch_size)
