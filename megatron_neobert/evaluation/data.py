@@ -68,8 +68,7 @@ def check_data(path: Path) -> None:
             configs = content.get("configs") if isinstance(content, dict) else None
             _check_names(card, [config.get("data_files") for config in configs or [] if isinstance(config, dict)])
     for state in path.rglob("state.json"):
-        entries = parse_json(read_text(state)).get("_data_files") or []
-        _check_names(state, [str(entry.get("filename")) for entry in entries])
+        _check_names(state, parse_json(read_text(state)).get("_data_files"))
 
 
 def _check_names(file: Path, value: Any) -> None:

@@ -34,15 +34,19 @@ class Scorer:
     """A masked language model and its tokenizer.
 
     Attributes:
-        max_length: Longest input in tokens that model and tokenizer support, `UNLIMITED_LENGTH` if they set no limit.
+        max_length: Length in tokens at which documents are truncated.
     """
 
-    def __init__(self, folder: Path, options: LoadOptions = FLOAT32_ON_CPU) -> None:
+    def __init__(self, folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int | None = None) -> None:
         """Load the model and its tokenizer.
+
+        Args:
+            max_length: Default: the longest input that model and tokenizer support.
 
         Raises:
             MissingInputError: There is no such folder, or no tokenizer in it.
             ConversionError: The model or the tokenizer cannot be loaded, or the tokenizer has no mask token.
+            ConfigError: The model has fewer learned positions than `max_length`, or there is no maximum length.
         """
         self.folder = folder
         self.tokenizer = load_tokenizer(folder)
@@ -52,22 +56,14 @@ class Scorer:
                 "with masks, or add mask_token to tokenizer_config.json."
             )
         self.model = load_model(folder, "AutoModelForMaskedLM", options)
-        self.max_length = longest_input(self.model, self.tokenizer, at_most=UNLIMITED_LENGTH)
-
-    def check_length(self, max_length: int) -> None:
-        """Check that the model supports inputs of `max_length` tokens.
-
-        Raises:
-            ConfigError: The model has fewer learned positions, or `max_length` is `UNLIMITED_LENGTH`.
-        """
-        learned_positions = count_learned_positions(self.model)
-        if learned_positions is not None and max_length > learned_positions:
+        self.max_length = max_length or longest_input(self.model, self.tokenizer, at_most=UNLIMITED_LENGTH)
+        positions = count_learned_positions(self.model)
+        if positions is not None and self.max_length > positions:
             raise ConfigError(
-                f"--max-length {max_length}: {self.folder} has {learned_positions} learned positions; give at most "
-                f"{learned_positions}."
+                f"--max-length {max_length}: {folder} has {positions} learned positions; give at most {positions}."
             )
-        if max_length >= UNLIMITED_LENGTH:
-            raise ConfigError(f"{self.folder}: model and tokenizer set no maximum length; give --max-length.")
+        if self.max_length >= UNLIMITED_LENGTH:
+            raise ConfigError(f"{folder}: model and tokenizer set no maximum length; give --max-length.")
 
     def score(self, documents: Sequence[MaskedDocument]) -> list[float]:
         """Return the loss of the masked token of each document: -log p(token), in nats.

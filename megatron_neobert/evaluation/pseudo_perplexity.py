@@ -112,13 +112,11 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
     loading = LoadOptions(
         dtype=getattr(torch, options.dtype), device=choose_device(options.device), attention=options.attention
     )
-    scorer = Scorer(folder, loading)
-    max_length = options.max_length or scorer.max_length
-    scorer.check_length(max_length)
-    documents, dropped = select_documents(options, scorer.tokenizer, max_length)
+    scorer = Scorer(folder, loading, max_length=options.max_length)
+    documents, dropped = select_documents(options, scorer.tokenizer, scorer.max_length)
     protocol = {
         "model": fingerprint(folder),
-        "max_length": max_length,
+        "max_length": scorer.max_length,
         "positions_per_document": options.positions_per_doc,
         "seed": None if options.positions_per_doc is None else options.seed,
         "dtype": str(scorer.model.dtype).removeprefix("torch."),

@@ -44,10 +44,11 @@ def test_losses_without_the_mask_or_with_the_special_tokens_differ(scorer):
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
 def test_longest_input_of_learned_positions_is_scored_and_a_longer_one_is_refused(kind, tmp_path):
-    scorer = Scorer(write_model(tmp_path / "model", kind))
-    assert scorer.max_length == LONGEST
+    folder = write_model(tmp_path / "model", kind)
     with pytest.raises(ConfigError, match=f"--max-length {LONGEST + 1}: .* has {LONGEST} learned positions"):
-        scorer.check_length(LONGEST + 1)
+        Scorer(folder, max_length=LONGEST + 1)
+    scorer = Scorer(folder)
+    assert scorer.max_length == LONGEST
     longest = torch.full((LONGEST,), 5, dtype=torch.int32)
     assert math.isfinite(scorer.score([MaskedDocument(longest, LONGEST - 1)])[0])
 
