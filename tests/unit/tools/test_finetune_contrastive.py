@@ -17,7 +17,7 @@ ROWS = make_pairs(9, negatives=0, seed=3)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("contrastive")
     write_encoder(folder / "bert")
     write_datasets(folder / "data")
@@ -26,19 +26,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(place, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
+def own_cache(inputs, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", inputs / "cache")
 
 
-def start(place, output, *flags):
+def start(inputs, output, *flags):
     """Train for three steps; later flags replace these."""
-    where = ("--config", place / "run.yaml", "--data-dir", place / "data", "--output", output)
-    return call("finetune", "--model", place / "bert", "--device", "cpu", "--steps", 3, *where, *flags)
+    where = ("--config", inputs / "run.yaml", "--data-dir", inputs / "data", "--output", output)
+    return call("finetune", "--model", inputs / "bert", "--device", "cpu", "--steps", 3, *where, *flags)
 
 
 @pytest.fixture
-def finetune(place, tmp_path):
-    return partial(start, place, tmp_path / "out")
+def finetune(inputs, tmp_path):
+    return partial(start, inputs, tmp_path / "out")
 
 
 def test_record_has_the_settings_and_the_rows_of_each_dataset(finetune, tmp_path):

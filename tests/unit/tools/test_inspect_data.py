@@ -19,7 +19,7 @@ def inspect(*arguments):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     """Return a folder with vocab.txt and P, a corpus of five documents in three shards."""
     folder = tmp_path_factory.mktemp("inspect")
     tokenizer = load_tokenizer(write_vocabulary(folder / "vocab.txt", ["hello", "world", "word", "##ly", "привет"]))
@@ -29,8 +29,8 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_documents_are_shown_as_text_and_ids_in_the_order_of_the_flag(place):
-    code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", "--document", 3, 0)
+def test_documents_are_shown_as_text_and_ids_in_the_order_of_the_flag(folder):
+    code, output, errors = inspect(folder / "P", "--tokenizer-model", folder / "vocab.txt", "--document", 3, 0)
     assert (code, errors) == (0, "")
     assert output.splitlines() == [
         "document 3: 3 tokens",
@@ -56,8 +56,8 @@ def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
     assert [line.split() for line in output.splitlines()[1:]] == [a, b]
 
 
-def test_summary_of_a_corpus_needs_no_tokenizer(place):
-    code, output, errors = inspect(place / "P")
+def test_summary_of_a_corpus_needs_no_tokenizer(folder):
+    code, output, errors = inspect(folder / "P")
     assert (code, errors) == (0, "")
     rows = {line[2:20].strip(): line[21:] for line in output.splitlines()}
     assert rows["documents"] == "5"
@@ -75,17 +75,17 @@ def test_summary_of_a_corpus_needs_no_tokenizer(place):
         (["--document", "0", "-1"], "they are numbered 0 to 4"),
     ],
 )
-def test_document_numbers_outside_the_corpus_are_refused(place, more, message):
-    code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", *more)
+def test_document_numbers_outside_the_corpus_are_refused(folder, more, message):
+    code, output, errors = inspect(folder / "P", "--tokenizer-model", folder / "vocab.txt", *more)
     assert (code, output) == (2, "")
     assert message in errors
 
 
-def test_documents_need_the_tokenizer_of_the_corpus(place, tmp_path):
-    code, _, errors = inspect(place / "P", "--document", 0)
+def test_documents_need_the_tokenizer_of_the_corpus(folder, tmp_path):
+    code, _, errors = inspect(folder / "P", "--document", 0)
     assert code == 2 and "give --tokenizer-model" in errors
     other = write_vocabulary(tmp_path / "vocab.txt", ["other"])
-    code, _, errors = inspect(place / "P", "--document", 0, "--tokenizer-model", other)
+    code, _, errors = inspect(folder / "P", "--document", 0, "--tokenizer-model", other)
     assert code == 65 and "written with tokenizer" in errors
 
 
@@ -101,8 +101,8 @@ def test_control_characters_in_a_vocabulary_do_not_reach_the_terminal(tmp_path):
     assert output.splitlines()[1] == "  text               \\x1b[2J a\\u202eb \\n é\u200d"
 
 
-def test_control_characters_in_a_manifest_do_not_reach_the_terminal(place, tmp_path, monkeypatch, capsys):
-    for path in place.glob("P*"):
+def test_control_characters_in_a_manifest_do_not_reach_the_terminal(folder, tmp_path, monkeypatch, capsys):
+    for path in folder.glob("P*"):
         shutil.copy(path, tmp_path)
     manifest = json.loads((tmp_path / "P.json").read_text())
     hostile = "\x1b]0;owned\x07\u202e"
