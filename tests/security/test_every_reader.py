@@ -19,7 +19,6 @@ import torch
 import transformers
 import yaml
 from good_inputs import Inputs, Reader
-from hostile import Canary
 from hostile_inputs import HOSTILE, SECRET, Hostile
 from processes import Ended, run_command
 from tests_tiny import TinyCorpus
@@ -183,7 +182,7 @@ def test_every_command_is_in_one_of_the_two_tables_and_every_kind_has_a_hostile_
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.command)
-def test_command_reads_valid_inputs(reader: Reader, start: Callable[..., Ended], network: Network):
+def test_command_reads_valid_inputs_without_a_connection(reader, start, network):
     connections = network.connections
     ended = start(reader)
     assert ended.code == 0, ended.output
@@ -212,13 +211,9 @@ TRUSTING = {
 
 
 @pytest.mark.parametrize(
-    "hostile",
-    [hostile for hostile in HOSTILE if hostile.name in TRUSTING],
-    ids=lambda hostile: hostile.name,
+    "hostile", [hostile for hostile in HOSTILE if hostile.name in TRUSTING], ids=lambda hostile: hostile.name
 )
-def test_control_reader_that_trusts_the_input_runs_the_canary(
-    hostile: Hostile, inputs: Inputs, canary: Canary, tmp_path: Path
-):
+def test_control_reader_that_trusts_the_input_runs_the_canary(hostile, inputs, canary, tmp_path):
     shutil.copytree(getattr(inputs, hostile.kind), tmp_path / "copy")
     hostile.spoil(tmp_path / "copy", canary)
     with suppress(Exception):  # the unpickled object is not a model
@@ -228,13 +223,7 @@ def test_control_reader_that_trusts_the_input_runs_the_canary(
 
 @pytest.mark.parametrize(("reader", "hostile"), cases())
 def test_hostile_input_runs_no_code_opens_no_connection_and_is_refused_in_one_sentence(
-    reader: Reader,
-    hostile: Hostile,
-    inputs: Inputs,
-    start: Callable[..., Ended],
-    network: Network,
-    canary: Canary,
-    tmp_path: Path,
+    reader, hostile, inputs, start, network, canary, tmp_path
 ):
     original = getattr(inputs, hostile.kind)
     copy = tmp_path / "strangers" / original.name

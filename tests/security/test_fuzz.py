@@ -39,7 +39,7 @@ def sound(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @examples(300)
 @given(data=st.data())
-def test_changed_input_is_refused_in_one_sentence_or_read_correctly(kind: Kind, sound: Path, data: st.DataObject):
+def test_changed_input_is_refused_in_one_sentence_or_read_correctly(kind, sound, data):
     copy = sound.with_name(f"{sound.name}_changed")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(sound, copy)
@@ -71,9 +71,7 @@ WORDS = st.one_of(
 
 @examples(500)
 @given(words=st.lists(WORDS, max_size=6), world_size=st.sampled_from([1, 6, 1000]))
-def test_random_command_line_is_refused_or_gives_valid_settings(
-    tmp_path_factory: pytest.TempPathFactory, words: list[str], world_size: int
-):
+def test_random_command_line_is_refused_or_gives_valid_settings(tmp_path_factory, words, world_size):
     if any(word in ("-h", "--help") for word in words):
         return
     try:

@@ -11,7 +11,7 @@ import good_inputs as good
 import pytest
 from commands import ENVIRONMENT, run
 from hostile import Canary
-from hostile_contents import CONTENTS, Change, edit, keep_vocabulary_and_write
+from hostile_contents import CONTENTS, edit, keep_vocabulary_and_write
 from processes import run_command
 from readers import KINDS, check_corpus, load_and_use
 from refusals import assert_refused, start_checks
@@ -36,7 +36,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_valid_input_is_read(valid: Callable[[str], Path], tmp_path: Path, kind: str):
+def test_valid_input_is_read(valid, tmp_path, kind):
     KINDS[kind].read(Path(shutil.copytree(valid(kind), tmp_path / "copy")))
 
 
@@ -48,9 +48,7 @@ def test_valid_input_is_read(valid: Callable[[str], Path], tmp_path: Path, kind:
         for change, words in changes
     ],
 )
-def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kind(
-    valid: Callable[[str], Path], tmp_path: Path, kind: str, change: Change, words: str
-):
+def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kind(valid, tmp_path, kind, change, words):
     folder = Path(shutil.copytree(valid(kind), tmp_path / "copy"))
     change(folder)
     assert_refused(lambda: KINDS[kind].read(folder), KINDS[kind].exit_code, words)
