@@ -159,11 +159,11 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
         DataError: A record cannot be read.
     """
     from megatron_neobert.evaluation.models import fingerprint  # imports torch, which takes seconds
-    from megatron_neobert.evaluation.report import find_runs
+    from megatron_neobert.evaluation.report import find_records
 
     kinds = {"glue": "text-classification", "ner": "token-classification"}
     expected = fingerprint(model)
-    runs = [run for run in find_runs(records) if run.kind in kinds and run.model.fingerprint == expected]
+    runs = [run for run in find_records(records) if run.kind in kinds and run.model.fingerprint == expected]
     if not runs:
         raise MissingInputError(
             f"--results {' '.join(map(str, records))}: no record of GLUE or named-entity recognition is of {model} "

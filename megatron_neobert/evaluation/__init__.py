@@ -1,1 +1,6 @@
-"""Evaluations of encoders in Hugging Face folders, with one ledger of finished work and one report."""
+"""Evaluations of encoders in local Hugging Face folders: GLUE, NER, MTEB, pseudo-perplexity and throughput.
+
+Each evaluation appends finished work to a ledger and writes one JSON record per model; `report.py` renders the records.
+The package imports neither Megatron nor the training code; of `data`, it imports the readers of input files only.
+Read `ledger.py` first, then `models.py`, then `throughput.py`, the shortest evaluation.
+"""

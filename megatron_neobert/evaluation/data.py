@@ -1,6 +1,6 @@
-"""One reader of tables of examples from local files: Parquet, JSON lines, CSV, TSV, CoNLL text and saved data sets.
+"""Read tables of examples from local files: Parquet, JSON lines, CSV, TSV, CoNLL text and saved data sets.
 
-Nothing that a file names is followed: no other folders, no pipes, no network.
+References in files are never followed: not to other folders, pipes or the network.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from megatron_neobert.errors import DataError, NeoBERTError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.text import parse_json
 
-_CARDS = ("README.md", ".huggingface.yaml")  # whose data_files `datasets` obeys
+_CARDS = ("README.md", ".huggingface.yaml")  # files whose data_files `datasets` follows
 _TABLES = (".parquet", ".jsonl", ".csv")
 _TAGGED = ("", ".txt", ".conll", ".bio", ".iob", ".iob2", ".tsv")
-_JSON_BLOCK_BYTES = 64 << 20  # also the longest line
-_ROWS_OF_A_HASH = 10_000  # hashed at a time
+_JSON_BLOCK_BYTES = 64 << 20  # also the limit of a line
+_ROWS_PER_HASH = 10_000
 
 T = TypeVar("T")
 
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Read a file or a folder of data in this block.
+    """Check a file or folder of data, and turn every error of the block that reads it into a DataError.
 
     Raises:
-        DataError: The data cannot be read, or `check_data` refuses the folder.
+        DataError: The data cannot be read, or `check_data` refuses it.
     """
     try:
         check_data(path)
@@ -52,15 +52,15 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_data(path: Path) -> None:
-    """Refuse a file or folder of data that names files elsewhere, or holds anything but files.
+    """Check that a file or folder of data has only files, and that they refer only to files of the folder.
 
     Raises:
-        DataError: The folder holds a pipe, a socket or a device; or a data set's card or state names a URL or a file
-            outside of the folder.
+        DataError: There is a pipe, a socket or a device; or the card or state of a data set names a URL, or a file
+            outside the folder.
     """
-    for found in (path, *sorted(path.rglob("*"))):
-        if found.exists() and not (found.is_file() or found.is_dir()):
-            raise DataError(f"{found} is a pipe, a socket or a device; data is read from files. Remove it.")
+    for entry in (path, *sorted(path.rglob("*"))):
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise DataError(f"{entry} is a pipe, a socket or a device; data is read from files. Remove it.")
     for name in _CARDS:
         for card in path.rglob(name):
             text = read_text(card)
@@ -68,12 +68,11 @@ def check_data(path: Path) -> None:
             configs = content.get("configs") if isinstance(content, dict) else None
             _check_names(card, [config.get("data_files") for config in configs or [] if isinstance(config, dict)])
     for state in path.rglob("state.json"):
-        entries = parse_json(read_text(state)).get("_data_files") or []
-        _check_names(state, [str(entry.get("filename")) for entry in entries])
+        _check_names(state, parse_json(read_text(state)).get("_data_files"))
 
 
 def _check_names(file: Path, value: Any) -> None:
-    """Check every text in nested lists and mappings."""
+    """Raise DataError if a string in nested lists and dicts is a URL or a path outside the folder of `file`."""
     if isinstance(value, str) and (
         "://" in value or value.startswith(("/", "~")) or ".." in PurePosixPath(value).parts
     ):
@@ -88,18 +87,18 @@ def _check_names(file: Path, value: Any) -> None:
 def read_split(
     folder: Path, names: Sequence[str], *, texts: Sequence[str] = (), tagged: bool = False
 ) -> datasets.Dataset | None:
-    """Return the rows of one split of a folder, or None if the folder has no such split.
+    """Return one split of a data set, or None if the folder does not have it.
 
-    A split is NAME.parquet (or NAME-00000-of-00002.parquet and so on), .jsonl or .csv with a header, or what
-    `datasets` saves.
+    The split is in NAME.parquet (or NAME-00000-of-00002.parquet and so on), NAME.jsonl or NAME.csv with a header, or in
+    a data set that `datasets` saved.
 
     Args:
-        names: What the split may be called.
-        texts: Columns that hold text even if a CSV file has numbers there.
-        tagged: Expect CoNLL text rather than CSV: a word first and its tag last on a line.
+        names: Names under which the split may be stored, the preferred one first.
+        texts: Columns that are read as strings even if a CSV file has numbers there.
+        tagged: Read CoNLL text instead of CSV: a line has the word first and its tag last.
 
     Raises:
-        DataError: A file is damaged, or names files elsewhere.
+        DataError: A file is damaged, or refers to files elsewhere.
     """
     if not folder.is_dir():
         return None
@@ -120,7 +119,11 @@ def read_split(
 
 
 def read_tables(files: Sequence[Path], *, texts: Sequence[str] = ()) -> datasets.Dataset:
-    """Return the rows of files of one form, in their order; see `read_split`."""
+    """Return the rows of table files in order; the files have the same columns.
+
+    Args:
+        texts: As for `read_split`.
+    """
     return datasets.Dataset(pyarrow.concat_tables([_read_table(path, texts) for path in files]))
 
 
@@ -134,68 +137,72 @@ def _read_table(path: Path, texts: Sequence[str]) -> pyarrow.Table:
         path,
         parse_options=csv.ParseOptions(
             delimiter="\t" if is_tsv else ",",
-            quote_char=False if is_tsv else '"',  # in a TSV file a quote is a character of the text
+            quote_char=False if is_tsv else '"',  # in a TSV file, a quote is part of the text
             newlines_in_values=not is_tsv,
         ),
-        convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string())),  # "1912" is a text
+        convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string())),
     )
 
 
 def columns_of(rows: datasets.Dataset, names: Iterable[str], where: str) -> list[list[Any]]:
     """Return the values of columns.
 
+    Args:
+        where: File or split, for error messages.
+
     Raises:
         DataError: A column is missing, or there are no rows.
     """
     if missing := [name for name in names if name not in rows.column_names]:
-        raise DataError(f"{where} has the columns {', '.join(rows.column_names)}, but no {', '.join(missing)}.")
+        raise DataError(
+            f"{where} has the columns {', '.join(rows.column_names)}, but no {', '.join(missing)}; rename its columns."
+        )
     if not len(rows):
         raise DataError(f"{where} has no rows; fetch it again.")
     return [rows.data.column(name).to_pylist() for name in names]
 
 
 def _read_tagged_text(path: Path) -> datasets.Dataset:
-    """Return a sentence per row, with the columns tokens and ner_tags; an empty line ends a sentence."""
+    """Return one row per sentence, with the columns tokens and ner_tags; an empty line ends a sentence."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line ends occur within words
+        # str.splitlines would also split at line separators inside words.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, byte {error.start}: not UTF-8; convert it.") from error
-    rows: list[tuple[str, str] | None] = []
+    pairs: list[tuple[str, str] | None] = []  # word and tag; None between sentences
     for number, line in enumerate((line.strip(" \r") for line in lines), 1):
         fields = line.split("\t") if "\t" in line else line.split(" ")
         if not line.strip() or line.startswith(("-DOCSTART-", "# id ")):
-            rows.append(None)
+            pairs.append(None)
         elif len(fields) < 2:
             raise DataError(f"{path}, line {number}: {line!r:.80} is one field; a line has a word first, its tag last.")
         else:
-            rows.append((fields[0], fields[-1]))
-    sentences: dict[str, list[list[str]]] = {"tokens": [], "ner_tags": []}
-    for is_sentence, group in groupby(rows, key=bool):
-        if is_sentence:
-            pairs = list(filter(None, group))
-            sentences["tokens"].append([word for word, _ in pairs])
-            sentences["ner_tags"].append([tag for _, tag in pairs])
-    texts = datasets.Sequence(datasets.Value("string"))
-    return datasets.Dataset.from_dict(sentences, features=datasets.Features({"tokens": texts, "ner_tags": texts}))
+            pairs.append((fields[0], fields[-1]))
+    sentences = [list(filter(None, group)) for is_sentence, group in groupby(pairs, key=bool) if is_sentence]
+    words = [[word for word, _ in sentence] for sentence in sentences]
+    tags = [[tag for _, tag in sentence] for sentence in sentences]
+    strings = datasets.Sequence(datasets.Value("string"))
+    features = datasets.Features({"tokens": strings, "ner_tags": strings})
+    return datasets.Dataset.from_dict({"tokens": words, "ner_tags": tags}, features=features)
 
 
 # --- rows
 
 
 def spread(rows: Sequence[T], limit: int | None) -> Sequence[T]:
-    """Return at most `limit` rows, evenly spread, because files are often sorted by source."""
+    """Return at most `limit` rows, evenly spaced, because files are often sorted by source; all without a limit."""
     if limit is None or len(rows) <= limit:
         return rows
     return [rows[number * len(rows) // limit] for number in range(limit)]
 
 
 def digest_of(rows: datasets.Dataset, names: Sequence[str]) -> str:
-    """Return sixteen digits that change with any value of these columns, in whichever files they are."""
+    """Return 16 hexadecimal digits that change with every value of these columns, but not with the split into files."""
     digest = hashlib.sha256(json.dumps(list(names)).encode())
     table = rows.with_format("arrow")
-    for start in range(0, len(rows), _ROWS_OF_A_HASH):
-        block = table[start : start + _ROWS_OF_A_HASH].select(names)
-        # A copy, because slices of equal values may differ in bytes that are not theirs.
+    for start in range(0, len(rows), _ROWS_PER_HASH):
+        block = table[start : start + _ROWS_PER_HASH].select(names)
+        # `take` copies: a slice shares buffers with its table, and equal slices may differ in bytes outside of them.
         for batch in block.take(pyarrow.array(range(len(block)))).combine_chunks().to_batches():
             digest.update(batch.serialize())
     return digest.hexdigest()[:16]

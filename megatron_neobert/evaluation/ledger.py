@@ -1,11 +1,12 @@
-"""The ledger of an evaluation: one JSON line per finished unit of work, by a key of all that the unit depends on.
+"""Ledgers of finished work, and the JSON records of evaluations.
 
-A unit is a mapping: fingerprint of the model, hash of the data, settings, weights it starts from. Its key is a hash of
-this mapping. Same key = done; nothing else decides. Units of other settings, models or data are added beside those that
-are there, so that an evaluation can be extended, and changed data is measured again.
+A ledger is a file with one JSON line per finished unit of work. A unit is a mapping of everything its result depends
+on: fingerprint of the model, hash of the data, settings, starting weights. The key of a line is a hash of the unit. A
+unit with a line under its key is finished; every other unit is measured and added. Lines are never removed, so an
+evaluation can be extended, and changed data is measured again.
 
-Each line names the machine and the versions that measured the unit. Beside the ledgers, each evaluation writes one JSON
-record per model, which `neobert report` gathers.
+Each line names the machine and the package versions of its measurement. Each evaluation also writes one JSON record per
+model, which `neobert report` collects.
 """
 
 import fcntl
@@ -34,40 +35,40 @@ LEDGER = "ledger.jsonl"
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "seqeval")
 
 Unit = Mapping[str, Any]
-Line = dict[str, Any]  # of a ledger: key, unit, result, origin (machine and versions of the measurement)
+Line = dict[str, Any]  # keys: key, unit, result, origin (machine and versions of the measurement)
 
 
 def key_of(unit: Unit) -> str:
-    """Return sixteen digits that are equal for equal units; tuples and lists are equal."""
+    """Return the key of a unit, 16 hexadecimal digits; a tuple and a list with the same values have the same key."""
     return hashlib.sha256(json.dumps(unit, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Ledger:
-    """The finished units of one folder, in the order in which they were added last.
+    """Finished units of one folder.
 
     Attributes:
-        whole_bytes: Size of the whole lines that were read.
-        lines: Key -> line, as it would be read from the file.
+        lines: Lines of the file by key, in the order in which each was last added.
+        complete_bytes: Size of the complete lines when the file was read.
     """
 
     def __init__(self, folder: Path, device: torch.device | str | None = None) -> None:
-        """Read the ledger of a folder; a last line that a kill cut short is not part of it.
+        """Read the ledger of a folder, or start an empty one; an incomplete last line (of a killed process) is ignored.
 
         Args:
-            device: Device that computes the units that are added; default: a GPU where there is one.
+            device: Device that will compute the units that are added; default: the GPU if there is one.
 
         Raises:
-            DataError: A whole line is not an entry of a ledger.
+            DataError: A complete line is not an entry of a ledger.
         """
         self.path, self._device = folder / LEDGER, device
         self.lines: dict[str, Line] = {}
         content = self.path.read_bytes() if self.path.exists() else b""
-        self.whole_bytes = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[: self.whole_bytes].splitlines(), 1):
+        self.complete_bytes = content.rfind(b"\n") + 1
+        for number, text in enumerate(content[: self.complete_bytes].splitlines(), 1):
             try:
-                entry = parse_json(line)
-                entry = {"origin": {"machine": "unknown", "versions": {}}, **dict(entry)}  # earlier commits have none
-                self._put({"key": entry["key"]} | {name: dict(entry[name]) for name in ("unit", "result", "origin")})
+                # Lines of early development versions have no origin.
+                line = {"origin": {"machine": "unknown", "versions": {}}, **dict(parse_json(text))}
+                self._put({"key": line["key"]} | {name: dict(line[name]) for name in ("unit", "result", "origin")})
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(
                     f"{self.path}, line {number}: not an entry of a ledger ({error}); remove the file to measure again."
@@ -79,39 +80,43 @@ class Ledger:
         return None if line is None else line["result"]
 
     def add(self, unit: Unit, result: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Append a finished unit, on disk when this returns, and return its result as it would be read again.
+        """Append a finished unit, wait until the line is on disk, and return the result as JSON would read it back.
 
         Args:
             origin: Machine and versions of the measurement; default: those of this process.
         """
-        line = {"key": key_of(unit), "unit": unit, "result": result, "origin": origin or self._this_process}
-        entry = parse_json(json.dumps(line))
+        line = {"key": key_of(unit), "unit": unit, "result": result, "origin": origin or self.origin}
+        text = json.dumps(line)
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(entry) + "\n")
+            stream.write(text + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        self._put(entry)
-        return dict(entry["result"])
+        stored = parse_json(text)
+        self._put(stored)
+        return dict(stored["result"])
 
     @cached_property
-    def _this_process(self) -> dict[str, Any]:
-        return {"machine": describe_machine(self._device), "versions": versions()}
+    def origin(self) -> dict[str, Any]:
+        """Machine and package versions of this process."""
+        return {"machine": _describe_machine(self._device), "versions": _package_versions()}
 
-    def _put(self, entry: Line) -> None:
-        self.lines.pop(entry["key"], None)
-        self.lines[entry["key"]] = entry
+    def _put(self, line: Line) -> None:
+        """Store a line as the last one."""
+        # Assigning to an existing key would keep its old position.
+        self.lines.pop(line["key"], None)
+        self.lines[line["key"]] = line
 
 
 @contextmanager
 def open_ledger(folder: Path, device: torch.device | str | None = None) -> Iterator[Ledger]:
-    """Hold the ledger of a folder, which is created, for adding; other commands may only read it meanwhile.
+    """Create a folder if it is missing, and yield its ledger, locked: meanwhile, other commands can only read it.
 
     Args:
-        device: See `Ledger`.
+        device: As for `Ledger`.
 
     Raises:
-        OutputError: Another command holds the ledger.
-        DataError: A whole line is not an entry of a ledger.
+        OutputError: Another command holds the lock.
+        DataError: A complete line is not an entry of a ledger.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("ab") as file:
@@ -123,7 +128,8 @@ def open_ledger(folder: Path, device: torch.device | str | None = None) -> Itera
             ) from None
         ledger = Ledger(folder, device)
         if ledger.path.exists():
-            os.truncate(ledger.path, ledger.whole_bytes)  # a line that a kill cut short
+            # Remove an incomplete last line, so that the next line does not continue it.
+            os.truncate(ledger.path, ledger.complete_bytes)
         yield ledger
 
 
@@ -139,14 +145,14 @@ def write_record(
     results: Mapping[str, Any],
     lines: Iterable[Line],
 ) -> None:
-    """Write the record of one evaluation of one model, whole or not at all.
+    """Write the JSON record of one evaluation of one model, whole or not at all; create its folder if it is missing.
 
     Args:
         kind: pseudo_perplexity, throughput, glue, ner, mteb or contrastive.
         folder: The model's folder.
-        settings: Everything that another run needs to give the same numbers, the seed included.
-        results: Plain numbers, strings, lists and dicts.
-        lines: Lines of ledgers that the results are from; the record names the machines and versions that measured.
+        settings: Everything needed to repeat the measurement, including the seed.
+        results: JSON values.
+        lines: Ledger lines behind the results; the record names all their machines and versions.
     """
     record = {
         "kind": kind,
@@ -161,37 +167,42 @@ def write_record(
 
 
 def origin_of(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return machine and versions of the measurements; where lines differ, all of their values."""
-    origins = [line["origin"] for line in lines]
-    names = dict.fromkeys(name for origin in origins for name in origin["versions"])
-    found = {name: dict.fromkeys(o["versions"][name] for o in origins if name in o["versions"]) for name in names}
-    return {
-        "machine": "; ".join(dict.fromkeys(origin["machine"] for origin in origins)),
-        "versions": {name: ", ".join(values) for name, values in found.items()},
-    }
+    """Return the machine and the package versions of ledger lines; different values are joined in one string."""
+    machines, versions = dict[str, None](), dict[str, dict[str, None]]()
+    for line in lines:
+        machines[line["origin"]["machine"]] = None
+        for package, version in line["origin"]["versions"].items():
+            versions.setdefault(package, {})[version] = None
+    joined = {package: ", ".join(distinct) for package, distinct in versions.items()}
+    return {"machine": "; ".join(machines), "versions": joined}
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return a record as it was written."""
+    """Return the content of a record, unchecked.
+
+    Raises:
+        ValueError: The file is not a regular file, not UTF-8 or not JSON.
+        OSError: The file cannot be opened.
+    """
     content: dict[str, Any] = parse_json(read_text(path))
     return content
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of this project, Python, and the packages that results depend on."""
-    found = {"megatron_neobert": megatron_neobert.__version__, "python": platform.python_version()}
+def _package_versions() -> dict[str, str]:
+    """Return the versions of this project, of Python, and of the installed packages that affect results."""
+    versions = {"megatron_neobert": megatron_neobert.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def describe_machine(device: torch.device | str | None = None) -> str:
-    """Return the GPU's name, or the processor's architecture and number of threads."""
-    chosen = choose_device(str(device) if device is not None else None)
-    if chosen.type == "cuda":
-        return torch.cuda.get_device_name(chosen)
+def _describe_machine(device: torch.device | str | None) -> str:
+    """Return the name of the GPU, or the processor's architecture and torch's number of threads."""
+    device = choose_device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"

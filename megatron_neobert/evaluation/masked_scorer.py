@@ -1,20 +1,20 @@
-"""-log p of tokens that are masked one at a time, by any encoder with a masked-language-model head.
+"""Losses of tokens that are masked one at a time, for any encoder with a masked-language-model head.
 
-b rows, s tokens of a row, v vocabulary.
+Shapes: b masked documents, s tokens, h hidden size, v vocabulary.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation.models import (
-    ABSURD_LENGTH,
+    FLOAT32_ON_CPU,
+    UNLIMITED_LENGTH,
     LoadOptions,
     count_learned_positions,
     load_model,
@@ -23,93 +23,89 @@ from megatron_neobert.evaluation.models import (
 )
 
 
-class Row(NamedTuple):
-    """One document with one position to mask."""
+class MaskedDocument(NamedTuple):
+    """Token ids of a document, and the one position to mask."""
 
-    ids_s: NDArray[np.int32]
+    ids_s: Tensor
     position: int
 
 
 class Scorer:
-    """A model ready to score.
+    """A masked language model and its tokenizer.
 
     Attributes:
-        max_length: Tokens of the longest row for which the model was made.
+        max_length: Length in tokens at which documents are truncated.
     """
 
-    def __init__(self, folder: Path, options: LoadOptions | None = None) -> None:
-        """Load the model.
+    def __init__(self, folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int | None = None) -> None:
+        """Load the model and its tokenizer.
+
+        Args:
+            max_length: Default: the longest input that model and tokenizer support.
 
         Raises:
-            MissingInputError: There is no such folder.
-            ConversionError: It has no usable head or tokenizer, or no mask token.
+            MissingInputError: There is no such folder, or no tokenizer in it.
+            ConversionError: The model or the tokenizer cannot be loaded, or the tokenizer has no mask token.
+            ConfigError: The model has fewer learned positions than `max_length`, or there is no maximum length.
         """
         self.folder = folder
         self.tokenizer = load_tokenizer(folder)
         if self.tokenizer.mask_token_id is None:
             raise ConversionError(
-                f"{folder}: its tokenizer has no mask token, and pseudo-perplexity masks one token at a time; name an "
-                "encoder trained with masks, or add mask_token to tokenizer_config.json."
+                f"{folder}: its tokenizer has no mask token, which pseudo-perplexity needs; name an encoder trained "
+                "with masks, or add mask_token to tokenizer_config.json."
             )
         self.model = load_model(folder, "AutoModelForMaskedLM", options)
-        self._learned_positions = count_learned_positions(self.model)
-        self.max_length = longest_input(self.model, self.tokenizer, at_most=ABSURD_LENGTH)
-
-    def check_length(self, max_length: int) -> None:
-        """Refuse rows that the model cannot read.
-
-        Raises:
-            ConfigError: There are fewer learned positions, or no limit is known and none was given.
-        """
-        if self._learned_positions is not None and max_length > self._learned_positions:
+        self.max_length = max_length or longest_input(self.model, self.tokenizer, at_most=UNLIMITED_LENGTH)
+        positions = count_learned_positions(self.model)
+        if positions is not None and self.max_length > positions:
             raise ConfigError(
-                f"--max-length {max_length}: {self.folder} has {self._learned_positions} learned positions and nothing "
-                f"beyond them; give at most {self._learned_positions}."
+                f"--max-length {max_length}: {folder} has {positions} learned positions; give at most {positions}."
             )
-        if max_length >= ABSURD_LENGTH:
-            raise ConfigError(f"{self.folder} names no longest input; give --max-length.")
+        if self.max_length >= UNLIMITED_LENGTH:
+            raise ConfigError(f"{folder}: model and tokenizer set no maximum length; give --max-length.")
 
-    def score(self, rows: Sequence[Row]) -> list[float]:
-        """Return -log p(token) in nats for the masked token of each row.
+    def score(self, documents: Sequence[MaskedDocument]) -> list[float]:
+        """Return the loss of the masked token of each document: -log p(token), in nats.
 
         Raises:
-            DivergenceError: The model's answer is not a number.
-            ConfigError: The rows do not fit into memory together.
+            DivergenceError: A loss is not finite.
+            ConfigError: The documents do not fit into memory together.
         """
-        targets_b = torch.tensor([row.ids_s[row.position] for row in rows], dtype=torch.long, device=self.model.device)
+        targets_b = torch.stack([document.ids_s[document.position] for document in documents])
         try:
-            losses_b = nn.functional.cross_entropy(self._logits(rows).float(), targets_b, reduction="none")
+            logits_bv = self._logits(documents).float()
+            losses_b = nn.functional.cross_entropy(logits_bv, targets_b.long().to(logits_bv.device), reduction="none")
         except torch.OutOfMemoryError as error:
-            longest = max(len(row.ids_s) for row in rows)
+            longest = max(len(document.ids_s) for document in documents)
             raise ConfigError(
-                f"{len(rows)} rows of up to {longest} tokens do not fit into memory; give --batch-tokens below "
-                f"{len(rows) * longest}."
+                f"{len(documents)} documents of up to {longest} tokens do not fit into memory; give --batch-tokens "
+                f"below {len(documents) * longest}."
             ) from error
-        losses: list[float] = losses_b.tolist()
-        if not all(np.isfinite(losses)):
+        if not losses_b.isfinite().all():
+            bad = losses_b[~losses_b.isfinite()][0].item()
             raise DivergenceError(
-                f"{self.folder}: the model gives {losses[int(np.isfinite(losses).argmin())]} instead of a loss in "
+                f"{self.folder}: the model gives {bad} instead of a loss in "
                 f"{str(self.model.dtype).removeprefix('torch.')}; try --dtype float32."
             )
+        losses: list[float] = losses_b.tolist()
         return losses
 
     @torch.inference_mode()
-    def _logits(self, rows: Sequence[Row]) -> Tensor:
+    def _logits(self, documents: Sequence[MaskedDocument]) -> Tensor:
         """Return the logits of the masked positions, [b, v]."""
-        device, longest = self.model.device, max(len(row.ids_s) for row in rows)
-        ids_bs = np.full((len(rows), longest), self.tokenizer.pad_token_id or 0, dtype=np.int64)
-        mask_bs = np.zeros((len(rows), longest), dtype=np.int64)
-        for number, row in enumerate(rows):
-            ids_bs[number, : len(row.ids_s)] = row.ids_s
-            ids_bs[number, row.position] = self.tokenizer.mask_token_id
-            mask_bs[number, : len(row.ids_s)] = 1
-        inputs = {"input_ids": torch.from_numpy(ids_bs), "attention_mask": torch.from_numpy(mask_bs)}
-        places_b = torch.tensor([row.position for row in rows], device=device)
+        device = self.model.device
+        numbers_b = torch.arange(len(documents), device=device)
+        positions_b = torch.tensor([document.position for document in documents], device=device)
+        ids = [document.ids_s for document in documents]
+        ids_bs = pad_sequence(ids, batch_first=True, padding_value=self.tokenizer.pad_token_id or 0).long().to(device)
+        ids_bs[numbers_b, positions_b] = self.tokenizer.mask_token_id
+        mask_bs = pad_sequence([torch.ones_like(ids_s) for ids_s in ids], batch_first=True).long().to(device)
 
-        def keep_masked(module: nn.Module, arguments: Any, output: Any) -> None:  # heads compute each token by itself
-            hidden_bsh = output.last_hidden_state
-            output.last_hidden_state = hidden_bsh[torch.arange(len(rows), device=device), places_b][:, None]
+        def keep_masked_positions(module: nn.Module, arguments: Any, output: Any) -> None:
+            output.last_hidden_state = output.last_hidden_state[numbers_b, positions_b][:, None]
 
-        with self.model.base_model.register_forward_hook(keep_masked):
-            logits: Tensor = self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
+        # The head computes every position separately, so it only gets the masked ones: [b, 1, h].
+        with self.model.base_model.register_forward_hook(keep_masked_positions):
+            logits: Tensor = self.model(input_ids=ids_bs, attention_mask=mask_bs).logits
         return logits[:, 0]

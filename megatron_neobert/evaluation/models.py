@@ -1,6 +1,6 @@
-"""Loading of the models that are evaluated: any encoder of transformers in a local folder, under one protocol.
+"""Load the models under evaluation: any encoder that transformers supports, from a local folder.
 
-Folders in NeoBERT's own layout are loaded with this project's class. No code of a folder is run.
+Folders in NeoBERT's own layout are loaded with this project's class. Code in a folder is never run.
 """
 
 import hashlib
@@ -25,7 +25,8 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "vocab.json",
 )
-# Patterns of every file that influences outputs. Of subfolders only those of modules do: an export to ONNX does not.
+# Patterns of every file that influences outputs. In subfolders, only the modules of sentence-transformers do: an ONNX
+# export beside the model does not change the fingerprint.
 _FILES_OF_OUTPUT = (
     "config.json",
     "*.safetensors",
@@ -40,32 +41,37 @@ _FILES_OF_OUTPUT = (
     "model.safetensors.index.json",
 )
 _ATTENTION = (*TORCH_ATTENTION, "flash_attention_2", "flash_attention_3", "flex_attention")
-ABSURD_LENGTH = 1 << 30  # a tokenizer without a longest input has a limit beyond this
+# transformers gives tokenizers without a length limit a model_max_length of 1e30.
+UNLIMITED_LENGTH = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Precision, device and attention of a model; `attention=None` is the choice of transformers."""
+    """Precision, device and attention of a model."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
-    attention: str | None = None  # transformers' attn_implementation: eager, sdpa, flash_attention_2, flex_attention
+    attention: str | None = None  # attn_implementation; None: chosen by transformers
 
 
-def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None, **changes: Any) -> Any:
+FLOAT32_ON_CPU = LoadOptions()
+
+
+def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_CPU, **changes: Any) -> Any:
     """Return a model in evaluation mode, with all weights of its encoder read from the folder.
 
+    A classification head that the folder lacks, or has with another number of labels, gets random weights from torch's
+    generator; so does a missing pooler.
+
     Args:
-        auto_class: Name of a class of transformers, such as AutoModelForMaskedLM. A classification head that the folder
-            lacks, or has with another number of labels, is drawn from torch's generator, and so is a missing pooler.
-        changes: Settings of the config to replace, such as num_labels.
+        auto_class: Name of a class of transformers, such as AutoModelForMaskedLM.
+        changes: Settings that replace those of config.json, such as num_labels.
 
     Raises:
         MissingInputError: There is no such folder.
-        ConversionError: transformers cannot load the folder, or a weight is missing or has another shape than
-            config.json says.
+        ConversionError: transformers cannot load the folder, or a weight is missing or its shape differs from
+            config.json.
     """
-    options = options or LoadOptions()
     check_folder(folder, attention=_ATTENTION)
     if options.attention is not None:
         changes["attn_implementation"] = options.attention
@@ -77,21 +83,23 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions | None = None
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report is judged below, and names the tensors
+            # Mismatches are in `info`, and refused below with the names of the tensors.
+            ignore_mismatched_sizes=True,
             **changes,
         )
     missing = [name for name in sorted(info["missing_keys"]) if "pooler" not in name.split(".")]
-    drawn = dict.fromkeys(missing, "is not there")
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
-        drawn[name] = f"has the shape {tuple(stored)} and not {tuple(wanted)}"
+    # Name of each weight that transformers drew at random -> reason.
+    random = dict.fromkeys(missing, "is not there")
+    for name, stored_shape, shape in sorted(info["mismatched_keys"]):
+        random[name] = f"has the shape {tuple(stored_shape)} and not {tuple(shape)}"
     if auto_class.endswith("Classification"):
-        drawn = {name: reason for name, reason in drawn.items() if name.startswith(f"{model.base_model_prefix}.")}
-    if drawn:
-        name, reason = next(iter(drawn.items()))
+        random = {name: reason for name, reason in random.items() if name.startswith(f"{model.base_model_prefix}.")}
+    if random:
+        name, reason = next(iter(random.items()))
+        more = f" (and {len(random) - 1} more)" * (len(random) > 1)
         raise ConversionError(
-            f"{folder}: {name} {reason}{f', as {len(drawn) - 1} more' * (len(drawn) > 1)}; {auto_class} would have "
-            "random weights there, and they would be measured. Fetch the folder again, or name one whose config.json "
-            "and head fit its weights."
+            f"{folder}: {name} {reason}{more}; {auto_class} would have random weights there. Fetch the folder again, "
+            "or name a folder whose config.json and head match its weights."
         )
     return model.to(options.device).eval()
 
@@ -104,83 +112,87 @@ def load_tokenizer(folder: Path) -> Any:
         ConversionError: transformers cannot load the tokenizer.
     """
     check_folder(folder, attention=_ATTENTION)
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make an empty one
-        raise MissingInputError(f"{folder} holds no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); copy it there.")
+    # Without any of these files, transformers would return an empty tokenizer.
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise MissingInputError(
+            f"{folder} has no tokenizer; copy one of these files into it: {', '.join(_TOKENIZER_FILES)}."
+        )
     with loading(folder, "a tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
-def load_sentence_transformer(folder: Path, options: LoadOptions | None = None, *, max_length: int) -> Any:
-    """Return the SentenceTransformer of a folder, its prompts included; without modules.json, with mean pooling.
+def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
+    """Return the SentenceTransformer of a folder with its prompts; without modules.json it has mean pooling.
 
-    Its modules are built from checked JSON and safetensors (`sentence_modules`), not by the library's own loading.
+    Its modules are built from checked JSON and safetensors (`sentence_modules`), not by the library's own loader.
 
     Args:
-        max_length: Tokens of a text, specials included; fewer where the model or the folder allows no more.
+        max_length: Maximum number of tokens per text, special tokens included; the model or the folder may lower it.
 
     Raises:
         MissingInputError: There is no such folder, or no tokenizer in it.
-        ConversionError: The folder cannot be loaded as an encoder, or lists modules other than those allowed.
+        ConversionError: The folder cannot be loaded as an encoder, or modules.json lists a module that is not allowed.
     """
     from sentence_transformers import SentenceTransformer
 
     from megatron_neobert.evaluation.sentence_modules import build_modules, read_prompts
 
-    options = options or LoadOptions()
-    load_tokenizer(folder)  # refuses a folder without one, for which the library would make an empty one
+    # Refuses a folder without a tokenizer, for which the library would create an empty one.
+    load_tokenizer(folder)
     backbone = load_model(folder, "AutoModel", options)
     with loading(folder, "a SentenceTransformer"):
-        modules, longest = build_modules(folder, backbone)
+        modules, folder_limit = build_modules(folder, backbone)
         model = SentenceTransformer(modules=modules, prompts=read_prompts(folder), device="cpu")
-    at_most = min(max_length, longest or max_length)
+    at_most = min(max_length, folder_limit or max_length)
     model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=at_most)
     return model.to(options.device)
 
 
-def choose_device(name: str | None) -> torch.device:
-    """Return a device by name; without a name the GPU, where there is one.
+def choose_device(device: torch.device | str | None) -> torch.device:
+    """Return a device by its name, or without a name the GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: There is no such device.
     """
     has_cuda = torch.cuda.is_available()
-    if name is None:
+    if device is None:
         return torch.device("cuda" if has_cuda else "cpu")
     try:
-        device = torch.device(name)
+        chosen = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"--device {name}: torch has no such device; give cpu, cuda or cuda:1.") from error
-    count = torch.cuda.device_count() if has_cuda else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"--device {name}: torch sees {count} GPUs here; give cpu, or run where there is one.")
-    return device
+        raise ConfigError(f"--device {device}: torch has no such device; give cpu, cuda or cuda:1.") from error
+    gpus = torch.cuda.device_count() if has_cuda else 0
+    if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
+        raise ConfigError(f"--device {device}: torch sees {gpus} GPUs; give cpu, or use a machine with a GPU.")
+    return chosen
 
 
 def count_learned_positions(model: nn.Module) -> int | None:
-    """Return the tokens of the longest row that a table of learned positions allows; None if positions are computed.
-
-    RoBERTa's table is counted from behind its padding id.
-    """
+    """Return the longest input, in tokens, that the model's learned positions allow; None if positions are computed."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            # RoBERTa counts positions from its padding id + 1.
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     return None
 
 
 def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
-    """Return the tokens of the longest input that model and tokenizer support, at most `at_most`."""
+    """Return the longest input, in tokens, that model and tokenizer support, but at most `at_most`."""
     limits = (
         count_learned_positions(model),
         getattr(model.config, "max_position_embeddings", None),
-        tokenizer.model_max_length if tokenizer.model_max_length < ABSURD_LENGTH else None,
+        tokenizer.model_max_length if tokenizer.model_max_length < UNLIMITED_LENGTH else None,
     )
     return min((at_most, *(limit for limit in limits if limit is not None)))
 
 
 def fingerprint(folder: Path) -> str:
-    """Return twelve digits that change with every file that influences outputs.
+    """Return 12 hexadecimal digits that change with every file that influences a model's outputs.
 
-    These are weights, config and tokenizer, and sentence-transformers' modules, pooling and prompts.
+    The files are weights, config and tokenizer, and sentence-transformers' modules, pooling and prompts.
+
+    Raises:
+        MissingInputError, ConversionError: The folder is not a model, or its files refer to others outside it.
     """
     check_folder(folder, attention=_ATTENTION)
     files = {path.relative_to(folder): path for pattern in _FILES_OF_OUTPUT for path in folder.glob(pattern)}

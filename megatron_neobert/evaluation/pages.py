@@ -1,6 +1,6 @@
-"""Pages as Markdown.
+"""Build Markdown pages from text that is shown as it is.
 
-Texts of records (names of models, commands) never become markup, and cannot control a terminal.
+Text from records (names of models, commands) never becomes markup, and its control characters are escaped.
 """
 
 import re
@@ -9,15 +9,14 @@ from pathlib import Path
 
 from megatron_neobert.text import visible
 
+# Characters that start markup. An underscore between letters does not; at the start of a text, "-", "+", "=" and a
+# number with a point or bracket would start a list or a heading.
+_MARKUP = re.compile(r"([\\`*\[\]<>|#$&~]|(?<![^\W_])_|_(?![^\W_])|^[-+=]|(?<=\d)[.)](?= ))")
+
 
 def paragraph(text: str) -> str:
-    """Return Markdown that shows the text as it is, on one line, control characters as escapes."""
-    # Between letters, an underscore is one; at the beginning, a sign or a number with a point would begin a list.
-    return re.sub(
-        r"([\\`*\[\]<>|#$&~]|(?<![^\W_])_|_(?![^\W_])|^[-+=]|(?<=\d)[.)](?= ))",
-        r"\\\1",
-        visible(" ".join(text.split())),
-    )
+    """Return Markdown that shows the text as it is, on one line."""
+    return _MARKUP.sub(r"\\\1", visible(" ".join(text.split())))
 
 
 def heading(text: str, level: int = 2) -> str:
@@ -25,19 +24,19 @@ def heading(text: str, level: int = 2) -> str:
 
 
 def code(text: str) -> str:
-    """Return Markdown that shows lines as they are; indented, because a line could close a fence."""
+    """Return a code block; it is indented, because a line of the text could close a fence."""
     return "\n".join(f"    {visible(line)}" for line in text.splitlines())
 
 
 def figure(path: Path, caption: str) -> str:
-    """Return the Markdown of a figure beside the page."""
+    """Return the Markdown of a figure in the folder of the page."""
     return f"![{paragraph(caption)}]({path.name})"
 
 
 def table(header: Sequence[str], measured: Sequence[Sequence[str]], reported: Sequence[Sequence[str]] = ()) -> str:
-    """Return a table; with rows of the paper, a last column tells them from measured ones."""
-    # Numbers, and signs for missing ones, are aligned to the right.
+    """Return a table of measured rows, then reported rows (of the paper); if any, a last column tells them apart."""
     rows = [*measured, *reported]
+    # Columns of numbers, dashes and "missing" are aligned to the right.
     are_numbers = [all(re.match(r"\d|–|-$|missing$", cells[column]) for cells in rows) for column in range(len(header))]
     lines = [list(map(paragraph, header)), ["---:" if right else "---" for right in are_numbers]]
     lines += [list(map(paragraph, cells)) for cells in rows]

@@ -1,18 +1,18 @@
-"""Numbers that the paper reports, shown beside measured numbers and never averaged with them.
+"""Numbers that the paper reports. They are shown beside measured numbers and never averaged with them.
 
-Source: Le Breton et al. 2025, "NeoBERT: A Next-Generation BERT", arXiv 2502.19587v2, tables 3, 4, 6 and 10. The
-pseudo-perplexities of its figure 2 are drawn and not printed, so they are not here. NeoBERT-1024 and NeoBERT-4096 are
-its checkpoints before and after the second stage of pre-training.
+Source: Le Breton et al. 2025, "NeoBERT: A Next-Generation BERT", arXiv 2502.19587v2, tables 3, 4, 6 and 10. The paper
+draws pseudo-perplexities (figure 2) and does not print them. NeoBERT-1024 and NeoBERT-4096 are the paper's checkpoints
+before and after the second stage of pre-training.
 """
 
 from typing import NamedTuple
 
 SOURCE = "arXiv 2502.19587v2"
-# Names of mteb's benchmarks, for commands that answer before they import mteb: the paper's with 56 tasks, and the one
-# after it with 41.
-MTEB_PAPER, MTEB_SUCCESSOR = "MTEB(eng, v1)", "MTEB(eng, v2)"
-MTEB_BENCHMARKS = (MTEB_PAPER, MTEB_SUCCESSOR)
-# mteb's types of tasks, in the order of table 4.
+# Names of benchmarks in mteb, so that commands can print --help before they import mteb. The paper uses v1 with 56
+# tasks; v2 has 41.
+MTEB_PAPER = "MTEB(eng, v1)"
+MTEB_BENCHMARKS = (MTEB_PAPER, "MTEB(eng, v2)")
+# Task types of mteb, in the order of table 4.
 MTEB_CATEGORIES = (
     "Classification",
     "Clustering",
@@ -25,17 +25,17 @@ MTEB_CATEGORIES = (
 
 
 class Reported(NamedTuple):
-    """One table: rows by the name of the model, and their columns."""
+    """One table of the paper."""
 
     title: str
     columns: tuple[str, ...]
-    rows: dict[str, tuple[float, ...]]
+    rows: dict[str, tuple[float, ...]]  # model -> values; missing columns at the end are left out
     note: str
 
 
-# In per cent. Rows other than NeoBERT's are quoted by the paper from the models' own papers; those of BERT are on the
-# test sets, and their averages count the halves of MNLI as two tasks. All averages leave WNLI out and average the
-# metrics of a task first.
+# In per cent. The paper quotes the rows of other models from the papers of these models. The rows of BERT are scores on
+# the test sets, and their averages count the two halves of MNLI as two tasks. All averages exclude WNLI, and average
+# the metrics of a task first.
 GLUE = Reported(
     f"GLUE, {SOURCE} table 3",
     ("MNLI", "QNLI", "QQP", "RTE", "SST", "MRPC", "CoLA", "STS", "Avg."),
@@ -56,7 +56,7 @@ GLUE = Reported(
     "development sets, in per cent; the rows of BERT are scores on the test sets",
 )
 
-# Main scores x 100; the average is over the tasks, not over the categories.
+# Main scores x 100. The average is over tasks, not over categories.
 MTEB = Reported(
     f"{MTEB_PAPER} after 2,000 steps of contrastive fine-tuning, {SOURCE} table 4",
     ("Class.", "Clust.", "PairClass.", "Rerank.", "Retriev.", "STS", "Summ.", "Avg."),
@@ -75,7 +75,7 @@ MTEB = Reported(
     "averages over 12, 11, 3, 4, 15, 10 and 1 tasks, and over all 56",
 )
 
-# Batch size, learning rate, weight decay of NeoBERT-4096.
+# Task -> batch size, learning rate and weight decay of NeoBERT-4096.
 GLUE_BEST_POINTS: dict[str, tuple[int, float, float]] = {
     "CoLA": (8, 8e-6, 1e-5),
     "MNLI": (16, 5e-6, 1e-5),
@@ -87,8 +87,8 @@ GLUE_BEST_POINTS: dict[str, tuple[int, float, float]] = {
     "STS-B": (32, 2e-5, 1e-5),
 }
 
-# Of the best batch size between 1 and 512, over 100 steps on one A100; dtype and attention are not stated. Rows that
-# end early are of models with learned positions.
+# Measured with the best batch size between 1 and 512, over 100 steps on one A100; the paper states neither dtype nor
+# attention kernel. Models with learned positions have only the first lengths.
 THROUGHPUT_LENGTHS = (512, 1024, 2048, 4096, 8192)
 THROUGHPUT = Reported(
     f"Throughput in thousands of tokens per second, {SOURCE} table 10",
@@ -102,6 +102,6 @@ THROUGHPUT = Reported(
         "RoBERTa large": (15.9,),
         "ModernBERT large": (13.4, 11.4, 9.2, 6.5, 3.8),
     },
-    "one A100, batch size from 1 to 512; the paper names neither the dtype nor the attention kernel, and by its "
-    "operations per second it looks like float32",
+    "one A100, batch size from 1 to 512; the paper states neither dtype nor attention kernel, and its operations per "
+    "second suggest float32",
 )

@@ -31,7 +31,7 @@ _VALIDATION = {"loss": "validation_loss", "masked_accuracy": "validation_accurac
 
 def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> None:
     """Write the figure as a PNG into an existing folder; `x` is "tokens" or "iteration"."""
-    save_figure(draw(runs, metrics, x=x), path, Software=None)
+    save_figure(draw(runs, metrics, x=x), path)
 
 
 def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> Figure:

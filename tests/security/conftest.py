@@ -1,4 +1,4 @@
-"""Small valid inputs, a checkpoint that training wrote, and a mark that shows whether something ran."""
+"""Fixtures: a small corpus, a trained checkpoint, and a canary that shows whether code of a file has run."""
 
 from pathlib import Path
 
@@ -12,22 +12,22 @@ from tests_tiny import TinyCorpus
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Return a folder with the corpus `small` and its tokenizer."""
+    """Write the corpus `small` and its tokenizer into a folder."""
     write_small_corpus(tmp_path / "corpus")
     return tmp_path / "corpus"
 
 
 @pytest.fixture(scope="session")
 def trained(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A save folder with the checkpoint of iteration 1."""
+    """Train one iteration, and return the save folder."""
     save = tmp_path_factory.mktemp("trained") / "save"
-    words = [*TRAINING.split(), "--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
-    result = run_command("megatron_neobert.pretrain", *words, "--train-iters", "1", "--save", save)
-    assert result.code == 0, result.output
+    data = ("--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer)
+    ended = run_command("megatron_neobert.pretrain", *TRAINING.split(), *data, "--train-iters", "1", "--save", save)
+    assert ended.code == 0, ended.output
     return save
 
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Canary:
-    """A harmless object that creates a file when something unpickles it."""
+    """Return a harmless object that creates a folder when something unpickles it."""
     return Canary(tmp_path / "canary_ran")

@@ -1,6 +1,7 @@
-"""Mutations of sound files, and how many of them are tried.
+"""Random changes of valid files, for hypothesis.
 
-`FUZZ_EXAMPLES` multiplies the number and makes each run another one; without it a run is short and always the same.
+The environment variable FUZZ_EXAMPLES multiplies the number of examples and makes every run different; without it, a
+run is short and always the same.
 """
 
 import copy
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
-set_hypothesis_home_dir(tempfile.gettempdir() + "/megatron_neobert_fuzz")  # and not into the working tree
+set_hypothesis_home_dir(tempfile.gettempdir() + "/megatron_neobert_fuzz")  # not the working tree
 
 _TIMES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
@@ -37,12 +38,13 @@ VALUES = st.one_of(
     st.sampled_from([0.5, -0.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")]),
     TEXTS,
     st.text(max_size=8),
-    st.sampled_from([[], {}, [[]], [{}], {"a": 1}, [1, "a"], [None] * 50]).map(copy.deepcopy),  # changed afterwards
+    # Later mutations change these in place.
+    st.sampled_from([[], {}, [[]], [{}], {"a": 1}, [1, "a"], [None] * 50]).map(copy.deepcopy),
 )
 
 
 def examples(count: int) -> settings:
-    """About `count` examples in the suite, more with FUZZ_EXAMPLES. Nothing is timed."""
+    """Return hypothesis settings for `count` examples, more with FUZZ_EXAMPLES, without a time limit."""
     return settings(
         max_examples=count * max(1, _TIMES),
         derandomize=not _TIMES,
@@ -55,7 +57,7 @@ def examples(count: int) -> settings:
 
 @st.composite
 def mutated(draw: st.DrawFn, content: bytes) -> bytes:
-    """The content after one to three changes, or something else altogether."""
+    """Return the content after one to three changes, or rarely unrelated bytes."""
     if draw(st.integers(0, 30)) == 30:
         return draw(st.binary(max_size=200))
     changed = bytearray(content)
@@ -73,8 +75,8 @@ def _change(draw: st.DrawFn, content: bytearray) -> None:
     elif kind == "number":
         size = draw(st.sampled_from([1, 2, 4, 8]))
         content[at : at + size] = (draw(NUMBERS) % 256**size).to_bytes(size, "little")
-    elif kind == "digits" and (found := re.compile(rb"\d+").search(content, at)):
-        content[found.start() : found.end()] = str(draw(NUMBERS)).encode()
+    elif kind == "digits" and (digits := re.compile(rb"\d+").search(content, at)):
+        content[digits.start() : digits.end()] = str(draw(NUMBERS)).encode()
     elif kind == "cut":
         del content[at:]
     elif kind == "remove":
@@ -87,7 +89,7 @@ def _change(draw: st.DrawFn, content: bytearray) -> None:
 
 @st.composite
 def mutated_file(draw: st.DrawFn, name: str, content: bytes) -> bytes:
-    """The content of a file of this name: of JSON the entries, of safetensors the header, as often as any byte."""
+    """Return a mutated file; half of the time, JSON is changed by entries and safetensors only in the header."""
     if name.endswith(".json") and draw(st.booleans()):
         return draw(mutated_json(json.loads(content)))
     if name.endswith(".safetensors") and draw(st.booleans()):
@@ -98,7 +100,7 @@ def mutated_file(draw: st.DrawFn, name: str, content: bytes) -> bytes:
 
 @st.composite
 def mutated_json(draw: st.DrawFn, state: Any) -> bytes:
-    """The state with one to three of its entries replaced, removed, renamed or repeated, as text."""
+    """Return the JSON text of a state with one to three entries replaced, removed, renamed or swapped."""
     changed = json.loads(json.dumps(state))
     for _ in range(draw(st.integers(1, 3))):
         holders = [holder for holder in _holders(changed) if holder]
@@ -120,7 +122,7 @@ def mutated_json(draw: st.DrawFn, state: Any) -> bytes:
 
 
 def _holders(state: Any) -> list[Any]:
-    """Return every dictionary and list in a state, the state first."""
+    """Return every dict and list in a state, the state first."""
     if not isinstance(state, (dict, list)):
         return []
     entries = state.values() if isinstance(state, dict) else state

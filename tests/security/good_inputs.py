@@ -1,7 +1,7 @@
-"""Small valid inputs of every kind that a command reads from disk, and the command lines that read them."""
+"""Write small valid inputs of every kind that a command reads from disk."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,14 +34,14 @@ TRAINING = (
 
 
 class Inputs(NamedTuple):
-    """Path of each kind of input; a hostile copy takes the place of one of them."""
+    """Path of each kind of input; a test replaces one of them by a hostile copy."""
 
     model: Path
     checkpoint: Path  # folder given as --save or --load
     corpus: Path  # folder with P_content_document.*
-    dataset: Path  # folder with the data of every evaluation
-    records: Path  # folder with results of evaluations
-    texts: Path  # folder with input files of preprocessing
+    dataset: Path  # folder with one data set per evaluation
+    records: Path  # folder with records of evaluations
+    texts: Path  # folder with input files for preprocessing
     tokenizer: Path
     settings: Path  # folder with YAML files
 
@@ -51,8 +51,13 @@ class Reader(NamedTuple):
 
     command: str
     kinds: tuple[str, ...]
-    words: Callable[[Inputs, Path], list[object]]  # given the inputs and a folder for output
-    opens_checkpoints: bool = True  # or no more than their metrics and settings
+    template: str  # arguments with the kinds of inputs, {prefix} of the corpus, and {output}
+    opens_checkpoints: bool = True  # False: reads only the metrics and settings of a checkpoint
+
+    def arguments(self, inputs: Inputs, output: Path) -> list[str]:
+        """Return the arguments for these inputs and an output folder."""
+        paths = {**inputs._asdict(), "prefix": prefix_in(inputs.corpus), "output": output}
+        return [word.format(**paths) for word in self.template.split()]
 
 
 def write_model(folder: Path) -> Path:
@@ -70,20 +75,20 @@ def write_model(folder: Path) -> Path:
 
 
 def write_eurobert(folder: Path, tokenizer: Path, **sizes: int) -> Path:
-    """Write a model as transformers does, with random weights and room for the ids of a tokenizer."""
-    known = load_tokenizer(tokenizer)
+    """Write a model with random weights and the ids of a tokenizer, as transformers does."""
+    loaded = load_tokenizer(tokenizer)
     torch.manual_seed(0)
     config = EuroBertConfig(
-        **sizes, vocab_size=known.vocab_size, pad_token_id=known.pad_id, bos_token_id=known.cls_id,
-        eos_token_id=known.sep_id, mask_token_id=known.mask_id,
+        **sizes, vocab_size=loaded.vocab_size, pad_token_id=loaded.pad_id, bos_token_id=loaded.cls_id,
+        eos_token_id=loaded.sep_id, mask_token_id=loaded.mask_id,
     )  # fmt: skip
     EuroBertForMaskedLM(config).save_pretrained(folder)
-    known.save_tokenizer_files(folder, model_max_length=sizes["max_position_embeddings"])
+    loaded.save_tokenizer_files(folder, model_max_length=sizes["max_position_embeddings"])
     return folder
 
 
 def write_neobert(folder: Path) -> Path:
-    """Write a model in the neobert layout, without its code, and its tokenizer."""
+    """Write a model in the neobert layout without modeling code, and its tokenizer."""
     torch.manual_seed(0)
     config = NeoBERTConfig(
         vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=12,
@@ -94,11 +99,10 @@ def write_neobert(folder: Path) -> Path:
 
 
 def write_modules(folder: Path, types: Mapping[str, str]) -> None:
-    """Write the modules.json of sentence-transformers, given the type of the module in each folder."""
-    named = enumerate(types.items())
+    """Write sentence-transformers' modules.json; `types` maps the folder of each module to its type."""
     entries = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{type_}"}
-        for number, (path, type_) in named
+        for number, (path, type_) in enumerate(types.items())
     ]
     write_json(folder / "modules.json", entries)
 
@@ -138,7 +142,7 @@ def write_dataset(folder: Path) -> Path:
 
 
 def write_texts(folder: Path) -> Path:
-    """Write an input file of each form that preprocessing reads in whole files."""
+    """Write input files for preprocessing."""
     write_text(folder / "a.jsonl", "".join(json.dumps({"content": text}) + "\n" for text in _TEXTS))
     write_parquet(folder / "b.parquet", {"content": _TEXTS})
     return folder
@@ -170,5 +174,5 @@ def write_parquet(path: Path, columns: Mapping[str, list[object]]) -> None:
 
 
 def prefix_in(folder: Path) -> Path:
-    """Return the prefix of the corpus in a folder, which has one."""
+    """Return the prefix of the only corpus in a folder."""
     return next(path for path in sorted(folder.iterdir()) if path.name.endswith("_document.idx")).with_suffix("")

@@ -1,4 +1,4 @@
-"""Hostile files that do nothing but leave a mark, and ways to put them in the place of valid ones."""
+"""Build changes that turn valid files into hostile ones; hostile code does nothing but leave a mark."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from megatron_neobert.runtime.atomic_files import sha256_of
 
 
 class Canary:
-    """Creates the folder `mark` when a reader that trusts its file unpickles it."""
+    """An object that creates the folder `mark` when a reader unpickles it."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -24,7 +24,7 @@ class Canary:
 
     @property
     def source(self) -> str:
-        """Python that leaves the same mark."""
+        """Python code that creates the same folder."""
         return f"import os\nos.makedirs({str(self.mark)!r}, exist_ok=True)\n"
 
 
@@ -32,7 +32,7 @@ Spoil = Callable[[Path, Canary], object]
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest of the files that are in the folder of a checkpoint, as an attacker would."""
+    """Write a manifest that matches the files of a checkpoint's folder, as an attacker would."""
     manifest = folder / "MANIFEST.json"
     files = [path for path in folder.rglob("*") if path.is_file() and path != manifest]
     listed = {
@@ -42,12 +42,12 @@ def seal(folder: Path) -> None:
 
 
 def each(*patterns: str, change: Callable[[Path, Canary], object]) -> Spoil:
-    """Return a change of all files that match; a checkpoint gets a new manifest."""
+    """Return a change of all files that match the patterns; checkpoints get a matching manifest."""
 
     def spoil(folder: Path, canary: Canary) -> None:
-        found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-        assert found, patterns
-        for path in found:
+        paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+        assert paths, patterns
+        for path in paths:
             change(path, canary)
         for path in folder.glob("iter_*"):
             seal(path)

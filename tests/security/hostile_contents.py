@@ -1,7 +1,7 @@
-"""Changes of valid files, and the words with which a reader refuses them: a row for each reason.
+"""Changes of valid files, and part of the message with which a reader refuses each.
 
-hostile_inputs.py has files that would run code, fuzzing.py random changes; tests/unit/data/corpus/test_corpus.py has
-damage inside an index.
+hostile_inputs.py has files that would run code, fuzzing.py has random changes, and
+tests/unit/data/corpus/test_corpus.py has damage inside an index.
 """
 
 import base64
@@ -31,7 +31,7 @@ def write(name: str, content: str | bytes) -> Change:
 
 
 def make_huge(name: str) -> Change:
-    """Return a change that makes a file of a tebibyte, which takes no space."""
+    """Return a change that makes a sparse file of one tebibyte."""
 
     def change(folder: Path) -> None:
         (folder / name).touch()
@@ -41,7 +41,7 @@ def make_huge(name: str) -> Change:
 
 
 def edit(name: str, **values: Any) -> Change:
-    """Return a change of entries of a JSON object; a dictionary changes an entry, or the first of a list."""
+    """Return a change of a JSON object; a dict as a value updates the existing dict, or the first dict of a list."""
 
     def change(folder: Path) -> None:
         state = json.loads((folder / name).read_text())
@@ -63,6 +63,8 @@ def manifest(**values: Any) -> Change:
 
 
 def replace(end: str, put: Change) -> Change:
+    """Return a change that removes a file of the corpus and calls `put` with its path."""
+
     def change(folder: Path) -> None:
         path = folder / f"small{end}"
         path.unlink()
@@ -71,7 +73,7 @@ def replace(end: str, put: Change) -> Change:
     return change
 
 
-def take_the_index_of_another_corpus(folder: Path) -> None:
+def use_the_index_of_another_corpus(folder: Path) -> None:
     write_corpus(folder / "other", random_documents([1, 3, 2, 4], 100), numbered_tokenizer(100))
     (folder / "other.idx").replace(folder / "small.idx")
 
@@ -88,7 +90,7 @@ CORPORA = [
     (manifest(special_tokens={"mask": 0}), "expected special_tokens"),
     (manifest(dtype="uint8"), "expected dtype uint16 as in small.idx, found uint8"),
     (manifest(volumes={"bin": {"bytes": 20, "sha256": "0"}}), "expected sha256 0 as in"),
-    (take_the_index_of_another_corpus, "small.idx, byte 0: expected sha256"),
+    (use_the_index_of_another_corpus, "small.idx, byte 0: expected sha256"),
     *((replace(end, put), f"small{end} missing: the corpus is unfinished")
       for end in (".bin", ".idx", ".json")
       for put in (lambda path: None, Path.mkdir, lambda path: path.symlink_to(path.name))),
@@ -98,8 +100,8 @@ CORPORA = [
 # --- tokenizers
 
 
-def leave_the_vocabulary_and(config: str | bytes) -> Change:
-    """Return a change that leaves vocab.txt, and a tokenizer_config.json of this content."""
+def keep_vocabulary_and_write(config: str | bytes) -> Change:
+    """Return a change that keeps only vocab.txt, and writes this tokenizer_config.json."""
 
     def change(folder: Path) -> None:
         for name in ("tokenizer.json", "special_tokens_map.json"):
@@ -110,7 +112,7 @@ def leave_the_vocabulary_and(config: str | bytes) -> Change:
 
 
 TOKENIZER_CONFIGS = [
-    (leave_the_vocabulary_and(config), words)
+    (keep_vocabulary_and_write(config), words)
     for config, words in (
         ('{"auto_map": "AutoTokenizer"}', "auto_map names Python code of the tokenizer"),
         ('{"do_lower_case": "false"}', 'do_lower_case is "false", but must be true, false or null'),
@@ -131,7 +133,7 @@ STATE = json.loads(numbered_tokenizer(100).backend.to_str())
 
 
 def state(**changes: Any) -> Change:
-    """Return a change that writes a tokenizer.json with other parts."""
+    """Return a change that writes a valid tokenizer.json with other values of some keys."""
     return write("tokenizer.json", json.dumps({**STATE, **changes}))
 
 
@@ -209,7 +211,7 @@ SENTENCEPIECE = [
     (sentencepiece(lambda model: model.ClearField("trainer_spec")), "the training settings are missing"),
     (rules(b"\xff" * 8), "the normalisation rules are truncated or damaged"),  # of 4 GiB
     (rules(struct.pack("<I", 4) + bytes(4) + b"\xff"), "the tokenizers library cannot load it"),  # not UTF-8
-    # The lengths add up, but the first unit of the table leads to one that is not there.
+    # The lengths are consistent, but the first unit of the table points outside the table.
     (rules(struct.pack("<II", 4, 0x7FFFFC00) + b"x\0"), "cannot encode a text"),
     (sentencepiece(tail=b"\x0a" + b"\xff" * 8 + b"\x7f"), NO_MODEL),  # a piece of 2^63 bytes
     (sentencepiece(tail=b"\x0a\x03\x0a\x01\xff"), NO_MODEL),  # not UTF-8
@@ -221,10 +223,10 @@ SENTENCEPIECE = [
 
 
 def aliases(last: str) -> str:
-    """Return a page of YAML in which a list of ten aliases of a list of ten aliases ... has 10^9 entries."""
+    """Return YAML whose nested lists of ten aliases each expand to 10^9 entries."""
     names = "abcdefghi"
     lines = ["a: &a [x,x,x,x,x,x,x,x,x,x]"]
-    lines += [f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]" for before, name in pairwise(names)]
+    lines += [f"{name}: &{name} [{','.join([f'*{previous}'] * 10)}]" for previous, name in pairwise(names)]
     return "data:\n" + "".join(f"  {line}\n" for line in lines) + last
 
 
@@ -256,10 +258,12 @@ YAML = [
 # --- Hugging Face folders
 
 
-WEIGHTS, WEIGHT = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"  # any of them
+WEIGHTS, WEIGHT = "model.safetensors", "model.layers.0.self_attn.q_proj.weight"  # any weight would do
 
 
 def read_weights_from(outside: str) -> Change:
+    """Return a change that moves the weights out of the folder, and names a file as theirs in an index."""
+
     def change(folder: Path) -> None:
         names = load_file(folder / WEIGHTS)
         (folder / WEIGHTS).rename(folder.parent / "outside.safetensors")
@@ -269,7 +273,7 @@ def read_weights_from(outside: str) -> Change:
 
 
 def claim(**changes: object) -> Change:
-    """Return a change of what the header of the weights claims about one tensor."""
+    """Return a change of one tensor's entry in the header of the weights."""
 
     def change(folder: Path) -> None:
         content = (folder / WEIGHTS).read_bytes()
@@ -325,7 +329,7 @@ MODELS = [
 ]  # fmt: skip
 
 
-# Kind of readers.py -> changes of a valid folder, and words of the refusal.
+# Kind in readers.py -> changes of a valid folder, each with part of the refusal.
 CONTENTS = {
     "corpus": CORPORA,
     "tokenizer": TOKENIZER_CONFIGS,

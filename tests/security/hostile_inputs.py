@@ -1,4 +1,4 @@
-"""Changes that turn a valid input into a hostile one; whatever would run code leaves a mark and does nothing else."""
+"""Changes that turn valid inputs into hostile ones; code that runs only leaves a mark."""
 
 import io
 import json
@@ -24,10 +24,11 @@ ESCAPE = "\x1b]0;owned\x07"
 
 
 class Hostile(NamedTuple):
-    """One change of an input of some kind.
+    """One hostile change of a kind of input.
 
-    `refused_by` names the commands that must refuse it, if not all that read the kind: the others do not read the
-    changed file, or have no need to trust it.
+    Attributes:
+        refused_by: Commands that must refuse the input; None: all commands that read its kind. Other commands do not
+            read the changed file, or use it safely.
     """
 
     kind: str
@@ -37,8 +38,8 @@ class Hostile(NamedTuple):
 
 
 TRAINING = ("train", "replay")
-FOLDERS = ("evaluate glue", "evaluate ner", "evaluate mteb")  # of data sets
-NOBODY: tuple[str, ...] = ()
+READ_DATASETS = ("evaluate glue", "evaluate ner", "evaluate mteb")
+NO_COMMAND: tuple[str, ...] = ()
 SENTENCE_TRANSFORMERS = ("evaluate mteb", "finetune")
 
 
@@ -53,14 +54,14 @@ def link_elsewhere(path: Path, canary: Canary) -> None:
     path.symlink_to(canary.mark.parent / path.name)
 
 
-def change_places(change: Callable[[dict[str, Any]], object]) -> Spoil:
-    """Return a change of the places that tensors of a checkpoint have in the whole tensors."""
+def change_offsets(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    """Return a change of the offsets that the tensors of a checkpoint have in the complete tensors."""
 
     def edit(path: Path, canary: Canary) -> None:
         tensors = load_file(path)
-        places: dict[str, Any] = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
-        change(places)
-        save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+        sharding: dict[str, Any] = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+        change(sharding)
+        save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(sharding)})
 
     return each("iter_*/rank_*.safetensors", change=edit)
 
@@ -69,8 +70,8 @@ def add_extra_state(path: Path, canary: Canary) -> None:
     """Write bytes that megatron.core 0.16.1 unpickles when Transformer Engine's modules load them."""
     state = torch.frombuffer(bytearray(pickle.dumps(canary)), dtype=torch.uint8)
     name = "decoder.layers.0.self_attention.linear_qkv._extra_state"
-    places = json.dumps({name: {"saved_offsets": [0]}})
-    save_file({name: state}, path / "rank_00001.safetensors", metadata={"DCP_SHARDING_INFO": places})
+    sharding = json.dumps({name: {"saved_offsets": [0]}})
+    save_file({name: state}, path / "rank_00001.safetensors", metadata={"DCP_SHARDING_INFO": sharding})
 
 
 def nested(_: Canary) -> bytes:
@@ -84,7 +85,7 @@ UNSAFE = {"use_safetensors": False, "weights_only": False, "dtype": "auto"}
 
 
 def pickle_the_weights(folder: Path, canary: Canary) -> None:
-    """Put a pickle in the place of the weights, and let the folder's settings ask the libraries to load it."""
+    """Replace the weights by a pickle, and let the settings of the folder ask the libraries to load it."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(canary))
     config = json.loads((folder / "config.json").read_text())
@@ -93,7 +94,7 @@ def pickle_the_weights(folder: Path, canary: Canary) -> None:
 
 
 def nest_a_model(folder: Path, canary: Canary) -> None:
-    """Put a pickled model below a Router module, whose own configuration names the class of the nested model."""
+    """Put a pickled model below a Router module whose configuration names the class of the nested model."""
     outer = folder / "1_Pooling"
     shutil.rmtree(outer)
     inner = outer / "0_Own"
@@ -121,7 +122,7 @@ def name_a_pickle_in_the_index(folder: Path, canary: Canary) -> None:
 
 
 def bring_code(model_type: str | None = None) -> Spoil:
-    """Return a change that asks for the folder's own code; `model_type` names a model that transformers lacks."""
+    """Return a change that asks for code of the folder, optionally for a `model_type` that transformers lacks."""
 
     def spoil(folder: Path, canary: Canary) -> None:
         (folder / "own_code.py").write_text(
@@ -172,13 +173,13 @@ def write_secret(canary: Canary) -> Path:
 
 
 def in_each_data_set(write: Callable[[Path, Canary], object]) -> Spoil:
-    """Return a change that empties the folders of all data sets and fills them again."""
+    """Return a change that empties the folders of all data sets and calls `write` with each."""
 
     def spoil(folder: Path, canary: Canary) -> None:
-        for part in ("rte", "tagged", "classes"):
-            shutil.rmtree(folder / part)
-            (folder / part).mkdir()
-            write(folder / part, canary)
+        for name in ("rte", "tagged", "classes"):
+            shutil.rmtree(folder / name)
+            (folder / name).mkdir()
+            write(folder / name, canary)
 
     return spoil
 
@@ -188,8 +189,8 @@ def point_elsewhere(folder: Path, canary: Canary) -> None:
     write_card(folder, str(canary.mark.parent / "outside.jsonl"))
 
 
-def write_card(folder: Path, where: str) -> None:
-    configs = [{"config_name": "default", "data_files": [{"split": "train", "path": where}]}]
+def write_card(folder: Path, data: str) -> None:
+    configs = [{"config_name": "default", "data_files": [{"split": "train", "path": data}]}]
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
 
 
@@ -210,7 +211,7 @@ def damage_arrow(folder: Path, canary: Canary) -> None:
 
 
 def tar_archive(canary: Canary) -> bytes:
-    """Return an archive whose file would be unpacked to the place of the mark."""
+    """Return an archive with a file that would be unpacked as the mark."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         archive.addfile(tarfile.TarInfo(f"../{canary.mark.name}"))
@@ -234,7 +235,7 @@ def numpy_objects(canary: Canary) -> bytes:
 
 
 def embed_files(folder: Path, canary: Canary) -> None:
-    """Put Markdown images of a secret, of a pipe and of a device into every text of a record."""
+    """Add Markdown images of a secret, a pipe and a device to every string of a record."""
     pipe = canary.mark.parent / "pipe"
     os.mkfifo(pipe)
     images = " ".join(f"![x]({path})" for path in (write_secret(canary), pipe, "/dev/zero"))
@@ -242,9 +243,9 @@ def embed_files(folder: Path, canary: Canary) -> None:
     def spoil(value: object) -> object:
         match value:
             case dict():
-                return {key: spoil(one) for key, one in value.items()}
+                return {key: spoil(entry) for key, entry in value.items()}
             case list():
-                return [spoil(one) for one in value]
+                return [spoil(entry) for entry in value]
             case str():
                 return f"{value} {images} <script>x</script> {ESCAPE}"
         return value
@@ -283,7 +284,7 @@ HOSTILE = (
     Hostile("model", "modules: nested", in_place_of("modules.json", content=nested), SENTENCE_TRANSFORMERS),
     Hostile("model", "chat template", change_json(
         "tokenizer_config.json", chat_template="{{ cycler.__init__.__globals__ }}{% for x in range(10**9) %}{% x"),
-        NOBODY),
+        NO_COMMAND),
     Hostile("model", "escape sequences", change_json("config.json", model_type=ESCAPE)),
     *(Hostile("model", f"pipe for {name}", pipe_in_place_of(name)) for name in (
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "modules.json",
@@ -304,38 +305,38 @@ HOSTILE = (
         lambda state, step=step: state["param_groups"][0].update(step=step)), TRAINING) for step in ("2", {})),
     Hostile("checkpoint", "format of megatron.core", each(
         "iter_*", change=lambda path, canary: (path / ".metadata").write_bytes(pickle.dumps(canary)))),
-    *(Hostile("checkpoint", f"tensors that begin at {offset}", change_places(
-        lambda places, offset=offset: places["output_layer.bias"].update(saved_offsets=[offset])))
+    *(Hostile("checkpoint", f"tensors at offset {offset}", change_offsets(
+        lambda sharding, offset=offset: sharding["output_layer.bias"].update(saved_offsets=[offset])))
       for offset in (10**15, -1)),
-    Hostile("checkpoint", "tensors without a place", change_places(lambda places: places.pop("output_layer.bias"))),
+    Hostile("checkpoint", "tensors without offsets", change_offsets(lambda tensors: tensors.pop("output_layer.bias"))),
     Hostile("checkpoint", "tensors that are pickles of extra state", each("iter_*", change=add_extra_state)),
     Hostile("checkpoint", "tensors elsewhere", each("iter_*/*.safetensors", change=link_elsewhere)),
     Hostile("checkpoint", "pointer out of the folder", in_place_of(
-        "latest_checkpointed_iteration.txt", content=lambda _: b"../../../etc"), NOBODY),
+        "latest_checkpointed_iteration.txt", content=lambda _: b"../../../etc"), NO_COMMAND),
     *(Hostile("checkpoint", f"pipe for {name}", pipe_in_place_of(name)) for name in (
         "iter_0000001/MANIFEST.json", "iter_0000001/train_state.json", "iter_0000001/settings.yaml")),
     *(Hostile("checkpoint", f"pipe for {name}", pipe_in_place_of(name), refused_by) for name, refused_by in (
-        ("metrics.jsonl", ("plot",)), ("latest_checkpointed_iteration.txt", NOBODY),
-        ("iter_0000001/extra.safetensors", NOBODY))),
+        ("metrics.jsonl", ("plot",)), ("latest_checkpointed_iteration.txt", NO_COMMAND),
+        ("iter_0000001/extra.safetensors", NO_COMMAND))),
     *(Hostile("corpus", f"pickle for {end}", in_place_of(f"*{end}", content=pickle.dumps))
       for end in (".bin", ".idx", ".json")),
     *(Hostile("corpus", f"pipe for {end}", pipe_in_place_of(f"*{end}")) for end in (".bin", ".idx", ".json")),
     Hostile("corpus", "nested manifest", in_place_of("*_document.json", content=nested)),
     Hostile("dataset", "pickles", in_each_data_set(lambda folder, canary: [
         (folder / f"{split}.parquet").write_bytes(pickle.dumps(canary)) for split in ("train", "validation", "test")]),
-        FOLDERS),
-    Hostile("dataset", "damaged Arrow", in_each_data_set(damage_arrow), FOLDERS),
-    Hostile("dataset", "files elsewhere", in_each_data_set(point_elsewhere), FOLDERS),
+        READ_DATASETS),
+    Hostile("dataset", "damaged Arrow", in_each_data_set(damage_arrow), READ_DATASETS),
+    Hostile("dataset", "files elsewhere", in_each_data_set(point_elsewhere), READ_DATASETS),
     Hostile("dataset", "files of a URL", in_each_data_set(
-        lambda folder, canary: write_card(folder, "https://example.invalid/train.jsonl")), FOLDERS),
-    Hostile("dataset", "script", in_each_data_set(bring_a_script), FOLDERS),
+        lambda folder, canary: write_card(folder, "https://example.invalid/train.jsonl")), READ_DATASETS),
+    Hostile("dataset", "script", in_each_data_set(bring_a_script), READ_DATASETS),
     Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl", "PAIRS.parquet")),
     Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("finetune",)),
     Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested), ("evaluate ppl",)),
-    Hostile("records", "embedded files", embed_files, NOBODY),  # texts stay texts
+    Hostile("records", "embedded files", embed_files, NO_COMMAND),  # text stays text
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),
     Hostile("records", "pickles", in_place_of("*/*.json", content=pickle.dumps)),
-    Hostile("records", "pipes for figures", pipe_for_figure, NOBODY),
+    Hostile("records", "pipes for figures", pipe_for_figure, NO_COMMAND),
     Hostile("records", "pipes", pipe_in_place_of("*/*.json")),
     Hostile("texts", "pickles", in_place_of("*", content=pickle.dumps)),
     Hostile("texts", "pipes", pipe_in_place_of("a.jsonl", "b.parquet")),
@@ -345,7 +346,7 @@ HOSTILE = (
     Hostile("tokenizer", "own code", bring_tokenizer_code),
     Hostile("tokenizer", "pickles", in_place_of("*", content=pickle.dumps)),
     Hostile("tokenizer", "pipes", pipe_in_place_of("tokenizer.json", "vocab.txt")),
-    Hostile("tokenizer", "pipe for its settings", pipe_in_place_of("tokenizer_config.json"), NOBODY),
+    Hostile("tokenizer", "pipe for its settings", pipe_in_place_of("tokenizer_config.json"), NO_COMMAND),
     Hostile("tokenizer", "nested", in_place_of("tokenizer.json", content=nested)),
     Hostile("settings", "YAML that calls", in_place_of("*.yaml", content=lambda canary: (
         f"training: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),

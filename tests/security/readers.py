@@ -1,6 +1,7 @@
-"""Valid folders of each kind of input, and readers in this process, which accept them or raise a NeoBERTError.
+"""Write a valid folder of each kind of input, and read it in this process.
 
-What a reader accepts it also uses: ids must be those of the corpus or legal, and settings survive being saved.
+A reader raises a NeoBERTError, or accepts the input and uses it: ids must be those of the corpus or legal, and settings
+must survive saving.
 """
 
 import math
@@ -32,9 +33,9 @@ class Kind(NamedTuple):
     """A kind of input.
 
     Attributes:
-        write: Writes a valid input into an empty folder.
-        read: Reads such a folder.
-        exit_code: That of a refusal.
+        write: Function that writes a valid input into an empty folder.
+        read: Function that reads such a folder.
+        exit_code: Exit code of a refusal.
     """
 
     write: Callable[[Path], object]
@@ -51,13 +52,13 @@ def write_small_corpus(folder: Path, *, shard_bytes: int | None = None) -> None:
 
 
 def check_corpus(folder: Path) -> None:
-    """Run the checks of `neobert validate --full` and of the start of a run."""
+    """Run the checks of `neobert validate --full` and of the start of a run, and compare all documents."""
     opened = Corpus(folder / "small")
     opened.check_tokenizer(numbered_tokenizer(VOCAB))
     opened.manifest.describe()
-    found = [opened.document(number).tolist() for number in range(len(opened))]
+    documents = [opened.document(number).tolist() for number in range(len(opened))]
     check_content(opened)
-    assert found == [document.tolist() for document in random_documents(list(LENGTHS), VOCAB)]
+    assert documents == [document.tolist() for document in random_documents(list(LENGTHS), VOCAB)]
 
 
 def load_and_use(path: Path) -> str:
@@ -65,8 +66,8 @@ def load_and_use(path: Path) -> str:
     ids = tokenizer.encode_batch(
         ["w5 \u2603 zz", "", "a b ab [MASK]", "\u00e9\u0301 \u4e2d", "A\0\u200bb </s><mask>"]
     ).ids
-    never = {*tokenizer.special_ids} - {tokenizer.unk_id}
-    assert all(0 <= id_ < tokenizer.vocab_size and id_ not in never for id_ in ids.tolist())
+    forbidden = {*tokenizer.special_ids} - {tokenizer.unk_id}
+    assert all(0 <= id_ < tokenizer.vocab_size and id_ not in forbidden for id_ in ids.tolist())
     return tokenizer.fingerprint
 
 
@@ -75,25 +76,25 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def read_sealed_checkpoint(folder: Path) -> None:
-    """Read a checkpoint whose manifest fits its files, as an attacker would write it."""
+    """Read a checkpoint after making its manifest match its files, as an attacker would."""
     seal(folder / CHECKPOINT)
     read_checkpoint(folder / "checkpoints").build_reference(torch.float32)
 
 
 def read_model(folder: Path) -> None:
-    found = read_folder(folder)
-    shape = model_shape(Settings(model=found.model), vocab_size=found.tokenizer.vocab_size)
-    to_internal(found.weights, shape, TABLES[found.layout])
+    imported = read_folder(folder)
+    shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
+    to_internal(imported.weights, shape, TABLES[imported.layout])
 
 
-def read_settings(arguments: list[str], place: Path, *, world_size: int = 1) -> None:
-    """Parse a command line; what is accepted must have finite values and survive being saved."""
-    found = parse_command_line(arguments, world_size=world_size).settings
-    values = [value for section in asdict(found).values() for value in section.values()]
+def read_settings(arguments: list[str], folder: Path, *, world_size: int = 1) -> None:
+    """Parse a command line; accepted settings must be finite and survive saving."""
+    settings = parse_command_line(arguments, world_size=world_size).settings
+    values = [value for section in asdict(settings).values() for value in section.values()]
     assert all(math.isfinite(value) for value in values if isinstance(value, float))
     assert all(abs(value) < 2**63 for value in values if isinstance(value, int))
-    write_record(found, place / "record.yaml")
-    assert read_record(place / "record.yaml") == found
+    write_record(settings, folder / "record.yaml")
+    assert read_record(folder / "record.yaml") == settings
 
 
 def write_all_settings(folder: Path) -> None:
@@ -101,13 +102,13 @@ def write_all_settings(folder: Path) -> None:
 
 
 def read_yaml(folder: Path) -> None:
-    flags = ["--tokenizer-model", "tokenizer"]  # and --data-path only where the file has none
+    flags = ["--tokenizer-model", "tokenizer"]  # and --data-path, unless the file has it
     flags += [] if b"data_path: *" in (folder / "run.yaml").read_bytes() else ["--data-path", "corpus"]
     read_settings([*flags, "--config", str(folder / "run.yaml")], folder)
 
 
 def tokenizer_file(name: str, write: Callable[[Path], Any]) -> Kind:
-    """Return the kind of a file that is a tokenizer by itself."""
+    """Return the kind of a tokenizer that is a single file."""
 
     def write_alone(folder: Path) -> None:
         write(folder)

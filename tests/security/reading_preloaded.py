@@ -1,4 +1,4 @@
-"""Import what the commands that read folders import, so that a process of the fork server starts quickly."""
+"""Import the packages of all commands that read folders, so that processes of the fork server start quickly."""
 
 import gc
 

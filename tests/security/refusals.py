@@ -1,7 +1,6 @@
-"""How a call with a bad input must end: refused by an error of ours with its exit code, soon, and in little memory.
+"""Assert that a call refuses bad input: with one of our errors and its exit code, soon, and in little memory.
 
-Anything else fails the test: another exception passes through, a call that does not come back is interrupted, memory
-beyond the limit ends in MemoryError, and what is accepted is reported as such.
+Other exceptions pass through. A call that hangs is interrupted, and memory beyond the limit ends in MemoryError.
 """
 
 import resource
@@ -17,57 +16,52 @@ from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError, NeoBERTError
 
-_LIMIT_SECONDS = 300  # what ends at all ends within one or two
-_LIMIT_BYTES = 1 << 30  # beyond what the process has already
-_LONGEST_SENTENCE = 900  # characters: values out of a file are cut
+_LIMIT_SECONDS = 300  # a call that does not hang takes one or two
+_LIMIT_BYTES = 1 << 30  # more than the process has already
+_LONGEST_MESSAGE = 900  # characters; values from files are truncated
 
 
 class Hang(BaseException):
-    """The call did not come back."""
+    """The call did not return in time."""
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Interrupt what takes five minutes, and refuse it more than a gigabyte of new memory."""
+    """Limit the block to five minutes and a gigabyte of new memory."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        raise Hang(f"not back after {_LIMIT_SECONDS} s")
+        raise Hang(f"no return after {_LIMIT_SECONDS} s")
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGALRM, give_up)
+    previous = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(_LIMIT_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (used + _LIMIT_BYTES, hard))
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def outcome_of(call: Callable[[], Any]) -> tuple[int, list[str]]:
-    """Return the exit code that the call deserves and its sentences; (0, []) if it accepts."""
+def assert_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None:
+    """Assert that the call fails with this exit code and short printable messages that contain all the words."""
+    code, messages = 0, list[str]()
     with bounded():
         try:
             call()
         except NeoBERTError as error:
-            return error.exit_code, error.problems if isinstance(error, ConfigError) else [str(error)]
+            code, messages = error.exit_code, error.problems if isinstance(error, ConfigError) else [str(error)]
         except OSError as error:
-            return EXIT_IO_ERROR, [str(error)]
-    return 0, []
-
-
-def assert_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None:
-    """Assert that the call ends with the code, in short printable sentences that hold all the words."""
-    code, sentences = outcome_of(call)
-    assert code == exit_code, f"ended with {code} {sentences}, expected {exit_code}"
-    assert all(sentence.isprintable() and len(sentence) <= _LONGEST_SENTENCE for sentence in sentences), sentences
-    assert all(word in "\n".join(sentences) for word in words), f"expected {words} in: {sentences}"
+            code, messages = EXIT_IO_ERROR, [str(error)]
+    assert code == exit_code, f"ended with {code} {messages}, expected {exit_code}"
+    assert all(message.isprintable() and len(message) <= _LONGEST_MESSAGE for message in messages), messages
+    assert all(word in "\n".join(messages) for word in words), f"expected {words} in: {messages}"
 
 
 def start_checks(*arguments: str) -> None:
-    """Run the checks of the training command before it starts anything."""
+    """Run the checks that precede a training run."""
     settings = parse_command_line(list(arguments), world_size=1).settings
     open_inputs(settings.data)
     check_folders(settings.checkpoint)

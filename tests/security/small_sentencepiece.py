@@ -1,4 +1,4 @@
-"""A tiny SentencePiece model, to be spoilt."""
+"""Write a tiny SentencePiece model, valid or changed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _UNIGRAM = 1, 2, 3, 1
 
 
 def write_model(path: Path, *, change: Callable[[Any], object] = lambda model: None, tail: bytes = b"") -> Path:
-    """A Unigram model of a few letters, the last of them "c", after a change; `tail` ends the file."""
+    """Write a Unigram model whose last piece is "c", after a change, and append `tail` to the file."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
     model = ModelProto()

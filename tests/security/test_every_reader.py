@@ -1,8 +1,8 @@
-"""Every command that reads files of strangers, given each hostile kind of them.
+"""Every command that reads files, with every hostile input of the kinds that it reads.
 
-Nothing in the files runs, nothing is asked of the network, nothing hangs, no control sequence reaches the terminal, and
-no command ends in a traceback. `READERS` has every command that reads such files and `OTHERS` every other; a new
-command must be added to one of the two.
+No code in the files runs, no command connects to the network, hangs or ends in a traceback, and no control sequence
+reaches the terminal. `READERS` has every command that reads files of users, and `OTHERS` the rest; a new command must
+be added to one of them.
 """
 
 import shutil
@@ -19,7 +19,6 @@ import torch
 import transformers
 import yaml
 from good_inputs import Inputs, Reader
-from hostile import Canary
 from hostile_inputs import HOSTILE, SECRET, Hostile
 from processes import Ended, run_command
 from tests_tiny import TinyCorpus
@@ -28,62 +27,47 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_neobert.__main__ import PLACES
 
 PRELOADED = "reading_preloaded"
-LIMIT_SECONDS = 120  # a command that is not done by then waits for a pipe; the slowest took 15 s
+LIMIT_SECONDS = 120  # beyond it, a command waits for a pipe; the slowest took 15 s
 REFUSALS = (2, 65, 66, 78)
 
+_TRAIN = f"{good.TRAINING} --data-path {{prefix}} --tokenizer-model {{tokenizer}} --config {{settings}}/train.yaml"
 _TINY_FINE_TUNING = (
     "--epochs 1 --batch-size 8 --learning-rate 1e-3 --weight-decay 0 --seeds 0 --device cpu --max-length 16"
 )
+_EVALUATE = "--model {model} --data-dir {dataset} --output {output}"
 READERS = (
-    Reader("preprocess", ("texts", "tokenizer"), lambda the, out: [
-        "--input", the.texts, "--output-prefix", out / "P", "--tokenizer-model", the.tokenizer]),
-    Reader("train-tokenizer", ("texts",), lambda the, out: [
-        "--input", the.texts, "--output", out, "--vocab-size", 120]),
-    Reader("validate", ("corpus",), lambda the, out: [good.prefix_in(the.corpus), "--full"]),
-    Reader("inspect data", ("corpus", "tokenizer"), lambda the, out: [
-        good.prefix_in(the.corpus), "--document", 0, "--tokenizer-model", the.tokenizer]),
-    Reader("find-duplicates", ("corpus",), lambda the, out: [good.prefix_in(the.corpus), "--output", out / "list"]),
-    Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"), lambda the, out: [
-        *good.TRAINING.split(), "--data-path", good.prefix_in(the.corpus), "--tokenizer-model", the.tokenizer,
-        "--config", the.settings / "train.yaml", "--load", the.checkpoint, "--save", out]),
-    Reader("train --dry-run", ("checkpoint", "corpus", "tokenizer", "settings"), lambda the, out: [
-        *good.TRAINING.split(), "--data-path", good.prefix_in(the.corpus), "--tokenizer-model", the.tokenizer,
-        "--config", the.settings / "train.yaml", "--continue-from", the.checkpoint, "--train-iters", 3],
-        opens_checkpoints=False),
-    Reader("plot", ("checkpoint",), lambda the, out: [the.checkpoint, "--output", out], opens_checkpoints=False),
-    Reader("inspect batch", ("checkpoint", "corpus", "settings"), lambda the, out: [
-        "--load", the.checkpoint, "--iteration", 2, "--data-path", good.prefix_in(the.corpus),
-        "--config", the.settings / "train.yaml", *good.TRAINING.split(), "--tokenizer-model", the.tokenizer],
-        opens_checkpoints=False),
-    Reader("replay", ("checkpoint",), lambda the, out: [
-        "--load", the.checkpoint, "--iteration", 2, "--train-iters", 2]),
-    Reader("average", ("checkpoint",), lambda the, out: [
-        "--load", the.checkpoint, "--last", 1, "--output", out / "mean"]),
-    Reader("convert megatron-to-hf", ("checkpoint",), lambda the, out: [
-        "--load", the.checkpoint, "--output", out / "hf", "--no-verification"]),
-    Reader("convert hf-to-megatron", ("model",), lambda the, out: ["--load", the.model, "--output", out / "save"]),
-    Reader("verify", ("checkpoint",), lambda the, out: [the.checkpoint, the.checkpoint]),
-    Reader("verify", ("model",), lambda the, out: [the.model, the.model]),
-    Reader("model-card", ("model",), lambda the, out: ["--model", the.model]),
-    Reader("export-onnx", ("model",), lambda the, out: ["--model", the.model, "--output", out / "onnx"]),
-    Reader("evaluate glue", ("model", "dataset"), lambda the, out: [
-        "--model", the.model, "--data-dir", the.dataset, "--output", out, "--tasks", "rte", "--no-transfer",
-        *_TINY_FINE_TUNING.split()]),
-    Reader("evaluate ner", ("model", "dataset"), lambda the, out: [
-        "--model", the.model, "--data-dir", the.dataset, "--output", out, "--tasks", "tagged",
-        *_TINY_FINE_TUNING.split()]),
-    Reader("evaluate mteb", ("model", "dataset", "settings"), lambda the, out: [
-        "--model", the.model, "--data-dir", the.dataset, "--output", out, "--tasks", "local:classes", "--device", "cpu",
-        "--instructions", the.settings / "instructions.yaml"]),
-    Reader("evaluate ppl", ("model", "dataset"), lambda the, out: [
-        "--model", the.model, "--data", the.dataset / "texts.jsonl", "--text-key", "text", "--output", out,
-        "--batch-tokens", 64, "--min-length", 2]),
-    Reader("evaluate throughput", ("model",), lambda the, out: [
-        "--model", the.model, "--output", out, "--lengths", 16, "--batch-sizes", 1, "--steps", 1, "--warmup", 1]),
-    Reader("finetune", ("model", "dataset", "settings"), lambda the, out: [
-        "--model", the.model, "--config", the.settings / "contrastive.yaml", "--data-dir", the.dataset,
-        "--output", out, "--device", "cpu"]),
-    Reader("report", ("records",), lambda the, out: ["--results", the.records, "--output", out]),
+    Reader("preprocess", ("texts", "tokenizer"),
+           "--input {texts} --output-prefix {output}/P --tokenizer-model {tokenizer}"),
+    Reader("train-tokenizer", ("texts",), "--input {texts} --output {output} --vocab-size 120"),
+    Reader("validate", ("corpus",), "{prefix} --full"),
+    Reader("inspect data", ("corpus", "tokenizer"), "{prefix} --document 0 --tokenizer-model {tokenizer}"),
+    Reader("find-duplicates", ("corpus",), "{prefix} --output {output}/list"),
+    Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"),
+           f"{_TRAIN} --load {{checkpoint}} --save {{output}}"),
+    Reader("train --dry-run", ("checkpoint", "corpus", "tokenizer", "settings"),
+           f"{_TRAIN} --continue-from {{checkpoint}} --train-iters 3", opens_checkpoints=False),
+    Reader("plot", ("checkpoint",), "{checkpoint} --output {output}", opens_checkpoints=False),
+    Reader("inspect batch", ("checkpoint", "corpus", "settings"),
+           f"--load {{checkpoint}} --iteration 2 {_TRAIN}", opens_checkpoints=False),
+    Reader("replay", ("checkpoint",), "--load {checkpoint} --iteration 2 --train-iters 2"),
+    Reader("average", ("checkpoint",), "--load {checkpoint} --last 1 --output {output}/mean"),
+    Reader("convert megatron-to-hf", ("checkpoint",), "--load {checkpoint} --output {output}/hf --no-verification"),
+    Reader("convert hf-to-megatron", ("model",), "--load {model} --output {output}/save"),
+    Reader("verify", ("checkpoint",), "{checkpoint} {checkpoint}"),
+    Reader("verify", ("model",), "{model} {model}"),
+    Reader("model-card", ("model",), "--model {model}"),
+    Reader("export-onnx", ("model",), "--model {model} --output {output}/onnx"),
+    Reader("evaluate glue", ("model", "dataset"), f"{_EVALUATE} --tasks rte --no-transfer {_TINY_FINE_TUNING}"),
+    Reader("evaluate ner", ("model", "dataset"), f"{_EVALUATE} --tasks tagged {_TINY_FINE_TUNING}"),
+    Reader("evaluate mteb", ("model", "dataset", "settings"),
+           f"{_EVALUATE} --tasks local:classes --device cpu --instructions {{settings}}/instructions.yaml"),
+    Reader("evaluate ppl", ("model", "dataset"), "--model {model} --data {dataset}/texts.jsonl --text-key text "
+           "--output {output} --batch-tokens 64 --min-length 2"),
+    Reader("evaluate throughput", ("model",),
+           "--model {model} --output {output} --lengths 16 --batch-sizes 1 --steps 1 --warmup 1"),
+    Reader("finetune", ("model", "dataset", "settings"),
+           f"{_EVALUATE} --config {{settings}}/contrastive.yaml --device cpu"),
+    Reader("report", ("records",), "--results {records} --output {output}"),
 )  # fmt: skip
 OTHERS = {
     "sample-corpus": "reads the installed packages",
@@ -91,7 +75,7 @@ OTHERS = {
     "fetch mteb": "reads the Hub", "fetch contrastive": "reads the Hub",
     "check environment": "reads this machine", "check parity": "draws its own weights",
 }  # fmt: skip
-RANK = "megatron_neobert.pretrain"  # the launcher would start torchrun
+RANK = "megatron_neobert.pretrain"
 
 
 def must_refuse(reader: Reader, hostile: Hostile) -> bool:
@@ -103,10 +87,10 @@ def must_refuse(reader: Reader, hostile: Hostile) -> bool:
 def cases() -> Iterator[Any]:
     """Yield every hostile input with every command that reads its kind.
 
-    `make test` gives each command one hostile input of each kind, and each hostile input to one command that must
-    refuse it; `make test-all` has all pairs.
+    `make test` runs each command with one hostile input of each kind, and each hostile input with one command that must
+    refuse it; `make test-all` runs all pairs.
     """
-    first = {kind: next(one for one in HOSTILE if one.kind == kind and not one.refused_by) for kind in Inputs._fields}
+    first = {hostile.kind: hostile for hostile in reversed(HOSTILE) if not hostile.refused_by}
     for number, hostile in enumerate(HOSTILE):
         readers = [reader for reader in READERS if hostile.kind in reader.kinds]
         refusing = [reader for reader in readers if must_refuse(reader, hostile)] or readers
@@ -117,7 +101,7 @@ def cases() -> Iterator[Any]:
 
 
 class Network:
-    """A proxy on the loopback interface that counts connections and answers none."""
+    """HTTP proxy on the loopback interface that counts connections and closes them."""
 
     def __init__(self) -> None:
         self.connections = 0
@@ -151,63 +135,58 @@ def network() -> Iterator[Network]:
 @pytest.fixture(scope="session")
 def inputs(tiny_corpus: TinyCorpus, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     """Valid inputs of every kind."""
-    place = tmp_path_factory.mktemp("inputs")
-    texts = good.write_texts(place / "texts")
-    corpus = place / "corpus"
+    folder = tmp_path_factory.mktemp("inputs")
+    corpus = folder / "corpus"
     corpus.mkdir()
     prefix = Path(tiny_corpus.prefix)
     for path in prefix.parent.glob(f"{prefix.name}.*"):
         shutil.copy(path, corpus)
     inputs = Inputs(
-        model=good.write_model(place / "model"),
+        model=good.write_model(folder / "model"),
         checkpoint=trained,
         corpus=corpus,
-        dataset=good.write_dataset(place / "dataset"),
-        records=place / "records",
-        texts=texts,
+        dataset=good.write_dataset(folder / "dataset"),
+        records=folder / "records",
+        texts=good.write_texts(folder / "texts"),
         tokenizer=Path(tiny_corpus.tokenizer),
-        settings=good.write_settings(place / "settings"),
+        settings=good.write_settings(folder / "settings"),
     )
     for reader in READERS:
         if reader.command in ("evaluate ppl", "evaluate throughput"):
-            words = (*reader.command.split(), *reader.words(inputs, inputs.records))
-            result = run_command("megatron_neobert.__main__", *words, preload=PRELOADED)
-            assert result.code == 0, result.output
+            arguments = (*reader.command.split(), *reader.arguments(inputs, inputs.records))
+            ended = run_command("megatron_neobert.__main__", *arguments, preload=PRELOADED)
+            assert ended.code == 0, ended.output
     return inputs
 
 
 @pytest.fixture
 def start(inputs: Inputs, tmp_path: Path, network: Network) -> Callable[..., Ended]:
-    """Run a reader on the valid inputs but for those that are given."""
+    """Return a function that runs a reader on the valid inputs, except those that replace them."""
 
-    def run(reader: Reader, **changed: Path) -> Ended:
-        environment = {
-            **network.environment,
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_DATASETS_CACHE": str(tmp_path / "hf"),
-        }
-        words = reader.words(inputs._replace(**changed), tmp_path / "output")
-        if reader.command == "train":
-            module = RANK
-        else:
-            module, words = "megatron_neobert.__main__", [*reader.command.split(), *words]
+    def run(reader: Reader, **replaced: Path) -> Ended:
+        cache = str(tmp_path / "hf")
+        environment = {**network.environment, "HF_HOME": cache, "HF_DATASETS_CACHE": cache}
+        command = reader.command.split()
+        # `neobert train` would start torchrun, so the module of a rank is started instead.
+        module, words = (RANK, []) if reader.command == "train" else ("megatron_neobert.__main__", command)
+        words += reader.arguments(inputs._replace(**replaced), tmp_path / "output")
         return run_command(module, *words, environment=environment, preload=PRELOADED, limit_seconds=LIMIT_SECONDS)
 
     return run
 
 
-def test_every_command_is_tested_or_reads_nothing_of_strangers():
+def test_every_command_is_in_one_of_the_two_tables_and_every_kind_has_a_hostile_input():
     assert {reader.command.removesuffix(" --dry-run") for reader in READERS} | set(OTHERS) == set(PLACES)
     assert {hostile.kind for hostile in HOSTILE} == {kind for reader in READERS for kind in reader.kinds}
     assert {kind for reader in READERS for kind in reader.kinds} == set(Inputs._fields)
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.command)
-def test_command_reads_valid_inputs(reader: Reader, start: Callable[..., Ended], network: Network):
-    before = network.connections
-    result = start(reader)
-    assert result.code == 0, result.output
-    assert network.connections == before
+def test_command_reads_valid_inputs_without_a_connection(reader, start, network):
+    connections = network.connections
+    ended = start(reader)
+    assert ended.code == 0, ended.output
+    assert network.connections == connections
 
 
 def load_sentence_transformer(folder: Path) -> None:
@@ -232,44 +211,34 @@ TRUSTING = {
 
 
 @pytest.mark.parametrize(
-    "hostile",
-    [one for one in HOSTILE if one.name in TRUSTING],
-    ids=lambda hostile: hostile.name,
+    "hostile", [hostile for hostile in HOSTILE if hostile.name in TRUSTING], ids=lambda hostile: hostile.name
 )
-def test_control_reader_that_trusts_the_input_runs_the_canary(
-    hostile: Hostile, inputs: Inputs, canary: Canary, tmp_path: Path
-):
+def test_control_reader_that_trusts_the_input_runs_the_canary(hostile, inputs, canary, tmp_path):
     shutil.copytree(getattr(inputs, hostile.kind), tmp_path / "copy")
     hostile.spoil(tmp_path / "copy", canary)
-    with suppress(Exception):  # what comes out of a pickle is no model
+    with suppress(Exception):  # the unpickled object is not a model
         TRUSTING[hostile.name](tmp_path / "copy")
     assert canary.has_run
 
 
 @pytest.mark.parametrize(("reader", "hostile"), cases())
-def test_hostile_input_runs_nothing_asks_nobody_and_is_refused_in_a_sentence(
-    reader: Reader,
-    hostile: Hostile,
-    inputs: Inputs,
-    start: Callable[..., Ended],
-    network: Network,
-    canary: Canary,
-    tmp_path: Path,
+def test_hostile_input_runs_no_code_opens_no_connection_and_is_refused_in_one_sentence(
+    reader, hostile, inputs, start, network, canary, tmp_path
 ):
     original = getattr(inputs, hostile.kind)
     copy = tmp_path / "strangers" / original.name
     shutil.copytree(original, copy)
     hostile.spoil(copy, canary)
-    before = network.connections
-    result = start(reader, **{hostile.kind: copy})
+    connections = network.connections
+    ended = start(reader, **{hostile.kind: copy})
     assert not canary.has_run
-    assert network.connections == before
-    assert result.code in REFUSALS or (result.code == 0 and not must_refuse(reader, hostile)), result.output
-    assert "Traceback" not in result.output
-    assert "\x1b" not in result.output
+    assert network.connections == connections
+    assert ended.code in REFUSALS or (ended.code == 0 and not must_refuse(reader, hostile)), ended.output
+    assert "Traceback" not in ended.output
+    assert "\x1b" not in ended.output
     output = tmp_path / "output"
     written = [path for path in output.rglob("*") if path.is_file()]
-    if result.code:
-        assert result.errors, result.output
+    if ended.code:
+        assert ended.errors, ended.output
         assert written or not output.exists(), "a refusal leaves no empty folder"
     assert not any(SECRET.encode() in path.read_bytes() for path in written)

@@ -1,7 +1,6 @@
-"""Changed inputs are refused with an error of ours and its exit code, or read as what they say.
+"""Randomly changed inputs are refused with one of our errors and its exit code, or read correctly.
 
-No input may end a reader in another exception, a hang, or a gigabyte of memory: it may come from another machine, or
-another person.
+No input may cause another exception, a hang, or the use of a gigabyte of memory.
 """
 
 import shutil
@@ -23,7 +22,7 @@ from megatron_neobert.errors import ConfigError, NeoBERTError
 pytestmark = pytest.mark.slow
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
-LONGEST = 5000  # characters of a problem; ConfigError has several
+LONGEST = 5000  # characters of one problem; a ConfigError may have several
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -40,7 +39,7 @@ def sound(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @examples(300)
 @given(data=st.data())
-def test_changed_input_is_refused_in_a_sentence_or_read_as_it_says(kind: Kind, sound: Path, data: st.DataObject):
+def test_changed_input_is_refused_in_one_sentence_or_read_correctly(kind, sound, data):
     copy = sound.with_name(f"{sound.name}_changed")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(sound, copy)
@@ -72,9 +71,7 @@ WORDS = st.one_of(
 
 @examples(500)
 @given(words=st.lists(WORDS, max_size=6), world_size=st.sampled_from([1, 6, 1000]))
-def test_odd_words_on_the_command_line_are_refused_or_mean_settings(
-    tmp_path_factory: pytest.TempPathFactory, words: list[str], world_size: int
-):
+def test_random_command_line_is_refused_or_gives_valid_settings(tmp_path_factory, words, world_size):
     if any(word in ("-h", "--help") for word in words):
         return
     try:
@@ -82,13 +79,13 @@ def test_odd_words_on_the_command_line_are_refused_or_mean_settings(
             read_settings([*REQUIRED, *words], tmp_path_factory.getbasetemp(), world_size=world_size)
     except NeoBERTError as error:
         assert_short(error)
-    except OSError:  # a name longer than any file has
+    except OSError:  # a file name that is too long
         assert "--config" in words
 
 
 @examples(400)
 @given(entries=st.lists(st.one_of(WORDS, st.sampled_from(["a", "b:min=2", "b:max=1", "1", "0.1", "1e-9"])), max_size=6))
-def test_odd_blends_are_refused_or_have_whole_weights(entries: list[str]):
+def test_random_blend_is_refused_or_has_integer_weights(entries: list[str]):
     try:
         with bounded():
             components = parse_data_path(entries)

@@ -1,4 +1,4 @@
-"""Files and command lines that lie, are damaged or are something else are refused with the reason and the exit code."""
+"""Damaged, forged and wrong files and command lines are refused with the reason and the exit code."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import good_inputs as good
 import pytest
 from commands import ENVIRONMENT, run
 from hostile import Canary
-from hostile_contents import CONTENTS, Change, edit, leave_the_vocabulary_and
+from hostile_contents import CONTENTS, edit, keep_vocabulary_and_write
 from processes import run_command
 from readers import KINDS, check_corpus, load_and_use
 from refusals import assert_refused, start_checks
@@ -24,7 +24,7 @@ from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 @pytest.fixture(scope="session")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the folder with a valid input of a kind, made once; only to be read."""
+    """Return a function that returns the folder of a valid input, written once; tests must not change it."""
 
     @cache
     def write(kind: str) -> Path:
@@ -36,7 +36,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_valid_input_is_read(valid: Callable[[str], Path], tmp_path: Path, kind: str):
+def test_valid_input_is_read(valid, tmp_path, kind):
     KINDS[kind].read(Path(shutil.copytree(valid(kind), tmp_path / "copy")))
 
 
@@ -48,9 +48,7 @@ def test_valid_input_is_read(valid: Callable[[str], Path], tmp_path: Path, kind:
         for change, words in changes
     ],
 )
-def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kind(
-    valid: Callable[[str], Path], tmp_path: Path, kind: str, change: Change, words: str
-):
+def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kind(valid, tmp_path, kind, change, words):
     folder = Path(shutil.copytree(valid(kind), tmp_path / "copy"))
     change(folder)
     assert_refused(lambda: KINDS[kind].read(folder), KINDS[kind].exit_code, words)
@@ -92,63 +90,61 @@ def flags_of(corpus: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "exit_code", "sentence"), COMMAND_LINES, ids=[" ".join(words)[:40] for words, _, _ in COMMAND_LINES]
 )
-def test_command_line_that_nobody_meant_is_refused_before_the_run_starts(corpus, words, exit_code, sentence):
-    named = [word.replace("{corpus}", str(corpus)) for word in words]
-    assert_refused(lambda: start_checks(*flags_of(corpus), *named), exit_code, sentence)
+def test_wrong_command_line_is_refused_before_the_run_starts(corpus, words, exit_code, sentence):
+    arguments = [word.replace("{corpus}", str(corpus)) for word in words]
+    assert_refused(lambda: start_checks(*flags_of(corpus), *arguments), exit_code, sentence)
 
 
-# --- odd files and names that mean something
+# --- unusual files and names that are valid
 
 
 @pytest.mark.parametrize("text", ["", "model:\n", "\ufeffmodel: {}\n", "---\n...\n", "null\n"])
-def test_yaml_that_says_nothing_leaves_the_defaults(tmp_path, text):
+def test_yaml_without_settings_keeps_the_defaults(tmp_path, text):
     path, required = tmp_path / "run.yaml", ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
     path.write_text(text, encoding="utf-8")
-    found, expected = (
-        parse_command_line([*required, *words], world_size=1).settings for words in (["--config", str(path)], [])
+    settings, defaults = (
+        parse_command_line([*required, *flags], world_size=1).settings for flags in (["--config", str(path)], [])
     )
-    assert found == expected
+    assert settings == defaults
 
 
-def test_manifest_cannot_lead_to_a_file_outside_its_folder(corpus):
+def test_manifest_cannot_name_files_outside_its_folder(corpus):
     edit("small.json", volumes={"name": "../../elsewhere"})(corpus)
     assert [shard.bin.name for shard in Corpus(corpus / "small").shards] == ["small.bin"]
 
 
 @pytest.mark.parametrize("config", [{"auto_map": 5}, {"auto_map": {}}, {"strip_accents": None}])
-def test_configuration_of_a_tokenizer_that_decides_nothing_changes_nothing(corpus, config):
+def test_tokenizer_config_without_effect_does_not_change_the_tokenizer(corpus, config):
     expected = load_and_use(corpus / "tokenizer")
-    leave_the_vocabulary_and(json.dumps({"do_lower_case": True, **config}))(corpus)
+    keep_vocabulary_and_write(json.dumps({"do_lower_case": True, **config}))(corpus)
     assert load_and_use(corpus / "tokenizer") == expected
 
 
-def test_template_without_the_text_does_not_lose_it(corpus):
+def test_post_processor_without_the_text_does_not_drop_the_text(corpus):
     path = corpus / "tokenizer" / "tokenizer.json"
     expected = load_tokenizer(path).encode_batch(["w5 w6"]).ids.tolist()
     state = json.loads(path.read_text())
-    for place in ("single", "pair"):
-        template = state["post_processor"][place]
-        state["post_processor"][place] = [entry for entry in template if "SpecialToken" in entry]
+    for kind in ("single", "pair"):
+        template = state["post_processor"][kind]
+        state["post_processor"][kind] = [entry for entry in template if "SpecialToken" in entry]
     path.write_text(json.dumps(state))
     assert load_tokenizer(path).encode_batch(["w5 w6"]).ids.tolist() == expected != []
 
 
-def test_corpus_in_a_folder_with_spaces_and_other_scripts_is_read_and_one_whose_path_is_no_text_is_named(
-    corpus, tmp_path
-):
+def test_corpus_is_read_from_folders_with_unusual_names_even_if_they_are_not_utf_8(corpus, tmp_path):
     check_corpus(corpus)
     folder = tmp_path / "mit Leerzeichen, 日本語 ' \" $HOME ünïcode"
     shutil.copytree(corpus, folder)
     start_checks(*flags_of(corpus), "--data-path", f"{folder}/../{folder.name}/small", "--save", str(folder / "runs"))
-    no_text = tmp_path / os.fsdecode(b"caf\xe9")
-    shutil.copytree(corpus, no_text)
+    not_utf8 = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(corpus, not_utf8)
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
-    code, output, errors = run("validate", no_text / "small", env=environment)
+    code, output, errors = run("validate", not_utf8 / "small", env=environment)
     assert (code, errors) == (0, "") and "caf\\udce9/small is sound" in output
 
 
 @pytest.mark.usefixtures("only_remote_code")
-def test_code_that_a_neobert_folder_brings_is_left_alone(tmp_path: Path, canary: Canary):
+def test_code_in_a_neobert_folder_is_not_run(tmp_path: Path, canary: Canary):
     folder = good.write_neobert(tmp_path / "model")
     (folder / "own_code.py").write_text(
         f"{canary.source}from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM\n"
@@ -156,8 +152,9 @@ def test_code_that_a_neobert_folder_brings_is_left_alone(tmp_path: Path, canary:
     classes = {"AutoConfig": "own_code.NeoBERTConfig", "AutoModelForMaskedLM": "own_code.NeoBERTForMaskedLM"}
     edit("config.json", auto_map=classes, trust_remote_code=True)(folder)
     words = ("hf-to-megatron", "--load", folder, "--output", folder.parent / "imported")
-    result = run_command("checkpoint_conversion.convert", *words)  # registers our class, in a process of its own
-    assert result.code == 0, result.output
+    ended = run_command("checkpoint_conversion.convert", *words)  # another process: it registers our class
+    assert ended.code == 0, ended.output
     assert not canary.has_run
+    # Control: transformers runs the code if it is told to trust the folder.
     AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
     assert canary.has_run

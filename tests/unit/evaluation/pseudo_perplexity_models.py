@@ -1,4 +1,4 @@
-"""Masked language models of 2 layers x 32, with weights large enough to show an error; and plain losses."""
+"""Write masked language models of 2 layers x 32 whose weights are large enough to show an error; compute losses."""
 
 import random
 from pathlib import Path
@@ -8,7 +8,7 @@ import transformers
 from unit.huggingface.tiny_neobert import build_model
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.evaluation import models as encoders
+from megatron_neobert.evaluation import models
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", ".", "sep", "[", "]"]
 LONGEST = 40  # tokens
@@ -26,13 +26,13 @@ ARCHITECTURES = ("Bert", "Roberta", "ModernBert", "NomicBert", "EuroBert", "neob
 
 
 def write_model(folder: Path, kind: str, *, seed: int = 0) -> Path:
-    """A folder of one of the ARCHITECTURES, or of another one that transformers has with such a config."""
+    """Write a model of one of the ARCHITECTURES, or of another class of transformers, and its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "neobert":
         changes = {name: _COMMON[name] for name in ("vocab_size", "max_position_embeddings", "pad_token_id")}
         model = build_model(**changes)
     else:
-        # RoBERTa counts positions from behind its padding id, 0 here.
+        # RoBERTa counts positions from its padding id + 1, here 1.
         changes = {"max_position_embeddings": LONGEST + 1} if kind == "Roberta" else {}
         config = getattr(transformers, f"{kind}Config")(**{**_COMMON, **changes})
         torch.manual_seed(seed)
@@ -51,17 +51,17 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def make_texts(count: int, *, longest: int, seed: int = 0) -> list[str]:
-    """Texts of 1 to `longest` words, each of them different."""
-    chosen, texts = random.Random(seed), dict[str, None]()
+    """Return different texts of 1 to `longest` words."""
+    rng, texts = random.Random(seed), dict[str, None]()
     while len(texts) < count:
-        texts[" ".join(chosen.choices(WORDS[5:12], k=chosen.randint(1, longest)))] = None
+        texts[" ".join(rng.choices(WORDS[5:12], k=rng.randint(1, longest)))] = None
     return list(texts)
 
 
 @torch.no_grad()
 def plain_losses(folder: Path, text: str, *, with_specials: bool = False, with_mask: bool = True) -> list[float]:
-    """-log p of each token, from one forward of the whole model for each of them, alone and unpadded."""
-    model, tokenizer = encoders.load_model(folder, "AutoModelForMaskedLM"), encoders.load_tokenizer(folder)
+    """Return -log p of each token, from one forward pass per token without padding."""
+    model, tokenizer = models.load_model(folder, "AutoModelForMaskedLM"), models.load_tokenizer(folder)
     ids_s = tokenizer(text, return_tensors="pt")["input_ids"][0]
     losses = []
     for position in range(len(ids_s)) if with_specials else range(1, len(ids_s) - 1):

@@ -1,7 +1,6 @@
-"""The ledger of finished work: keys, order, and files that a kill or another hand has left."""
+"""The ledger of finished work: keys, order, locking, and damaged files."""
 
 import json
-import multiprocessing
 
 import pytest
 
@@ -11,7 +10,7 @@ from megatron_neobert.evaluation.ledger import LEDGER, Ledger, open_ledger
 UNIT = {"model": "abc", "data": {"train": "def"}, "lengths": (8, 16), "rate": 1e-5}
 
 
-def test_unit_is_done_for_the_same_unit_only_and_its_result_is_read_as_written(tmp_path):
+def test_result_is_found_for_an_equal_unit_only_and_read_back_as_written(tmp_path):
     with open_ledger(tmp_path) as ledger:
         assert ledger.find(UNIT) is None
         written = ledger.add(UNIT, {"score": 1 / 3, "kinds": (1, 2)})
@@ -21,29 +20,27 @@ def test_unit_is_done_for_the_same_unit_only_and_its_result_is_read_as_written(t
         assert read.find({**UNIT, **changed}) is None
 
 
-def test_line_without_an_origin_is_read_as_one_of_an_unknown_machine(tmp_path):
+def test_line_without_an_origin_is_from_an_unknown_machine(tmp_path):
     line = {"key": "a", "unit": {"task": "a"}, "result": {"score": 1}}
     (tmp_path / LEDGER).write_text(json.dumps(line) + "\n")
-    origin = {"machine": "unknown", "versions": {}}
-    assert list(Ledger(tmp_path).lines.values()) == [line | {"origin": origin}]
+    assert list(Ledger(tmp_path).lines.values()) == [line | {"origin": {"machine": "unknown", "versions": {}}}]
 
 
-def test_unit_that_is_added_again_becomes_the_last_one(tmp_path):
+def test_unit_that_is_added_again_becomes_the_last_line(tmp_path):
     with open_ledger(tmp_path) as ledger:
         for name, score in (("a", 1), ("b", 2), ("a", 3)):
             ledger.add({"task": name}, {"score": score})
-    for each in (ledger, Ledger(tmp_path)):
-        found = [(line["unit"]["task"], line["result"]["score"]) for line in each.lines.values()]
-        assert found == [("b", 2), ("a", 3)]
+    for lines in (ledger.lines, Ledger(tmp_path).lines):
+        assert [(line["unit"]["task"], line["result"]["score"]) for line in lines.values()] == [("b", 2), ("a", 3)]
 
 
-def test_line_that_a_kill_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path):
+def test_incomplete_last_line_is_ignored_by_readers_and_removed_before_the_next_line(tmp_path):
     with open_ledger(tmp_path) as ledger:
         ledger.add({"task": "a"}, {})
     path = tmp_path / LEDGER
     path.write_bytes(path.read_bytes() + b'{"key": ')
     assert len(Ledger(tmp_path).lines) == 1
-    assert path.read_bytes().endswith(b'{"key": '), "a reader leaves the file as it is"
+    assert path.read_bytes().endswith(b'{"key": '), "a reader does not change the file"
     with open_ledger(tmp_path) as ledger:
         ledger.add({"task": "b"}, {})
         ledger.add({"task": "c"}, {})
@@ -51,31 +48,18 @@ def test_line_that_a_kill_cut_short_is_dropped_and_the_next_one_is_whole(tmp_pat
 
 
 @pytest.mark.parametrize("line", ["[1]", '{"key": "a"}', "no JSON", '{"key": "a", "unit": 1, "result": {}}'])
-def test_whole_line_that_is_no_entry_is_refused_with_its_number(tmp_path, line):
+def test_complete_line_that_is_not_an_entry_is_refused_with_its_number(tmp_path, line):
     (tmp_path / LEDGER).write_text(line + "\n")
     with pytest.raises(DataError, match=r"ledger\.jsonl, line 1: not an entry of a ledger"):
         Ledger(tmp_path)
 
 
-def hold(folder, held, release) -> None:
-    with open_ledger(folder) as ledger:
-        ledger.add({"task": "other"}, {})
-        held.set()
-        release.wait()
-
-
-def test_second_process_may_read_a_ledger_that_is_held_and_not_add_to_it(tmp_path):
-    context = multiprocessing.get_context("fork")
-    held, release = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(tmp_path, held, release))
-    process.start()
-    held.wait()
-    try:
-        assert Ledger(tmp_path).find({"task": "other"}) == {}
+def test_ledger_that_is_open_can_be_read_but_not_opened_again(tmp_path):
+    with open_ledger(tmp_path) as ledger:
+        ledger.add(UNIT, {})
+        assert Ledger(tmp_path).find(UNIT) == {}
+        # A lock belongs to the open file, so a second one in this process is like one of another process.
         with pytest.raises(OutputError, match="another command is writing these results"), open_ledger(tmp_path):
             pass
-    finally:
-        release.set()
-        process.join()
     with open_ledger(tmp_path) as ledger:
-        assert ledger.find({"task": "other"}) == {}
+        assert ledger.find(UNIT) == {}

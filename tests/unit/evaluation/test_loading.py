@@ -1,4 +1,4 @@
-"""Models under evaluation are loaded from local folders, none of whose code runs, and known by their weights."""
+"""Models under evaluation: what identifies them, and which weights may be missing from their folders."""
 
 import json
 import shutil
@@ -19,33 +19,34 @@ def folder(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", "Bert")
 
 
-def change_config(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+def remove_weight(folder: Path, name: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors")
 
 
-def test_fingerprint_changes_with_weights_or_tokenizer_and_not_with_the_card_or_an_export(folder: Path, tmp_path: Path):
+def test_fingerprint_changes_with_weights_and_tokenizer_but_not_with_the_card_or_an_onnx_export(
+    folder: Path, tmp_path: Path
+):
     first = models.fingerprint(folder)
     (folder / "README.md").write_text("a card")
     (folder / "onnx").mkdir()
-    shutil.copy(folder / "config.json", folder / "onnx")  # as an export to ONNX leaves it
+    shutil.copy(folder / "config.json", folder / "onnx")
     assert models.fingerprint(folder) == first
-    other = write_model(tmp_path / "other", "Bert", seed=1)
-    assert models.fingerprint(other) != first
-    found = {first}
+    fingerprints = {first, models.fingerprint(write_model(tmp_path / "other", "Bert", seed=1))}
     (folder / "1_Pooling").mkdir()
-    modules = ("tokenizer.json", "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
-    for name, content in zip(modules, ("{}", '[{"path": "1_Pooling"}]', "{}", "{}"), strict=True):
+    names = ("tokenizer.json", "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
+    for name, content in zip(names, ("{}", '[{"path": "1_Pooling"}]', "{}", "{}"), strict=True):
         (folder / name).write_text(content)
-        found.add(models.fingerprint(folder))
-    assert len(found) == 1 + len(modules)
+        fingerprints.add(models.fingerprint(folder))
+    assert len(fingerprints) == 2 + len(names)
 
 
 def test_record_names_the_model_and_the_machines_and_versions_of_the_measurements(folder: Path, tmp_path: Path):
     path = tmp_path / "results" / "model" / "throughput.json"
     with open_ledger(tmp_path, "cpu") as ledger:
-        ledger.add({"here": 1}, {})
-        ledger.add({"there": 1}, {}, {"machine": "a GPU", "versions": {"torch": "1.0"}})
+        ledger.add({"task": 1}, {})
+        ledger.add({"task": 2}, {}, {"machine": "a GPU", "versions": {"torch": "1.0"}})
     results = {"tokens": 1.5}
     write_record(path, "throughput", folder=folder, settings={"seed": 3}, results=results, lines=ledger.lines.values())
     record = read_record(path)
@@ -56,24 +57,20 @@ def test_record_names_the_model_and_the_machines_and_versions_of_the_measurement
     assert "CPU" in record["machine"] and record["machine"].endswith("; a GPU")
 
 
-def test_head_that_the_folder_does_not_hold_is_refused_and_not_drawn(tmp_path: Path):
+def test_missing_masked_language_model_head_is_refused(tmp_path: Path):
     folder = write_model(tmp_path / "model", "EuroBert")
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: weights[name] for name in weights if name != "lm_head.weight"}, folder / "model.safetensors")
-    with pytest.raises(
-        ConversionError, match=r"lm_head\.weight is not there; AutoModelForMaskedLM would have random weights"
-    ):
+    remove_weight(folder, "lm_head.weight")
+    refusal = r"lm_head\.weight is not there; AutoModelForMaskedLM would have random weights there"
+    with pytest.raises(ConversionError, match=refusal):
         models.load_model(folder, "AutoModelForMaskedLM")
     assert models.load_model(folder, "AutoModel") is not None
 
 
-def test_a_classification_head_may_be_new_and_the_encoder_may_not(folder: Path):
-    three = models.load_model(folder, "AutoModelForSequenceClassification", num_labels=3)
-    three.save_pretrained(folder)
+def test_classification_head_may_be_missing_but_the_encoder_may_not(folder: Path):
+    models.load_model(folder, "AutoModelForSequenceClassification", num_labels=3).save_pretrained(folder)
     assert models.load_model(folder, "AutoModelForSequenceClassification", num_labels=5).num_labels == 5
-    weights = load_file(folder / "model.safetensors")
-    lost = next(name for name in weights if "attention" in name)
-    save_file({name: one for name, one in weights.items() if name != lost}, folder / "model.safetensors")
+    lost = next(name for name in load_file(folder / "model.safetensors") if "attention" in name)
+    remove_weight(folder, lost)
     with pytest.raises(ConversionError, match=f"{lost} is not there"):
         models.load_model(folder, "AutoModelForSequenceClassification", num_labels=3)
 
@@ -82,11 +79,11 @@ def test_a_classification_head_may_be_new_and_the_encoder_may_not(folder: Path):
     "auto_class", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
 )
 @pytest.mark.parametrize("kind", ["Bert", "EuroBert", "neobert"])
-def test_encoder_whose_weights_have_another_shape_is_refused_and_not_drawn(tmp_path: Path, kind: str, auto_class: str):
+def test_encoder_whose_weights_have_another_shape_than_its_config_is_refused(
+    tmp_path: Path, kind: str, auto_class: str
+):
     folder = write_model(tmp_path / "model", kind)
-    change_config(folder, vocab_size=len(WORDS) + 8)
-    with pytest.raises(
-        ConversionError, match=rf"embed|encoder\.weight.*the shape \({len(WORDS)}, 32\) and not"
-    ) as refused:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(WORDS) + 8}))
+    with pytest.raises(ConversionError, match=rf"embed|encoder\.weight.*the shape \({len(WORDS)}, 32\) and not"):
         models.load_model(folder, auto_class)
-    assert refused.value.exit_code == 78

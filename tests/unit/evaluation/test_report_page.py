@@ -1,4 +1,4 @@
-"""The report: the paper's numbers are marked, what is missing or differs is named, and text stays text."""
+"""The report marks the paper's numbers, names missing and differing settings, and shows text of records as text."""
 
 import json
 from pathlib import Path
@@ -16,22 +16,15 @@ HOSTILE = "<script>alert(1)</script> | `x` [a](b)"
 LINE = {"origin": {"machine": "a machine", "versions": {"torch": "2.13.0"}}}
 
 
-def score(mean):
-    return {"mean": mean, "sd": 0.01}
-
-
 def glue_of(tasks):
+    score = {"mean": 0.612, "sd": 0.01}
     point = {"batch_size": 16, "learning_rate": 1e-5, "weight_decay": 0.01}
-    one = {"score": score(0.612), "metrics": {"accuracy": score(0.612)}, "best_point": point, "seeds": [0, 1]}
-    one |= {"points": 6, "seconds": 1800.0, "kept": "runs/1/model"}
+    result = {"score": score, "metrics": {"accuracy": score}, "best_point": point, "seeds": [0, 1]}
+    result |= {"points": 6, "seconds": 1800.0, "kept": "runs/1/model"}
     reason = None if len(tasks) == len(TASKS) else f"{len(tasks)} of 8 tasks"
-    return {"tasks": dict.fromkeys(tasks, one), "average": None if reason else 0.612, "no_average": reason}
+    return {"tasks": dict.fromkeys(tasks, result), "average": None if reason else 0.612, "no_average": reason}
 
 
-CURVE = [
-    {"mean_length": 100.0, "pseudo_perplexity": 30.0, "low": 20.0, "high": 40.0},
-    {"mean_length": 400.0, "pseudo_perplexity": 25.0, "low": None, "high": None},
-]
 RESULTS = {
     "pseudo_perplexity": {
         "pseudo_perplexity": 23.456,
@@ -39,7 +32,10 @@ RESULTS = {
         "documents": 7,
         "positions": 4321,
         "truncated": 0,
-        "curve": CURVE,
+        "curve": [
+            {"mean_length": 100.0, "pseudo_perplexity": 30.0, "low": 20.0, "high": 40.0},
+            {"mean_length": 400.0, "pseudo_perplexity": 25.0, "low": None, "high": None},
+        ],
         "band": "95 %",
     },
     "glue": glue_of(TASKS),
@@ -64,16 +60,19 @@ RESULTS = {
 }
 
 
-def put(results_folder, kind, results, *, name="mine", seed=17, tasks="MTEB(eng, v1)", moved=()):
-    """A record of a model that consists of a config, which is all that a fingerprint needs."""
-    model = results_folder / "models" / "m"
+def put(folder, kind, results=None, *, name="mine", seed=17, tasks="MTEB(eng, v1)", without_transfer=()):
+    """Write the record of a model; its folder has only a config, which is enough for a fingerprint."""
+    results = results or RESULTS[kind]
+    model = folder / "models" / "m"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text("{}")
-    path = results_folder / name.replace("/", "-") / f"{kind}.json"
+    path = folder / name.replace("/", "-") / f"{kind}.json"
     settings = {"seed": seed, "tasks": tasks}
     if kind == "glue":
-        one = {"protocol": {"epochs": 10, "limit": None}, "seeds": [seed], "data": {}, "grid": {}, "device": name}
-        settings = {task: one | {"from_mnli": task == "rte" and task not in moved} for task in results["tasks"]}
+        common = {"protocol": {"epochs": 10, "limit": None}, "seeds": [seed], "data": {}, "grid": {}, "device": name}
+        settings = {
+            task: common | {"from_mnli": task == "rte" and task not in without_transfer} for task in results["tasks"]
+        }
     if kind == "mteb":
         results = {"tables": [results | {"settings": settings}]}
     write_record(path, kind, folder=model, settings=settings, results=results, lines=[LINE])
@@ -84,99 +83,98 @@ def put(results_folder, kind, results, *, name="mine", seed=17, tasks="MTEB(eng,
 
 @pytest.fixture
 def results(tmp_path):
-    folder = tmp_path / "results"
-    for kind, content in RESULTS.items():
-        put(folder, kind, content)
-    return folder
+    for kind in RESULTS:
+        put(tmp_path / "results", kind)
+    return tmp_path / "results"
 
 
-def report_of(results, tmp_path):
-    output = tmp_path / "report"
-    runs = write_report([results], output)
-    return (output / "report.md").read_text(), runs
+@pytest.fixture
+def report(results, tmp_path):
+    """Return a function that writes the report and returns its text and records."""
+
+    def write():
+        records = write_report([results], tmp_path / "report")
+        return (tmp_path / "report" / "report.md").read_text(), records
+
+    return write
 
 
 def line_of(text, beginning):
     return next(line for line in text.splitlines() if line.startswith(beginning))
 
 
-def test_measured_and_reported_numbers_are_told_apart_and_every_measurement_is_described(results, tmp_path):
-    text, runs = report_of(results, tmp_path)
+def test_measured_and_reported_rows_are_marked_and_every_measurement_is_described(report):
+    text, records = report()
     assert line_of(text, "| mine | 61.2") == f"| {' | '.join(['mine', *['61.2 ± 1.0'] * 8, '61.2', 'measured'])} |"
     assert line_of(text, "| NeoBERT-4096 | 89.0").endswith("| 89.0 | reported |")
-    assert len(runs) == 4
-    for run in runs:
-        section = text.split(f"### mine: {run.kind}\n")[1].split("### ")[0]
-        record = json.loads(Path(run.path).read_text())
-        assert record["command"] in section and "a machine; torch 2.13.0" in section
-        assert ('"seeds": [17]' if run.kind == "glue" else "seed: 17") in section
+    assert "Missing: no record; neobert evaluate throughput writes it." in text
+    assert len(records) == 4
+    for record in records:
+        section = text.split(f"### mine: {record.kind}\n")[1].split("### ")[0]
+        content = json.loads(Path(record.path).read_text())
+        assert content["command"] in section and "a machine; torch 2.13.0" in section
+        assert ('"seeds": [17]' if record.kind == "glue" else "seed: 17") in section
 
 
-def test_a_mean_over_some_tasks_only_is_not_given_and_they_are_named(results, tmp_path):
+def test_mean_over_some_of_the_tasks_is_left_out_and_missing_tasks_are_named(results, report):
     put(results, "glue", glue_of([task for task in TASKS if task != "qqp"]))
-    text, _ = report_of(results, tmp_path)
+    text, _ = report()
     cells = line_of(text, "| mine | 61.2").split(" | ")
     assert cells[3] == "missing" and cells[9] == "– (7 of 8 tasks)"
     assert line_of(text, "| mine | 71.2 (1)").split(" | ")[-3:-1] == ["missing", "– (1 of 2)"]
     assert "mine, without a score: STS17 (no data)." in text
 
 
-def test_settings_that_differ_between_models_are_named_task_by_task(results, tmp_path):
+def test_settings_that_differ_between_models_are_named_task_by_task(results, report):
     put(results, "glue", glue_of(["cola"]), name="fewer tasks, other device")
-    assert "compare with care" not in report_of(results, tmp_path)[0]
-    put(results, "glue", glue_of(TASKS), name="other", seed=19, moved=["rte"])
-    put(results, "mteb", RESULTS["mteb"], name="other", seed=18)
-    text, _ = report_of(results, tmp_path)
+    assert "compare with care" not in report()[0]
+    put(results, "glue", name="other", seed=19, without_transfer=["rte"])
+    put(results, "mteb", name="other", seed=18)
+    text, _ = report()
     assert text.count("Not the same in all of these runs, so compare with care: seed.") == 1
     assert "so compare with care: from_mnli, seeds." in text
 
 
-def test_mteb_on_other_tasks_is_in_a_table_without_the_papers_rows(results, tmp_path):
-    put(results, "mteb", RESULTS["mteb"], name="second", tasks="MTEB(eng, v2)")
-    put(results, "mteb", RESULTS["mteb"], name="local", tasks=["local:b", "local:a"])
-    put(results, "mteb", RESULTS["mteb"], name="too", tasks=["local:a", "local:b"])
-    text, _ = report_of(results, tmp_path)
-    section = text.split("## MTEB\n")[1].split("A mean is given only")[0]
-    rows: dict[str, list[str]] = {}
+def test_mteb_has_a_table_for_each_selection_of_tasks_and_the_papers_rows_are_in_its_own(results, report):
+    put(results, "mteb", name="second", tasks="MTEB(eng, v2)")
+    put(results, "mteb", name="local", tasks=["local:b", "local:a"])
+    put(results, "mteb", name="too", tasks=["local:a", "local:b"])
+    section = report()[0].split("## MTEB\n")[1].split("A mean is given only")[0]
+    models: dict[str, list[str]] = {}
     for line in filter(None, section.splitlines()):
         if line.endswith(":") and not line.startswith("|"):
-            models = rows.setdefault(line.removesuffix(":"), [])
+            names = models.setdefault(line.removesuffix(":"), [])
         elif line.startswith("| ") and not line.startswith(("| model", "| ---")):
-            models.append(line.split(" | ")[0].removeprefix("| "))
-    assert rows.pop("MTEB(eng, v1)") == ["mine", *MTEB.rows]
-    assert rows == {"MTEB(eng, v2)": ["second"], "local:a, local:b": ["local", "too"]}
-
-
-def test_kinds_without_a_record_are_named(results, tmp_path):
-    assert "Missing: no record; neobert evaluate throughput writes it." in report_of(results, tmp_path)[0]
+            names.append(line.split(" | ")[0].removeprefix("| "))
+    assert models.pop("MTEB(eng, v1)") == ["mine", *MTEB.rows]
+    assert models == {"MTEB(eng, v2)": ["second"], "local:a, local:b": ["local", "too"]}
 
 
 @pytest.mark.parametrize("name", ["~~~fence", "- item", "1. item", HOSTILE])
-def test_what_records_say_is_text_and_never_markup(results, tmp_path, name):
-    put(results, "contrastive", RESULTS["contrastive"], name=name)
-    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(report_of(results, tmp_path)[0])
+def test_text_of_records_never_becomes_markup(results, report, name):
+    put(results, "contrastive", name=name)
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(report()[0])
     inner = [child for token in tokens for child in token.children or []]
     assert f"{name}: contrastive" in "".join(child.content for child in inner)
     types = {token.type for token in (*tokens, *inner)}
     assert types.isdisjoint({"fence", "list_item_open", "html_inline", "html_block"})
 
 
-def test_two_models_of_one_name_are_told_apart_by_their_folders(results, tmp_path):
-    again = put(tmp_path / "results" / "second", "contrastive", RESULTS["contrastive"])
-    _, runs = report_of(results, tmp_path)
-    names = [run.model.name for run in runs if run.kind == "contrastive"]
-    assert names == [f"mine ({path})" for path in sorted([again.parent, results / "mine"])]
+def test_models_with_the_same_name_are_shown_with_their_folders(results, report):
+    second = put(results / "second", "contrastive")
+    names = [record.model.name for record in report()[1] if record.kind == "contrastive"]
+    assert names == [f"mine ({path})" for path in sorted([second.parent, results / "mine"])]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"kind": "glue"}', b"\xff"])
-def test_a_file_that_is_no_record_is_named(results, tmp_path, content):
+def test_file_that_is_not_a_record_is_named(results, report, content):
     path = results / "mine" / "glue.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=r"mine/glue\.json"):
-        report_of(results, tmp_path)
+        report()
 
 
 def test_folders_without_records_are_refused(tmp_path):
-    with pytest.raises(MissingInputError, match=r"none of pseudo_perplexity\.json, throughput\.json"):
+    with pytest.raises(MissingInputError, match=r"has none of pseudo_perplexity\.json, throughput\.json"):
         write_report([tmp_path], tmp_path / "report")
     assert not (tmp_path / "report").exists()

@@ -1,4 +1,4 @@
-"""`neobert check environment` on this machine, on this machine with a broken torch, and each trap that it knows."""
+"""`neobert check environment`: on this machine, with a broken torch, and each problem that it detects."""
 
 import ast
 import os
@@ -41,11 +41,11 @@ NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU
     ],
 )
 def test_packages_that_do_not_fit_each_other_are_named(installed, cuda, bad):
-    found = list(trap_findings(installed, cuda))
-    assert len(found) == bad and all(finding.subject.split()[0] in installed for finding in found)
+    findings = list(trap_findings(installed, cuda))
+    assert len(findings) == bad and all(finding.subject.split()[0] in installed for finding in findings)
 
 
-def test_variable_of_a_launcher_is_named():
+def test_variables_of_a_launcher_are_named():
     assert [finding.subject for finding in machine_findings({"RANK": "0"})][:1] == ["RANK 0"]
     assert "RANK 0" not in [finding.subject for finding in machine_findings({})]
 
@@ -56,7 +56,7 @@ def installed():
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "level", "words"),
+    ("package", "version", "level", "reason"),
     [
         ("torch", "2.10.0", PROBLEM, "does not fit: megatron-neobert asks for torch>=2.11"),
         ("torch", "2.11.0a0+nv", PROBLEM, "does not fit: megatron-neobert asks for torch>=2.11"),
@@ -67,57 +67,56 @@ def installed():
         ("transformer-engine", "2.12.0", WARNING, "the extra gpu of megatron-neobert asks for transformer-engine"),
     ],
 )
-def test_package_outside_its_range_is_named(installed, package, version, level, words):
+def test_missing_package_and_version_outside_its_range_are_named(installed, package, version, level, reason):
     installed.pop(package, None)
-    found = requirement_findings(installed if version is None else {**installed, package: version})
-    ((found_level, subject, found_words, remedy),) = found
-    assert (found_level, subject) == (level, package if version is None else f"{package} {version}")
-    assert words in found_words and remedy
+    (finding,) = requirement_findings(installed if version is None else {**installed, package: version})
+    assert finding[:2] == (level, package if version is None else f"{package} {version}")
+    assert reason in finding[2] and finding[3]
 
 
-def test_environment_of_the_tests_meets_the_ranges_and_absent_extras_are_no_complaint(installed):
+def test_environment_of_the_tests_meets_the_ranges_and_extras_may_be_missing(installed):
     assert list(requirement_findings(installed)) == []
     assert "transformer-engine" not in installed
 
 
-def test_folder_of_a_run_is_judged_by_the_nearest_that_exists(tmp_path):
+def test_folder_that_does_not_exist_is_judged_by_the_nearest_parent_that_does(tmp_path):
     assert next(folder_findings(tmp_path / "runs" / "first")).level == OK
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch()
     link.symlink_to(tmp_path / "nothing")
-    for place in (file, file / "runs" / "first", link, link / "first"):
-        ((level, _, words, _),) = folder_findings(place)
+    for folder in (file, file / "runs" / "first", link, link / "first"):
+        ((level, _, words, _),) = folder_findings(folder)
         assert level == PROBLEM and "could not write a checkpoint below" in words
 
 
-def test_what_training_would_compute_with_is_what_training_checks():
+def test_precisions_are_judged_by_the_checks_of_training():
     found = {subject: (level, words) for level, subject, words, _ in probe.precision_findings()}
     assert found["float32"][0] == found["bfloat16"][0] == OK
     assert found["FP8 tensorwise"][1].startswith("not here: --fp8-format hybrid needs Transformer Engine")
     assert list(probe.import_findings()) == []
 
 
-def test_gpu_that_the_driver_lists_and_torch_cannot_reach_is_a_problem():
+def test_gpu_that_the_driver_lists_but_torch_cannot_use_is_a_problem():
     ((level, _, words, remedy),) = probe.gpu_findings("GPU 0: NVIDIA H100 80GB HBM3\n")
     assert level == PROBLEM and "nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but torch reaches none" in words
     assert remedy == "install a CUDA build of torch; this one was built for the CPU"
     assert [finding[0] for finding in probe.gpu_findings("")] == [OK]
 
 
-def test_package_that_cannot_be_imported_is_named_with_its_error(monkeypatch):
+def test_package_whose_import_fails_is_named_with_the_error(monkeypatch):
     monkeypatch.setattr(probe, "COMPILED", {"pyarrow": "no_such_module", "not-installed": "x"})
     ((level, _, words, _),) = probe.import_findings()
     assert level == PROBLEM and "ModuleNotFoundError: No module named 'no_such_module'" in words
 
 
-def test_what_the_gpu_test_computes_is_right_on_two_cpu_ranks(tmp_path):
+def test_computations_of_the_gpu_test_are_correct_on_two_cpu_ranks(tmp_path):
     def compute(store):
-        told = []
-        probe.tell = told.append
+        findings = []
+        probe.tell = findings.append
         probe.compute_on(int(os.environ["RANK"]), "cpu", 2, store)
         names = ["cpu bfloat16 product", "sum over 2 rank(s)"]
-        assert [subject for _, subject, *_ in told] == names[: 2 - int(os.environ["RANK"])], told
-        assert {level for level, *_ in told} == {OK}, told
+        assert [subject for _, subject, *_ in findings] == names[: 2 - int(os.environ["RANK"])], findings
+        assert {level for level, *_ in findings} == {OK}, findings
 
     run_on_ranks(compute, str(tmp_path / "store"), world_size=2)
 
@@ -128,7 +127,7 @@ def test_gpu_test_without_a_gpu_is_a_problem(capfd):
 
 
 @pytest.mark.slow
-def test_this_machine_can_train_and_no_other_variable_is_printed(tmp_path):
+def test_this_machine_can_train_and_other_environment_variables_are_not_printed(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
@@ -158,7 +157,7 @@ def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path, s
     assert "problem(s) keep training from starting as it should" in output
 
 
-def test_environment_without_any_package_is_told_to_prepare_one():
+def test_environment_without_packages_gets_the_command_that_prepares_one():
     command = [sys.executable, "-E", "-S", "-m", "megatron_neobert", "check", "environment"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (69, "")
@@ -168,8 +167,8 @@ def test_environment_without_any_package_is_told_to_prepare_one():
 
 def test_python_that_is_too_old_is_the_only_finding(monkeypatch):
     monkeypatch.setattr(check_environment.sys, "version_info", (3, 9, 18))
-    (found,) = find_all(None, gpu_test=False)
-    assert found.level == PROBLEM and "this project needs 3.10 to 3.13" in found.words
+    (finding,) = find_all(None, gpu_test=False)
+    assert finding.level == PROBLEM and "this project needs 3.10 to 3.13" in finding.words
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_python_that_is_too_old_is_the_only_finding(monkeypatch):
         for name in ("__init__", "__main__", "cli", "errors", "text", "commands/environment")
     ],
 )
-def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
+def test_source_parses_on_python_3_8_and_imports_only_the_standard_library(path):
     tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"), feature_version=(3, 8))
     imported = {
         name.split(".")[0]
@@ -189,4 +188,4 @@ def test_source_runs_on_python_3_8_and_imports_the_standard_library_alone(path):
     }
     assert imported - {"megatron_neobert"} <= set(sys.stdlib_module_names)
     if path.endswith(("__main__.py", "errors.py", "commands/environment.py", "cli.py")):
-        assert "__future__" in imported, "annotations such as `int | None` are evaluated on Python 3.9 without it"
+        assert "__future__" in imported, "without it, Python 3.9 evaluates annotations such as `int | None`"

@@ -1,4 +1,4 @@
-"""`neobert evaluate glue`: killed, in several processes, and refused."""
+"""`neobert evaluate glue` resumes after a kill, runs in several processes, and refuses impossible settings."""
 
 import json
 import signal
@@ -14,16 +14,16 @@ SETTINGS = ("--tasks", "rte", "--no-transfer", "--epochs", "1", "--batch-size", 
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("glue"))
 
 
-def arguments_of(place, output, *more):
-    return ("--model", place / "model", "--data-dir", place / "glue", "--output", place / output, *SETTINGS, *more)
+def arguments_of(inputs, output, *more):
+    return ("--model", inputs / "model", "--data-dir", inputs / "glue", "--output", inputs / output, *SETTINGS, *more)
 
 
-def results_of(place, output):
-    tasks = json.loads((place / output / "model" / "glue.json").read_text())["results"]["tasks"]
+def results_of(inputs, output):
+    tasks = json.loads((inputs / output / "model" / "glue.json").read_text())["results"]["tasks"]
     return {
         name: {key: value for key, value in task.items() if key not in ("seconds", "kept")}
         for name, task in tasks.items()
@@ -31,35 +31,35 @@ def results_of(place, output):
 
 
 @pytest.mark.slow
-def test_command_killed_in_two_processes_resumes_in_one_with_the_same_results(place):
+def test_command_with_two_workers_that_is_killed_resumes_with_one_and_has_the_same_results(inputs):
     seeds = ("--seeds", "0", "1", "2")
-    command = command_line("evaluate glue", *arguments_of(place, "killed", *seeds, "--jobs", "2"))
+    command = command_line("evaluate glue", *arguments_of(inputs, "killed", *seeds, "--jobs", "2"))
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         first = next(line for line in process.stderr if line.startswith("rte 1/3 | "))
         workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
-        assert psutil.wait_procs(workers, timeout=600)[1] == []  # they do not outlive it
-    _, output, errors = call("evaluate glue", *arguments_of(place, "killed", *seeds))
+        assert psutil.wait_procs(workers, timeout=600)[1] == [], "workers end with their parent"
+    _, output, errors = call("evaluate glue", *arguments_of(inputs, "killed", *seeds))
     assert "rte 3/3 | " in errors and first.split(" | ")[1] not in errors
     assert "| measured |" in output
-    assert call("evaluate glue", *arguments_of(place, "whole", *seeds))[0] == 0
-    assert results_of(place, "killed") == results_of(place, "whole")
+    assert call("evaluate glue", *arguments_of(inputs, "whole", *seeds))[0] == 0
+    assert results_of(inputs, "killed") == results_of(inputs, "whole")
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--device", "cuda:1"), "--device cuda:1 is not one of cpu, cuda"),  # every run sees one GPU
+        (("--device", "cuda:1"), "--device cuda:1 is not one of cpu, cuda"),  # each run sees one GPU
         (("--tasks", "snli"), "--tasks snli: GLUE's tasks are mnli"),
         pytest.param(
             ("--device", "cuda"),
             "--device cuda: torch sees no GPU here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (("--device", "cpu", "--dtype", "float16"), "--dtype float16 needs a GPU"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(place, arguments, reason):
-    code, _, errors = call("evaluate glue", *arguments_of(place, "refused", *arguments))
+def test_impossible_settings_are_refused_before_anything_is_written(inputs, arguments, reason):
+    code, _, errors = call("evaluate glue", *arguments_of(inputs, "refused", *arguments))
     assert code == 2 and reason in errors
-    assert not (place / "refused").exists()
+    assert not (inputs / "refused").exists()

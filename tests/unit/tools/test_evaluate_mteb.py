@@ -1,6 +1,6 @@
-"""The two commands as a user starts them: fetching with a folder in place of the Hub, evaluating without a network.
+"""`neobert fetch mteb` with a folder instead of the Hub, and `neobert evaluate mteb` without a network.
 
-Importing mteb takes seconds, so most runs of evaluate_mteb share this process.
+Importing mteb takes seconds, so the evaluations run in this process.
 """
 
 import json
@@ -14,8 +14,8 @@ from unit.evaluation.mteb_inputs import make_encoder, write_hub, write_pairs
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """model/, a hub/ with BIOSSES and NFCorpus, and data/ with files of a local task."""
+def inputs(tmp_path_factory):
+    """Return a folder with model/, hub/ (BIOSSES and NFCorpus) and data/ (files of a local task)."""
     folder = tmp_path_factory.mktemp("mteb")
     make_encoder(folder / "model")
     write_pairs(folder / "data" / "sts")
@@ -24,9 +24,9 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def evaluate(place, monkeypatch):
-    """Runs the command on the model and the data of `place`, where flags do not name others."""
-    monkeypatch.chdir(place)
+def evaluate(inputs, monkeypatch):
+    """Return a function that runs the command on model/ and data/; later flags replace these."""
+    monkeypatch.chdir(inputs)
 
     def start(*arguments):
         return call("evaluate mteb", "--model", "model", "--output", "out", "--data-dir", "data", *arguments)
@@ -34,10 +34,10 @@ def evaluate(place, monkeypatch):
     return start
 
 
-def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate):
-    environment = {**ENVIRONMENT, "HF_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
-    fetch = ("fetch mteb", "--output", place / "data", "--tasks")
-    code, output, errors = run(*fetch, "SICK-R", "BIOSSES", "NFCorpus", cwd=place / "hub", env=environment)
+def test_fetched_tasks_are_evaluated_together_with_local_ones(inputs, evaluate):
+    environment = {**ENVIRONMENT, "HF_HOME": str(inputs / "cache"), "HF_HUB_OFFLINE": "1"}
+    fetch = ("fetch mteb", "--output", inputs / "data", "--tasks")
+    code, output, errors = run(*fetch, "SICK-R", "BIOSSES", "NFCorpus", cwd=inputs / "hub", env=environment)
     assert code == 66
     assert output.splitlines()[1:] == ["2/3 BIOSSES: fetched", "3/3 NFCorpus: fetched"]
     assert output.startswith("1/3 SICK-R: failed (")
@@ -47,7 +47,7 @@ def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate
 
     tasks = ("--tasks", "NFCorpus", "BIOSSES", "local:sts")
     _, output, _ = evaluate(*tasks)
-    folder = place / "out" / "model"
+    folder = inputs / "out" / "model"
     (results,) = json.loads((folder / "mteb.json").read_text())["results"]["tables"]
     assert list(results["tasks"]) == list(tasks[1:])
     assert results["missing"] == []
@@ -58,7 +58,7 @@ def test_fetched_tasks_are_evaluated_elsewhere_beside_local_ones(place, evaluate
     assert (folder / "mteb.md").read_text() == table
 
 
-def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(evaluate, tmp_path):
+def test_task_without_data_is_refused_or_with_skip_missing_leaves_out_the_mean(evaluate, tmp_path):
     code, _, errors = evaluate("--tasks", "local:sts", "SICK-R", "--output", tmp_path)
     assert code == 66 and "no data of 1 tasks (SICK-R); run neobert fetch mteb" in errors
     assert list(tmp_path.iterdir()) == []
@@ -67,7 +67,7 @@ def test_tasks_without_data_end_the_command_or_leave_the_table_without_a_mean(ev
     assert "without a score: SICK-R (no data)." in output
 
 
-def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(tmp_path, evaluate):
+def test_results_of_other_tasks_and_settings_are_added_as_further_tables(tmp_path, evaluate):
     for name in "ab":
         write_pairs(tmp_path / "data" / name)
     (tmp_path / "file.yaml").write_text("types: {STS: wing}")
@@ -81,11 +81,11 @@ def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(tmp_pa
         assert len(tables) == min(number + 1, len(choices))
     assert [table["settings"]["tasks"] for table in tables].count(["local:b"]) == 1
     cached = (tmp_path / "out" / "model" / "mteb").rglob("local:a.json")
-    assert len(list(cached)) == len(choices) - 1  # in mteb's cache, too
+    assert len(list(cached)) == len(choices) - 1, "mteb's cache separates the settings too"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "reason"),
     [
         (("--tasks", "STS99"), 2, "no such task; did you mean"),
         (("--tasks", "local:nothing"), 66, "data/nothing is not a folder with"),
@@ -93,6 +93,6 @@ def test_tables_of_other_tasks_and_other_settings_stand_beside_each_other(tmp_pa
         (("--device", "cuda:99"), 2, "--device cuda:99: torch sees "),
     ],
 )
-def test_command_that_cannot_work_says_why(arguments, code, said, evaluate):
+def test_unknown_tasks_files_and_devices_are_refused(arguments, code, reason, evaluate):
     ended, _, errors = evaluate(*arguments)
-    assert ended == code and said in errors
+    assert ended == code and reason in errors

@@ -1,4 +1,4 @@
-"""What holds for every command: without an environment, with a misspelt flag, before torch, with Ctrl-C."""
+"""Promises of every command: without packages, with a misspelled flag, before torch is imported, on Ctrl-C."""
 
 import os
 import re
@@ -24,9 +24,10 @@ every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.
 
 
 def start(*words: object, packages: Path | None = None, options: tuple[str, ...] = ()):
-    """Return exit code and standard error of a script, or of `neobert` with these words.
+    """Return exit code and standard error of a script, or of `neobert` with these arguments, started in /.
 
-    The process runs far from the checkout; the packages come before the checkout on its path.
+    Args:
+        packages: Folder of modules that replace installed packages.
     """
     path = [str(packages or ""), str(REPOSITORY)]
     command = [str(words[0])] if str(words[0]).endswith(".py") else ["-m", "megatron_neobert", str(words[0])]
@@ -43,8 +44,8 @@ def start(*words: object, packages: Path | None = None, options: tuple[str, ...]
 
 
 @every_script
-def test_every_script_puts_its_own_checkout_before_its_first_import_of_this_project(script):
-    """So it does not run a package that is installed; tests/distributed/test_launch.py tries it."""
+def test_every_script_puts_its_own_checkout_on_the_path_before_it_imports_this_project(script):
+    """Otherwise it could run an installed package; tests/distributed/test_launch.py runs one."""
     source = script.read_text(encoding="utf-8")
     assert OWN_CHECKOUT in re.split(r"\nfrom (?:megatron_neobert|checkpoint_conversion)\b", source)[0]
 
@@ -52,8 +53,8 @@ def test_every_script_puts_its_own_checkout_before_its_first_import_of_this_proj
 # --- without the environment
 
 
-def test_every_script_can_be_read_by_a_python_that_has_no_packages():
-    """What is missing is then missed by `main`, where run_command reports it."""
+def test_every_script_can_be_imported_without_any_package():
+    """So a missing package is detected by `main`, where run_command reports it."""
     code = "import runpy, sys\nfor script in sys.argv[1:]: assert 'main' in runpy.run_path(script, run_name='read')"
     command = [sys.executable, "-E", "-S", "-c", code, *map(str, SCRIPTS)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -63,15 +64,14 @@ def test_every_script_can_be_read_by_a_python_that_has_no_packages():
 @pytest.mark.parametrize(
     "words", [(REPOSITORY / "tools/preprocess_data.py",), ("validate", "corpus")], ids=["script", "command"]
 )
-def test_command_started_without_the_environment_says_what_helps_and_ends_with_69(words):
+def test_command_without_its_packages_names_the_remedy_and_ends_with_69(words):
     code, errors = start(*words, options=("-S",))
     assert code == 69
     assert errors.startswith(f"error: {sys.executable} has no module ") and errors.count("\n") == 1
     assert f"{REPOSITORY}/tools/prepare_environment.sh" in errors or f"{REPOSITORY}/.venv/bin/python" in errors
 
 
-def test_command_whose_extra_is_missing_names_it(tmp_path):
-    """As fetch_mteb.py in the quick start's own environment; here datasets is hidden."""
+def test_command_without_the_package_of_an_extra_names_the_extra(tmp_path):
     (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError('hidden', name='datasets')")
     code, errors = start("fetch", "mteb", "--output", tmp_path, packages=tmp_path)
     assert code == 69
@@ -80,19 +80,19 @@ def test_command_whose_extra_is_missing_names_it(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "expected"), [("preprocess", 69), ("check environment", 0)])
-def test_python_that_is_too_old_is_named_except_to_the_command_that_checks_it(words, expected):
+def test_old_python_is_refused_except_by_the_command_that_checks_the_environment(words, expected):
     code = f"import sys; sys.version_info, sys.argv[1:] = (3, 9, 18), {words.split()}; import megatron_neobert"
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == expected
     assert ended.stderr.startswith(f"error: {sys.executable} is Python 3.9, and" if expected else "")
 
 
-# --- misspelt flags
+# --- misspelled flags
 
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Return a function that runs a command or a script here; signal handlers are restored afterwards."""
+    """Return a function that runs a command or a script in this process; restore signal handlers afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
 
     def start_here(command, *arguments):
@@ -108,7 +108,7 @@ def typed(monkeypatch):
 
 
 @pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in PLACES if name != "train")], ids=str)
-def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
+def test_misspelled_flag_gets_a_suggestion_from_every_command(command, typed):
     direction = ["megatron-to-hf"] if str(command).endswith("convert.py") else []
     with pytest.raises(ConfigError, match=r"unknown flag --hlep; did you mean '--help'\?"):
         typed(command, *direction, "--hlep")
@@ -129,7 +129,7 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
           "unknown flag --rowz; did you mean '--rows'?"]),
     ],
 )  # fmt: skip
-def test_flags_of_subcommands_and_of_a_run_are_known_and_every_unknown_one_is_named(command, words, problems, typed):
+def test_every_unknown_flag_is_named_even_of_subcommands_and_of_a_run(command, words, problems, typed):
     with pytest.raises(ConfigError) as refusal:
         typed(command, *words.split())
     assert refusal.value.problems == problems
@@ -138,7 +138,7 @@ def test_flags_of_subcommands_and_of_a_run_are_known_and_every_unknown_one_is_na
 # --- before torch
 
 
-def test_help_of_every_command_answers_without_torch():
+def test_help_of_every_command_is_printed_without_importing_torch():
     code = """import contextlib, io, runpy, sys
 from megatron_neobert.__main__ import PLACES, main
 def ask(words, start):
@@ -173,10 +173,10 @@ for name in PLACES:
         ("export-onnx --model nothere --output out", 66, "--model nothere: no such folder"),
     ],
 )  # fmt: skip
-def test_input_that_is_not_there_is_found_before_torch_is_imported(tmp_path, words, code, reason):
+def test_missing_input_is_reported_before_torch_is_imported(tmp_path, words, code, reason):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    found, errors = start(*words.split(), packages=tmp_path)
-    assert (found, errors[: len(reason) + 7]) == (code, f"error: {reason}")
+    ended, errors = start(*words.split(), packages=tmp_path)
+    assert (ended, errors[: len(reason) + 7]) == (code, f"error: {reason}")
 
 
 # --- Ctrl-C
@@ -185,13 +185,12 @@ def test_input_that_is_not_there_is_found_before_torch_is_imported(tmp_path, wor
 @pytest.mark.parametrize(
     ("words", "package"),
     [
-        ("preprocess", "numpy"),
+        (("preprocess",), "numpy"),
         (("train-tokenizer", "--input", __file__, "--output", "out"), "orjson"),
-        ("check parity", "torch"),
+        (("check", "parity"), "torch"),
     ],
 )
 def test_ctrl_c_during_imports_ends_without_a_traceback(tmp_path, words, package):
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / f"{package}.py").write_text(interrupted)
-    typed_words = words.split() if isinstance(words, str) else words  # the path of the checkout may have a space
-    assert start(*typed_words, packages=tmp_path) == (130, "interrupted\n")
+    assert start(*words, packages=tmp_path) == (130, "interrupted\n")

@@ -1,4 +1,4 @@
-"""ONNX graphs of small folders of each layout, run by onnxruntime; and what is refused, with nothing left behind."""
+"""ONNX graphs of each layout compute the model in onnxruntime; wrong graphs are refused and leave nothing behind."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ TEXTS = ["the cat sat on a [MASK]", "the mat", "a cat sat on the [MASK] ."]
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Layout -> the same model as a Hugging Face folder, its own copy for whoever asks."""
+    """Return a function that writes a Hugging Face folder of a layout; all folders have the same model."""
     vocabulary = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
     vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
     tokenizer = load_tokenizer(vocabulary)
@@ -40,57 +40,56 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    """A folder of the eurobert layout, what the command made of it, and what the command shown."""
+def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a folder of the eurobert layout, and the folder that the command wrote from it."""
     model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
     write_sentence_transformers_files(model, "eurobert", MODEL, max_seq_length=64)
-    code, shown, complaints = run("export-onnx", "--model", model, "--output", output, "--int8")
-    assert code == 0, complaints
-    assert complaints == ""
-    return model, output, shown
+    code, _, errors = run("export-onnx", "--model", model, "--output", output, "--int8")
+    assert (code, errors) == (0, "")
+    return model, output
 
 
 def predict(graph: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(["logits"], inputs)[0]
 
 
-def test_command_writes_graphs_where_libraries_look_with_config_and_tokenizer_beside(exported):
-    model, output, _ = exported
-    found = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
+def test_command_writes_graphs_with_config_and_tokenizer_under_the_names_that_libraries_expect(exported):
+    model, output = exported
+    files = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
     tokenizer = ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
     graphs = ["onnx/model.onnx", "onnx/model_quantized.onnx"]
-    assert found == sorted(["config.json", *graphs, *tokenizer])
+    assert files == sorted(["config.json", *graphs, *tokenizer])
     for name in ("config.json", *tokenizer):
         assert (output / name).read_text() == (model / name).read_text()
     assert list(output.parent.iterdir()) == [output], "no temporary folder is left"
 
 
 @pytest.mark.parametrize(("task", "count"), [("fill-mask", 0), ("feature-extraction", 4)])
-def test_files_of_sentence_transformers_accompany_a_graph_of_hidden_states_alone(exported, tmp_path, task, count):
-    model, _, _ = exported
+def test_files_of_sentence_transformers_are_copied_only_for_a_graph_of_hidden_states(exported, tmp_path, task, count):
+    model, _ = exported
     tool.copy_companions(model, tmp_path, task)
     pooling = {"modules.json", "1_Pooling", "sentence_bert_config.json", "config_sentence_transformers.json"}
     assert len(pooling & {path.name for path in tmp_path.iterdir()}) == count
 
 
-def test_text_through_the_written_tokenizer_and_graph_gives_the_logits_of_transformers(exported):
-    model, output, _ = exported
+def test_written_tokenizer_and_graph_give_the_logits_of_transformers(exported):
+    model, output = exported
     tokenizer = AutoTokenizer.from_pretrained(output, trust_remote_code=False)
     inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
         expected = AutoModelForMaskedLM.from_pretrained(model, trust_remote_code=False)(**inputs).logits
-    found = predict(output / "onnx" / "model.onnx", {name: tensor.numpy() for name, tensor in inputs.items()})
+    logits = predict(output / "onnx" / "model.onnx", {name: tensor.numpy() for name, tensor in inputs.items()})
     present = inputs["attention_mask"].bool()
     assert list(inputs) == ["input_ids", "attention_mask"]
     # Logits reach 3, the difference measured is 1.3e-6.
-    torch.testing.assert_close(torch.tensor(found)[present], expected[present], atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(logits)[present], expected[present], atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow  # the command above does the same with the default layout
+@pytest.mark.slow  # the tests above do the same with the default layout
 @pytest.mark.parametrize(
     ("layout", "task", "width"), [("neobert", "fill-mask", len(WORDS)), ("llama", "feature-extraction", 32)]
 )
-def test_graph_of_each_layout_computes_the_model_for_any_rows_and_tokens(folder_of, tmp_path, layout, task, width):
+def test_graph_of_each_layout_computes_the_model_for_any_batch_and_length(folder_of, tmp_path, layout, task, width):
     model, output = tool.load_for_task(folder_of(layout), task), tool.TASKS[task]
     tool.write_graphs(model, tmp_path / "onnx", task, int8=False)
     graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
@@ -100,11 +99,11 @@ def test_graph_of_each_layout_computes_the_model_for_any_rows_and_tokens(folder_
     }
     sizes = ["batch", "sequence"]
     assert shapes == {"input_ids": sizes, "attention_mask": sizes, output: [*sizes, width]}
-    assert not [node for node in graph.node if node.op_type == "IsNaN"], "attention is traced in its plain form"
+    assert not [node for node in graph.node if node.op_type == "IsNaN"], "attention is traced in its eager form"
 
 
-def test_graph_of_other_weights_is_refused_even_as_8_bit(exported):
-    model, output, _ = exported
+def test_graph_of_other_weights_is_refused_even_with_the_tolerance_of_8_bits(exported):
+    model, output = exported
     changed = tool.load_for_task(model, "fill-mask")
     generator = torch.Generator().manual_seed(1)
     for parameter in changed.parameters():
@@ -114,18 +113,18 @@ def test_graph_of_other_weights_is_refused_even_as_8_bit(exported):
 
 
 def test_graph_that_treats_padding_differently_is_refused(exported):
-    model, output, _ = exported
+    model, output = exported
     masked = tool.load_for_task(model, "fill-mask")
 
     def unmasked(input_ids, attention_mask):
         return masked(input_ids, torch.ones_like(attention_mask))
 
     unmasked.config = masked.config
-    with pytest.raises(ConversionError, match="with 2 x 64 tokens"):  # those before it have no padding
+    with pytest.raises(ConversionError, match="with 2 x 64 tokens"):  # the first inputs have no padding
         tool.check_graph(unmasked, output / "onnx" / "model.onnx", tolerance=tool.TOLERANCE)
 
 
-def test_weights_that_one_file_cannot_hold_are_beside_the_graph(folder_of, tmp_path, monkeypatch):
+def test_weights_above_the_limit_of_a_graph_are_in_a_file_beside_it(folder_of, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
     options = tool.OnnxOptions(model=folder_of("eurobert"), output=tmp_path / "graphs", int8=True)
     tool.export_onnx(options)  # runs both graphs
@@ -134,7 +133,7 @@ def test_weights_that_one_file_cannot_hold_are_beside_the_graph(folder_of, tmp_p
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_modelling_file_is_ours_or_neither_copied_nor_named(folder_of, tmp_path, is_ours):
+def test_modeling_file_is_replaced_by_ours_or_left_out_with_its_auto_map(folder_of, tmp_path, is_ours):
     model = folder_of("neobert")
     ours = (model / "modeling_neobert.py").read_text()
     (model / "modeling_neobert.py").write_text("raise SystemExit('ran')")
@@ -147,7 +146,7 @@ def test_modelling_file_is_ours_or_neither_copied_nor_named(folder_of, tmp_path,
     assert ("auto_map" in json.loads((tmp_path / "config.json").read_text())) == is_ours
 
 
-def test_failed_export_leaves_nothing_behind(folder_of, tmp_path):
+def test_failed_export_leaves_no_files(folder_of, tmp_path):
     model = folder_of("eurobert")
     (model / "tokenizer.json").unlink()
     with pytest.raises(MissingInputError, match=r"has no tokenizer\.json"):

@@ -1,4 +1,4 @@
-"""The command that finds near-duplicates."""
+"""`neobert find-duplicates` as a user calls it."""
 
 import pytest
 from commands import run_forked
@@ -7,13 +7,13 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents, write_c
 
 @pytest.fixture
 def prefix(tmp_path):
-    """Three documents, the last of which is the first again."""
+    """Write a corpus of three documents; the third equals the first."""
     documents = random_documents([30, 70], 1000)
     write_corpus(tmp_path / "P", [*documents, documents[0]], numbered_tokenizer(1000))
     return tmp_path / "P"
 
 
-def test_summary_has_documents_and_shares(prefix, tmp_path):
+def test_summary_has_the_dropped_documents_and_their_share(prefix, tmp_path):
     code, output = run_forked("find-duplicates", prefix, "--output", tmp_path / "list")
     assert code == 0
     assert f"{prefix}: 1 of 3 documents dropped (33.33 %), with 23.08 % of the tokens" in output
@@ -24,11 +24,10 @@ def test_summary_has_documents_and_shares(prefix, tmp_path):
     ("arguments", "code", "message"),
     [
         (["--threshold", "1.5"], 2, "--threshold 1.5 is not above 0 and at most 1"),
-        (["--rows", "0"], 2, "--rows 0 is below 1"),
         (["nowhere"], 66, "no corpus nowhere"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_sentence(prefix, tmp_path, arguments, code, message):
+def test_wrong_threshold_and_missing_corpus_are_refused_in_one_sentence(prefix, tmp_path, arguments, code, message):
     ended = run_forked("find-duplicates", prefix, *arguments, "--output", tmp_path / "list")
     assert ended.refused(code) and message in ended.output
     assert not list(tmp_path.glob("list*"))

@@ -1,4 +1,4 @@
-"""The commands that fetch datasets and fine-tune contrastively, started as a user does but in this process."""
+"""`neobert fetch contrastive` and `neobert finetune` as a user calls them, in this process."""
 
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ ROWS = make_pairs(9, negatives=0, seed=3)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("contrastive")
     write_encoder(folder / "bert")
     write_datasets(folder / "data")
@@ -26,22 +26,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(place, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
+def own_cache(inputs, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", inputs / "cache")
 
 
-def start(place, output, *flags):
-    """Trains for three steps; flags may replace what is given here."""
-    where = ("--config", place / "run.yaml", "--data-dir", place / "data", "--output", output)
-    return call("finetune", "--model", place / "bert", "--device", "cpu", "--steps", 3, *where, *flags)
+def start(inputs, output, *flags):
+    """Train for three steps; later flags replace these."""
+    where = ("--config", inputs / "run.yaml", "--data-dir", inputs / "data", "--output", output)
+    return call("finetune", "--model", inputs / "bert", "--device", "cpu", "--steps", 3, *where, *flags)
 
 
 @pytest.fixture
-def finetune(place, tmp_path):
-    return partial(start, place, tmp_path / "out")
+def finetune(inputs, tmp_path):
+    return partial(start, inputs, tmp_path / "out")
 
 
-def test_run_writes_the_folder_the_losses_and_a_record(finetune, tmp_path):
+def test_record_has_the_settings_and_the_rows_of_each_dataset(finetune, tmp_path):
     flags = ("--limit", 20, "--gradient-cache", 8)
     assert finetune(*flags, "--batch-size", 16, "--seed", 5)[0] == 0
     record = read_record(tmp_path / "out" / "bert" / "contrastive.json")
@@ -60,15 +60,15 @@ def test_missing_datasets_are_named_before_anything_is_written(finetune, tmp_pat
     assert not (tmp_path / "out").exists()
     remedy = error.split("neobert fetch ")[1].split(". ")[0].split()
     parser = build_parser(FetchContrastiveOptions, prog="fetch", description="")
-    given, problems = parser.parse_all(remedy[1:])  # the remedy is a command that is understood
-    assert (given["data_dir"], given["datasets"], problems) == (str(tmp_path), ["HARD", "SMALL"], [])
+    values, problems = parser.parse_all(remedy[1:])  # the remedy is a valid command
+    assert (values["data_dir"], values["datasets"], problems) == (str(tmp_path), ["HARD", "SMALL"], [])
 
 
-# --- fetching; a folder does for the hub
+# --- fetching, from a folder instead of the Hub
 
 
 def fetch(folder, **sources):
-    """Writes these sources into folder/run.yaml and fetches them into folder/data."""
+    """Write these sources into FOLDER/run.yaml and fetch them into FOLDER/data."""
     common = {"query": "query", "positive": "positive", "divisor": 2, "instruction": "find :"}
     content = {"training": {}, "datasets": {key: common | source for key, source in sources.items()}}
     (folder / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -78,13 +78,12 @@ def fetch(folder, **sources):
 @pytest.fixture
 def hub(tmp_path):
     (tmp_path / "hub").mkdir()
-    write_jsonl(
-        tmp_path / "hub" / "train.jsonl", [{"query": row["query"], "positive": row["positive"]} for row in ROWS]
-    )
+    rows = [{"query": row["query"], "positive": row["positive"]} for row in ROWS]
+    write_jsonl(tmp_path / "hub" / "train.jsonl", rows)
     return str(tmp_path / "hub")
 
 
-def test_fetched_file_is_what_fine_tuning_reads(finetune, hub, tmp_path):
+def test_fetched_file_has_the_rows_of_the_source_and_is_read_by_fine_tuning(finetune, hub, tmp_path):
     sources = {"LARGE": {"hub": hub}, "SMALL": {"default": False}}
     assert fetch(tmp_path, **sources)[0] == 0
     assert datasets.Dataset.from_parquet(str(tmp_path / "data" / "LARGE.parquet")).to_list() == ROWS
@@ -93,9 +92,9 @@ def test_fetched_file_is_what_fine_tuning_reads(finetune, hub, tmp_path):
     assert read_record(tmp_path / "out" / "bert" / "contrastive.json")["settings"]["rows"] == {"LARGE": 9}
 
 
-def test_a_source_that_fails_does_not_keep_the_others_from_coming(hub, tmp_path):
+def test_source_that_fails_is_named_and_the_others_are_fetched(hub, tmp_path):
     (tmp_path / "empty").mkdir()
-    code, said, error = fetch(tmp_path, LOST={"hub": str(tmp_path / "empty")}, THERE={"hub": hub})
+    code, printed, error = fetch(tmp_path, LOST={"hub": str(tmp_path / "empty")}, THERE={"hub": hub})
     assert code == 66 and "1 of 2 could not be fetched (LOST)" in error
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["THERE.parquet"]
-    assert "LOST: failed (" in said
+    assert "LOST: failed (" in printed

@@ -1,4 +1,4 @@
-"""The sample corpus: documentation texts, parsed and never run, in an order and a shape that training can rely on."""
+"""The sample corpus: documentation of packages whose source is parsed and never run; each text once, shuffled."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from commands import run_forked
 from megatron_neobert.commands import sample_corpus as tool
 
 PROSE = "Every row of the table is read once and its columns are summed before the next row is read. " * 3
-# Each has one docstring, a little longer than PROSE.
+# Each file has one docstring, a little longer than PROSE.
 FUNCTIONS = {f"m{number}.py": f'def f{number}():\n    """{number} {PROSE}"""\n' for number in range(20)}
 
 
@@ -20,7 +20,7 @@ def write_package(folder: Path, files: dict[str, str]) -> None:
 
 
 def choose(folder: Path, files: dict[str, str], *, budget_bytes: int = 10**6):
-    """Documents of a package of these files."""
+    """Write a package of these files, and return its documents."""
     write_package(folder, files)
     return tool.choose_documents([folder], budget_bytes=budget_bytes)
 
@@ -29,14 +29,14 @@ def urls(documents) -> set[str]:
     return {document.url for document in documents}
 
 
-def test_package_source_is_parsed_and_never_executed(tmp_path):
+def test_source_of_packages_is_never_executed(tmp_path):
     witness = tmp_path / "executed"
     source = f'"""Module. {PROSE}"""\nopen({str(witness)!r}, "w")\n'
     assert urls(choose(tmp_path / "p", {"m.py": source})) == {"python-package://m.py"}
     assert not witness.exists()
 
 
-def test_class_document_holds_its_public_members_under_their_names(tmp_path):
+def test_document_of_a_class_has_the_docstrings_of_its_public_members_under_their_names(tmp_path):
     source = f'class Table:\n    """{PROSE}"""\n'
     for name in ("read", "_hidden"):
         source += f'    def {name}(self):\n        """{name} text."""\n'
@@ -46,24 +46,25 @@ def test_class_document_holds_its_public_members_under_their_names(tmp_path):
     assert document.content == f"Table\n{PROSE.strip()}\n\nTable.read\nread text."
 
 
-def test_readme_comes_from_behind_the_header_fields_of_metadata(tmp_path):
+def test_readme_is_the_text_after_the_header_fields_of_metadata(tmp_path):
     files = {"pkg-1.0.dist-info/METADATA": f"Name: pkg\nVersion: 1.0\n\n# pkg\n\n{PROSE}\n"}
     (document,) = choose(tmp_path, files)
     assert document.content == f"# pkg\n\n{PROSE.strip()}"
 
 
-def test_texts_that_differ_in_case_and_space_only_are_kept_once(tmp_path):
+def test_texts_that_differ_only_in_case_and_spaces_are_kept_once(tmp_path):
     files = {"a.py": f'"""{PROSE}"""\n', "b.py": f'"""{PROSE.upper().replace(" ", "  ")}"""\n'}
     assert len(choose(tmp_path, files)) == 1
 
 
-def test_same_packages_in_another_place_give_the_same_documents(tmp_path):
-    first, second = (choose(tmp_path / place, FUNCTIONS) for place in "ab")
+def test_documents_do_not_depend_on_the_folder_of_the_packages(tmp_path):
+    first, second = (choose(tmp_path / parent, FUNCTIONS) for parent in "ab")
     assert first == second
-    assert [document.url for document in first] != sorted(urls(first))  # shuffled: a contiguous part is a fair sample
+    # The order is shuffled, so that any contiguous part is a fair sample.
+    assert [document.url for document in first] != sorted(urls(first))
 
 
-def test_installed_packages_give_the_documents_asked_for(tmp_path):
+def test_corpus_of_the_installed_packages_has_the_requested_size(tmp_path):
     code, output = run_forked("sample-corpus", "--output", tmp_path / "c", "--megabytes", 0.2, "--shards", 2)
     assert code == 0, output
     rows = pq.read_table(tmp_path / "c").to_pylist()
@@ -71,10 +72,10 @@ def test_installed_packages_give_the_documents_asked_for(tmp_path):
     assert all(row["url"].startswith("python-package://") for row in rows)
 
 
-def test_a_folder_of_packages_is_read_instead_of_the_installed_ones(tmp_path):
+def test_folder_of_packages_replaces_the_installed_ones(tmp_path):
     write_package(tmp_path / "packages", {"one.py": f'"""One. {PROSE}"""', "a/two.py": f'"""Two. {PROSE}"""'})
     flags = ("--packages", tmp_path / "packages", "--shards", 1)
     code, output = run_forked("sample-corpus", "--output", tmp_path / "c", *flags)
     assert code == 0, output
-    found = {row["url"] for row in pq.read_table(tmp_path / "c").to_pylist()}
-    assert found == {"python-package://one.py", "python-package://a/two.py"}
+    documents = pq.read_table(tmp_path / "c").to_pylist()
+    assert {row["url"] for row in documents} == {"python-package://one.py", "python-package://a/two.py"}

@@ -1,4 +1,4 @@
-"""Commands whose corpus lies behind a URL."""
+"""Commands with a corpus at a URL."""
 
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ def url_of(server, tiny_corpus):
     return f"{server.url}/{Path(tiny_corpus.prefix).name}"
 
 
-def test_blend_of_urls_is_that_of_the_local_corpora(server, tiny_corpus, tmp_path):
+def test_batches_of_a_blend_of_urls_are_those_of_the_local_corpora(server, tiny_corpus, tmp_path):
     def opened(prefix):
         data = DataConfig(
             data_path=("0.3", prefix, "0.7", f"{prefix}:min=20:max=90"),
@@ -45,7 +45,7 @@ def test_blend_of_urls_is_that_of_the_local_corpora(server, tiny_corpus, tmp_pat
     assert opened(url_of(server, tiny_corpus)) == opened(tiny_corpus.prefix)
 
 
-def test_dry_run_reads_no_tokens_of_a_url(server, tiny_corpus, tmp_path):
+def test_dry_run_fetches_manifest_and_index_but_no_tokens(server, tiny_corpus, tmp_path):
     flags = ["--data-path", url_of(server, tiny_corpus), "--tokenizer-model", tiny_corpus.tokenizer]
     ended = run_command(
         "megatron_neobert.pretrain", "--dry-run", *flags, "--object-storage-cache-path", tmp_path / "cache"
@@ -58,7 +58,7 @@ def test_dry_run_reads_no_tokens_of_a_url(server, tiny_corpus, tmp_path):
     ("tool", "more"),
     [("validate", []), ("validate", ["--full"]), ("inspect data", []), ("inspect data", ["--document", 7])],
 )
-def test_corpus_behind_a_url_is_checked_and_shown_as_a_local_one(server, tiny_corpus, tmp_path, tool, more):
+def test_corpus_at_a_url_is_validated_and_shown_like_a_local_one(server, tiny_corpus, tmp_path, tool, more):
     url = url_of(server, tiny_corpus)
     more = [*more, *(["--tokenizer-model", tiny_corpus.tokenizer] if tool == "inspect data" else [])]
     remote = run_forked(tool, url, "--object-storage-cache-path", tmp_path / "cache", *more)

@@ -26,11 +26,3 @@ def test_exchanged_tokens_are_found_by_the_full_check_alone(prefix):
     code, output = run_forked("validate", prefix, "--full")
     assert code == 65
     assert "P_00001.bin, byte 0: expected sha256 " in output
-
-
-def test_damaged_corpus_shard_ends_with_65_and_a_missing_corpus_with_66(prefix):
-    with prefix.with_name("P_00001.bin").open("ab") as stream:
-        stream.write(b"\0")
-    ended = run_forked("validate", prefix)
-    assert ended.refused(65) and "P_00001.bin, byte 6: expected 6 bytes for 3 tokens of uint16" in ended.output
-    assert run_forked("validate", prefix.with_name("Q")).refused(66)
