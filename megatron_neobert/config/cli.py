@@ -88,7 +88,7 @@ def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
     config = parser.add_argument("--config", metavar="FILE", help=config_help)
     setattr(config, "completer", lambda **_: recipes())  # noqa: B010  argcomplete's attribute
     parser.add_argument("--dry-run", action="store_true", help="check, print what would run, and stop")
-    add_flags(parser, Settings, shown=shown.__contains__, negatable=True)
+    add_flags(parser, Settings, is_shown=shown.__contains__, negatable=True)
     return parser
 
 

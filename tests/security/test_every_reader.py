@@ -25,7 +25,7 @@ from processes import Ended, run_command
 from tests_tiny import TinyCorpus
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_neobert.__main__ import PLACES
+from megatron_neobert.__main__ import FUNCTIONS
 
 PRELOADED = "reading_preloaded"
 LIMIT_SECONDS = 120  # a command that is not done by then waits for a pipe; the slowest took 15 s
@@ -197,7 +197,7 @@ def start(inputs: Inputs, tmp_path: Path, network: Network) -> Callable[..., End
 
 
 def test_every_command_is_tested_or_reads_nothing_of_strangers():
-    assert {reader.command.removesuffix(" --dry-run") for reader in READERS} | set(OTHERS) == set(PLACES)
+    assert {reader.command.removesuffix(" --dry-run") for reader in READERS} | set(OTHERS) == set(FUNCTIONS)
     assert {hostile.kind for hostile in HOSTILE} == {kind for reader in READERS for kind in reader.kinds}
     assert {kind for reader in READERS for kind in reader.kinds} == set(Inputs._fields)
 

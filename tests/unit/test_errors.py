@@ -70,7 +70,7 @@ def test_warning_is_one_sentence_without_a_place_in_the_source_unless_warnings_w
 
 
 def test_rank_that_alone_finds_an_error_says_it():
-    soon = "errors._SECONDS_TO_BE_ENDED = 0.1"
+    soon = "errors._SECONDS_UNTIL_TERMINATED = 0.1"
     finished = run_raising("CheckpointError('a')", before=soon, RANK="11", LOCAL_RANK="3")
     assert finished.stderr == "error on rank 11: a\n"
 
@@ -78,13 +78,13 @@ def test_rank_that_alone_finds_an_error_says_it():
 @pytest.mark.parametrize(("error", "local_rank"), [("CheckpointError", "0"), ("LauncherError", "3")])
 def test_error_that_no_other_rank_of_the_node_may_say_before_is_said_at_once(error, local_rank):
     """The first rank of a node, and an error of this rank's environment."""
-    finished = run_raising(f"{error}('a')", before="errors._SECONDS_TO_BE_ENDED = 1e9", RANK="8", LOCAL_RANK=local_rank)
+    finished = run_raising(f"{error}('a')", before="errors._SECONDS_UNTIL_TERMINATED = 1e9", RANK="8", LOCAL_RANK=local_rank)
     assert finished.stderr == "error on rank 8: a\n"
 
 
 def test_rank_that_is_ended_because_another_one_ended_first_repeats_nothing():
     """As torchrun does; the handler of the run, which would go on and save, is there before."""
-    torchrun = """errors._SECONDS_TO_BE_ENDED = 1e9
+    torchrun = """errors._SECONDS_UNTIL_TERMINATED = 1e9
     def handler(number, frame): pass
     def end():
         while signal.getsignal(signal.SIGTERM) is handler: time.sleep(0.01)

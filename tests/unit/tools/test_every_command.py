@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY
 
-from megatron_neobert.__main__ import PLACES, run
+from megatron_neobert.__main__ import FUNCTIONS, run
 from megatron_neobert.errors import ConfigError
 
 SCRIPTS = [
@@ -98,7 +98,7 @@ def typed(monkeypatch):
     def start_here(command, *arguments):
         monkeypatch.setattr(sys, "argv", [str(command), *map(str, arguments)])
         monkeypatch.setattr(sys, "path", list(sys.path))
-        if command in PLACES:
+        if command in FUNCTIONS:
             return run(command, list(arguments))
         return runpy.run_path(str(command), run_name="read")["main"]()
 
@@ -107,7 +107,7 @@ def typed(monkeypatch):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in PLACES if name != "train")], ids=str)
+@pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in FUNCTIONS if name != "train")], ids=str)
 def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
     direction = ["megatron-to-hf"] if str(command).endswith("convert.py") else []
     with pytest.raises(ConfigError, match=r"unknown flag --hlep; did you mean '--help'\?"):
@@ -140,7 +140,7 @@ def test_flags_of_subcommands_and_of_a_run_are_known_and_every_unknown_one_is_na
 
 def test_help_of_every_command_answers_without_torch():
     code = """import contextlib, io, runpy, sys
-from megatron_neobert.__main__ import PLACES, main
+from megatron_neobert.__main__ import FUNCTIONS, main
 def ask(words, start):
     sys.argv, shown = [*words, "--help"], io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
@@ -149,7 +149,7 @@ def ask(words, start):
     return shown.getvalue()
 for script in sys.argv[1:]:
     assert "usage: " in ask([script], lambda: runpy.run_path(script, run_name="__main__")), script
-for name in PLACES:
+for name in FUNCTIONS:
     assert ask(["neobert", *name.split()], main).startswith(f"usage: neobert {name} "), name
 """
     command = [sys.executable, "-c", code, *map(str, SCRIPTS)]
