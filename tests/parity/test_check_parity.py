@@ -27,7 +27,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     output = tmp_path_factory.mktemp("parity") / "figures.json"
     result = run_command("megatron_neobert.__main__", "check", "parity", *SMALL, "--step", "--json", output)
     assert result.code == 0, result.output
-    assert "as expected, the controls included" in result.output
+    assert "as expected, including the controls" in result.output
     return json.loads(output.read_text())
 
 
