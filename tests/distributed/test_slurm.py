@@ -95,7 +95,7 @@ def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus,
     assert job.returncode == 0, output
     assert f"iter_{stopped_at:07d} on 2 x " in output
     assert max(read_metrics(settings.checkpoint.save)) == stopped_at + 2
-    assert not (cluster / "requeued").exists(), "a finished job is not queued again"
+    assert not (cluster / "requeued").exists(), "a finished job is not requeued"
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_job_stopped_by_a_file_is_not_queued_again(tiny_corpus, tmp_path, cluste
             if line.startswith("iteration 1/"):
                 (save / "STOP").touch()
         assert job.wait(60) == 75, "".join(said)
-    assert f"{save}/STOP exists: the job is not queued again\n" in said
+    assert f"{save}/STOP exists: the job is not requeued\n" in said
     assert not (cluster / "requeued").exists()
     with submit(cluster, settings, nodes=1) as job:
         output, _ = job.communicate(timeout=600)

@@ -78,7 +78,7 @@ def test_environment_is_made_once_with_torch_first_and_again_for_other_dependenc
         prepare(clone)
         assert len(pip_calls(clone / ".venv")) == 3 + 2 * number
     moved = prepare(clone.rename(tmp_path / "moved"))
-    assert "making .venv" in moved.stderr and moved.stdout == f"{tmp_path}/moved/.venv/bin/python\n"
+    assert "creating .venv" in moved.stderr and moved.stdout == f"{tmp_path}/moved/.venv/bin/python\n"
 
 
 def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
@@ -96,7 +96,7 @@ def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
 def test_python_that_is_too_new_is_passed_over_for_one_that_fits(clone, tmp_path):
     write_stand_in(tmp_path / "base" / "python3", version="3.14.0")
     write_stand_in(tmp_path / "base" / "python3.11", version="3.11.9")
-    assert "making .venv with Python 3.11.9" in prepare(clone).stderr
+    assert "creating .venv with Python 3.11.9" in prepare(clone).stderr
 
 
 @pytest.mark.parametrize(

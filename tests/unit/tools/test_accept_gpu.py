@@ -1,8 +1,9 @@
-"""The acceptance of a GPU, on a CPU with a tiny model: its report is true, and what must fail fails.
+"""The acceptance of a GPU, run on a CPU with a tiny model: the report is correct, and a fault makes a phase fail.
 
-What a GPU alone can show, tests/gpu and the figures of a benchmark on it, is replaced where its judgement is tested.
+Parts that need a GPU (tests/gpu, figures of the benchmark) are replaced where a test is about the judgement of them.
 """
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -31,7 +32,7 @@ def results_of(output: Path) -> dict[str, dict]:
 
 
 def start_and_interrupt(output: Path) -> int:
-    """Ends the command as a machine that is taken away would, when it has finished its first phase; the exit code."""
+    """Start the command, send SIGTERM when its first phase has finished, and return the exit code."""
     command = command_line("tools/accept_gpu.py", "--output", output, "--device", "cpu", "--phases", *QUICK)
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (output / "logs" / "resume_corpus.txt").exists() and process.poll() is None:
@@ -41,19 +42,16 @@ def start_and_interrupt(output: Path) -> int:
 
 
 def processes_about(folder: Path) -> list[str]:
-    """Command lines that name the folder."""
-    found = []
+    """Return the command lines of running processes that name the folder."""
+    command_lines = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:  # it has ended meanwhile
-            continue
-    return [line for line in found if str(folder) in line]
+        with contextlib.suppress(OSError):  # the process has ended
+            command_lines.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in command_lines if str(folder) in line]
 
 
 @pytest.mark.slow
-def test_an_interrupted_acceptance_keeps_what_is_finished_and_ends_with_a_true_report(tmp_path):
-    """Interrupted in its second phase; the figures of that are held against the records of its runs."""
+def test_interrupted_acceptance_keeps_finished_phases_and_reports_the_figures_of_its_runs(tmp_path):
     assert start_and_interrupt(tmp_path) == 130
     assert processes_about(tmp_path) == []
     assert [file.name for file in (tmp_path / "phases").iterdir()] == ["environment.json"]
@@ -75,21 +73,17 @@ def test_an_interrupted_acceptance_keeps_what_is_finished_and_ends_with_a_true_r
     assert "shows nothing about a GPU" in page.splitlines()[0]
     assert "shows nothing about a GPU" in ended.output.splitlines()[-1]
     assert results["resume"]["machine"]["GPU"] == "none"
-    assert list(tmp_path.glob("runs/*/iter_*")) == [], "checkpoints of a phase that has ended only take room"
+    assert list(tmp_path.glob("runs/*/iter_*")) == [], "checkpoints are deleted after a phase"
 
 
-def train_one_otherwise(monkeypatch, run: str, lr: float) -> None:
-    """The fault: the run of this name has another learning rate, which shows from its second iteration on."""
+def test_resumed_run_whose_losses_differ_fails(tmp_path, monkeypatch):
+    """The resumed run has another learning rate, which shows from its second iteration on."""
     train = Phase.train
 
-    def with_another_rate(phase: Phase, name: str, *arguments: object, **options: object):
-        return train(phase, name, *arguments, *(("--lr", lr) if name == run else ()), **options)
+    def train_with_another_rate(phase: Phase, name: str, *arguments: object, **options: object):
+        return train(phase, name, *arguments, *(("--lr", 6e-3) if name == "resumed" else ()), **options)
 
-    monkeypatch.setattr(Phase, "train", with_another_rate)
-
-
-def test_a_resumed_run_whose_losses_differ_fails(tmp_path, monkeypatch):
-    train_one_otherwise(monkeypatch, "resumed", 6e-3)
+    monkeypatch.setattr(Phase, "train", train_with_another_rate)
     phase = Phase("resume", tmp_path, "cpu")
     with pytest.raises(Failed, match=r"losses after resuming differ by \S+, more than 0"):
         phases.check_resume(phase)
@@ -98,7 +92,7 @@ def test_a_resumed_run_whose_losses_differ_fails(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Runs the command here, with other phases, as on a machine of this GPU."""
+    """Return a function that runs the command in this process, with replaced phases and a pretended GPU."""
     from tools import accept_gpu
 
     def start_here(replaced: dict, *names: str, gpu: str = "none") -> int:
@@ -106,8 +100,8 @@ def start(tmp_path, monkeypatch):
             monkeypatch.setitem(phases.PHASES, name, function)
         device = "cpu" if gpu == "none" else "cuda"
         monkeypatch.setattr(accept_gpu, "describe_machine", lambda device: {"device": device, "GPU": gpu})
-        words = ["accept_gpu.py", "--output", str(tmp_path), "--device", device, "--phases", *names]
-        monkeypatch.setattr(sys, "argv", words)
+        arguments = ["accept_gpu.py", "--output", str(tmp_path), "--device", device, "--phases", *names]
+        monkeypatch.setattr(sys, "argv", arguments)
         return accept_gpu.main()
 
     handler = signal.getsignal(signal.SIGTERM)
@@ -125,7 +119,7 @@ def lacks_a_figure(phase: Phase) -> None:
     raise KeyError("tokens/s")
 
 
-def test_a_failed_phase_stops_no_other_and_is_run_again(start, tmp_path, capsys):
+def test_failed_phase_does_not_stop_the_others_and_runs_again(start, tmp_path, capsys):
     ran = []
     replaced = {"environment": fails, "speed": ran.append, "resume": lacks_a_figure}
     assert start(replaced, "environment", "kernels", "speed", "resume") == 1
@@ -138,10 +132,10 @@ def test_a_failed_phase_stops_no_other_and_is_run_again(start, tmp_path, capsys)
         assert results[name]["problems"] == [problem] and f"**{problem}**" in page
     assert results["environment"]["tables"] == {"figures": [{"value": 8}]} and last in page.splitlines()[0]
     assert start({"environment": ran.append, "resume": ran.append}, "environment", "speed", "resume") == 0
-    assert [phase.name for phase in ran] == ["speed", "environment", "resume"], "speed has passed before, and is kept"
+    assert [phase.name for phase in ran] == ["speed", "environment", "resume"], "speed has passed before"
 
 
-def test_a_gpu_is_accepted_when_every_phase_has_passed_on_it_and_not_on_another(start, tmp_path, capsys):
+def test_gpu_is_accepted_when_every_phase_has_passed_on_this_gpu(start, tmp_path, capsys):
     ran = []
     replaced = dict.fromkeys(phases.PHASES, ran.append)
     assert start(replaced, "speed", gpu="NVIDIA H100") == 0
@@ -152,34 +146,33 @@ def test_a_gpu_is_accepted_when_every_phase_has_passed_on_it_and_not_on_another(
     assert (tmp_path / "report.md").read_text().startswith("# Acceptance: accepted: NVIDIA H200\n")
 
 
-def test_a_command_that_takes_too_long_is_ended_with_the_processes_it_started(tmp_path):
+def test_command_that_takes_too_long_is_killed_with_its_child_processes(tmp_path):
     phase = Phase("speed", tmp_path, "cpu", ends=time.monotonic())
     sleep = f"[sys.executable, '-c', 'import time; time.sleep(99)', {str(tmp_path)!r}]"
-    with pytest.raises(Failed, match=r"not finished when the phase's 600 s were over; see .*speed_slow_case\.txt"):
+    with pytest.raises(Failed, match=r"not finished within the 600 s of the phase; see .*speed_slow_case\.txt"):
         phase.run("slow case", "-c", f"import subprocess, sys; subprocess.run({sleep})")
     time.sleep(0.2)
     assert processes_about(tmp_path) == []
 
 
 @pytest.mark.parametrize("flags", [*phases.KERNELS.values(), *phases.RUNS.values()], ids=" ".join)
-def test_what_is_run_on_a_gpu_are_settings_that_a_run_takes(flags):
-    """At full size; whether the machine has the kernels is another question."""
+def test_settings_of_the_gpu_phases_are_valid_at_full_size(flags):
     sizes = phases.SIZES["cuda"]
     data = ("--data-path", "corpus", "--tokenizer-model", "vocab.txt", "--seq-length", sizes.seq_length)
-    batch = ("--micro-batch-size", sizes.rows, "--global-batch-size", sizes.rows, "--bf16")
-    words = [str(word) for word in (*sizes.model, *data, *batch, *flags)]
-    assert parse_command_line(words, world_size=1).settings.training.bf16
+    batch = ("--micro-batch-size", sizes.batch, "--global-batch-size", sizes.batch, "--bf16")
+    arguments = [str(word) for word in (*sizes.model, *data, *batch, *flags)]
+    assert parse_command_line(arguments, world_size=1).settings.training.bf16
 
 
 @pytest.mark.parametrize(
     ("waits", "problems"),
     [
         ({"step.py:95": 1}, []),
-        ({"step.py:95": 1, "loss.py:7": 2}, ["local layers: the host waits 3 times in a step, and once is enough: "]),
-        ({}, ["local layers: the host waits 0 times in a step, and once is enough: "]),
+        ({"step.py:95": 1, "loss.py:7": 2}, ["local layers: the host waits 3 times per step instead of once: "]),
+        ({}, ["local layers: the host waits 0 times per step instead of once: "]),
     ],
 )
-def test_a_step_that_does_not_wait_once_fails(waits, problems, tmp_path, monkeypatch):
+def test_step_in_which_the_host_does_not_wait_exactly_once_fails(waits, problems, tmp_path, monkeypatch):
     figures = {"waits": waits, "profile": [{"operation": "aten::mm", "calls": 1}]}
     monkeypatch.setattr(Phase, "benchmark", lambda *_, **__: figures)
     phase = Phase("profile", tmp_path, "cpu")
@@ -187,7 +180,7 @@ def test_a_step_that_does_not_wait_once_fails(waits, problems, tmp_path, monkeyp
     assert [problem.partition("{")[0] for problem in phase.problems] == problems
 
 
-def test_fast_kernels_that_compute_something_else_fail(tmp_path, monkeypatch):
+def test_kernel_with_another_loss_fails(tmp_path, monkeypatch):
     row = {"row": 1024, "tokens/s": 1.0, "TFLOP/s": 1.0, "% MFU": None, "peak GiB": 1.0}
 
     def figures(phase: Phase, name: str, *flags: str, lengths: object) -> dict:
@@ -198,28 +191,28 @@ def test_fast_kernels_that_compute_something_else_fail(tmp_path, monkeypatch):
     phase = Phase("speed", tmp_path, "cuda")
     phases.measure_speed(phase)
     assert phase.problems == [
-        "Transformer Engine, cuDNN: its loss differs from that of the first kernels by 0.02, more than 0.01"
+        "Transformer Engine, cuDNN: loss differs from that of the first kernels by 0.02, more than 0.01"
     ]
     measured = {row["kernels"] for row in phase.tables["steps"]}
-    assert measured == set(phases.KERNELS) - {"local layers, flash-attn"}  # a package that is not installed here
+    assert measured == set(phases.KERNELS) - {"local layers, flash-attn"}  # not installed for the tests
 
 
 @pytest.mark.slow
-def test_a_run_in_fp8_is_held_against_bf16(tmp_path, monkeypatch):
-    """Another learning rate for FP8: the curves are apart by more than a recipe's rounding."""
+def test_fp8_run_whose_losses_differ_from_bf16_fails(tmp_path, monkeypatch):
+    """The FP8 run has another learning rate, so that its losses differ by more than the rounding of FP8."""
     runs = {"bf16": (), "bf16 again": (), "tensorwise": ("--lr", 6e-2)}
     monkeypatch.setattr(phases, "RUNS", runs)
     phase = Phase("fp8", tmp_path, "cpu")
     phases.compare_fp8(phase)
     (problem,) = phase.problems
-    assert problem.startswith("tensorwise: its losses differ from those of bf16 by ")
-    exact, again, fp8 = phase.tables["runs"]
-    assert (again["largest gap"], again["last loss"]) == (0.0, exact["last loss"])
+    assert problem.startswith("tensorwise: losses differ from those in bf16 by ")
+    bf16, again, fp8 = phase.tables["runs"]
+    assert (again["largest gap"], again["last loss"]) == (0.0, bf16["last loss"])
     assert fp8["largest gap"] > phases.FP8_LOSS and fp8["tokens/s"] > 0
 
 
 @pytest.mark.slow
-def test_all_phases_that_a_cpu_can_run_pass_and_fill_the_report(tmp_path):
+def test_phases_that_a_cpu_can_run_pass_and_are_in_the_report(tmp_path):
     ended = accept(tmp_path, *WITHOUT_GPU)
     assert ended.code == 0, ended.output
     results = results_of(tmp_path)
