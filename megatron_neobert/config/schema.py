@@ -8,19 +8,16 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megatron_neobert.cli import flag_of
 from megatron_neobert.cli import option as setting
 
 # Megatron's names of tokenizer types. "auto" recognises the type by the content of the file.
-TOKENIZER_TYPES = (
-    "auto",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-)
+TokenizerType = Literal[
+    "auto", "BertWordPieceLowerCase", "BertWordPieceCase", "HuggingFaceTokenizer", "SentencePieceTokenizer"
+]
+TOKENIZER_TYPES = get_args(TokenizerType)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +34,9 @@ class ModelConfig:
     ffn_hidden_size: int | None = setting(
         None, "feed-forward width; default: 8/3 x hidden size with SwiGLU, 4 x without", minimum=1
     )
-    normalization: str = setting("RMSNorm", "type of the normalization layers", choices=("RMSNorm", "LayerNorm"))
-    position_embedding_type: str = setting(
-        "rope", "position embeddings: rotary or learned", choices=("rope", "learned_absolute")
+    normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", "type of the normalization layers")
+    position_embedding_type: Literal["rope", "learned_absolute"] = setting(
+        "rope", "position embeddings: rotary or learned"
     )
     max_position_embeddings: int = setting(4096, "context length of the exported model, in tokens", minimum=1)
     rotary_base: int = setting(10000, "base frequency (theta) of rotary embeddings", minimum=2)
@@ -106,28 +103,22 @@ class ParallelConfig:
 class ComputeConfig:
     """Kernels and precision. These settings change speed and rounding, but not the model."""
 
-    transformer_impl: str = setting(
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = setting(
         "auto",
         "implementation of the layers: Transformer Engine, or torch (local); auto: Transformer Engine if it is "
         "installed and CUDA is available",
-        choices=("auto", "transformer_engine", "local"),
     )
-    attention_backend: str = setting(
+    attention_backend: Literal["auto", "flash", "fused"] = setting(
         "auto",
         "attention kernel on CUDA: flash-attn, cuDNN (fused), or the choice of Transformer Engine or torch (auto)",
-        choices=("auto", "flash", "fused"),
     )
-    recompute_granularity: str | None = setting(
-        None,
-        "recompute activations of whole layers (full) or of attention only (selective)",
-        choices=("full", "selective"),
+    recompute_granularity: Literal["full", "selective"] | None = setting(
+        None, "recompute activations of whole layers (full) or of attention only (selective)"
     )
-    fp8_format: str | None = setting(
-        None, "FP8 matrix products: E4M3, or E4M3 forward and E5M2 backward (hybrid)", choices=("hybrid", "e4m3")
+    fp8_format: Literal["hybrid", "e4m3"] | None = setting(
+        None, "FP8 matrix products: E4M3, or E4M3 forward and E5M2 backward (hybrid)"
     )
-    fp8_recipe: str = setting(
-        "tensorwise", "scaling of FP8 tensors", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
-    )
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = setting("tensorwise", "scaling of FP8 tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,30 +137,26 @@ class DataConfig:
     tokenizer_model: str | None = setting(
         None, "tokenizer: folder, tokenizer.json, vocab.txt or tokenizer.model", is_path=True
     )
-    tokenizer_type: str = setting("auto", "tokenizer type; auto: recognised by content", choices=TOKENIZER_TYPES)
+    tokenizer_type: TokenizerType = setting("auto", "tokenizer type; auto: recognised by content")
     split: str = setting("99,1", "shares of the documents for training and validation")
     seq_length: int = setting(1024, "tokens per packed sequence, and maximum per document", minimum=8)
-    long_documents: str = setting(
-        "truncate", "truncate documents longer than --seq-length, or divide them", choices=("truncate", "chunk")
+    long_documents: Literal["truncate", "chunk"] = setting(
+        "truncate", "truncate documents longer than --seq-length, or divide them"
     )
-    batch_layout: str = setting(
-        "packed",
-        "attention within each document, or across the documents of a sequence (concatenated, the paper's M6)",
-        choices=("packed", "concatenated"),
+    batch_layout: Literal["packed", "concatenated"] = setting(
+        "packed", "attention within each document, or across the documents of a sequence (concatenated, the paper's M6)"
     )
     document_block_size: int = setting(
         1, "shuffle blocks of N consecutive documents; above 1 for slow storage", minimum=1
     )
     mask_prob: float = setting(0.2, "masking rate: share of the tokens that the model predicts")
-    mask_replacement: str = setting(
-        "all_mask",
-        "replace predicted tokens by [MASK], or as BERT: 80 % [MASK], 10 % random, 10 % unchanged",
-        choices=("all_mask", "bert"),
+    mask_replacement: Literal["all_mask", "bert"] = setting(
+        "all_mask", "replace predicted tokens by [MASK], or as BERT: 80 % [MASK], 10 % random, 10 % unchanged"
     )
     object_storage_cache_path: str | None = setting(
         None, "local cache folder for corpora at URLs in --data-path", is_path=True
     )
-    dataloader_type: str = setting("torch", "data loader: torch or NVIDIA DALI", choices=("torch", "dali"))
+    dataloader_type: Literal["torch", "dali"] = setting("torch", "data loader: torch or NVIDIA DALI")
     num_workers: int = setting(1, "data loader processes; 0: batches are built in the training process", minimum=0)
 
     @property
@@ -185,17 +172,14 @@ class OptimizerConfig:
     Source: arXiv 2502.19587 section 3.3 (the released configuration has lr 1e-4 and weight decay 0.01 instead).
     """
 
-    optimizer: str = setting(
+    optimizer: Literal["adamw", "adam", "muon"] = setting(
         "adamw",
         "adamw; adam: weight decay as part of the gradient; muon: for the matrices of the layers, AdamW for the rest",
-        choices=("adamw", "adam", "muon"),
     )
     lr: float = setting(6e-4, "peak learning rate", minimum=0.0)
     min_lr: float = setting(6e-5, "learning rate after the decay", minimum=0.0)
-    lr_decay_style: str = setting(
-        "cosine",
-        "learning-rate decay; WSD: constant until the last --lr-wsd-decay-iters",
-        choices=("cosine", "linear", "constant", "inverse-square-root", "WSD"),
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = setting(
+        "cosine", "learning-rate decay; WSD: constant until the last --lr-wsd-decay-iters"
     )
     lr_warmup_iters: int = setting(2000, "iterations of linear warm-up from 0", minimum=0)
     lr_decay_iters: int | None = setting(
@@ -204,13 +188,13 @@ class OptimizerConfig:
         "inverse-square-root",
         minimum=1,
     )
-    lr_wsd_decay_style: str = setting(
-        "exponential", "curve of the WSD decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
+        "exponential", "curve of the WSD decay"
     )
     lr_wsd_decay_iters: int | None = setting(None, "iterations of the WSD decay", minimum=1)
     weight_decay: float = setting(0.1, "weight decay", minimum=0.0)
-    weight_decay_scope: str = setting(
-        "all", "decay all parameters (as the paper's code), or matrices only", choices=("all", "matrices")
+    weight_decay_scope: Literal["all", "matrices"] = setting(
+        "all", "decay all parameters (as the paper's code), or matrices only"
     )
     adam_beta1: float = setting(0.9, "Adam beta1: decay rate of the first moment", minimum=0.0)
     adam_beta2: float = setting(0.95, "Adam beta2: decay rate of the second moment", minimum=0.0)
@@ -264,11 +248,10 @@ class TrainingConfig:
     )
     seed: int = setting(0, "random seed of weights, document order and masks", minimum=0)
     bf16: bool = setting(False, "compute in bfloat16, with float32 main weights")
-    loss_normalization: str = setting(
+    loss_normalization: Literal["global", "micro_batch"] = setting(
         "global",
         "loss: mean over the masked tokens of the global batch, or mean of the micro-batches' means (as the paper's "
         "code)",
-        choices=("global", "micro_batch"),
     )
     eval_interval: int = setting(1000, "iterations between validations", minimum=1)
     eval_iters: int = setting(10, "global batches per validation of each corpus; 0: no validation", minimum=0)
