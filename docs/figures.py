@@ -1,20 +1,26 @@
-"""Draw the figure of README.md from the tables of docs/performance.md: `python docs/figures.py`.
+"""Draw the figures of the documentation: `python docs/figures.py`.
 
-The tables are the only place where the measured numbers are written. The figure's SVG file lists the numbers that it
-shows in its metadata, so that a test can compare them with the page.
+The numbers of the overview come from the tables of docs/performance.md, the lengths and rows of the packing figure from
+the code that packs. Each SVG file lists its numbers in its metadata, so that a test can compare them with their source.
 """
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from megatron_neobert.data.batches.packing import best_fit_decreasing
+
 DOCS = Path(__file__).resolve().parent
-OVERVIEW = DOCS / "figures" / "overview.svg"
+FIGURES = DOCS / "figures"
 
 OWN, PEER, INK, MUTED = "#0f766e", "#b6c2cc", "#1f2933", "#5b6770"
 STAGES = (
@@ -55,6 +61,29 @@ PANELS = (
 )
 
 
+SEQ_LENGTH = 1024
+SHADES = ("#0f766e", "#2f9e8f", "#5b7c99", "#8aa4b8", "#3b5b73")
+COMMIT = (
+    ("every rank", "copies its tensors,\nwrites and flushes\nrank_N.safetensors"),
+    ("rank 0", "writes train state,\nsettings and tokenizer"),
+    ("MANIFEST.json", "size and sha256 of\nevery file, last"),
+    ("rename", ".tmp-iter_0001000\nto iter_0001000"),
+    ("pointer", "names the newest\ncheckpoint"),
+    ("--keep-last", "older checkpoints\nare deleted"),
+)
+# From the top; a floor imports from the floors below it. tests/repo/test_import_direction.py has the full table.
+LAYERS = (
+    ("commands, launch, pretrain", "tools", "benchmarks"),
+    ("checkpoint_conversion", "inspection"),
+    ("evaluation", "planning"),
+    ("training", "checkpoint", "state"),
+    ("model", "data: inputs, tokenizer, preprocessing, corpus, deduplication, batches"),
+    ("runtime", "reference model, packing, masking, order (pure functions)"),
+    ("config", "huggingface"),
+    ("cli", "errors", "text"),
+)
+
+
 def read_table(page: str, first_header: str) -> list[dict[str, str]]:
     """Return the rows of the first table of a page whose first column has this header, by column."""
     lines = iter(page.splitlines())
@@ -81,19 +110,26 @@ def read_numbers(page: str) -> dict[str, dict[str, float]]:
     return numbers
 
 
-def draw_stages(axes: Axes) -> None:
-    """Draw the stages from raw text to the model as boxes with arrows between them."""
+def draw_box(axes: Axes, left: float, width: float, name: str, text: str, *, bottom: float = 0.6) -> None:
+    """Draw a box of height 8.6 with a bold name and a text below it."""
+    box = FancyBboxPatch(
+        (left, bottom), width, 8.6, boxstyle="round,pad=0,rounding_size=0.8", facecolor="#f3f6f8", edgecolor=PEER
+    )
+    axes.add_patch(box)
+    centre = left + width / 2
+    axes.text(centre, bottom + 6.6, name, ha="center", va="center", fontsize=10.5, weight="bold", color=INK)
+    axes.text(centre, bottom + 2.9, text, ha="center", va="center", fontsize=8.5, color=MUTED, linespacing=1.4)
+
+
+def draw_chain(axes: Axes, boxes: Sequence[tuple[str, str]]) -> None:
+    """Draw boxes from left to right with an arrow between each two."""
     axes.set(xlim=(-0.3, 100.3), ylim=(0, 10))
     axes.axis("off")
-    width, gap = 17.2, 3.5
-    for number, (name, text) in enumerate(STAGES):
+    gap = 3.5
+    width = (100 + gap) / len(boxes) - gap
+    for number, (name, text) in enumerate(boxes):
         left = number * (width + gap)
-        box = FancyBboxPatch(
-            (left, 0.6), width, 8.6, boxstyle="round,pad=0,rounding_size=0.8", facecolor="#f3f6f8", edgecolor=PEER
-        )
-        axes.add_patch(box)
-        axes.text(left + width / 2, 7.2, name, ha="center", va="center", fontsize=10.5, weight="bold", color=INK)
-        axes.text(left + width / 2, 3.4, text, ha="center", va="center", fontsize=8.5, color=MUTED, linespacing=1.4)
+        draw_box(axes, left, width, name, text)
         if number:
             arrow = {"arrowstyle": "-|>", "color": MUTED, "lw": 1.2}
             axes.annotate("", (left - 0.3, 4.9), (left - gap + 0.3, 4.9), arrowprops=arrow)
@@ -114,20 +150,108 @@ def draw_bars(axes: Axes, title: str, values: dict[str, float]) -> None:
     axes.spines["left"].set_color(PEER)
 
 
-def draw_overview(path: Path) -> None:
-    """Write the overview as SVG."""
-    numbers = read_numbers((DOCS / "performance.md").read_text(encoding="utf-8"))
-    matplotlib.rcParams["svg.hashsalt"] = "overview"  # the same names of elements each time
+def draw_overview(numbers: dict[str, dict[str, float]]) -> Figure:
+    """Draw the stages of the project above its speeds beside other tools."""
     figure = plt.figure(figsize=(11, 3.5), facecolor="white")
     grid = figure.add_gridspec(2, 3, height_ratios=(1, 1.25), left=0.095, right=0.98, top=0.98, bottom=0.03)
     grid.update(hspace=0.42, wspace=0.68)
-    draw_stages(figure.add_axes((0.01, 0.58, 0.98, 0.4)))
+    draw_chain(figure.add_axes((0.01, 0.58, 0.98, 0.4)), STAGES)
     for number, (title, values) in enumerate(numbers.items()):
         draw_bars(figure.add_subplot(grid[1, number]), title, values)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Description": json.dumps(numbers)})
-    plt.close(figure)
+    return figure
+
+
+def pack_documents() -> dict[str, Any]:
+    """Return the lengths of sixteen web-like documents, the packed sequence of each, and shares of a whole window."""
+    deviation = np.sqrt(2 * np.log(640 / 368))  # median and mean of RefinedWeb, in tokens
+    lengths = np.random.default_rng(2).lognormal(np.log(368), deviation, 4096).clip(1, SEQ_LENGTH).astype(int)
+    window = sorted(lengths.tolist(), reverse=True)
+    shown = sorted(lengths[:16].tolist(), reverse=True)
+    sequences = max(best_fit_decreasing(window, row_tokens=SEQ_LENGTH)) + 1
+    return {
+        "lengths": shown,
+        "sequences": best_fit_decreasing(shown, row_tokens=SEQ_LENGTH),
+        "unused when padded, %": round(100 - 100 * sum(window) / (SEQ_LENGTH * len(window)), 1),
+        "unused when packed, %": round(100 - 100 * sum(window) / (SEQ_LENGTH * sequences), 2),
+    }
+
+
+def draw_packing(data: dict[str, Any]) -> Figure:
+    """Draw the documents one to a row, and in the rows that they are packed into."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 3), facecolor="white", sharex=True, sharey=True)
+    layouts = {"padded": list(range(len(data["lengths"]))), "packed": data["sequences"]}
+    for axes, (layout, rows) in zip(panels, layouts.items(), strict=True):
+        ends = [0] * (max(rows) + 1)
+        axes.barh(range(len(ends)), SEQ_LENGTH, color="#eef1f3", height=0.8)
+        for number, (row, length) in enumerate(zip(rows, data["lengths"], strict=True)):
+            axes.barh(row, length, left=ends[row], color=SHADES[number % len(SHADES)], edgecolor="white", height=0.8)
+            ends[row] += length
+        unused = data[f"unused when {layout}, %"]
+        title = f"{layout}: {len(ends)} sequences; unused in a window of 4,096 documents: {unused} %"
+        axes.set_title(title, fontsize=9.5, color=INK, loc="left")
+        axes.axis("off")
+    panels[0].invert_yaxis()
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.9, bottom=0.02, wspace=0.04)
+    return figure
+
+
+def share_micro_batches() -> dict[str, list[list[int]]]:
+    """Return the micro-batches of each data-parallel rank: rank d of D trains on micro-batches d, d + D, ..."""
+    return {str(size): [list(range(rank, 8, size)) for rank in range(size)] for size in (1, 2, 4)}
+
+
+def draw_batch(data: dict[str, list[list[int]]]) -> Figure:
+    """Draw the eight micro-batches of a global batch over one, two and four data-parallel ranks."""
+    figure, panels = plt.subplots(1, len(data), figsize=(11, 1.9), facecolor="white")
+    for axes, ranks in zip(panels, data.values(), strict=True):
+        for rank, batches in enumerate(ranks):
+            axes.text(-0.2, rank, f"rank {rank}", ha="right", va="center", fontsize=8.5, color=INK)
+            for place, batch in enumerate(batches):
+                axes.barh(rank, 0.92, left=place, color=SHADES[batch % len(SHADES)], height=0.8)
+                axes.text(place + 0.46, rank, str(batch), ha="center", va="center", fontsize=8.5, color="white")
+        axes.set(xlim=(-1.6, 8), ylim=(3.6, -0.6))
+        axes.set_title(f"{len(ranks)} data-parallel rank{'s' * (len(ranks) > 1)}", fontsize=9.5, color=INK, loc="left")
+        axes.axis("off")
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.86, bottom=0.02, wspace=0.06)
+    return figure
+
+
+def draw_commit(steps: Sequence[Sequence[str]]) -> Figure:
+    """Draw the steps of saving a checkpoint in their order."""
+    figure = plt.figure(figsize=(11, 1.5), facecolor="white")
+    draw_chain(figure.add_axes((0.01, 0.02, 0.98, 0.96)), steps)
+    return figure
+
+
+def draw_layers(layers: Sequence[Sequence[str]]) -> Figure:
+    """Draw the packages as floors of a house; each imports from the floors below it."""
+    figure = plt.figure(figsize=(11, 3.4), facecolor="white")
+    axes = figure.add_axes((0.01, 0.02, 0.98, 0.96))
+    axes.set(xlim=(0, 100), ylim=(len(layers), 0))
+    axes.axis("off")
+    for floor, rooms in enumerate(layers):
+        width = 100 / len(rooms)
+        for number, room in enumerate(rooms):
+            axes.barh(
+                floor + 0.5, width - 0.5, left=number * width + 0.25, height=0.88, color="#f3f6f8", edgecolor=PEER
+            )
+            axes.text((number + 0.5) * width, floor + 0.5, room, ha="center", va="center", fontsize=8.5, color=INK)
+    return figure
+
+
+# What each figure shows, and the function that draws it.
+SOURCES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
+    "overview": (lambda: read_numbers((DOCS / "performance.md").read_text(encoding="utf-8")), draw_overview),
+    "packing": (pack_documents, draw_packing),
+    "batch": (share_micro_batches, draw_batch),
+    "commit": (lambda: COMMIT, draw_commit),
+    "layers": (lambda: LAYERS, draw_layers),
+}
 
 
 if __name__ == "__main__":
-    draw_overview(OVERVIEW)
+    FIGURES.mkdir(exist_ok=True)
+    for name, (read, draw) in SOURCES.items():
+        matplotlib.rcParams["svg.hashsalt"] = name  # equal names of elements in every run
+        data = read()
+        draw(data).savefig(FIGURES / f"{name}.svg", metadata={"Date": None, "Description": json.dumps(data)})

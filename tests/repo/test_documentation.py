@@ -121,12 +121,23 @@ def test_tests_that_a_page_names_exist(page):
         assert f"def {name}" in read(REPOSITORY / module), f"{module}::{name}"
 
 
-def test_figure_of_the_readme_shows_the_numbers_of_the_performance_page():
-    """`python docs/figures.py` draws the figure again."""
+@pytest.fixture(scope="module")
+def figures():
     source = importlib.util.spec_from_file_location("figures", REPOSITORY / "docs" / "figures.py")
-    figures = importlib.util.module_from_spec(source)
-    source.loader.exec_module(figures)
-    shown = re.search(r"<dc:description>(.*?)</dc:description>", read(figures.OVERVIEW), flags=re.DOTALL)[1]
+    module = importlib.util.module_from_spec(source)
+    source.loader.exec_module(module)
+    return module
+
+
+def test_figures_show_the_numbers_of_their_sources(figures):
+    """`python docs/figures.py` draws them again."""
+    for name, (read_source, _) in figures.SOURCES.items():
+        shown = re.search(r"<dc:description>(.*?)</dc:description>", read(figures.FIGURES / f"{name}.svg"), re.DOTALL)[
+            1
+        ]
+        assert json.loads(html.unescape(shown)) == json.loads(json.dumps(read_source())), name
+
+
+def test_figure_of_the_readme_follows_the_tables_of_the_performance_page(figures):
     page = read(REPOSITORY / "docs" / "performance.md")
-    assert json.loads(html.unescape(shown)) == figures.read_numbers(page)
-    assert json.loads(html.unescape(shown)) != figures.read_numbers(page.replace("| 717 |", "| 718 |"))
+    assert figures.read_numbers(page) != figures.read_numbers(page.replace("| 717 |", "| 718 |"))
