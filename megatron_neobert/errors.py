@@ -61,7 +61,7 @@ class NeoBERTError(Exception):
 
 
 class ConfigError(NeoBERTError):
-    """Invalid settings. `problems` lists all of them, so that one start reports every problem."""
+    """Invalid settings. The message lists all problems, so that one start is enough to find them."""
 
     exit_code = 2
 

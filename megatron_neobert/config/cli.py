@@ -175,7 +175,7 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: boo
     """Add the settings of a YAML file to `values` (section -> name -> value), and return the problems of the file."""
     if not path.is_file():
         if path.is_dir():
-            raise MissingInputError(f"--config {path}: is a folder, not a file.")
+            raise MissingInputError(f"--config {path}: is a folder; give a file.")
         hint = suggestion(str(path), recipes(), otherwise="; check the path.")
         raise MissingInputError(f"--config {path}: no such file (relative to {Path.cwd()}) or recipe{hint}")
     if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:

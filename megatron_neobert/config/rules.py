@@ -298,7 +298,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     if data.tokenizer_model is None:
         yield "--tokenizer-model is missing: give the tokenizer that the corpus was written with."
     if not 0.0 < data.mask_prob < 1.0:
-        yield f"--mask-prob {data.mask_prob} is not between 0 and 1; NeoBERT uses 0.2."
+        yield f"--mask-prob {data.mask_prob} is not between 0 and 1; use 0.2, as NeoBERT does."
 
 
 def schedule_problems(settings: Settings) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_neobert.__main__ import COMMANDS
-from megatron_neobert.cli import flag_of, plain_type
+from megatron_neobert.cli import choices_of, flag_of, plain_type
 from megatron_neobert.config import cli
 
 # Settings that Megatron-LM does not have under our name: its own flag for the same, if there is one.
@@ -51,7 +51,7 @@ def values_of(item) -> str:
     plain, _ = plain_type(item.type)
     if plain is bool:
         return f"`--no-{flag_of(item.name)[2:]}` switches it off" if item.default else "given or not"
-    if choices := item.metadata["choices"]:
+    if choices := choices_of(item, item.type):
         return ", ".join(f"`{choice}`" for choice in choices)
     words = {int: "whole number", float: "number"}.get(plain, "YAML" if item.name == "phases" else "text")
     words += "s, one or more" if plain == tuple[str, ...] else ""

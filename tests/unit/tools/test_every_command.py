@@ -1,4 +1,4 @@
-"""What holds for every command: without an environment, with a misspelt flag, before torch, with Ctrl-C."""
+"""Promises of every command: no environment, misspelt flags, --help without torch, and Ctrl-C."""
 
 import os
 import re
@@ -43,8 +43,8 @@ def start(*words: object, packages: Path | None = None, options: tuple[str, ...]
 
 
 @every_script
-def test_every_script_puts_its_own_checkout_before_its_first_import_of_this_project(script):
-    """So it does not run a package that is installed; tests/distributed/test_launch.py tries it."""
+def test_script_imports_this_project_from_its_own_checkout(script):
+    """It does not import an installed package. tests/distributed/test_launch.py starts one."""
     source = script.read_text(encoding="utf-8")
     assert OWN_CHECKOUT in re.split(r"\nfrom (?:megatron_neobert|checkpoint_conversion)\b", source)[0]
 
@@ -52,8 +52,8 @@ def test_every_script_puts_its_own_checkout_before_its_first_import_of_this_proj
 # --- without the environment
 
 
-def test_every_script_can_be_read_by_a_python_that_has_no_packages():
-    """What is missing is then missed by `main`, where run_command reports it."""
+def test_script_can_be_loaded_without_any_package():
+    """Its packages are imported in `main`, where run_command reports a missing one."""
     code = "import runpy, sys\nfor script in sys.argv[1:]: assert 'main' in runpy.run_path(script, run_name='read')"
     command = [sys.executable, "-E", "-S", "-c", code, *map(str, SCRIPTS)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -63,15 +63,14 @@ def test_every_script_can_be_read_by_a_python_that_has_no_packages():
 @pytest.mark.parametrize(
     "words", [(REPOSITORY / "tools/preprocess_data.py",), ("validate", "corpus")], ids=["script", "command"]
 )
-def test_command_started_without_the_environment_says_what_helps_and_ends_with_69(words):
+def test_command_without_the_environment_ends_with_69_and_names_the_remedy(words):
     code, errors = start(*words, options=("-S",))
     assert code == 69
     assert errors.startswith(f"error: {sys.executable} has no module ") and errors.count("\n") == 1
     assert f"{REPOSITORY}/tools/prepare_environment.sh" in errors or f"{REPOSITORY}/.venv/bin/python" in errors
 
 
-def test_command_whose_extra_is_missing_names_it(tmp_path):
-    """As fetch_mteb.py in the quick start's own environment; here datasets is hidden."""
+def test_command_whose_extra_is_missing_prints_the_command_that_installs_it(tmp_path):
     (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError('hidden', name='datasets')")
     code, errors = start("fetch", "mteb", "--output", tmp_path, packages=tmp_path)
     assert code == 69
@@ -80,7 +79,7 @@ def test_command_whose_extra_is_missing_names_it(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "expected"), [("preprocess", 69), ("check environment", 0)])
-def test_python_that_is_too_old_is_named_except_to_the_command_that_checks_it(words, expected):
+def test_python_that_is_too_old_is_refused_except_by_check_environment(words, expected):
     code = f"import sys; sys.version_info, sys.argv[1:] = (3, 9, 18), {words.split()}; import megatron_neobert"
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == expected
@@ -129,7 +128,7 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
           "unknown flag --rowz; did you mean '--rows'?"]),
     ],
 )  # fmt: skip
-def test_flags_of_subcommands_and_of_a_run_are_known_and_every_unknown_one_is_named(command, words, problems, typed):
+def test_every_unknown_flag_and_value_of_a_command_is_reported(command, words, problems, typed):
     with pytest.raises(ConfigError) as refusal:
         typed(command, *words.split())
     assert refusal.value.problems == problems
@@ -138,7 +137,7 @@ def test_flags_of_subcommands_and_of_a_run_are_known_and_every_unknown_one_is_na
 # --- before torch
 
 
-def test_help_of_every_command_answers_without_torch():
+def test_help_of_every_command_does_not_import_torch():
     code = """import contextlib, io, runpy, sys
 from megatron_neobert.__main__ import FUNCTIONS, main
 def ask(words, start):
@@ -173,7 +172,7 @@ for name in FUNCTIONS:
         ("export-onnx --model nothere --output out", 66, "--model nothere: no such folder"),
     ],
 )  # fmt: skip
-def test_input_that_is_not_there_is_found_before_torch_is_imported(tmp_path, words, code, reason):
+def test_missing_input_is_reported_before_torch_is_imported(tmp_path, words, code, reason):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     found, errors = start(*words.split(), packages=tmp_path)
     assert (found, errors[: len(reason) + 7]) == (code, f"error: {reason}")

@@ -1,4 +1,4 @@
-"""The sample corpus: documentation texts, parsed and never run, in an order and a shape that training can rely on."""
+"""The sample corpus: documentation is parsed, never executed, and gives the same documents every time."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def write_package(folder: Path, files: dict[str, str]) -> None:
 
 
 def choose(folder: Path, files: dict[str, str], *, budget_bytes: int = 10**6):
-    """Documents of a package of these files."""
+    """Write the files and return the documents chosen from them."""
     write_package(folder, files)
     return tool.choose_documents([folder], budget_bytes=budget_bytes)
 
@@ -46,24 +46,24 @@ def test_class_document_holds_its_public_members_under_their_names(tmp_path):
     assert document.content == f"Table\n{PROSE.strip()}\n\nTable.read\nread text."
 
 
-def test_readme_comes_from_behind_the_header_fields_of_metadata(tmp_path):
+def test_readme_is_the_text_after_the_header_fields_of_metadata(tmp_path):
     files = {"pkg-1.0.dist-info/METADATA": f"Name: pkg\nVersion: 1.0\n\n# pkg\n\n{PROSE}\n"}
     (document,) = choose(tmp_path, files)
     assert document.content == f"# pkg\n\n{PROSE.strip()}"
 
 
-def test_texts_that_differ_in_case_and_space_only_are_kept_once(tmp_path):
+def test_texts_that_differ_only_in_case_and_space_are_kept_once(tmp_path):
     files = {"a.py": f'"""{PROSE}"""\n', "b.py": f'"""{PROSE.upper().replace(" ", "  ")}"""\n'}
     assert len(choose(tmp_path, files)) == 1
 
 
-def test_same_packages_in_another_place_give_the_same_documents(tmp_path):
+def test_same_packages_in_another_folder_give_the_same_shuffled_documents(tmp_path):
     first, second = (choose(tmp_path / place, FUNCTIONS) for place in "ab")
     assert first == second
-    assert [document.url for document in first] != sorted(urls(first))  # shuffled: a contiguous part is a fair sample
+    assert [document.url for document in first] != sorted(urls(first))  # shuffled
 
 
-def test_installed_packages_give_the_documents_asked_for(tmp_path):
+def test_installed_packages_give_the_requested_amount_of_text(tmp_path):
     code, output = run_forked("sample-corpus", "--output", tmp_path / "c", "--megabytes", 0.2, "--shards", 2)
     assert code == 0, output
     rows = pq.read_table(tmp_path / "c").to_pylist()
@@ -71,7 +71,7 @@ def test_installed_packages_give_the_documents_asked_for(tmp_path):
     assert all(row["url"].startswith("python-package://") for row in rows)
 
 
-def test_a_folder_of_packages_is_read_instead_of_the_installed_ones(tmp_path):
+def test_folder_of_packages_replaces_the_installed_packages(tmp_path):
     write_package(tmp_path / "packages", {"one.py": f'"""One. {PROSE}"""', "a/two.py": f'"""Two. {PROSE}"""'})
     flags = ("--packages", tmp_path / "packages", "--shards", 1)
     code, output = run_forked("sample-corpus", "--output", tmp_path / "c", *flags)

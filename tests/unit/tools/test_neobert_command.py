@@ -1,4 +1,4 @@
-"""The console command `neobert`: every command has one name, --help needs nothing, a shell is told what may follow."""
+"""The console command `neobert`: overview, unknown commands, shell completion, and start from any folder."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from megatron_neobert import __main__ as neobert
 from megatron_neobert import __version__, pretrain
 
 
-def test_overview_names_every_command_and_imports_no_package():
+def test_overview_lists_every_command_and_imports_no_package():
     code = """import runpy, sys
 before = {name.partition(".")[0] for name in sys.modules}
 sys.argv = ["neobert", "--help"]
@@ -25,7 +25,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys
     assert max(map(len, shown)) <= 80
 
 
-def test_overview_of_a_group_names_its_commands_alone():
+def test_overview_of_a_group_lists_only_its_commands():
     code, output, _ = run("evaluate --help")
     assert code == 0
     assert re.findall(r"^  (\S+ \S+) ", output, re.MULTILINE) == [
@@ -33,7 +33,7 @@ def test_overview_of_a_group_names_its_commands_alone():
     ]
 
 
-def test_version_is_the_packages():
+def test_version_is_that_of_the_package():
     assert run("--version") == (0, f"neobert {__version__}\n", "")
 
 
@@ -45,7 +45,7 @@ def test_version_is_the_packages():
         ("verify --tolerence 1", "unknown flag --tolerence; did you mean '--tolerance'?"),
     ],
 )
-def test_what_no_command_is_called_is_a_sentence(words, sentence):
+def test_unknown_command_or_flag_is_refused_with_a_suggestion(words, sentence):
     code, _, errors = run(words)
     assert code == 2 and sentence in errors and "Traceback" not in errors
 
@@ -63,8 +63,8 @@ def test_what_no_command_is_called_is_a_sentence(words, sentence):
         ("neobert nothing ", []),
     ],
 )
-def test_shell_is_told_what_may_follow(typed, answers):
-    """As bash asks by argcomplete's registration: the line in the environment, the answer on descriptor 8."""
+def test_shell_completes_commands_flags_and_values(typed, answers):
+    """bash, as registered by argcomplete, passes the line in the environment and reads file descriptor 8."""
     asked = {"COMP_LINE": typed, "COMP_POINT": str(len(typed)), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
     command = ["bash", "-c", 'exec "$@" 8>&1', "bash", sys.executable, "-m", "megatron_neobert"]
     ended = subprocess.run(command, env={**ENVIRONMENT, **asked}, capture_output=True, text=True, check=False)
@@ -72,7 +72,7 @@ def test_shell_is_told_what_may_follow(typed, answers):
 
 
 def test_train_starts_this_package_from_any_folder_and_finds_a_recipe_by_its_name(tmp_path):
-    """Folders of the same names in the working directory are taken neither for the package nor for the recipe."""
+    """The working directory has folders with the names of the package and the recipe, which must not be used."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "neobert"  # as pip writes it
     script.write_text("from megatron_neobert.__main__ import start\n\nif __name__ == '__main__':\n    start()\n")

@@ -1,4 +1,4 @@
-"""The preprocessing commands: what they print, exit codes; and training of a vocabulary."""
+"""`neobert preprocess` and `neobert train-tokenizer`: output, exit codes and files."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def place(tmp_path):
     return place
 
 
-def test_run_reports_what_it_wrote_and_validation_agrees(place):
+def test_run_reports_counts_and_files_and_validation_agrees(place):
     code, output = run_forked("preprocess", *arguments_of(place))
     assert code == 0
     assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
@@ -30,7 +30,7 @@ def test_run_reports_what_it_wrote_and_validation_agrees(place):
     assert code == 0 and "2 documents, 7 tokens as uint16, 58 ids" in output
 
 
-def test_relative_inputs_are_read_and_named_as_they_were_given(place, monkeypatch):
+def test_relative_inputs_are_recorded_as_the_user_gave_them(place, monkeypatch):
     monkeypatch.chdir(place)
     relative = ("--input", "shards", "--output-prefix", "run", "--tokenizer-model", "vocab.txt")
     for more in ([], ["--resume"]):
@@ -38,7 +38,7 @@ def test_relative_inputs_are_read_and_named_as_they_were_given(place, monkeypatc
     assert list(json.loads((place / "run_content_document.json").read_text())["inputs"]) == ["shards/a.jsonl"]
 
 
-def test_dry_run_shows_what_would_happen_and_writes_nothing(place):
+def test_dry_run_prints_the_plan_and_writes_nothing(place):
     before = sorted(place.rglob("*"))
     code, output = run_forked("preprocess", *arguments_of(place, "--dry-run"))
     assert code == 0
@@ -50,7 +50,7 @@ def test_dry_run_shows_what_would_happen_and_writes_nothing(place):
     assert sorted(place.rglob("*")) == before
 
 
-def test_many_unknown_tokens_are_warned_of(place):
+def test_many_unknown_tokens_give_a_warning(place):
     (place / "shards" / "a.jsonl").write_text(json.dumps({"content": "привет мир hello"}))
     code, output = run_forked("preprocess", *arguments_of(place))
     assert code == 0 and "warning: 66.7 % of the tokens are unknown" in output
@@ -70,7 +70,7 @@ def test_many_unknown_tokens_are_warned_of(place):
         (["--shard-size", "10XB"], 2, "--shard-size '10XB' is not a size; use a number of bytes"),
     ],
 )
-def test_wrong_arguments_end_with_their_exit_code_and_one_sentence(place, more, code, message):
+def test_invalid_argument_ends_with_its_exit_code_and_one_sentence(place, more, code, message):
     ended = run_forked("preprocess", *arguments_of(place, *more))
     assert ended.refused(code) and message in ended.output, ended.output
     assert not list(place.glob("run*"))
@@ -85,8 +85,7 @@ def test_existing_corpus_ends_the_run_with_73_unless_overwritten(place):
 
 
 @pytest.mark.parametrize("tool", ["preprocess", "validate", "train-tokenizer"])
-def test_whole_run_imports_neither_torch_nor_transformers(place, tool):
-    """Nor does --help, of any command: test_every_command.py."""
+def test_run_imports_neither_torch_nor_transformers(place, tool):
     assert run_forked("preprocess", *arguments_of(place, "--output-prefix", place / "first")).code == 0
     arguments = {
         "preprocess": arguments_of(place),
@@ -106,16 +105,16 @@ assert not {unwanted} & set(sys.modules), "imported"
     assert ended.returncode == 0, ended.stderr
 
 
-def test_reader_of_the_output_that_leaves_is_no_success(place):
+def test_closed_output_pipe_ends_with_141_and_a_complete_corpus(place):
     pipeline = '"$@" | true; exit "${PIPESTATUS[0]}"'
     command = ["bash", "-c", pipeline, "bash", *command_line("preprocess", *arguments_of(place))]
-    environment = {**ENVIRONMENT, "TQDM_DISABLE": "1"}  # of a user who wants no progress bar: that is no failure
+    environment = {**ENVIRONMENT, "TQDM_DISABLE": "1"}  # a user can switch progress bars off
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (ended.returncode, ended.stderr) == (141, "")
-    assert (place / "run_content_document.json").exists()  # the corpus is whole all the same
+    assert (place / "run_content_document.json").exists()
 
 
-def test_resuming_a_finished_corpus_does_nothing_and_reports_so(place):
+def test_resuming_a_finished_corpus_does_nothing(place):
     assert run_forked("preprocess", *arguments_of(place, "--resume")).code == 0
     before = (place / "run_content_document.bin").stat().st_mtime_ns
     (place / "run_content_document.partial.removed-1").mkdir()  # of a run that was killed at its very end
@@ -128,7 +127,7 @@ def test_resuming_a_finished_corpus_does_nothing_and_reports_so(place):
 # --- tokenizers
 
 
-def test_trained_tokenizer_is_the_same_every_time_and_preprocesses_its_shards(place):
+def test_trained_tokenizer_is_the_same_every_time_and_has_no_unknown_tokens_in_its_input(place):
     for name in ("one", "two"):
         more = ("--output", place / name, "--vocab-size", "150", "--min-frequency", "1")
         code, output = run_forked("train-tokenizer", "--input", place / "shards", *more)
@@ -139,8 +138,7 @@ def test_trained_tokenizer_is_the_same_every_time_and_preprocesses_its_shards(pl
     assert json.loads((place / "run_content_document.json").read_text())["unknown_tokens"] == 0
 
 
-def test_vocabulary_is_not_learned_from_what_a_wrong_key_has_left(place):
-    """The rule of preprocessing, and its words; before anything is written."""
+def test_tokenizer_training_refuses_too_many_errors_like_preprocessing(place):
     more = ("--output", place / "trained", "--vocab-size", "200")
     (place / "shards" / "b.jsonl").write_text('{"text": "hello"}\n' * 2 + '{"content": ""}\n')
     ended = run_forked("train-tokenizer", "--input", place / "shards", *more)
