@@ -12,7 +12,7 @@ from megatron_neobert.__main__ import COMMANDS
 from megatron_neobert.cli import choices_of, flag_of, plain_type
 from megatron_neobert.config import cli
 
-# Settings that Megatron-LM does not have under our name: its own flag for the same, if there is one.
+# Settings that have another name in Megatron-LM -> its flag; empty if it has no such setting.
 MEGATRON_NAMES = dict.fromkeys((
     "long_documents", "batch_layout", "document_block_size", "mask_replacement", "weight_decay_scope", "phases",
     "continue_from", "keep_last",
@@ -68,7 +68,7 @@ def render_commands() -> str:
     return "".join(parts) + "\n"
 
 
-def test_page_lists_what_the_code_has():
+def test_page_lists_the_commands_and_settings_of_the_code():
     """WRITE_DOCUMENTATION=1 writes the page."""
     page = PAGE.read_text(encoding="utf-8")
     before, commands, text, settings = re.split(f"(?:{START}|{END})", page)
@@ -79,7 +79,7 @@ def test_page_lists_what_the_code_has():
         assert (commands, settings) == (render_commands(), render_settings()), remedy
 
 
-def test_names_of_megatron_are_those_of_its_parser():
+def test_names_in_megatron_are_those_of_its_parser():
     arguments = pytest.importorskip("megatron.training.arguments", reason="megatron-core 0.16 does not bring it")
     parser = ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)
