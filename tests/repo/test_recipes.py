@@ -35,8 +35,8 @@ RECIPES = sorted(  # links are skipped: M9 is a second name of the stages
 WIDTH, TOKENS = 96, 64
 SMALL = (
     f"--num-layers 2 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length {TOKENS} "
-    f"--max-position-embeddings {TOKENS} --micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 --lr-decay-iters 2 "
-    "--eval-iters 1 --num-workers 0 --log-interval 1"
+    f"--max-position-embeddings {TOKENS} --micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 "
+    "--lr-decay-iters 2 --eval-iters 1 --num-workers 0 --log-interval 1"
 ).split()
 
 # (recipe, parent) -> settings that differ.
