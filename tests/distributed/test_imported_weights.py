@@ -82,5 +82,5 @@ def test_a_bfloat16_run_updates_the_converted_weights_and_not_their_rounding(
 
 def test_converted_weights_as_the_runs_own_folder_are_refused_with_the_flag_to_use(settings: Any, imported: str):
     run = settings("second").with_section("checkpoint", load=imported)
-    with pytest.raises(Exception, match="has no optimizer state .* give it as --continue-from"):
+    with pytest.raises(Exception, match=r"has no optimizer state .* give it as --continue-from"):
         train_on_ranks(run)
