@@ -9,7 +9,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def read_version() -> str:
-    """The version in megatron_neobert/__init__.py, read as text: nothing is installed yet that could be imported."""
+    """Return the version in megatron_neobert/__init__.py. The package cannot be imported before it is installed."""
     source = (HERE / "megatron_neobert" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
     if match is None:
@@ -18,9 +18,8 @@ def read_version() -> str:
 
 
 REQUIREMENTS = [
-    "torch>=2.11",  # whose packed attention takes a scale
-    # Inner functions of which are used on CPU, so each release line is one that the tests have passed with.
-    # Exactly those that runtime/megatron_patches.py was written for. 0.16.1 is the last for Python 3.11.
+    "torch>=2.11",  # packed attention with a scale
+    # The exact versions that runtime/megatron_patches.py supports. 0.16.1 is the last version for Python 3.11.
     "megatron-core==0.16.1; python_version < '3.12'",
     "megatron-core==0.19.2; python_version >= '3.12'",
     "msgspec>=0.19",
@@ -30,35 +29,35 @@ REQUIREMENTS = [
     "backports.zstd>=1",
     "fsspec>=2023.6",
     "tokenizers>=0.22",
-    "transformers>=5.3",  # the first release line whose EuroBERT classes load an export without remote code
+    "transformers>=5.3",  # loads an EuroBERT export without remote code
     "huggingface_hub>=1",
-    "jinja2>=3.1",  # the template of a model card
+    "jinja2>=3.1",  # model card template
     "safetensors>=0.4.3",
     "PyYAML>=6",
-    "argcomplete>=3",  # the flags of `neobert` in a shell
+    "argcomplete>=3",  # shell completion of `neobert`
     "tensorboard>=2.16",
     "tqdm>=4.66",
-    "matplotlib>=3.8",  # the curves of a run, and the figures of evaluations
+    "matplotlib>=3.8",  # figures of runs and evaluations
     "packaging>=24.2",  # megatron.core imports it
-    "psutil>=5.9",  # the launcher; megatron.core's checkpoint writers hang without it
+    "psutil>=5.9",  # used by the launcher; without it, megatron.core's checkpoint writers hang
 ]
 
 EXTRAS = {
-    # The PyPI package named "apex" is an unrelated web project. NVIDIA's Apex is used when importable, never required.
+    # "apex" is not listed, because the PyPI package of this name is an unrelated project. NVIDIA's Apex is optional.
     "gpu": [
         "transformer-engine[pytorch]>=2.9,<2.12; python_version < '3.12'",  # as megatron-core 0.16.1 declares
         "transformer-engine[pytorch]>=2.9,<2.21; python_version >= '3.12'",  # 0.19.2 declares none; tested: 2.20.2
     ],
-    # Young packages, used only while their ids are those of the tokenizers library: look at a new version first.
+    # Used only while their ids equal those of the tokenizers library. Review a new version before changing these.
     "fast": ["nanotoken==0.1.0", "gigatoken==0.10.0"],
     "sentencepiece": ["sentencepiece>=0.2"],
     "warc": ["fastwarc>=2", "resiliparse>=2"],
-    "s3": ["s3fs>=2023.6"],  # whose release is that of fsspec; brings aiohttp, which http:// needs
+    "s3": ["s3fs>=2023.6"],  # needs the same release of fsspec; installs aiohttp, which http:// needs
     "dali": ["nvidia-dali-cuda130>=2"],
     "ray": ["ray>=2.59"],
     "wandb": ["wandb>=0.18"],
     "eval": [
-        "mteb>=2.26,<3; python_version >= '3.11'",  # which no longer supports 3.10
+        "mteb>=2.26,<3; python_version >= '3.11'",  # does not support Python 3.10
         "sentence-transformers>=6",
         "datasets>=4",
         "scikit-learn>=1.6",
@@ -66,9 +65,9 @@ EXTRAS = {
         "seqeval>=1.2",
         "accelerate>=1",  # transformers' Trainer
     ],
-    "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # what `neobert export-onnx` writes and runs
-    "benchmark": ["datatrove>=0.9", "datasets>=4"],  # what benchmarks/benchmark_preprocessing.py compares with
-    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10"],  # make docs; needs no network once installed
+    "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],  # neobert export-onnx
+    "benchmark": ["datatrove>=0.9", "datasets>=4"],  # benchmarks/benchmark_preprocessing.py compares with them
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10"],  # make docs
     "dev": [
         "pytest>=8",
         "pytest-xdist>=3.6",
@@ -77,13 +76,13 @@ EXTRAS = {
         "mypy>=1.15",
         "types-PyYAML",
         "peft>=0.17",
-        "einops>=0.8",  # Transformer Engine's Python, which tests run over an emulated extension
-        "moto[s3]>=5",  # a server that speaks S3, with the two that it needs for it
+        "einops>=0.8",  # imported by Transformer Engine, which tests run with an emulated extension
+        "moto[s3]>=5",  # S3 server for tests; needs the next two packages
         "flask>=3",
         "flask-cors>=6",
     ],
 }
-# What the tests start for real.
+# The tests also use these extras.
 for optional in ("fast", "sentencepiece", "warc", "s3", "ray", "wandb", "eval", "onnx", "docs"):
     EXTRAS["dev"] += EXTRAS[optional]
 
@@ -97,7 +96,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["megatron_neobert", "megatron_neobert.*", "checkpoint_conversion"]),
     package_data={
-        "megatron_neobert": ["configs/*.yaml", "configs/*/*.yaml"],  # those of examples, by a link
+        "megatron_neobert": ["configs/*.yaml", "configs/*/*.yaml"],  # a link to examples/configs
         "checkpoint_conversion": ["model_card_template.md"],
     },
     entry_points={"console_scripts": ["neobert = megatron_neobert.__main__:start"]},

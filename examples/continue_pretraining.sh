@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Continued pre-training of published weights on documents of your own.
+# Continue pre-training of a published model on your own documents.
 #
 #   bash examples/continue_pretraining.sh MODEL_DIR CORPUS RUN [flags]
 #
 #   neobert preprocess --input 'mine/*.parquet' --output-prefix corpus/mine --tokenizer-model NeoBERT
 #   bash examples/continue_pretraining.sh NeoBERT corpus/mine_content_document runs/continued
 #
-# MODEL_DIR holds config.json, model.safetensors and the tokenizer's files, as published or as neobert convert writes them;
-# nothing in it is executed. Its weights become a checkpoint beside RUN once, RUN.start. The recipe is
-# examples/configs/neobert_continued.yaml, for the 28 x 768 model; flags replace its settings, and neobert convert prints which
-# ones a model of another size needs. The same command resumes after a stop.
+# MODEL_DIR contains config.json, model.safetensors and tokenizer files, as published or as neobert convert writes them.
+# Code in this folder is not executed. The script converts the weights to a checkpoint once, in RUN.start. The recipe is
+# examples/configs/neobert_continued.yaml, for the 28 x 768 model. Flags override its settings; neobert convert prints
+# the flags that a model of another size needs. The same command resumes the run after a stop.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# An encoder for another language or another kind of text: from raw shards to a tokenizer, a corpus and training.
+# Train an encoder for another language or domain: tokenizer, corpus and pre-training from raw text.
 #
 #   bash examples/custom_language.sh INPUT OUTPUT [flags]
 #
 #   bash examples/custom_language.sh 'finnish/*.parquet' finnish_run --train-iters 100000
 #
-# INPUT: a pattern that names raw shards (parquet, JSON lines, WARC, text, ...). OUTPUT: where everything goes. Flags
-# are those of training; the recipe is examples/configs/neobert_stage1.yaml. VOCAB_SIZE (30522), TEXT_KEY (content), WORKERS
-# (the cores of this machine) and LOWERCASE=0 (keep capitals and accents) concern the steps before. Finished steps are
-# skipped when the same command is started again, and training resumes. Afterwards:
+# INPUT is a glob of input files (parquet, JSON lines, WARC, text, ...), and OUTPUT a folder for all results. The flags
+# are those of neobert train and override the recipe examples/configs/neobert_stage1.yaml. Environment variables set the
+# steps before training: VOCAB_SIZE (default 30522), TEXT_KEY (content), WORKERS (the cores of this machine) and
+# LOWERCASE=0 (keep capitals and accents). The same command skips finished steps and resumes training. Afterwards:
 #
 #   neobert convert megatron-to-hf --load finnish_run/run --output finnish_run/model
 set -euo pipefail
@@ -25,7 +25,7 @@ key=${TEXT_KEY:-content}
 corpus=$output/corpus_${key}_document
 mkdir -p "$output"
 
-run() { # a finished step is recognised by what it leaves: run FILE COMMAND...
+run() { # run FILE COMMAND...: skip the command if its output FILE exists
     if [[ -e $1 ]]; then echo "already there: $1"; else "${@:2}"; fi
 }
 case=--lowercase

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# GLUE by the paper's protocol for one or more models: its grid of 60 points on each of its eight tasks.
+# Evaluate models on GLUE by the paper's protocol: a grid of 60 points on each of eight tasks.
 #
-# On a machine with a network, once:
+# Once, on a machine with network access:
 #     hf download nyu-mll/glue --repo-type dataset --local-dir glue
-# Then, where the GPUs are:
+# Then, on the machine with the GPUs:
 #     bash examples/glue.sh glue results MODEL_DIR [MODEL_DIR...]
 #
-# MNLI comes first: RTE, MRPC, STS-B and QNLI start from its best model. GRID=best takes the paper's best point of each
-# task instead of the grid, GRID=small the grid of its ablations. JOBS runs go on at a time, one per GPU; SEEDS="0 1 2"
-# gives means with deviations. After a kill the same command resumes, with the runs that were not finished.
+# MNLI comes first, because RTE, MRPC, STS-B and QNLI start from its best model. GRID=best uses the paper's best point
+# of each task instead of the grid, and GRID=small the grid of its ablations. JOBS is the number of parallel runs, one
+# per GPU. SEEDS="0 1 2" gives means with deviations. The same command skips finished runs.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

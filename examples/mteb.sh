@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# MTEB(eng, v1), the 56 tasks of the paper's Table 4, for one or more models.
+# Evaluate models on MTEB(eng, v1), the 56 tasks of the paper's Table 4.
 #
-# On a machine with a network, once:
+# Once, on a machine with network access:
 #     neobert fetch mteb --output mteb_data
-# Then, where the GPU is:
+# Then, on the machine with the GPU:
 #     bash examples/mteb.sh mteb_data results MODEL_DIR [MODEL_DIR...]
 #
-# A model that has learnt no embeddings gets low numbers; the paper fine-tunes all of them first
-# (neobert finetune). The same command resumes after a kill, task by task.
+# A model without fine-tuning for embeddings gets low scores; the paper fine-tunes every model first (neobert finetune).
+# The same command skips finished tasks.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

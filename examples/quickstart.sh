@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From nothing to a trained NeoBERT that answers fill-mask, on this machine, with one command:
+# Train a tiny NeoBERT on this machine, from raw text to a model that fills masks:
 #
-#   bash examples/quickstart.sh [FOLDER]        FOLDER: where everything goes, by default ./quickstart_run
+#   bash examples/quickstart.sh [FOLDER]        FOLDER for all results; default: ./quickstart_run
 #
-# The model is tiny and its corpus is the documentation of the installed Python packages: this shows the whole path, it
-# does not give a useful encoder. Finished stages are skipped when it is started again, and an interrupted training goes
-# on where it was; delete FOLDER to start anew.
+# The corpus is the documentation of the installed Python packages. The script shows the whole path; the model is too
+# small to be useful. The same command skips finished stages and resumes an interrupted training. Delete FOLDER to start
+# again from the beginning.
 set -euo pipefail
 
 case "${1-}" in
@@ -17,24 +17,24 @@ mkdir -p "${1:-quickstart_run}"
 folder=$(cd "${1:-quickstart_run}" && pwd -P)
 
 stage() { printf '\n== %s\n   %s\n' "$1" "$2"; }
-run() { # a finished stage is recognised by what it leaves: run FILE COMMAND...
+run() { # run FILE COMMAND...: skip the command if its output FILE exists
     if [[ -e $1 ]]; then echo "   already there: $1"; else "${@:2}"; fi
 }
 
-stage "1/7 Environment" "Python packages at the tested versions; a minute or two the first time"
+stage "1/7 Environment" "Python packages at the tested versions; takes a minute or two the first time"
 python=$(bash "$repository/tools/prepare_environment.sh")
 export PYTHON=$python # for examples/pretrain_neobert.sh
 echo "   $python"
 started=$SECONDS
 
-stage "2/7 Corpus" "documentation texts of the installed packages, as RefinedWeb-shaped parquet shards"
+stage "2/7 Corpus" "documentation of the installed packages, in parquet files with the columns of RefinedWeb"
 run "$folder/shards" "$python" -m megatron_neobert sample-corpus --output "$folder/shards"
 
-stage "3/7 Tokenizer" "a WordPiece vocabulary learned from the corpus"
+stage "3/7 Tokenizer" "a WordPiece vocabulary, trained on the corpus"
 run "$folder/tokenizer/tokenizer.json" "$python" -m megatron_neobert train-tokenizer \
     --input "$folder/shards/*.parquet" --output "$folder/tokenizer" --vocab-size 8192
 
-stage "4/7 Preprocessing" "tokens in Megatron's .bin and .idx, whole documents"
+stage "4/7 Preprocessing" "token ids of whole documents, in Megatron's .bin and .idx format"
 run "$folder/corpus_content_document.json" "$python" -m megatron_neobert preprocess \
     --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" --workers 2
 
@@ -49,21 +49,21 @@ pretrain() {
         --tokenizer-model "$folder/tokenizer" --save "$folder/checkpoints" --load "$folder/checkpoints" \
         --exit-interval 250
 }
-stage "5/7 Pretraining" "a NeoBERT of 2 layers on $device; it stops on request, then the same command resumes it"
+stage "5/7 Pretraining" "a NeoBERT with 2 layers on $device; it stops halfway, and the same command resumes it"
 status=0
 pretrain || status=$?
 if [[ $status == 75 ]]; then
-    echo "   exit code 75: stopped early, resumable. The same command again:"
+    echo "   exit code 75: stopped early, as requested. The same command again:"
     status=0
     pretrain || status=$?
 fi
 [[ $status == 0 ]] || exit "$status"
 
-stage "6/7 Conversion" "the last checkpoint as a Hugging Face folder that needs no remote code"
+stage "6/7 Conversion" "the last checkpoint, as a Hugging Face folder that needs no remote code"
 run "$folder/model" "$python" "$repository/checkpoint_conversion/convert.py" megatron-to-hf \
     --load "$folder/checkpoints" --output "$folder/model"
 
-stage "7/7 Fill-mask" 'transformers.pipeline("fill-mask"), the three likeliest words'
+stage "7/7 Fill-mask" 'transformers.pipeline("fill-mask"): the three most probable tokens'
 HF_HUB_OFFLINE=1 "$python" - "$folder" <<'END'
 import json
 import math
@@ -79,7 +79,8 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 folder = Path(sys.argv[1])
 fill_mask = pipeline("fill-mask", model=str(folder / "model"), device="cpu")
-for sentence in (  # the model is small and young: what it has read most often
+# Sentences that are frequent in the corpus, because the model is tiny.
+for sentence in (
     "input_ids (torch.LongTensor of shape (batch_size, sequence_[MASK]))",
     "torch.FloatTensor of [MASK] (batch_size, sequence_length, hidden_size)",
     "Examples >>> from sympy [MASK] Symbol",
@@ -90,10 +91,10 @@ for sentence in (  # the model is small and young: what it has read most often
 lines = [json.loads(line) for line in (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
 losses = [line["loss"] for line in lines if "loss" in line]
 validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
-pieces = len(fill_mask.tokenizer)
+vocab_size = len(fill_mask.tokenizer)
 print("\n== Summary")
 print(f"   loss         {losses[0]:.2f} -> {losses[-1]:.2f} nats per masked token, {validation[-1]:.2f} on held-out documents;")
-print(f"                guessing among {pieces:,} pieces would cost ln V = {math.log(pieces):.2f}")
+print(f"                random guessing among {vocab_size:,} tokens has the loss ln V = {math.log(vocab_size):.2f}")
 END
 cat <<END
    corpus       $folder/corpus_content_document.bin, .idx, .json
@@ -101,5 +102,5 @@ cat <<END
    checkpoints  $folder/checkpoints
    curves       "$python" -m tensorboard.main --logdir "$folder/checkpoints/tensorboard"
    model        $folder/model
-   took         $((SECONDS - started)) s after the environment was ready
+   time         $((SECONDS - started)) s, without the environment
 END

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# How fast recipes reach a validation loss: fixed data and target, ten seeds of each in turn (docs/performance.md).
+# Compare how fast recipes reach a validation loss, on fixed data with ten seeds per recipe (docs/performance.md).
 #
 #   bash examples/speedrun.sh examples/configs/speedrun/laptop_plain.yaml examples/configs/speedrun/laptop.yaml
 #   DATA=PREFIX VALIDATION=PREFIX TOKENIZER=FOLDER TARGET=X bash examples/speedrun.sh RECIPE.yaml ...
 #
-# The first form is the laptop track, whose data it fetches and prepares; the second runs on other data, as the GPU track
-# does. The first recipe is what the others are compared with. SEEDS: how many, by default 10. FOLDER: where everything
-# goes, by default ./speedrun_run. What is finished is not repeated when it is started again. Leave the machine alone
-# meanwhile: its other work would count.
+# The first form is the laptop track, which downloads and prepares its data. The second form uses your data, as in the
+# GPU track. The first recipe is the baseline. SEEDS is the number of seeds (default 10), and FOLDER the folder of all
+# results (default ./speedrun_run). The same command skips finished runs. Do not use the machine meanwhile, because
+# other work changes the times.
 set -euo pipefail
 
 case "${1---help}" in
@@ -20,11 +20,11 @@ folder=$(cd "${FOLDER:-speedrun_run}" && pwd -P)
 python=$(bash "$repository/tools/prepare_environment.sh")
 export PYTHON=$python # for examples/pretrain_neobert.sh
 
-run() { # a finished step is recognised by what it leaves: run FILE COMMAND...
+run() { # run FILE COMMAND...: skip the command if its output FILE exists
     [[ -e $1 ]] || "${@:2}"
 }
 
-if [[ -z ${DATA-} ]]; then # the laptop track's: documentation of Python packages at fixed versions
+if [[ -z ${DATA-} ]]; then # laptop track: documentation of Python packages at fixed versions
     packages=$folder/packages
     run "$packages" "$python" -m pip download --quiet --no-deps --only-binary :all: --require-hashes --dest "$packages" \
         --requirement "$repository/examples/speedrun_packages.txt"
@@ -38,7 +38,7 @@ if [[ -z ${DATA-} ]]; then # the laptop track's: documentation of Python package
         --split-validation 0.03
     DATA=$folder/corpus_content_document VALIDATION=$folder/corpus_content_document_validation
     TOKENIZER=$folder/tokenizer TARGET=${TARGET:-5.25}
-    export NPROC_PER_NODE=1 # which takes all cores
+    export NPROC_PER_NODE=1 # one process uses all cores
 fi
 runs=()
 for recipe; do runs+=("$folder/runs/$(basename "$recipe" .yaml)"); done

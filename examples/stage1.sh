@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# NeoBERT, stage 1: a million iterations on rows of 1,024 tokens, on all GPUs of this machine.
+# Pre-train NeoBERT, stage 1: a million iterations on sequences of 1,024 tokens, on all GPUs of this machine.
 #
 #   bash examples/stage1.sh CORPUS TOKENIZER RUN [flags]
 #
 #   bash examples/stage1.sh corpus/refinedweb_content_document bert-base-uncased/vocab.txt runs/stage1 --dry-run
 #
-# The recipe is examples/configs/neobert_stage1.yaml; flags replace its settings. The same command resumes after a stop.
+# Flags override the recipe, examples/configs/neobert_stage1.yaml. The same command resumes the run after a stop.
 # On Slurm: sbatch examples/slurm/pretrain.sh --config examples/configs/neobert_stage1.yaml, and the flags below.
 set -euo pipefail
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# NeoBERT, stage 2: 50,000 more iterations on rows of 4,096 tokens, from the last checkpoint of stage 1.
+# Pre-train NeoBERT, stage 2: 50,000 more iterations on sequences of 4,096 tokens, from the last checkpoint of stage 1.
 #
 #   bash examples/stage2.sh CORPUS TOKENIZER STAGE1_RUN RUN [flags]
 #
 #   bash examples/stage2.sh corpus/refinedweb_content_document bert-base-uncased/vocab.txt runs/stage1 runs/stage2
 #
-# Of the rows, 20 % hold documents of any length, 40 % documents of at least 1,024 tokens and 40 % of at least 2,048,
-# all from the corpus of stage 1. The recipe is examples/configs/neobert_stage2.yaml; flags replace its settings. The
-# same command resumes after a stop.
+# The blend takes 20 % of its documents from the whole corpus of stage 1, 40 % from its documents of at least 1,024
+# tokens, and 40 % from those of at least 2,048. Flags override the recipe, examples/configs/neobert_stage2.yaml. The
+# same command resumes the run after a stop.
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

@@ -1,11 +1,14 @@
-"""Pre-training of NeoBERT encoders on Megatron-Core: raw web shards in, a Hugging Face model out."""
+"""Pre-training of NeoBERT encoders on Megatron-Core: from raw web text to a Hugging Face model.
+
+`__main__.py` lists the commands and the function behind each one. Every command is a function in one of the packages.
+"""
 
 import sys
 import warnings
 
 __version__ = "0.2.0"
 
-# `check environment` alone runs on an older Python, where it reports the version.
+# `check environment` runs on older Pythons too, and reports their version as a problem.
 if sys.version_info < (3, 10) and sys.argv[1:3] != ["check", "environment"]:
     sys.stderr.write(
         f"error: {sys.executable} is Python {'.'.join(map(str, sys.version_info[:2]))}, and this project needs 3.10 to "
@@ -13,10 +16,10 @@ if sys.version_info < (3, 10) and sys.argv[1:3] != ["check", "environment"]:
     )
     sys.exit(69)
 
-# What megatron.core and torch.distributed say, a dozen times over, and nobody who runs this can act on: deprecated
-# names, the absence of Transformer Engine and Apex, and that a converter reads a checkpoint in one process. Other
-# warnings of theirs are shown.
-_UNINTERESTING = (
+# megatron.core and torch.distributed repeat these warnings a dozen times per run, and a user cannot act on them:
+# deprecated names, the absence of Transformer Engine and Apex, and reading a checkpoint in a single process.
+# All other warnings of theirs are shown.
+_IGNORED_WARNINGS = (
     r"(Transformer Engine and )?Apex (is|are) not installed",
     "full scope is deprecated",
     r"The \.grad attribute of a Tensor that is not a leaf",
@@ -24,4 +27,4 @@ _UNINTERESTING = (
 )
 _MODULES = r"megatron\.core|torch\.distributed"
 warnings.filterwarnings("ignore", category=FutureWarning, module=_MODULES)
-warnings.filterwarnings("ignore", message="|".join(_UNINTERESTING), module=_MODULES)
+warnings.filterwarnings("ignore", message="|".join(_IGNORED_WARNINGS), module=_MODULES)

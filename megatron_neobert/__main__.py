@@ -1,8 +1,8 @@
-"""The console command `neobert`, also `python -m megatron_neobert`: one name for every command of this project.
+"""The console command `neobert`, also `python -m megatron_neobert`: the table of all commands, and its dispatch.
 
-A command has a name of one word or two and is a function of a module; `cli.py` makes its command line from the
-dataclass that the function takes. `neobert --help` imports none of these modules. Completion in a shell is
-argcomplete's: eval "$(register-python-argcomplete neobert)".
+A command has a name of one or two words and is a function. `cli.py` builds its command line from the dataclass that the
+function takes. `neobert --help` imports none of these functions. argcomplete completes commands and flags in a shell
+after: eval "$(register-python-argcomplete neobert)".
 """
 
 from __future__ import annotations  # `check environment` runs on older Pythons too
@@ -17,82 +17,88 @@ from megatron_neobert import __version__
 from megatron_neobert.cli import run_function
 from megatron_neobert.errors import ConfigError, run_command, suggestion
 
-OWN, DATA = "megatron_neobert.commands", "megatron_neobert.data"
+COMMON, DATA = "megatron_neobert.commands", "megatron_neobert.data"
 EVALUATION, INSPECTION = "megatron_neobert.evaluation.commands", "megatron_neobert.inspection"
 FETCHING, CONVERSION = "megatron_neobert.evaluation.fetch", "checkpoint_conversion"
+CONVERT = f"{CONVERSION}.convert"
+# Group -> command -> (module:function, purpose in --help and docs/commands.md).
 COMMANDS = {
     "Data": {
-        "sample-corpus": (f"{OWN}.sample_corpus:write_sample_corpus", "a small real corpus: installed documentation"),
-        "train-tokenizer": (f"{DATA}.tokenizer.train:train_tokenizer", "learn a WordPiece vocabulary"),
-        "preprocess": (f"{OWN}.preprocess_data:preprocess_data", "raw text to Megatron's .bin and .idx"),
-        "validate": (f"{DATA}.corpus.inspection:validate", "check a corpus, to the byte"),
-        "inspect data": (f"{DATA}.corpus.inspection:inspect_data", "what is in a corpus; documents as text and ids"),
-        "adopt": (f"{DATA}.corpus.adoption:adopt_corpora", "use a corpus that Megatron-LM wrote, in place"),
-        "find-duplicates": (f"{DATA}.deduplication.run:print_duplicates", "near-duplicates of corpora, as a list"),
+        "sample-corpus": (f"{COMMON}.sample_corpus:write_sample_corpus", "write sample texts from installed packages"),
+        "train-tokenizer": (f"{DATA}.tokenizer.train:train_tokenizer", "train a WordPiece tokenizer"),
+        "preprocess": (f"{COMMON}.preprocess_data:preprocess_data", "tokenize raw text into a corpus (.bin and .idx)"),
+        "validate": (f"{DATA}.corpus.inspection:validate", "check the files of a corpus"),
+        "inspect data": (f"{DATA}.corpus.inspection:inspect_data", "show a summary or single documents of a corpus"),
+        "adopt": (f"{DATA}.corpus.adoption:adopt_corpora", "use corpora of Megatron-LM without copying them"),
+        "find-duplicates": (f"{DATA}.deduplication.run:print_duplicates", "list near-duplicate documents of corpora"),
     },
     "Training": {
-        "train": ("megatron_neobert.launch:train", "train on this node's GPUs, or NPROC_PER_NODE processes"),
-        "plot": (f"{INSPECTION}.plot:plot", "loss, throughput and more as figures, run beside run"),
-        "inspect batch": (f"{INSPECTION}.batch:inspect_batch", "the batch of one iteration as the model sees it"),
-        "replay": (f"{INSPECTION}.replay:replay", "losses and gradients of one iteration again"),
-        "average": (f"{CONVERSION}.average:average", "the mean of a run's last checkpoints"),
+        "train": ("megatron_neobert.launch:train", "pre-train on the GPUs of this node, or on its CPU"),
+        "plot": (f"{INSPECTION}.plot:plot", "plot loss, throughput and other curves of runs"),
+        "inspect batch": (f"{INSPECTION}.batch:inspect_batch", "show the batch of one iteration"),
+        "replay": (f"{INSPECTION}.replay:replay", "recompute losses and gradients of one iteration"),
+        "average": (f"{CONVERSION}.average:average", "average the weights of a run's last checkpoints"),
     },
     "Models": {
-        "convert megatron-to-hf": (f"{CONVERSION}.convert:megatron_to_hf", "a checkpoint as a Hugging Face folder"),
-        "convert hf-to-megatron": (f"{CONVERSION}.convert:hf_to_megatron", "a Hugging Face folder as a checkpoint"),
-        "verify": (f"{CONVERSION}.convert:verify", "whether two models are the same"),
-        "model-card": (f"{CONVERSION}.card:rewrite_model_card", "the model card, with results"),
-        "export-onnx": (f"{CONVERSION}.export_onnx:export_onnx", "a Hugging Face folder as ONNX"),
+        "convert megatron-to-hf": (f"{CONVERT}:megatron_to_hf", "convert a checkpoint to a Hugging Face model"),
+        "convert hf-to-megatron": (f"{CONVERT}:hf_to_megatron", "convert a Hugging Face model to a checkpoint"),
+        "verify": (f"{CONVERT}:verify", "check whether two models are equal"),
+        "model-card": (f"{CONVERSION}.card:rewrite_model_card", "update the model card of a converted model"),
+        "export-onnx": (f"{CONVERSION}.export_onnx:export_onnx", "export a Hugging Face model to ONNX"),
     },
     "Evaluation": {
-        "evaluate glue": (f"{EVALUATION}:evaluate_glue", "GLUE by the paper's protocol"),
-        "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "MTEB, or your own tasks"),
-        "evaluate ner": (f"{EVALUATION}:evaluate_ner", "named-entity recognition: seqeval's F1"),
-        "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "pseudo-perplexity against length"),
-        "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "tokens per second against length and batch size"),
-        "finetune": (f"{EVALUATION}:finetune", "contrastive fine-tuning, for MTEB"),
-        "fetch mteb": (f"{FETCHING}:fetch_mteb", "MTEB's data"),
-        "fetch contrastive": (f"{FETCHING}:fetch_contrastive", "the data of contrastive fine-tuning"),
-        "report": (f"{EVALUATION}:report", "all results on one page, beside the paper's numbers"),
+        "evaluate glue": (f"{EVALUATION}:evaluate_glue", "fine-tune and evaluate on GLUE as in the paper"),
+        "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "evaluate on MTEB, or on your own tasks"),
+        "evaluate ner": (f"{EVALUATION}:evaluate_ner", "fine-tune and evaluate named-entity recognition"),
+        "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "measure pseudo-perplexity by document length"),
+        "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "measure tokens/s by length and batch size"),
+        "finetune": (f"{EVALUATION}:finetune", "fine-tune an encoder for embeddings (contrastive)"),
+        "fetch mteb": (f"{FETCHING}:fetch_mteb", "download the data of MTEB tasks"),
+        "fetch contrastive": (f"{FETCHING}:fetch_contrastive", "download the data of contrastive fine-tuning"),
+        "report": (f"{EVALUATION}:report", "write one page with all results and the paper's"),
     },
     "This machine": {
-        "check environment": (f"{OWN}.environment:check_environment", "whether this machine can train, or why not"),
-        "check parity": (f"{OWN}.check_parity:check_parity", "reference and Megatron model with the same weights"),
+        "check environment": (f"{COMMON}.environment:check_environment", "check whether this machine can train"),
+        "check parity": (f"{COMMON}.check_parity:check_parity", "compare reference, Megatron and exported model"),
     },
 }
-PLACES = {name: place for group in COMMANDS.values() for name, (place, _) in group.items()}
+FUNCTIONS = {name: function for group in COMMANDS.values() for name, (function, _) in group.items()}
 
 
 def main() -> int | None:
-    """Find the command in the first words and run it with the others."""
+    """Run the command that `sys.argv` names, and return its exit code.
+
+    Raises:
+        ConfigError: There is no such command.
+    """
     if "_ARGCOMPLETE" in os.environ:
         _complete()
-    words = sys.argv[1:]
-    if not words or (words[-1] in ("-h", "--help") and _words_after(words[:-1])):
-        print(_overview(words[:-1]))
+    arguments = sys.argv[1:]
+    if not arguments or (arguments[-1] in ("-h", "--help") and _next_words(arguments[:-1])):
+        print(_overview(arguments[:-1]))
         return 0
-    if words == ["--version"]:
+    if arguments == ["--version"]:
         print(f"neobert {__version__}")
         return 0
-    name = find_command(words)
+    name = find_command(arguments)
     if name is None:
-        raise ConfigError(_unknown(words))
-    return run(name, words[len(name.split()) :])
+        raise ConfigError(_unknown(arguments))
+    return run(name, arguments[len(name.split()) :])
 
 
-def find_command(words: Sequence[str]) -> str | None:
-    """Return the command that the words begin with."""
-    return next((name for name in PLACES if name.split() == list(words[: len(name.split())])), None)
+def find_command(arguments: Sequence[str]) -> str | None:
+    """Return the name of the command that the arguments start with, or None."""
+    return next((name for name in FUNCTIONS if name.split() == list(arguments[: len(name.split())])), None)
 
 
-def run(name: str, words: Sequence[str]) -> int | None:
-    """Call the function of a command with these words as its command line, and return the exit code."""
-    module, _, function_name = PLACES[name].partition(":")
-    sys.argv = [f"neobert {name}", *words]
-    function = getattr(importlib.import_module(module), function_name or "main")
-    if not function.__code__.co_argcount:
+def run(name: str, arguments: Sequence[str]) -> int | None:
+    """Call the function of a command with its command-line arguments, and return its exit code."""
+    module, _, function_name = FUNCTIONS[name].partition(":")
+    sys.argv = [f"neobert {name}", *arguments]
+    function = getattr(importlib.import_module(module), function_name)
+    if name == "train":  # parses sys.argv itself, because every rank does so too
         return function()
-    return run_function(function, words, prog=sys.argv[0], run_flags=_run_flags)
+    return run_function(function, arguments, prog=sys.argv[0], run_flags=_run_flags)
 
 
 def _run_flags() -> list[str]:
@@ -102,46 +108,46 @@ def _run_flags() -> list[str]:
 
 
 def _overview(typed: Sequence[str]) -> str:
-    """The commands that begin with the words typed."""
+    """Return the help text: the commands whose names start with the words typed, by group."""
     lines = ["usage: neobert COMMAND ...", "", "Pre-training of NeoBERT encoders, from raw text to an evaluated model."]
-    width = max(map(len, PLACES))
+    width = max(map(len, FUNCTIONS))
     for group, commands in COMMANDS.items():
-        meant = {name: words for name, (_, words) in commands.items() if name.split()[: len(typed)] == list(typed)}
-        if meant:
-            lines += ["", f"{group}:", *(f"  {name:{width}}  {words}" for name, words in meant.items())]
-    return "\n".join([*lines, "", "neobert COMMAND --help explains each; neobert --version."])
+        shown = {name: purpose for name, (_, purpose) in commands.items() if name.split()[: len(typed)] == list(typed)}
+        if shown:
+            lines += ["", f"{group}:", *(f"  {name:{width}}  {purpose}" for name, purpose in shown.items())]
+    return "\n".join([*lines, "", "neobert COMMAND --help shows the flags of a command; neobert --version."])
 
 
-def _unknown(words: Sequence[str]) -> str:
-    if second := _words_after(words[:1]):
-        meant = suggestion(words[1], second, otherwise=".") if len(words) > 1 else "."
-        return f"neobert {words[0]}: {' or '.join(second)} must follow{meant}"
-    return f"neobert {words[0]}: no such command{suggestion(words[0], _words_after([]))}"
+def _unknown(arguments: Sequence[str]) -> str:
+    if second_words := _next_words(arguments[:1]):
+        hint = suggestion(arguments[1], second_words, otherwise=".") if len(arguments) > 1 else "."
+        return f"neobert {arguments[0]}: {' or '.join(second_words)} must follow{hint}"
+    return f"neobert {arguments[0]}: no such command{suggestion(arguments[0], _next_words([]))}"
 
 
-def _words_after(typed: Sequence[str]) -> list[str]:
-    """The next words of the names that begin with those typed."""
+def _next_words(typed: Sequence[str]) -> list[str]:
+    """Return the words that can follow `typed` in the name of a command, each once."""
     length = len(typed)
-    names = [name.split() for name in PLACES]
+    names = [name.split() for name in FUNCTIONS]
     return list(dict.fromkeys(name[length] for name in names if len(name) > length and name[:length] == list(typed)))
 
 
 def _complete() -> None:
-    """Answers a shell's question for what may follow: a command's words here, its flags in its own parser."""
+    """Print completions for a shell, and end the process: words of a command's name here, flags in its own parser."""
     import argcomplete
 
     typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:-1]
     if name := find_command(typed):
-        os.environ["_ARGCOMPLETE"] = str(1 + len(name.split()))  # how many of the words are the program's name
+        os.environ["_ARGCOMPLETE"] = str(1 + len(name.split()))  # number of words before the flags
         run(name, [])
     parser = argparse.ArgumentParser(add_help=False)
-    for place in range(len(typed) + 1):
-        parser.add_argument(f"word{place}", choices=_words_after(typed[:place]))
+    for number in range(len(typed) + 1):
+        parser.add_argument(f"word{number}", choices=_next_words(typed[:number]))
     argcomplete.autocomplete(parser)
 
 
 def start() -> None:
-    """The entry point of setup.py."""
+    """Run the console script `neobert`; setup.py names this function."""
     run_command(main)
 
 

@@ -1,7 +1,7 @@
-"""Command lines out of dataclasses: a field is a flag, a help line, a value to complete and a key of a YAML file.
+"""Command lines from dataclasses: one field declares a flag, its help line, its completion and its YAML key.
 
 Every command of `neobert` is a frozen dataclass of options and a function that takes it. All problems of a command line
-are reported together. Standard library only, so that `--help` answers at once and where no package is installed.
+are reported together. Standard library only, so that `--help` is fast and works where no package is installed.
 """
 
 from __future__ import annotations  # `neobert check environment` runs on older Pythons too
@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from megatron_neobert.errors import LONGEST_REASON, ConfigError, suggestion
 
-_LARGEST_NUMBER = 2**63 - 1  # whole numbers go into tensors and indexes
+_LARGEST_NUMBER = 2**63 - 1  # whole numbers are stored in int64 tensors and index files
+_PATH_MAX = 4096  # bytes of a path on Linux, with the final null byte
 
 
 def option(
@@ -32,15 +33,21 @@ def option(
     minimum: float | None = None,
     **metadata: Any,
 ) -> Any:
-    """Return a dataclass field that is a flag; a field without default is required.
+    """Return a dataclass field that is also a flag. A field without a default is required.
 
     Args:
-        choices: Legal values of a text. A field of type Literal has its choices in the type.
-        minimum: Smallest legal number.
-        metadata: `flag`, the name if it is not the field's; `metavar`; `positional=True`; `repeat=True` for a list
-            whose flag is given once for each entry; `completed`, values that a shell suggests; `is_path=True` for
-            paths, which published reports leave out; `group`, the heading in the help of this field and of those after
-            it; `read(text)`, which returns the value or raises ValueError.
+        help: Help line of the flag, without the default value.
+        choices: Allowed values of a text field. A field of type Literal takes them from its type.
+        minimum: Smallest allowed number.
+        metadata: Any of:
+            `flag`: flag name, if it differs from the field name.
+            `metavar`: placeholder of the value in the help.
+            `positional=True`: an argument without a flag.
+            `repeat=True`: a list whose flag takes one value and can be repeated.
+            `completed`: values that a shell suggests.
+            `is_path=True`: a path of the user's machine, which published reports leave out.
+            `group`: help heading of this field and of the fields after it.
+            `read(text)`: parser of the value; raises ValueError if the text is invalid.
     """
     return field(default=default, metadata={**metadata, "help": help, "choices": tuple(choices), "minimum": minimum})
 
@@ -51,53 +58,63 @@ def flag_of(name: str) -> str:
 
 
 def run_function(
-    function: Callable[..., int | None], words: Sequence[str], *, prog: str, run_flags: Callable[[], list[str]]
+    function: Callable[..., int | None], arguments: Sequence[str], *, prog: str, run_flags: Callable[[], list[str]]
 ) -> int | None:
-    """Call a command's function with the options that the words of its command line ask for; return its exit code.
+    """Parse the arguments of a command, call its function with the options, and return the exit code.
 
-    The annotation of the parameter `options` is the dataclass. The first paragraph of the docstring is the description
-    in --help. A function that also has a parameter `flags` gets the words of the flags of `neobert train`, `run_flags`.
+    Args:
+        function: Its parameter `options` is annotated with the dataclass, and the first paragraph of its docstring is
+            the description in --help. If it has a parameter `flags`, it also receives the flags of `neobert train`.
+        run_flags: Returns the flags of `neobert train`. Called for such a function only, because the import is slow.
+
+    Raises:
+        ConfigError: With every problem of the command line.
     """
-    options = typing.get_type_hints(function)["options"]
+    options_type = typing.get_type_hints(function)["options"]
     description = (function.__doc__ or "").partition("\n\n")[0]
-    more: dict[str, Any] = {}
-    if "flags" in inspect.signature(function).parameters:
-        parser = build_parser(options, prog=prog, description=description, also=run_flags())
-        parsed, more["flags"] = parser.parse_known_args(words)
-        given, problems = vars(parsed), parser.unknown_flags()
+    takes_run_flags = "flags" in inspect.signature(function).parameters
+    also = run_flags() if takes_run_flags else ()
+    parser = build_parser(options_type, prog=prog, description=description, also=also)
+    if takes_run_flags:
+        parsed, remaining = parser.parse_known_args(arguments)
+        texts, problems = vars(parsed), parser.unknown_flags()
     else:
-        given, problems = build_parser(options, prog=prog, description=description).parse_all(words)
-    values, wrong = read_values(options, given)
-    if problems + wrong:
-        raise ConfigError(problems + wrong)
-    return function(values, **more)
+        texts, problems = parser.parse_all(arguments)
+    options, value_problems = read_values(options_type, texts)
+    if problems + value_problems:
+        raise ConfigError(problems + value_problems)
+    return function(options, flags=remaining) if takes_run_flags else function(options)
 
 
-def read_values(options: type, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return the options with the given texts as values, and no problem; or None and every problem.
+def read_values(options_type: type, texts: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Convert the texts of a command line to an instance of `options_type`.
 
     Nested dataclasses take their fields from the same mapping.
+
+    Returns:
+        The options and an empty list, or None and every problem.
     """
     values: dict[str, Any] = {}
     problems = []
-    for item, wanted in typed_fields(options):
-        if is_dataclass(wanted):
-            values[item.name], more = read_values(typing.cast(type, wanted), given)
-            problems += more
-        elif item.name in given:
-            wrong = assign(values, item, wanted, given[item.name], source=_source_of(item), is_file_name=True)
-            if not wrong and (problem := value_problem(item, wanted, values[item.name], source=_source_of(item))):
+    for item, item_type in typed_fields(options_type):
+        source = _shown_name(item)
+        if is_dataclass(item_type):
+            values[item.name], nested_problems = read_values(typing.cast(type, item_type), texts)
+            problems += nested_problems
+        elif item.name in texts:
+            wrong = assign(values, item, item_type, texts[item.name], source=source, is_file_name=True)
+            if not wrong and (problem := value_problem(item, item_type, values[item.name], source=source)):
                 wrong = [problem]
             problems += wrong
         elif item.default is MISSING:
-            problems.append(f"{_source_of(item)} is missing: {item.metadata['help'] or 'it is required'}.")
-    return (None if problems else options(**values)), problems
+            problems.append(f"{source} is missing: {item.metadata['help'] or 'it is required'}.")
+    return (None if problems else options_type(**values)), problems
 
 
-def typed_fields(options: type) -> Iterator[tuple[Field, Any]]:
-    """Yield the fields of a dataclass with their types, which may be written as text in the source."""
-    hints = typing.get_type_hints(options)
-    for item in fields(options):
+def typed_fields(options_type: type) -> Iterator[tuple[Field, Any]]:
+    """Yield each field of a dataclass and its type, with annotations that are strings resolved."""
+    hints = typing.get_type_hints(options_type)
+    for item in fields(options_type):
         yield item, hints[item.name]
 
 
@@ -105,14 +122,14 @@ def typed_fields(options: type) -> Iterator[tuple[Field, Any]]:
 
 
 class _Excerpt(reprlib.Repr):
-    """A few words of a value for a message: YAML's aliases can make a page of text exponentially long."""
+    """Shortened `repr` of a value, for messages. A YAML file with aliases can hold an exponentially large value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxstring, self.maxother = 2, 80, 80
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python itself refuses to write more than 4,300 digits."""
+        """Describe a huge number by its bits, because Python refuses to print more than 4,300 digits."""
         return repr(x) if abs(x) < 10**40 else f"a number of {x.bit_length()} bits"
 
 
@@ -120,29 +137,31 @@ excerpt = _Excerpt().repr
 
 
 def assign(
-    values: dict[str, Any], item: Field, wanted: Any, value: Any, *, source: str, is_file_name: bool = False
+    values: dict[str, Any], item: Field, item_type: Any, value: Any, *, source: str, is_file_name: bool = False
 ) -> list[str]:
-    """Put one value, converted to its field's type, into `values`; return what is wrong with it, after its `source`."""
+    """Convert a value to the type of its field and store it in `values`; return the problem, or an empty list.
+
+    Args:
+        source: Flag, or file and key, that the problem starts with.
+        is_file_name: See `convert`.
+    """
+    read = item.metadata.get("read")
     try:
-        converted = (
-            item.metadata["read"](value)
-            if "read" in item.metadata
-            else convert(value, wanted, is_file_name=is_file_name)
-        )
+        values[item.name] = read(value) if read else convert(value, item_type, is_file_name=is_file_name)
     except (ValueError, TypeError, OverflowError) as error:
-        reason = str(error) if "read" in item.metadata else f"is not {_type_words(wanted, item)}."
-        is_words = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-        return [f"{source} {excerpt(' '.join(value) if is_words else value)} {reason}"]
-    values[item.name] = converted
+        reason = str(error) if read else f"is not {_describe_type(item_type, item)}."
+        is_text_list = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+        return [f"{source} {excerpt(' '.join(value) if is_text_list else value)} {reason}"]
     return []
 
 
-def value_problem(item: Field, wanted: Any, value: Any, *, source: str) -> str:
-    """Return what is wrong with a value of the right type, or an empty text."""
-    legal, minimum = choices_of(item, wanted), item.metadata.get("minimum")
+def value_problem(item: Field, item_type: Any, value: Any, *, source: str) -> str:
+    """Return the problem of a value that has the right type (choices, minimum, infinity), or an empty text."""
+    choices, minimum = choices_of(item, item_type), item.metadata.get("minimum")
     for entry in value if isinstance(value, tuple) else (value,):
-        if legal and entry is not None and entry not in legal:
-            return f"{source} {entry} is not one of {', '.join(legal)}{suggestion(str(entry), legal, otherwise='.')}"
+        if choices and entry is not None and entry not in choices:
+            hint = suggestion(str(entry), choices, otherwise=".")
+            return f"{source} {entry} is not one of {', '.join(choices)}{hint}"
         if isinstance(entry, bool) or not isinstance(entry, (int, float)):
             continue
         if minimum is not None and not entry >= minimum:  # NaN fails too
@@ -154,35 +173,37 @@ def value_problem(item: Field, wanted: Any, value: Any, *, source: str) -> str:
     return ""
 
 
-def convert(value: Any, wanted: Any, *, is_file_name: bool = False) -> Any:
-    """Return a flag's text or a YAML value as the type of its field; ValueError if it is something else.
+def convert(value: Any, item_type: Any, *, is_file_name: bool = False) -> Any:
+    """Convert the text of a flag, or a YAML value, to the type of a field.
 
-    YAML 1.1 reads `1e-4` as text, so a text is parsed by the field's type and not by YAML's guess.
+    A text is parsed by the type of the field, because YAML 1.1 reads `1e-4` as text.
 
     Args:
-        is_file_name: A text may have bytes that are not UTF-8, as names of files may, because it is not written again.
+        is_file_name: Allow bytes that are not UTF-8, which file names can contain. Texts that are written to a file
+            again, such as the settings of a run, must be UTF-8.
+
+    Raises:
+        ValueError: The value does not have this type.
     """
-    plain, optional = plain_type(wanted)
+    plain, optional = plain_type(item_type)
     if optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None
     if plain is bool and isinstance(value, bool):
         return value
     if typing.get_origin(plain) is tuple:
         entry_type = typing.get_args(plain)[0]
-        return tuple(
-            convert(entry, entry_type, is_file_name=is_file_name)
-            for entry in (value if isinstance(value, list) else [value])
-        )
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):  # True is an int to Python alone
+        entries = value if isinstance(value, list) else [value]
+        return tuple(convert(entry, entry_type, is_file_name=is_file_name) for entry in entries)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):  # a bool is an int in Python
         raise ValueError(value)
     if plain in (str, Path) or typing.get_origin(plain) is Literal:
         text = str(value)
-        # An empty path would be the current folder; the others are the end of what Linux allows, and of a line.
         encoded = os.fsencode(text) if is_file_name else text.encode()
-        if not text.strip() or len(encoded) >= 4096 or set(text) & set("\0\n\r"):
+        # An empty path would mean the current folder; line breaks and null bytes cannot be part of one line or a path.
+        if not text.strip() or len(encoded) >= _PATH_MAX or set(text) & set("\0\n\r"):
             raise ValueError(value)
         return Path(text) if plain is Path else text
-    if not str(value).isascii() or plain not in (int, float):  # int() reads the digits of any script
+    if not str(value).isascii() or plain not in (int, float):  # int() accepts the digits of every script
         raise ValueError(value)
     if plain is float or isinstance(value, int):
         return plain(value)
@@ -193,39 +214,37 @@ def convert(value: Any, wanted: Any, *, is_file_name: bool = False) -> Any:
     return int(float(value))
 
 
-def plain_type(wanted: Any) -> tuple[Any, bool]:
-    """Return `int | None` as (int, True)."""
-    if typing.get_origin(wanted) in (typing.Union, getattr(types, "UnionType", None)):
-        return next(part for part in typing.get_args(wanted) if part is not type(None)), True
-    return wanted, False
+def plain_type(item_type: Any) -> tuple[Any, bool]:
+    """Return (int, True) for `int | None`, and (int, False) for `int`."""
+    if typing.get_origin(item_type) in (typing.Union, getattr(types, "UnionType", None)):
+        return next(member for member in typing.get_args(item_type) if member is not type(None)), True
+    return item_type, False
 
 
-def choices_of(item: Field, wanted: Any) -> tuple[str, ...]:
-    """Return the legal values of a field, or of each entry of a list; empty if any value is."""
-    plain, _ = plain_type(wanted)
+def choices_of(item: Field, item_type: Any) -> tuple[str, ...]:
+    """Return the allowed values of a field, or of each entry of a list; empty if all values are allowed."""
+    plain, _ = plain_type(item_type)
     if typing.get_origin(plain) is tuple:
         plain = typing.get_args(plain)[0]
     literals = typing.get_args(plain) if typing.get_origin(plain) is Literal else ()
     return item.metadata.get("choices") or literals
 
 
-def _type_words(wanted: Any, item: Field) -> str:
-    plain, optional = plain_type(wanted)
+def _describe_type(item_type: Any, item: Field) -> str:
+    if choices := choices_of(item, item_type):
+        return f"one of {', '.join(choices)}."
+    plain, optional = plain_type(item_type)
     is_list = typing.get_origin(plain) is tuple
-    if legal := choices_of(item, wanted):
-        return f"one of {', '.join(legal)}."
-    entry = typing.get_args(plain)[0] if is_list else plain
-    name = {int: "whole number", float: "number", bool: "true or false"}.get(entry, "text")
-    words = name if entry is bool else f"a {name} or a list of {name}s" if is_list else f"a {name}"
-    return words + (" in UTF-8" if name == "text" else "") + (" or null" if optional else "")
+    entry_type = typing.get_args(plain)[0] if is_list else plain
+    name = {int: "whole number", float: "number", bool: "true or false"}.get(entry_type, "text")
+    described = name if entry_type is bool else f"a {name} or a list of {name}s" if is_list else f"a {name}"
+    return described + (" in UTF-8" if name == "text" else "") + (" or null" if optional else "")
 
 
-def _source_of(item: Field) -> str:
-    return item.metadata.get("metavar", item.name) if item.metadata.get("positional") else flag_name(item)
-
-
-def flag_name(item: Field) -> str:
-    """Return the flag of a field."""
+def _shown_name(item: Field) -> str:
+    """Return the flag of a field, or the placeholder of a positional argument."""
+    if item.metadata.get("positional"):
+        return item.metadata.get("metavar", item.name)
     return item.metadata.get("flag") or flag_of(item.name)
 
 
@@ -233,42 +252,43 @@ def flag_name(item: Field) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are ConfigErrors that name the flag that was probably meant.
+    """argparse without abbreviations. Its errors are ConfigErrors that suggest the flag the user probably meant.
 
     Args:
-        also: Flags that another parser reads, out of what parse_known_args leaves.
+        also: Flags that a second parser reads from the remaining arguments.
     """
 
     _completes: ClassVar[bool] = False
 
     def __init__(self, description: str = "", *, also: Iterable[str] = (), **more: Any) -> None:
         super().__init__(description=description, allow_abbrev=False, **more)
-        self._also, self._words = tuple(also), [""]
+        self._also, self._arguments = tuple(also), [""]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, after answering a shell that asks for completions."""
+        """Parse like argparse; if a shell asks for completions, print them and end the process instead."""
         if "_ARGCOMPLETE" in os.environ and not Parser._completes:
             import argcomplete
 
             Parser._completes = True  # argcomplete calls this method too
-            argcomplete.autocomplete(self)  # prints the flags and ends the process
-        self._words = list(sys.argv[1:] if args is None else args)
+            argcomplete.autocomplete(self)
+        self._arguments = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
-    def parse_all(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the given values by name, and a problem for each word that is no flag or value."""
-        parsed, rest = self.parse_known_args(words)
-        problems = [self._unknown(word.partition("=")[0]) for word in rest if word.startswith("-")]
+    def parse_all(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """Return the parsed texts by field name, and a problem for each argument that is not a known flag or value."""
+        parsed, remaining = self.parse_known_args(arguments)
+        problems = [self._unknown(word.partition("=")[0]) for word in remaining if word.startswith("-")]
         problems += [
             f"{excerpt(word)} is not the value of any flag; check the spelling before it, and quote a value that has a "
             "space."
-            for before, word in zip(["", *rest], rest, strict=False)
-            if not word.startswith("-") and not before.startswith("-")  # after an unknown flag it is that flag's value
+            for previous, word in zip(["", *remaining], remaining, strict=False)
+            # A word after an unknown flag is probably its value, and would be reported twice.
+            if not word.startswith("-") and not previous.startswith("-")
         ]
         return vars(parsed), problems
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with every unknown flag, and with what argparse found."""
+        """Raise a ConfigError with every unknown flag and the message of argparse."""
         raise ConfigError([*self.unknown_flags(), f"{' '.join(message.split())[:LONGEST_REASON]}. See --help."])
 
     def all_flags(self) -> list[str]:
@@ -276,75 +296,77 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def unknown_flags(self) -> list[str]:
-        """Return a problem for each flag in the last command line that neither this parser nor the other knows."""
+        """Return a problem for each flag of the last command line that neither this nor the second parser has."""
         known = [*self.all_flags(), *self._also]
-        words = self._words[: self._words.index("--")] if "--" in self._words else self._words
+        words = self._arguments[: self._arguments.index("--")] if "--" in self._arguments else self._arguments
         flags = [word.partition("=")[0] for word in words if re.match(r"--?[^\W\d]", word) and " " not in word]
         return [self._unknown(flag) for flag in dict.fromkeys(flags) if flag not in known]
 
     def _unknown(self, flag: str) -> str:
-        meant = suggestion(flag, [*self.all_flags(), *self._also])
-        return f"unknown flag {' '.join(flag.split())[:80]}{meant}"
+        hint = suggestion(flag, [*self.all_flags(), *self._also])
+        return f"unknown flag {' '.join(flag.split())[:80]}{hint}"
 
 
-def build_parser(options: type, *, prog: str, description: str, **more: Any) -> Parser:
-    """Return a parser with the flags of a dataclass; it reads texts, which `read_values` converts."""
-    parser = Parser(description, prog=prog, argument_default=argparse.SUPPRESS, **more)
-    add_flags(parser, options)
+def build_parser(options_type: type, *, prog: str, description: str, also: Iterable[str] = ()) -> Parser:
+    """Return a parser with the flags of a dataclass. It returns texts, which `read_values` converts."""
+    parser = Parser(description, also=also, prog=prog, argument_default=argparse.SUPPRESS)
+    add_flags(parser, options_type)
     return parser
 
 
 def add_flags(
     parser: argparse._ActionsContainer,
-    options: type,
+    options_type: type,
     *,
-    shown: Callable[[str], bool] = lambda name: True,
+    is_shown: Callable[[str], bool] = lambda name: True,
     negatable: bool = False,
 ) -> None:
-    """Add the flags of a dataclass; those of a nested dataclass become a group in the help.
+    """Add the flags of a dataclass to a parser. A nested dataclass becomes a group in the help.
 
     Args:
-        shown: Whether the help has the flag of a field.
-        negatable: A switch that is off by default also has `--no-FLAG`, for what a file may have switched on.
+        is_shown: Returns True for the names of the fields that the help lists.
+        negatable: Also add `--no-FLAG` for switches that are off by default, because a YAML file can switch them on.
     """
     container = parser
-    for item, wanted in typed_fields(options):
-        plain, _ = plain_type(wanted)
+    for item, item_type in typed_fields(options_type):
+        plain, _ = plain_type(item_type)
         if "group" in item.metadata:
             container = parser.add_argument_group(item.metadata["group"])
-        if is_dataclass(wanted):
+        if is_dataclass(item_type):
             group = parser.add_argument_group(item.metadata.get("help") or item.name)
-            add_flags(group, typing.cast(type, wanted), shown=shown, negatable=negatable)
+            add_flags(group, typing.cast(type, item_type), is_shown=is_shown, negatable=negatable)
             continue
-        help_text = _help_of(item) if shown(item.name) else argparse.SUPPRESS
-        names = [] if item.metadata.get("positional") else [flag_name(item)]
-        settings: dict[str, Any] = {"dest": item.name, "help": help_text}
+        is_positional = item.metadata.get("positional")
+        names = [] if is_positional else [_shown_name(item)]
+        settings: dict[str, Any] = {
+            "dest": item.name,
+            "help": _help_of(item) if is_shown(item.name) else argparse.SUPPRESS,
+        }
         if plain is bool:
             switch: Any = argparse.BooleanOptionalAction if negatable or item.default is not False else "store_true"
             container.add_argument(*names, action=switch, **settings)
             continue
-        legal = choices_of(item, wanted)
-        kind = typing.get_args(plain)[0] if typing.get_origin(plain) is tuple else plain
-        fallback = item.name.upper() if item.metadata.get("positional") else "TEXT"
-        named = "YAML" if is_dataclass(kind) else "|".join(legal) or fallback
-        named = {int: "N", float: "X", Path: "PATH"}.get(kind, named)
-        settings["metavar"] = item.metadata.get("metavar") or named
+        choices = choices_of(item, item_type)
+        entry_type = typing.get_args(plain)[0] if typing.get_origin(plain) is tuple else plain
+        placeholder = "|".join(choices) or (item.name.upper() if is_positional else "TEXT")
+        placeholder = {int: "N", float: "X", Path: "PATH"}.get(entry_type, placeholder)
+        settings["metavar"] = item.metadata.get("metavar") or ("YAML" if is_dataclass(entry_type) else placeholder)
         if item.metadata.get("repeat"):
             settings["action"] = "append"
-        elif typing.get_origin(plain) is tuple and not is_dataclass(kind):
-            # Given twice, the flag of a command adds to its list, and that of a run replaces it, as scripts rely on.
+        elif typing.get_origin(plain) is tuple and not is_dataclass(entry_type):
+            # A repeated flag of a command extends its list. A repeated flag of a run replaces it, as scripts rely on.
             settings |= {"nargs": "+", "action": "store" if negatable or not names else "extend"}
         action = container.add_argument(*names, **settings)
-        # A shell is told these values. argparse is not: it would report one wrong value and stop.
-        if values := item.metadata.get("completed") or legal:
-            setattr(action, "completer", lambda values=values, **_: values)  # noqa: B010  argcomplete's attribute
+        # Only the shell gets the choices: argparse would stop at the first wrong value, and we report all of them.
+        if completions := item.metadata.get("completed") or choices:
+            setattr(action, "completer", lambda values=completions, **_: values)  # noqa: B010  argcomplete's attribute
 
 
 def _help_of(item: Field) -> str:
-    words = item.metadata.get("help", "").replace("%", "%%")
+    text = item.metadata.get("help", "")
     if item.default is MISSING and not item.metadata.get("positional"):
-        return f"{words} (required)"
-    if item.default in (MISSING, None, (), False) or "default" in words:
-        return words
-    default = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else str(item.default)
-    return f"{words} (default {default})".replace("(default %)", "(default %%)").strip()
+        text += " (required)"
+    elif item.default not in (MISSING, None, (), False) and "default" not in text:
+        default = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else str(item.default)
+        text += f" (default {default})"
+    return text.strip().replace("%", "%%")  # argparse formats help lines with %

@@ -1,7 +1,7 @@
-"""Errors that a user can fix, and the exit code that each one ends a command with.
+"""Errors that a user can fix, with the exit code of each class, and `run_command`, which reports them.
 
-Every message holds what is wrong with its values, the rule it breaks, and what to do. Anything that is not one of
-these classes (or an operating-system error) is our own bug and keeps its traceback.
+A message states what is wrong with its values, the rule, and what to do. Any other exception, except OSError and
+KeyboardInterrupt, is a bug of this project and keeps its traceback.
 """
 
 from __future__ import annotations  # `neobert check environment` runs on older Pythons too
@@ -20,14 +20,18 @@ from typing import ClassVar, NoReturn
 
 from megatron_neobert.text import visible, without_credentials
 
-EXIT_UNAVAILABLE = 69  # a package is missing; or another rank has gone or does not answer: start again
-EXIT_IO_ERROR = 74  # this and those below 79 are named by sysexits.h
-EXIT_STOPPED_EARLY = 75  # stopped on request with a checkpoint written: start again with the same command
-EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
-EXIT_BROKEN_PIPE = 141  # as a shell reports SIGPIPE: the reader of our output has left, and the work may be half done
+# Codes from 64 to 78 are those of sysexits.h; docs/errors.md lists all of them.
+# A package is missing, or another rank has ended or does not answer: start again.
+EXIT_UNAVAILABLE = 69
+EXIT_IO_ERROR = 74
+# The run stopped on request and saved a checkpoint: the same command resumes it.
+EXIT_STOPPED_EARLY = 75
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in a shell
+# 128 + SIGPIPE, as in a shell. The reader of our output has ended, and the work may be incomplete.
+EXIT_BROKEN_PIPE = 141
 
 LONGEST_REASON = 500  # characters of a library's message
-# Extras of setup.py and the modules they bring; tests/unit/test_errors.py compares them.
+# Extra in setup.py -> modules it installs. tests/repo/test_packaging.py compares this table with setup.py.
 MODULES_OF_EXTRAS = {
     "eval": ("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "seqeval", "accelerate"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
@@ -42,12 +46,13 @@ MODULES_OF_EXTRAS = {
     "benchmark": ("datatrove", "datasets"),
 }
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_KEPT = "\n\t"  # control characters in a message that only lay it out
-_SECONDS_TO_BE_ENDED = 10.0  # torchrun looks ten times a second, but ranks that started together are not equally fast
+_LAYOUT = "\n\t"  # control characters that messages may contain
+# torchrun polls its ranks ten times per second. The rest is a margin, because ranks do not fail at the same moment.
+_SECONDS_UNTIL_TERMINATED = 10.0
 
 
 class NeoBERTError(Exception):
-    """Base of the errors below; never raised itself. Removes the credentials of URLs from the message."""
+    """Base class, never raised itself. Credentials in the URLs of a message are removed."""
 
     exit_code: ClassVar[int] = 1
 
@@ -56,7 +61,7 @@ class NeoBERTError(Exception):
 
 
 class ConfigError(NeoBERTError):
-    """The user's settings. Carries every problem found, so that one start reports all of them."""
+    """Invalid settings. The message lists all problems, so that one start is enough to find them."""
 
     exit_code = 2
 
@@ -69,113 +74,122 @@ class ConfigError(NeoBERTError):
 
 
 class LauncherError(NeoBERTError):
-    """A contradiction in the environment of this rank or node. Each has another one, so each of them reports it."""
+    """Contradictory environment variables of a rank or node. Every rank reports its own, because they differ."""
 
     exit_code = 2
 
 
 class DataError(NeoBERTError):
-    """The content of a shard, a corpus or a tokenizer."""
+    """Invalid content of an input file, a corpus or a tokenizer."""
 
     exit_code = 65
 
 
 class MissingInputError(NeoBERTError):
-    """An input that does not exist, or a pattern that matches nothing."""
+    """An input does not exist, or a pattern matches no file."""
 
     exit_code = 66
 
 
 class WorkerError(NeoBERTError):
-    """A process that this one needs has ended."""
+    """A worker process or another rank has ended."""
 
     exit_code = EXIT_UNAVAILABLE
 
 
 class MissingPackageError(NeoBERTError):
-    """A package is not installed, and no extra of this project installs it."""
+    """A required package is not installed, and no extra of this project installs it."""
 
     exit_code = EXIT_UNAVAILABLE
 
 
 class DivergenceError(NeoBERTError):
-    """Numbers that a run cannot continue with: not finite, or not the same on all replicas."""
+    """Losses, gradients or weights are not finite, or replicas disagree; the run cannot continue."""
 
     exit_code = 70
 
 
 class OutputError(NeoBERTError):
-    """An output that cannot be created, or that exists already."""
+    """An output cannot be created, or exists already."""
 
     exit_code = 73
 
 
 class SaveError(NeoBERTError):
-    """A checkpoint that could not be written."""
+    """A checkpoint could not be written."""
 
     exit_code = EXIT_IO_ERROR
 
 
 class StorageError(NeoBERTError):
-    """An object in remote storage that cannot be read, or its local copy that cannot be written."""
+    """An object in remote storage cannot be read, or its local copy cannot be written."""
 
     exit_code = EXIT_IO_ERROR
 
 
 class CheckpointError(NeoBERTError):
-    """A checkpoint that cannot be used: incomplete, damaged, or of another model."""
+    """A checkpoint cannot be used: it is incomplete, damaged, or of another model or run."""
 
     exit_code = 78
 
 
 class ConversionError(NeoBERTError):
-    """A weight or a setting that the target layout cannot hold, or that did not arrive."""
+    """A weight or setting is missing, or the target format cannot represent it."""
 
     exit_code = 78
 
 
 def suggestion(word: str, known: Iterable[str], *, otherwise: str = "; see --help for the list.") -> str:
-    """Return the end of a sentence about an unknown name: the known name that it resembles."""
-    names = {name.lstrip("-"): name for name in known}  # the hyphens that all flags share would make them alike
+    """Return the end of an error message about an unknown name.
+
+    Args:
+        word: Name that the user typed.
+        known: Valid names.
+        otherwise: Returned if no valid name is similar.
+    """
+    # Without their hyphens, because these would make all flags similar.
+    names = {name.lstrip("-"): name for name in known}
     close = difflib.get_close_matches(word.lstrip("-"), list(names), n=1, cutoff=0.6)
     return f"; did you mean {names[close[0]]!r}?" if close else otherwise
 
 
 def short_reason(error: BaseException) -> str:
-    """Return kind and message of a library's error on one line, truncated."""
+    """Return class and message of a library's error on one line of at most 500 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
 
 
 def yaml_reason(error: Exception) -> str:
-    """Return what PyYAML found, on one line: place and problem, without its excerpts of the file."""
+    """Return line, column and message of a PyYAML error on one line, without PyYAML's excerpts of the file."""
     text, mark = str(error), getattr(error, "problem_mark", None)
     if mark is not None:
-        found = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
-        text = f"line {mark.line + 1}, column {mark.column + 1}: {found}"
+        problem = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
+        text = f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
     return " ".join(text.split())[:LONGEST_REASON]
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's `main` and end the process with the exit code of its outcome.
+    """Run the `main` of a command, print its error as one sentence, and end the process with the exit code.
 
-    Under torchrun one rank of each node reports what all of them find, and a rank itself what it finds alone. Imports
-    that take long or may fail belong into `main`: Ctrl-C and a missing package are handled here.
+    Under torchrun, an error of all ranks is printed once per node, and an error of one rank by that rank. Slow imports
+    and optional packages belong into `main`, so that Ctrl-C and a missing package are reported here.
     """
     print_warnings_as_sentences()
     try:
         code = main() or 0
-        sys.stdout.flush()  # here, where a reader that has left is noticed
+        sys.stdout.flush()  # inside the try block, to notice that the reader of a pipe has ended
     except NeoBERTError as error:
         code = error.exit_code
         _print_error(error, code)
     except ModuleNotFoundError as error:
-        sentence = _missing_package(error.name or "")
-        code = EXIT_UNAVAILABLE if sentence else 1
-        _print_error(sentence, code) if sentence else _print_trace()
+        remedy = _missing_package(error.name or "")
+        code = EXIT_UNAVAILABLE if remedy else 1
+        _print_error(remedy, code) if remedy else _print_trace()
     except OSError as error:
-        poll = select.poll()
-        poll.register(1, 0)
-        if isinstance(error, BrokenPipeError) and any(event & select.POLLERR for _, event in poll.poll(0)):  # `| head`
+        stdout_poll = select.poll()
+        stdout_poll.register(1, 0)
+        is_stdout_closed = any(event & select.POLLERR for _, event in stdout_poll.poll(0))
+        if isinstance(error, BrokenPipeError) and is_stdout_closed:  # as in `neobert ... | head`
+            # Python flushes stdout again at exit, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = EXIT_BROKEN_PIPE
         else:
@@ -191,17 +205,17 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
 
 def print_warnings_as_sentences() -> None:
-    """Print warnings without their place in the source, unless Python was asked for them (-W, PYTHONWARNINGS)."""
+    """Print Python warnings without file and line, unless the user asked for warnings (-W, PYTHONWARNINGS)."""
     if not sys.warnoptions:
-        warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message), keep=_KEPT)}\n"
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message), keep=_LAYOUT)}\n"
 
 
 def _missing_package(module: str) -> str | None:
-    """Return what to do about a module that cannot be found; None if it is none that a user could install."""
+    """Return the message about a module that is not installed; None if it is our own or of the standard library."""
     package = module.split(".")[0]
     if package in ("", "megatron_neobert", "checkpoint_conversion", *sys.stdlib_module_names):
         return None
-    is_checkout = (_REPOSITORY / "setup.py").exists()  # and no installed wheel
+    is_checkout = (_REPOSITORY / "setup.py").exists()  # False for an installed wheel
     for extra, modules in MODULES_OF_EXTRAS.items():
         if any(f"{module}.".startswith(f"{name}.") for name in modules):
             package = f"'megatron-neobert[{extra}]'"
@@ -220,17 +234,18 @@ def _missing_package(module: str) -> str | None:
 
 
 def _print_trace() -> None:
-    print(visible(without_credentials(traceback.format_exc()), keep=_KEPT), end="", file=sys.stderr)
+    print(visible(without_credentials(traceback.format_exc()), keep=_LAYOUT), end="", file=sys.stderr)
 
 
 def _print_error(error: Exception | str, code: int) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0" and not isinstance(error, LauncherError):
-        # Until torchrun asks for the end because another rank of this node has ended first. That one has reported why,
-        # and where all ranks find the same it was local rank 0, which does not wait.
-        signal.set_wakeup_fd(-1)  # a thread that listens to signals there would answer this one too
+        # If all ranks have this error, local rank 0 prints it at once, and torchrun then terminates the others, which
+        # end silently. A rank that is not terminated has an error of its own, and prints it.
+        signal.set_wakeup_fd(-1)  # or the run's signal thread would handle SIGTERM
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
-        time.sleep(_SECONDS_TO_BE_ENDED)
+        time.sleep(_SECONDS_UNTIL_TERMINATED)
     rank = os.environ.get("RANK", "0")
-    place = "" if rank == "0" else f" on rank {rank}"
-    sentence = visible(without_credentials(str(error)), keep=_KEPT)  # of an OSError, whose message is not ours
-    print(f"error{place}: {sentence}", file=sys.stderr, flush=True)
+    origin = "" if rank == "0" else f" on rank {rank}"
+    # The message of an OSError is not ours and can contain URLs and control characters.
+    message = visible(without_credentials(str(error)), keep=_LAYOUT)
+    print(f"error{origin}: {message}", file=sys.stderr, flush=True)

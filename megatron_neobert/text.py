@@ -1,8 +1,7 @@
-"""Numbers as text, and text that cannot act on a terminal: strangers' files, names of files and errors of libraries.
+"""Numbers as text, and text from files and libraries made safe to print.
 
-A terminal obeys escape sequences, and a format character that turns the text around or cannot be seen makes one word
-look like another. The two joiners stay: whole scripts and many emoji are written with them. Letters that merely
-resemble each other stay too.
+A terminal executes escape sequences, and format characters can reverse or hide a part of a name: `visible`
+escapes both. It keeps the two joiners, which many scripts and emoji need, and letters that merely look alike.
 """
 
 from __future__ import annotations  # `neobert check environment` runs on older Pythons too
@@ -14,18 +13,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 _JOINERS = ("\u200c", "\u200d")
-# The `@` of an Azure address follows the name of the container, which is no secret.
+# In an Azure URL the container name, which is not a secret, comes before `@`.
 _USER = re.compile(r"(?<=://)(?<!abfs://)(?<!abfss://)(?<!az://)[^/\s'\"]*@")
-# In an object store's address, `?` may belong to a glob: there only `?name=` begins a query. "url: /" is urllib3's.
+# `?` can be part of a glob in the URL of an object store; there only `?name=` starts a query. urllib3 prints "url: /".
 _QUERY = re.compile(
     r"((?:https?://|url: /)[^?'\"\n]*|(?:s3a?|gs|gcs|abfss?|az|adl)://[^?'\"\n]*(?=\?[\w.~%-]+=))"
     r"\?[^\s'\"]+?(?=[;:,.)\]]*(?:[\s'\"]|$))"
 )
-_ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format, half a surrogate pair, separators of lines, of paragraphs
+# Unicode categories: control, format, surrogate, line separator, paragraph separator.
+_ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """Escape what would do something else than show a character, except the control characters in `keep`."""
+    """Return the text with control, format and separator characters escaped, except those in `keep`."""
     return "".join(
         ascii(character)[1:-1]
         if unicodedata.category(character) in _ESCAPED and character not in (*_JOINERS, *keep)
@@ -35,15 +35,18 @@ def visible(text: str, *, keep: str = "") -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Return the text without the user, password and query of its URLs. A query may hold a signature."""
+    """Return the text without the user, password and query of its URLs. A query can contain a signature."""
     return _QUERY.sub(r"\1", _USER.sub("", text)) if "/" in text else text
 
 
 def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text, or raise ValueError, also for deep nesting or numbers of thousands of digits.
+    """Return the value of a JSON text.
 
     Args:
-        pairs: Makes an object of its keys and values; without it, an object is a dict with the last value of each key.
+        pairs: Builds each object from its (key, value) pairs. Default: a dict, in which the last value of a key counts.
+
+    Raises:
+        ValueError: The text is not JSON, is nested too deeply, or has a number of thousands of digits.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs)  # noqa: TID251
@@ -51,23 +54,24 @@ def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], An
         raise ValueError("nested too deeply") from error
 
 
-def counted(number: int, one: str, several: str | None = None) -> str:
-    """1 file, 2 files."""
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    """Return `1 file` or `2 files`."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def listed(names: Iterable[str], *, most: int = 4) -> str:
-    """The first names, and the number of the others: a, b, c, d and 12 more."""
+    """Return the first `most` names and the number of the remaining ones: `a, b, c, d and 12 more`."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
 
 
 def percent(share: float, *, digits: int = 1) -> str:
+    """Return `12.3 %` for 0.1234."""
     return f"{100 * share:.{digits}f} %"
 
 
 def with_prefix(rate: float, unit: str) -> str:
-    """Three digits, and the unit behind its prefix: `151 k tokens/s` with the unit ` tokens/s`."""
+    """Return a rate with three digits and an SI prefix: `151 k tokens/s` for 151_234 and the unit ` tokens/s`."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * factor:
             scaled = rate / factor
@@ -76,12 +80,12 @@ def with_prefix(rate: float, unit: str) -> str:
 
 
 def in_bytes(size: int) -> str:
-    """Format a size in GiB, or in MiB below one GiB."""
+    """Return a size in GiB, or in MiB below 1 GiB."""
     return f"{size / (1 << 30):,.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """The two largest units; of ten days and more the days."""
+    """Return a duration in its two largest units, such as `9 d 2 h`; from ten days on in days."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,16 +1,16 @@
-"""`neobert preprocess` as a file of the checkout."""
+"""Run `neobert preprocess` under the file name that Megatron-LM users know."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout before any that is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, not an installed package
 
 from megatron_neobert.__main__ import run
 from megatron_neobert.errors import run_command
 
 
 def main() -> int | None:
-    """Run `neobert preprocess` with the words of this command line."""
+    """Run `neobert preprocess` with the arguments of this command line."""
     return run("preprocess", sys.argv[1:])
 
 

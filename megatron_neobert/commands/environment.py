@@ -1,10 +1,10 @@
-"""Command: can this machine train, with what, and what stands in the way?
+"""The command `neobert check environment`: reports whether this machine can train, and what prevents it.
 
     neobert check environment [--save runs/first] [--gpu-test]
 
-Looks at Python, packages, GPUs, driver, shared memory and disk. Each line is ok, a warning or a problem, with its
-remedy. Exit code 0: training can start (there may be warnings); 69: it cannot, or it would not use the GPUs that are
-here. Runs where nothing is installed yet, with any Python from 3.8 on.
+It checks Python, packages, GPUs, driver, shared memory and disk. Each line of the report is ok, a warning, or a problem
+with a remedy. Exit code 0: training can start, perhaps with warnings. 69: training cannot start, or would not use the
+GPUs of this machine. The command needs Python 3.8 or newer, and no package.
 """
 
 from __future__ import annotations
@@ -28,76 +28,77 @@ from megatron_neobert.text import parse_json
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 PROJECT = "megatron-neobert"
 PROBE = Path(__file__).with_name("environment_probe.py")
-SECONDS = 300  # for the probe: on a cold network file system torch's import takes a minute
+# Timeout of the probe. Importing torch from a cold network file system takes a minute.
+PROBE_SECONDS = 300
 PREPARE = "run bash tools/prepare_environment.sh, which installs the tested versions of constraints.txt"
-# Without these, or outside their ranges, a conversion or a figure fails, and training does not.
+# Required packages that training does not use: conversions, figures and progress bars need them.
 NOT_FOR_TRAINING = ("transformers", "huggingface_hub", "matplotlib", "tqdm")
-# Extras whose packages are judged where they are installed.
+# Extras whose packages are checked if they are installed.
 EXTRAS = ("gpu", "fast", "dali", "wandb", "eval")
-# Compiled for one major version of CUDA; the other build of the same package is the remedy.
+# Package compiled for one major version of CUDA -> that version, and the package for the other version.
 BUILDS = {
     "transformer-engine-cu12": ("12", "transformer-engine[core_cu13,pytorch]==2.11.0"),
     "transformer-engine-cu13": ("13", "transformer-engine[core_cu12,pytorch]==2.11.0"),
     "nvidia-dali-cuda120": ("12", "nvidia-dali-cuda130"),
     "nvidia-dali-cuda130": ("13", "nvidia-dali-cuda120"),
 }
-# NCCL's ranks of one node talk through it, and so do torch's loader workers; Docker's default is 64 MiB.
+# NCCL ranks of one node and torch's loader workers use /dev/shm. Docker's default is 64 MiB.
 LEAST_SHARED_MIB = 1024
-# Four checkpoints of the 250M model (3.2 GiB each), of which a run keeps three, and some room.
+# Three checkpoints of the 250M model and one being written, 3.2 GiB each, plus a margin.
 LEAST_FREE_GIB = 16
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
+    """One line of the report; `remedy` is empty if there is nothing to do."""
 
-    level: str
+    level: str  # OK, WARNING or PROBLEM
     subject: str
-    words: str
+    detail: str
     remedy: str
 
 
 @dataclass(frozen=True)
 class EnvironmentOptions:
-    """The command line of `neobert check environment`."""
+    """Options of `neobert check environment`."""
 
-    save: Optional[Path] = option(  # noqa: UP045  Python 3.8 evaluates it
-        None, "folder that a run will write to: is it writable, is there room?", metavar="DIR"
+    save: Optional[Path] = option(  # noqa: UP045  Python 3.8 cannot evaluate `Path | None`
+        None, "also check whether a run can save checkpoints to this folder", metavar="DIR"
     )
-    gpu_test: bool = option(False, "also compute on every GPU, and between them")
+    gpu_test: bool = option(False, "also compute on every GPU, and communicate between them")
 
 
 def check_environment(options: EnvironmentOptions) -> int:
-    """Check whether this machine can train, with what, and what prevents it.
+    """Check whether this machine can train, and report its packages, GPUs and limits.
 
     Returns:
-        0 if training can start, or 69.
+        0 if training can start, otherwise 69.
     """
     findings = list(find_all(options.save, gpu_test=options.gpu_test))
-    for level, subject, words, remedy in findings:
-        print(f"{level:<8}{subject}: {words}")
+    for level, subject, detail, remedy in findings:
+        print(f"{level:<8}{subject}: {detail}")
         if remedy:
             print(f"        -> {remedy}")
     problems, warnings = (sum(finding.level == level for finding in findings) for level in (PROBLEM, WARNING))
     if problems:
-        print(f"{problems} problem(s) keep training from starting as it should; {warnings} warning(s).")
+        print(f"Training cannot start as it should: {problems} problem(s), {warnings} warning(s).")
         return EXIT_UNAVAILABLE
-    print(f"Training can start; {warnings} warning(s). For a report of a bug: python -m torch.utils.collect_env")
+    print(f"Training can start; {warnings} warning(s). For a bug report: python -m torch.utils.collect_env")
     return 0
 
 
 def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
-    """Yield every finding about this machine; what a later check would only repeat is left out."""
+    """Yield every finding about this machine. A problem that would fail all later checks is the last finding."""
+    python = f"Python {platform.python_version()}"
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-        here = f"Python {platform.python_version()}"
-        remedy = "activate an environment of one of them, or run bash tools/prepare_environment.sh, which makes .venv"
-        yield Finding(PROBLEM, here, f"{sys.executable}; this project needs 3.10 to 3.13", remedy)
+        remedy = "activate an environment with one of them, or run bash tools/prepare_environment.sh, which makes .venv"
+        yield Finding(PROBLEM, python, f"{sys.executable}; this project needs 3.10 to 3.13", remedy)
         return
-    yield Finding(OK, f"Python {platform.python_version()}", sys.executable, "")
+    yield Finding(OK, python, sys.executable, "")
     installed = installed_packages()
     try:
         yield from requirement_findings(installed)
-    except ModuleNotFoundError:  # packaging, which everything else needs too
-        yield Finding(PROBLEM, "packages", "none of those that training needs is installed", PREPARE)
+    except ModuleNotFoundError:  # without `packaging`, Megatron-Core is not installed either
+        yield Finding(PROBLEM, "packages", "the packages that training needs are not installed", PREPARE)
         return
     cuda = ""
     for answer in run_probe():
@@ -105,7 +106,7 @@ def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
             cuda = answer["CUDA"]
         else:
             yield Finding(*answer)
-    yield from trap_findings(installed, cuda)
+    yield from conflict_findings(installed, cuda)
     yield from machine_findings(os.environ)
     if save is not None:
         yield from folder_findings(save)
@@ -114,107 +115,119 @@ def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the versions of installed distributions by their names in lower case."""
-    found = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
-    return {name.lower(): version for name, version in found if name}
+    """Return the versions of installed distributions, by their names in lower case."""
+    distributions = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
+    return {name.lower(): version for name, version in distributions if name}
 
 
 def run_probe(*flags: str) -> list[Any]:
-    """Return what the probe found, up to where it came; then why it came no further."""
+    """Run the probe in its own process and return its answers; if it is killed or hangs, the last one is a problem."""
     command = [sys.executable, str(PROBE), *flags]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
-        output, end = ended.stdout, ""
+        ended = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=PROBE_SECONDS, check=False
+        )
+        output, failure = ended.stdout, ""
         if ended.returncode < 0:
-            end = f"the process was ended by {signal.Signals(-ended.returncode).name}"
-    except subprocess.TimeoutExpired as late:
-        output, end = (late.stdout or b"").decode(errors="replace"), f"no answer after {SECONDS} s"
-    found = [parse_json(line[1:]) for line in output.splitlines() if line.startswith("@")]
-    if end:
-        remedy = "install the torch of constraints.txt in the build for this machine; see nvidia-smi -q for a GPU"
-        found.append([PROBLEM, " ".join(["torch", *flags]), end, remedy])
-    return found
+            failure = f"the process was ended by {signal.Signals(-ended.returncode).name}"
+    except subprocess.TimeoutExpired as error:
+        output, failure = (error.stdout or b"").decode(errors="replace"), f"no answer after {PROBE_SECONDS} s"
+    answers = [parse_json(line[1:]) for line in output.splitlines() if line.startswith("@")]
+    if failure:
+        remedy = "install the torch version of constraints.txt, built for this machine; for a GPU, see nvidia-smi -q"
+        answers.append([PROBLEM, " ".join(["torch", *flags]), failure, remedy])
+    return answers
 
 
 def requirement_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is installed against what this project asks for; an extra's packages count where they are installed.
+    """Yield every required package that is missing or has a wrong version, and installed extras with a wrong version.
 
     Raises:
-        ModuleNotFoundError: There is not even `packaging`.
+        ModuleNotFoundError: The package `packaging` is not installed.
     """
     from packaging.requirements import Requirement
 
     try:
-        stated = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
+        requirements = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
     except importlib.metadata.PackageNotFoundError:
         yield Finding(PROBLEM, PROJECT, f"is not installed for {sys.executable}", PREPARE)
         return
-    for wanted in stated:
-        extras = [one for one in ("", *EXTRAS) if wanted.marker is None or wanted.marker.evaluate({"extra": one})]
-        version = installed.get(wanted.name.lower())
+    for package in requirements:
+        extras = [
+            extra for extra in ("", *EXTRAS) if package.marker is None or package.marker.evaluate({"extra": extra})
+        ]
+        version = installed.get(package.name.lower())
         if not extras or (version is None and extras[0]):
             continue
-        asked = f"{wanted.name}{wanted.specifier}"
-        asked = f"the extra {extras[0]} of {PROJECT} asks for {asked}" if extras[0] else f"{PROJECT} asks for {asked}"
-        level = WARNING if extras[0] or wanted.name in NOT_FOR_TRAINING else PROBLEM
+        source = f"the extra {extras[0]} of {PROJECT}" if extras[0] else PROJECT
+        rule = f"{source} needs {package.name}{package.specifier}"
+        level = WARNING if extras[0] or package.name in NOT_FOR_TRAINING else PROBLEM
         if version is None:
-            yield Finding(level, wanted.name, f"is not installed; {asked}", PREPARE)
-        elif not wanted.specifier.contains(version, prereleases=True):
-            yield Finding(level, f"{wanted.name} {version}", f"does not fit: {asked}", PREPARE)
+            yield Finding(level, package.name, f"is not installed; {rule}", PREPARE)
+        elif not package.specifier.contains(version, prereleases=True):
+            yield Finding(level, f"{package.name} {version}", f"is not supported: {rule}", PREPARE)
 
 
-def trap_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Finding]:
-    """Yield packages that do not fit each other; `cuda` is the version that torch was built with, or nothing."""
+def conflict_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Finding]:
+    """Yield installed packages that do not work together.
+
+    Args:
+        cuda: Version of CUDA that torch was built with; empty for a CPU build.
+    """
     from packaging.version import Version
 
     def is_at_least(package: str, version: str) -> bool:
         return Version(installed.get(package, "0")) >= Version(version)
 
     if is_at_least("apex", "0.9"):
-        why = "is the registry's project of that name and not NVIDIA's; Megatron would import it"
-        remedy = "pip uninstall apex; NVIDIA's is optional and built from its repository"
-        yield Finding(PROBLEM, f"apex {installed['apex']}", why, remedy)
+        detail = "is an unrelated project of the package registry, not NVIDIA's Apex, and Megatron would import it"
+        remedy = "pip uninstall apex; NVIDIA's Apex is optional and is built from its repository"
+        yield Finding(PROBLEM, f"apex {installed['apex']}", detail, remedy)
     # Source: TransformerEngine 2.16 pytorch/module/base.py, set_extra_state.
     if is_at_least("transformer-engine", "2.16") and not is_at_least("megatron-core", "0.17"):
-        why = "refuses the pickled state of --fp8-recipe delayed: such a run cannot be resumed"
+        detail = "refuses the pickled state of --fp8-recipe delayed, so a run with this recipe cannot be resumed"
         remedy = "use --fp8-recipe tensorwise or blockwise, or Transformer Engine 2.11.0"
-        yield Finding(WARNING, f"transformer-engine {installed['transformer-engine']}", why, remedy)
-    for package, (major, other) in BUILDS.items():
+        yield Finding(WARNING, f"transformer-engine {installed['transformer-engine']}", detail, remedy)
+    for package, (major, replacement) in BUILDS.items():
         if package in installed and cuda and cuda.split(".")[0] != major:
-            why = f"is built for CUDA {major}, and torch brings CUDA {cuda}"
-            level = WARNING if package.startswith("nvidia-dali") else PROBLEM  # DALI is used on request only
-            yield Finding(level, f"{package} {installed[package]}", why, f"pip uninstall {package}; install {other}")
+            detail = f"is built for CUDA {major}, and torch for CUDA {cuda}"
+            remedy = f"pip uninstall {package}; install {replacement}"
+            level = WARNING if package.startswith("nvidia-dali") else PROBLEM  # DALI is optional
+            yield Finding(level, f"{package} {installed[package]}", detail, remedy)
 
 
 def machine_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield warnings about variables that a launcher left in this shell, and about too little shared memory."""
+    """Yield warnings about environment variables of a launcher in this shell, and about too little shared memory."""
     if "RANK" in variables:
-        why = "is what a launcher gives to one rank: a command started by hand takes itself for it"
-        yield Finding(WARNING, f"RANK {variables['RANK']}", why, "unset RANK, WORLD_SIZE and LOCAL_RANK in this shell")
+        detail = "is set by a launcher for one rank; a command started from this shell takes itself for that rank"
+        yield Finding(
+            WARNING, f"RANK {variables['RANK']}", detail, "unset RANK, WORLD_SIZE and LOCAL_RANK in this shell"
+        )
     folder = Path("/dev/shm")
     size = shutil.disk_usage(folder).total // 2**20 if folder.is_dir() else 0
     if size < LEAST_SHARED_MIB:
-        why = "ranks of one node and loader workers exchange data through it"
-        remedy = "start the container with --ipc=host or --shm-size=16g"
-        yield Finding(WARNING, f"MiB of /dev/shm {size}", why, remedy)
+        detail = f"{size} MiB; ranks of one node and loader workers need {LEAST_SHARED_MIB}"
+        yield Finding(WARNING, "/dev/shm", detail, "start the container with --ipc=host or --shm-size=16g")
 
 
 def folder_findings(save: Path) -> Iterator[Finding]:
-    """Yield whether a run can write its checkpoints to a folder, which may not exist yet."""
+    """Yield whether a run can save checkpoints to a folder, which need not exist yet."""
     nearest = save.absolute()
-    while not os.path.lexists(nearest):  # a link to nothing does exist, and no folder can be made there
+    while not os.path.lexists(nearest):  # True for a broken link, below which no folder can be created
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        remedy = "name a folder, existing or new, on a disk that you may write to"
-        yield Finding(PROBLEM, f"--save {save}", f"a run could not write a checkpoint below {nearest}", remedy)
+        remedy = "give a folder, existing or new, on a disk that you can write to"
+        yield Finding(PROBLEM, f"--save {save}", f"a run cannot save checkpoints below {nearest}", remedy)
         return
     ended = subprocess.run(["stat", "-f", "-c", "%T", nearest], capture_output=True, text=True, check=False)
-    kind, free = ended.stdout.strip(), shutil.disk_usage(nearest).free // 2**30
-    yield Finding(OK, f"--save {save}", f"{free} GiB free on a file system of kind {kind}", "")
+    file_system, free = ended.stdout.strip(), shutil.disk_usage(nearest).free // 2**30
+    yield Finding(OK, f"--save {save}", f"{free} GiB free on a file system of type {file_system}", "")
     if free < LEAST_FREE_GIB:
-        why = f"three checkpoints of the 250M model and one being written take {LEAST_FREE_GIB}"
-        remedy = "free some, or lower --keep-last; --dry-run compares with the checkpoints of your own settings"
-        yield Finding(WARNING, f"GiB free at --save {free}", why, remedy)
-    if kind in ("tmpfs", "ramfs", "overlayfs"):
-        remedy = "name a folder on a disk that stays, mounted into the container"
-        yield Finding(WARNING, f"file system of --save {kind}", "is gone with the machine or the container", remedy)
+        detail = f"{free} GiB free; three checkpoints of the 250M model and one being written take {LEAST_FREE_GIB}"
+        remedy = "free some space, or lower --keep-last; --dry-run computes the size of your own checkpoints"
+        yield Finding(WARNING, f"--save {save}", detail, remedy)
+    if file_system in ("tmpfs", "ramfs", "overlayfs"):
+        detail = f"its file system, {file_system}, is deleted with the machine or the container"
+        yield Finding(
+            WARNING, f"--save {save}", detail, "give a folder on a permanent disk, mounted into the container"
+        )

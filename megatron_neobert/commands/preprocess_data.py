@@ -1,9 +1,9 @@
-"""Turn raw input files into a corpus that training and Megatron read.
+"""The command `neobert preprocess`: tokenizes raw input files into a corpus that this project and Megatron-LM read.
 
     neobert preprocess --input 'shards/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
 
-writes corpus/web_content_document.bin, .idx and .json, byte for byte the same for any --workers, --executor and
-restart (--resume).
+writes corpus/web_content_document.bin, .idx and .json. This file has the dry run, the report and the stop signals; the
+work is in `data/preprocessing`.
 """
 
 import itertools
@@ -26,26 +26,29 @@ from megatron_neobert.errors import EXIT_STOPPED_EARLY, DataError
 from megatron_neobert.runtime.jobs import JobFolder
 from megatron_neobert.text import counted, duration, percent, visible, with_prefix
 
-# English web text in bert-base-uncased has below 0.1 % of [UNK]; above this the vocabulary is of another language.
+# Share of [UNK] that a vocabulary of another language exceeds. English web text has less than 0.1 % with
+# bert-base-uncased.
 _UNKNOWN_WARNING = 0.02
-_SAMPLE_BYTES = 1 << 20  # of text, for --dry-run
-_SAMPLE_CHUNKS = 100  # that are searched for a document
-_SHARDS_SHOWN = 20  # by --dry-run; more are counted
+# --dry-run: text to tokenize, chunks to search for a document, and input files to list.
+_SAMPLE_BYTES = 1 << 20
+_SAMPLE_CHUNKS = 100
+_FILES_SHOWN = 20
 
 
 class StopRequested(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1, as schedulers send them before the time is up."""
+    """SIGTERM or SIGUSR1, which schedulers send before the time limit of a job."""
 
 
 def preprocess_data(options: PreprocessSettings) -> int:
-    """Turn raw input files into a corpus that training and Megatron read.
+    """Tokenize raw input files into a corpus that training and Megatron-LM read.
 
-    The corpus is the same byte for byte for any --workers, --executor and restart (--resume).
+    The corpus is byte for byte the same for any --workers and --executor, and after any restart with --resume.
     """
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGUSR1, _stop)
     keys = options.read.record_keys
-    if options.filter or keys:  # a filter may want the number of a record alone
+    if options.filter or keys:
+        # With filters, an empty tuple instead of None, so that records have their origins.
         keys = tuple(dict.fromkeys(keys or ()))
     settings = replace(options, read=replace(options.read, record_keys=keys))
     try:
@@ -55,7 +58,8 @@ def preprocess_data(options: PreprocessSettings) -> int:
         print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
         return EXIT_STOPPED_EARLY
     except (DataError, OSError, KeyboardInterrupt) as error:
-        if isinstance(error, OSError) and error.errno and not error.filename:  # a write that failed: the disk is full
+        # A failed write, such as on a full disk, has no file name.
+        if isinstance(error, OSError) and error.errno and not error.filename:
             error.filename = str(settings.files.partial)
         if kept := describe_kept_chunks(settings):
             print(f"not finished: {kept}", file=sys.stderr)
@@ -64,61 +68,62 @@ def preprocess_data(options: PreprocessSettings) -> int:
 
 
 def run(settings: PreprocessSettings) -> None:
-    """Preprocess, or print the plan of a dry run, and print what was written."""
+    """Preprocess and print a report, or print the plan of a dry run."""
     plan = plan_preprocessing(settings)
     if settings.dry_run:
         print_plan(plan)
     elif settings.resume and is_complete(plan):
-        JobFolder(plan.files.partial).sweep()
+        JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
         print(f"{plan.files.manifest} is complete; nothing to do")
     else:
         print_report(plan, preprocess(plan))
 
 
 def describe_kept_chunks(settings: PreprocessSettings) -> str:
-    """Return the number and the place of finished chunks, or nothing if there is none."""
+    """Return a sentence about the finished chunks that --resume can use; empty if there are none."""
     folder = JobFolder(settings.files.partial)
     chunks = folder.count_finished()
     return f"{chunks:,} finished chunks are kept in {folder.path}; --resume continues from there" if chunks else ""
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    for following in (signal.SIGTERM, signal.SIGUSR1):  # the second must not disturb the cleaning up after the first
-        signal.signal(following, signal.SIG_IGN)
+    for stop_signal in (signal.SIGTERM, signal.SIGUSR1):  # a second signal must not interrupt the clean-up
+        signal.signal(stop_signal, signal.SIG_IGN)
     raise StopRequested(number)
 
 
 def print_plan(plan: Plan) -> None:
-    shards = [(path, list(chunks)) for path, chunks in groupby(plan.chunks, key=lambda chunk: chunk.path)]
-    for path, chunks in shards[:_SHARDS_SHOWN]:
+    """Print what a run would read and write, with a sample and estimates."""
+    files = [(path, list(chunks)) for path, chunks in groupby(plan.chunks, key=lambda chunk: chunk.path)]
+    for path, chunks in files[:_FILES_SHOWN]:
         compression = f", {chunks[0].compression}" if chunks[0].compression else ""
         in_chunks = f" in {len(chunks)} chunks" if len(chunks) > 1 else ""
         size = with_prefix(plan.versions[path].bytes, "B")
         print(f"{visible(input_label(path))} | {chunks[0].format}{compression} | {size}{in_chunks}")
-    if len(shards) > _SHARDS_SHOWN:
-        print(f"... and {len(shards) - _SHARDS_SHOWN:,} more")
+    if len(files) > _FILES_SHOWN:
+        print(f"... and {len(files) - _FILES_SHOWN:,} more")
     for reason in plan.damaged.values():
         print(f"left out by --quarantine: {visible(reason)}")
     total = sum(version.bytes for version in plan.versions.values())
-    print(f"{len(shards):,} shards, {with_prefix(total, 'B')}; text in '{plan.settings.read.text_key}'")
+    print(f"{counted(len(files), 'input file')}, {with_prefix(total, 'B')}; text in '{plan.settings.read.text_key}'")
     tokenizer = plan.tokenizer
     print(
         f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} ids, {token_dtype(tokenizer.vocab_size)}, "
         f"by {plan.encoder.name}" + (f" ({plan.encoder.note})" if plan.encoder.note else "")
     )
     print_sample(plan)
-    place = next(folder for folder in plan.files.bin.absolute().parents if folder.exists())
-    print(f"free at {place}: {with_prefix(shutil.disk_usage(place).free, 'B')}")
+    folder = next(folder for folder in plan.files.bin.absolute().parents if folder.exists())
+    print(f"{with_prefix(shutil.disk_usage(folder).free, 'B')} free at {folder}")
     print(f"would write {plan.files.bin}, {plan.files.idx.name}, {plan.files.manifest.name}")
 
 
 def print_sample(plan: Plan) -> None:
-    """Print two documents with their ids, and estimates for the run.
+    """Print two documents with their ids, and estimates for the whole run.
 
-    About 1 MB of text of the first chunk with documents is tokenized, and the rest is taken to be alike.
+    The estimates extrapolate from about 1 MB of text of the first chunk that has documents.
 
     Raises:
-        DataError: No document is found there.
+        DataError: The first 100 chunks have no document.
         ConfigError: A fast back end differs from the reference tokenizer.
     """
     started, chunks_of = time.perf_counter(), Counter(chunk.path for chunk in plan.chunks)
@@ -128,9 +133,9 @@ def print_sample(plan: Plan) -> None:
         for unfiltered in read_chunk(chunk, plan.settings.read):
             batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
             encoded = plan.encoder.encode_batch(batch.texts)
-            for at in range(documents, min(2, documents + len(batch.texts))):
-                first, length = encoded.lengths[: at - documents].sum(), encoded.lengths[at - documents]
-                print_document(batch.texts[at - documents], encoded.ids[first : first + length].tolist())
+            for number in range(min(2 - documents, len(batch.texts))):
+                start, length = encoded.lengths[:number].sum(), encoded.lengths[number]
+                print_document(batch.texts[number], encoded.ids[start : start + length].tolist())
             documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
             text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
             if text_bytes >= _SAMPLE_BYTES:
@@ -139,23 +144,25 @@ def print_sample(plan: Plan) -> None:
         if documents:
             break
     if not documents or not input_bytes:
-        raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input and --text-key")
+        raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input and --text-key.")
     factor, workers = sum(version.bytes for version in plan.versions.values()) / input_bytes, plan.settings.workers or 1
     bin_bytes = tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize
     print(
         f"estimated from a sample: {documents * factor:,.0f} documents, {tokens * factor:,.0f} tokens, "
-        f"{with_prefix(bin_bytes, 'B')} of .bin (twice while it is joined), "
+        f"{with_prefix(bin_bytes, 'B')} of .bin (twice that while chunks are joined), "
         f"{duration((time.perf_counter() - started) * factor / workers)} with {counted(workers, 'worker')}"
     )
 
 
 def print_document(text: str, ids: list[int]) -> None:
+    """Print the start of a document as text and as ids."""
     line = " ".join(text[:400].split())
     print(f"text  {visible(line if len(line) <= 100 else f'{line[:97]}...')}")
-    print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} in all)")
+    print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} ids)")
 
 
 def print_report(plan: Plan, report: PreprocessReport) -> None:
+    """Print counts and files of a finished run; warnings go to stderr."""
     counts = report.counts
     for reason in report.damaged:
         print(f"warning: left out by --quarantine: {visible(reason)}", file=sys.stderr)
@@ -164,7 +171,8 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:
         share = counts.unknown_tokens / counts.tokens
         print(
-            f"warning: {percent(share)} of the tokens are unknown; is the vocabulary of this language?", file=sys.stderr
+            f"warning: {percent(share)} of the tokens are unknown; check that the vocabulary is of this language",
+            file=sys.stderr,
         )
     print(
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {counts.utf8_bytes / 1e6:,.1f} MB of text in "

@@ -1,9 +1,9 @@
-"""The command `neobert sample-corpus`: a small corpus of English prose, the documentation texts of Python packages.
+"""The command `neobert sample-corpus`: a small corpus of English prose from the documentation of Python packages.
 
-Source files are parsed, never imported. A document is the docstring of a module, the docstrings of a public class and
-its methods, the docstring of a public function, or a package's own README. The shards have RefinedWeb's shape: parquet
-with the columns `content` and `url`. The same packages give the same bytes, in an order shuffled by a keyed hash, so
-that any contiguous part of the corpus is a fair sample of the whole.
+Source files are parsed and never imported. A document is the docstring of a module, the docstrings of a public class
+and its methods, the docstring of a public function, or the README of a package. The output has the shape of RefinedWeb:
+parquet files with the columns `content` and `url`. The same packages give the same bytes. A keyed hash shuffles the
+documents, so that every contiguous part of the corpus is a fair sample.
 """
 
 import ast
@@ -17,15 +17,17 @@ from pathlib import Path
 from megatron_neobert.cli import option
 from megatron_neobert.errors import DataError
 
-MINIMUM_CHARACTERS = 200  # shorter texts are one-liners such as "Return the name."
-MAXIMUM_CHARACTERS = 20_000  # the few longer ones would weigh too much: one class alone has 300,000
+# Shorter texts are one-liners such as "Return the name."
+MINIMUM_CHARACTERS = 200
+# A few longer texts would dominate the corpus: one class has 300,000 characters.
+MAXIMUM_CHARACTERS = 20_000
 SKIPPED_FOLDERS = {"test", "tests", "testing", "site-packages", "__pycache__", "idlelib"}
 SHUFFLE_KEY = b"sample corpus"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One row of the corpus; `url` is python-package://FILE#NAME, FILE relative to the folder of packages."""
+    """A document; `url` is python-package://FILE#NAME, with FILE relative to the folder of packages."""
 
     content: str
     url: str
@@ -33,20 +35,20 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCorpusOptions:
-    """The command line of `neobert sample-corpus`."""
+    """Options of `neobert sample-corpus`."""
 
-    output: Path = option(help="folder for the input files: a new or an empty one")
-    packages: Path | None = option(None, "folder with packages, unpacked; by default those installed here")
-    megabytes: float = option(6.0, "text to collect, in 10^6 bytes", minimum=0.001)
-    shards: int = option(4, "parquet files to write", minimum=1)
+    output: Path = option(help="new or empty folder for the parquet files")
+    packages: Path | None = option(None, "folder with unpacked packages; default: the packages of this Python")
+    megabytes: float = option(6.0, "amount of text, in 10^6 bytes", minimum=0.001)
+    shards: int = option(4, "number of parquet files", minimum=1)
 
 
 def write_sample_corpus(options: SampleCorpusOptions) -> None:
-    """Write a small corpus of real English prose: the documentation texts of Python packages.
+    """Write a small corpus of English prose, collected from the documentation of Python packages.
 
     Raises:
-        DataError: There are fewer texts than parquet files to write.
-        OutputError: The folder exists and is not empty.
+        DataError: There are fewer texts than parquet files.
+        OutputError: The output folder exists and is not empty.
     """
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     folders = [options.packages] if options.packages else installed
@@ -54,27 +56,27 @@ def write_sample_corpus(options: SampleCorpusOptions) -> None:
     if len(documents) < options.shards:
         raise DataError(
             f"found {len(documents)} documentation texts below {', '.join(map(str, folders))}, fewer than --shards "
-            f"{options.shards}; name a folder with more packages by --packages, or leave it out and run this with "
-            "the Python of an environment that has this project installed."
+            f"{options.shards}; give a folder with more packages as --packages, or remove --packages and use the "
+            "Python of an environment in which this project is installed."
         )
-    write_shards(documents, options.output, shards=options.shards)
+    write_files(documents, options.output, count=options.shards)
     size = sum(len(document.content.encode()) for document in documents)
-    print(f"{len(documents):,} documents, {size / 1e6:.1f} MB of text, in {options.shards} shards: {options.output}")
+    print(f"{len(documents):,} documents, {size / 1e6:.1f} MB of text, in {options.shards} files: {options.output}")
 
 
 def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Document]:
-    """Return documents of files in the order of a keyed hash, until their texts reach the budget, shuffled.
+    """Return shuffled documents of a pseudo-random choice of files, whose texts reach the budget.
 
-    Texts that differ only in case or white space count once.
+    Of texts that differ only in case or white space, the first is kept.
     """
     files = {path.relative_to(folder).as_posix(): path for folder in folders for path in _documented_files(folder)}
     chosen: dict[bytes, Document] = {}
     size = 0
     for name in sorted(files, key=_keyed_hash):
         for document in read_documents(files[name], name=name):
-            same = hashlib.sha256(" ".join(document.content.casefold().split()).encode()).digest()
-            if same not in chosen:
-                chosen[same] = document
+            digest = hashlib.sha256(" ".join(document.content.casefold().split()).encode()).digest()
+            if digest not in chosen:
+                chosen[digest] = document
                 size += len(document.content.encode())
         if size >= budget_bytes:
             break
@@ -82,21 +84,24 @@ def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Docu
 
 
 def read_documents(path: Path, *, name: str) -> Iterator[Document]:
-    """Yield the texts of a Python source file, or the README in a package's METADATA; none if it cannot be read."""
+    """Yield the documents of a Python source file, or the README in a METADATA file.
+
+    Files that cannot be parsed are skipped: some packages contain templates, Python 2, or other encodings than UTF-8.
+    """
     try:
         source = path.read_bytes().decode("utf-8")
-        # A package's long description follows the header fields after an empty line.
+        # In METADATA, an empty line separates the header fields from the README.
         texts = [("", source.partition("\n\n")[2])] if path.name == "METADATA" else _source_texts(source)
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
-        return  # some packages ship templates, Python 2 sources or sources in other encodings; they are skipped
+        return
     for anchor, text in texts:
         text = _clean(text)
         if MINIMUM_CHARACTERS <= len(text) <= MAXIMUM_CHARACTERS:
             yield Document(content=text, url=f"python-package://{name}" + (f"#{anchor}" if anchor else ""))
 
 
-def write_shards(documents: list[Document], output: Path, *, shards: int) -> None:
-    """Write `output`/part-0000.parquet and so on; the folder appears under its name when all are complete.
+def write_files(documents: list[Document], output: Path, *, count: int) -> None:
+    """Write the documents to `output`/part-0000.parquet and so on; the folder appears when all files are complete.
 
     Raises:
         OutputError: The folder exists and is not empty.
@@ -107,10 +112,10 @@ def write_shards(documents: list[Document], output: Path, *, shards: int) -> Non
     from megatron_neobert.runtime.atomic_files import build_folder
 
     with build_folder(output) as unfinished:
-        for shard in range(shards):
-            start, end = (len(documents) * number // shards for number in (shard, shard + 1))
+        for number in range(count):
+            start, end = (len(documents) * bound // count for bound in (number, number + 1))
             columns = {key: [getattr(document, key) for document in documents[start:end]] for key in ("content", "url")}
-            pq.write_table(pa.table(columns), unfinished / f"part-{shard:04d}.parquet", compression="zstd")
+            pq.write_table(pa.table(columns), unfinished / f"part-{number:04d}.parquet", compression="zstd")
 
 
 def _documented_files(folder: Path) -> Iterator[Path]:
@@ -125,10 +130,11 @@ def _keyed_hash(text: str) -> bytes:
 
 
 def _source_texts(source: str) -> list[tuple[str, str]]:
-    """Return pairs of a name ('' for the module itself) and its documentation."""
+    """Return (name, documentation) for the module, whose name is empty, and its public classes and functions."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in other people's strings
-        warnings.simplefilter("ignore", DeprecationWarning)  # the same before Python 3.12
+        # For invalid escapes in strings; before Python 3.12 the category was DeprecationWarning.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
         module = ast.parse(source)
     texts = [("", ast.get_docstring(module) or "")]
     for node in module.body:
@@ -138,7 +144,7 @@ def _source_texts(source: str) -> list[tuple[str, str]]:
 
 
 def _docstrings(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, *, name: str) -> Iterator[str]:
-    """Yield the docstring of a function, or of a class and then of its public members, each under its name."""
+    """Yield the docstring of a function, or of a class and its public members, each after its dotted name."""
     if docstring := ast.get_docstring(node):
         yield f"{name}\n{docstring}"
     if isinstance(node, ast.ClassDef):
@@ -148,7 +154,7 @@ def _docstrings(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, *, 
 
 
 def _clean(text: str) -> str:
-    """Return a text without rulers and markup lines that hold no letter, and with at most one empty line in a row."""
+    """Return the text without lines that have no letter or digit, and without repeated empty lines."""
     lines = [line.rstrip() for line in text.splitlines()]
     lines = [line for line in lines if not line or any(character.isalnum() for character in line)]
-    return "\n".join(line for before, line in zip(["", *lines], lines, strict=False) if before or line).strip()
+    return "\n".join(line for previous, line in zip(["", *lines], lines, strict=False) if previous or line).strip()

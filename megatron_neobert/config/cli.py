@@ -1,7 +1,7 @@
-"""The settings of a run as the user types them: flags, a YAML file, and the record saved with a run.
+"""Reading and writing of settings: command-line flags, YAML files, and the record that a run saves.
 
-A field of `schema.py` is declared once; its flag, its help line, its place in the YAML file and its type check all
-follow from the dataclass. Order of precedence: default < file < flag. All problems are reported together.
+`schema.py` declares each setting once, and its flag, help line, YAML key and type check follow from that field. Flags
+override the file, and the file overrides the defaults. All problems are reported together.
 """
 
 import argparse
@@ -19,17 +19,19 @@ from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputEr
 
 SECTIONS = {name: cast(type, section) for name, section in get_type_hints(Settings).items()}
 _SECTION_OF = {item.name: name for name, config in SECTIONS.items() for item in fields(config)}
+# The settings that --help shows.
 FIRST = (
     *("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size"),
     *("data_path", "tokenizer_model", "seq_length", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters"),
     *("micro_batch_size", "global_batch_size", "train_iters", "bf16"),
     *("save", "load", "continue_from", "save_interval", "log_interval"),
 )
-# All settings take 6 KB, a blend of a hundred corpora 10 KB more. PyYAML reads this much in seconds, 10 MB in an hour.
+# A file with all settings has 6 KB, and a blend of a hundred corpora adds 10 KB. PyYAML parses 256 KB in seconds, but
+# 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
-_MOST_PHASES = 100  # each is checked and planned as a run of its own
-# Settings of earlier versions that the record of a run may hold. Some changed what a run computes; their value is fixed
-# now. The others may differ when a run resumes.
+_MOST_PHASES = 100  # each phase is checked and planned like a run
+# Settings of earlier versions, which the record of a run can contain. The first changed the result of a run and are
+# fixed to one value now. The others are ignored, because they may differ when a run resumes.
 _NOW_FIXED = {"muon_momentum": 0.95}
 _NOW_IGNORED = {
     *("allow_changed", "attention_bounds", "check_for_nan"),
@@ -47,53 +49,53 @@ _NOW_IGNORED = {
 
 @dataclass(frozen=True)
 class Command:
-    """Request of a command line."""
+    """Parsed command line of `neobert train`."""
 
     settings: Settings
     dry_run: bool
 
 
 def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
-    """Return the settings of flags and an optional `--config` file, checked for `world_size` ranks.
+    """Return the settings from flags and an optional `--config` file, checked for `world_size` ranks.
 
     Raises:
-        ConfigError: With every problem found, in the file, the flags and their combination.
+        ConfigError: With every problem of the file, the flags and their combination.
         MissingInputError: The file does not exist.
     """
-    given, problems = build_parser().parse_all(arguments)
-    config, is_dry_run = given.pop("config", None), given.pop("dry_run", False)
+    texts, problems = build_parser().parse_all(arguments)
+    config, is_dry_run = texts.pop("config", None), texts.pop("dry_run", False)
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if config is not None:
         problems += _merge_file(find_config(config), values)
-    for name, text in given.items():
+    for name, text in texts.items():
         problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
-    settings = _build(values)
-    problems += find_problems(settings, world_size=world_size)  # of the legal values, and defaults for the others
+    settings = _build(values)  # invalid values have been reported, and are replaced by their defaults
+    problems += find_problems(settings, world_size=world_size)
     if problems:
         raise ConfigError(problems)
     return Command(settings=settings, dry_run=is_dry_run)
 
 
 def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
-    """Return a parser that knows every flag; its help shows those of the settings that are named."""
+    """Return a parser of all flags, whose help lists the settings named in `shown`."""
     parser = Parser(
-        "Pre-trains a NeoBERT encoder. Precedence: defaults < --config FILE < flags.",
+        "Pre-train a NeoBERT encoder. Flags override the --config file, which overrides the defaults.",
         prog="neobert train",
         usage="%(prog)s [--config FILE] [--SETTING VALUE ...]",
         argument_default=argparse.SUPPRESS,
-        epilog="" if shown != FIRST else f"{len(FIRST)} of {len(_SECTION_OF)} settings; --help-all shows every one.",
+        epilog="" if shown != FIRST else f"These are {len(FIRST)} of {len(_SECTION_OF)} settings; see --help-all.",
     )
-    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="every setting, and exit")
-    config_help = "YAML file with sections as below, or a recipe, such as tiny"
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all settings and exit")
+    config_help = "YAML file with the sections below, or the name of a recipe, such as tiny"
     config = parser.add_argument("--config", metavar="FILE", help=config_help)
     setattr(config, "completer", lambda **_: recipes())  # noqa: B010  argcomplete's attribute
-    parser.add_argument("--dry-run", action="store_true", help="check, print what would run, and stop")
-    add_flags(parser, Settings, shown=shown.__contains__, negatable=True)
+    parser.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
+    add_flags(parser, Settings, is_shown=shown.__contains__, negatable=True)
     return parser
 
 
 def run_flags() -> list[str]:
-    """Return every flag of a run."""
+    """Return all flags of `neobert train`."""
     return build_parser().all_flags()
 
 
@@ -104,10 +106,14 @@ class _HelpAll(argparse.Action):
 
 
 def read_settings(path: Path, *, is_record: bool = False) -> Settings:
-    """Return the settings of a YAML file, each value checked for its type.
+    """Return the settings of a YAML file; each value is checked for its type only.
 
     Args:
-        is_record: The file was written by a run, perhaps of a version with more settings.
+        is_record: The file was written by a run, perhaps of an earlier version with other settings.
+
+    Raises:
+        ConfigError: With every problem of the file.
+        MissingInputError: The file does not exist.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if problems := _merge_file(path, values, is_record=is_record):
@@ -116,12 +122,12 @@ def read_settings(path: Path, *, is_record: bool = False) -> Settings:
 
 
 def write_record(settings: Settings, path: Path) -> None:
-    """Saves the resolved settings, every default written out, as YAML."""
+    """Write all settings as YAML, including those at their default."""
     path.write_text(yaml.safe_dump(asdict(settings), sort_keys=False), encoding="utf-8")
 
 
 def model_flags(model: ModelConfig) -> str:
-    """The flags that describe a model, those of the defaults left out; empty for the default model."""
+    """Return the flags of `neobert train` that describe a model, without the default values."""
     default = ModelConfig()
     if model.ffn_width == replace(model, ffn_hidden_size=None).ffn_width:
         model = replace(model, ffn_hidden_size=None)
@@ -130,7 +136,11 @@ def model_flags(model: ModelConfig) -> str:
 
 
 def read_record(path: Path) -> Settings:
-    """Return the settings that `write_record` saved, or raise CheckpointError."""
+    """Return the settings that `write_record` saved.
+
+    Raises:
+        CheckpointError: The file does not exist, or is damaged.
+    """
     try:
         settings = read_settings(path, is_record=True)
         if problems := find_record_problems(settings):
@@ -139,7 +149,7 @@ def read_record(path: Path) -> Settings:
     except (ConfigError, MissingInputError) as error:
         reason = " ".join(error.problems) if isinstance(error, ConfigError) else str(error)
         raise CheckpointError(
-            f"{path}: not the settings of a run ({reason}); was it written by another version?"
+            f"{path}: not the settings of a run ({reason}). Use the version that wrote it, or another checkpoint."
         ) from error
 
 
@@ -147,10 +157,7 @@ def read_record(path: Path) -> Settings:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key that stands twice is an error and not an overwrite.
-
-    The merge key << would be such an overwrite, and is not known.
-    """
+    """Safe YAML loader that refuses duplicate keys. The merge key `<<` is treated as an ordinary, unknown key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -158,45 +165,48 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
 def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: bool = False) -> list[str]:
-    """Add the content of a YAML file to `values`, and return its problems, each with the name of the file."""
+    """Add the settings of a YAML file to `values` (section -> name -> value), and return the problems of the file."""
     if not path.is_file():
         if path.is_dir():
-            raise MissingInputError(f"--config {path}: is a folder, not a file.")
-        meant = suggestion(str(path), recipes(), otherwise=".")
-        raise MissingInputError(f"--config {path}: no such file (looked from {Path.cwd()}) or recipe{meant}")
+            raise MissingInputError(f"--config {path}: is a folder; give a file.")
+        hint = suggestion(str(path), recipes(), otherwise="; check the path.")
+        raise MissingInputError(f"--config {path}: no such file (relative to {Path.cwd()}) or recipe{hint}")
     if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
-        return [f"{path}: {size:,} bytes are more than {_LARGEST_FILE_BYTES:,}; no settings are that long. Is it YAML?"]
-    content_bytes = path.read_bytes()  # apart from the parsing: an error of the disk is not one of the YAML
+        return [f"{path}: {size:,} bytes, and settings have at most {_LARGEST_FILE_BYTES:,}; give the right file."]
+    yaml_bytes = path.read_bytes()  # outside the try block, which is for errors of YAML and not of the disk
     try:
-        content = _load_yaml(content_bytes)
+        content = _load_yaml(yaml_bytes)
     except ConfigError as error:
         return [f"{path}: not readable as YAML: {error.problems[0]}; compare it with examples/configs."]
     if content is None:
         return []
     if not isinstance(content, dict):
-        return [f"{path}: holds a {type(content).__name__}; expected the sections {', '.join(SECTIONS)}."]
+        return [f"{path}: contains a {type(content).__name__}; expected the sections {', '.join(SECTIONS)}."]
     problems = []
     for section, entries in content.items():
         if section not in SECTIONS:
             name = _name_of(section)
             problems.append(f"{path}: unknown section {name}{suggestion(name, list(SECTIONS))}")
         elif entries is not None and not isinstance(entries, dict):
-            problems.append(f"{path}: section {section} holds {excerpt(entries)}; expected 'name: value' lines.")
+            problems.append(f"{path}: section {section} contains {excerpt(entries)}; expected 'name: value' lines.")
         else:
             for key, value in (entries or {}).items():
                 name = _name_of(key)
                 source = f"{path}: {section}.{name}"
                 if is_record and name in _NOW_FIXED and value != _NOW_FIXED[name]:
-                    problems.append(f"{source} was {excerpt(value)}, and is always {_NOW_FIXED[name]} now.")
+                    problems.append(
+                        f"{source} was {excerpt(value)}, and this version supports {_NOW_FIXED[name]} only."
+                    )
                     continue
-                was_switch = name == "profile" and isinstance(value, bool)  # and is a range of iterations
+                # Earlier versions had a switch of this name; now it is a range of iterations.
+                was_switch = name == "profile" and isinstance(value, bool)
                 if not (is_record and (name in _NOW_FIXED or name in _NOW_IGNORED or was_switch)):
                     problems += _assign(values, section, name, value, source=source)
     return problems
@@ -206,29 +216,30 @@ def _load_yaml(text: bytes | str) -> Any:
     try:
         content = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return yaml.load(content, Loader=_UniqueKeyLoader)  # noqa: S506  a SafeLoader
-    except Exception as error:  # besides YAMLError what int(), chr() or a date make of a value, or too deep nesting
+    except Exception as error:  # YAMLError, ValueError of int(), chr() or dates, RecursionError of deep nesting
         raise ConfigError(yaml_reason(error) or type(error).__name__) from error
 
 
 def _name_of(key: Any) -> str:
+    """Return a YAML key as it is if it can be a name, or shortened for a message."""
     return key if isinstance(key, str) and key.isidentifier() and len(key) <= 80 else excerpt(key)
 
 
 def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
-    """Put one value, converted to its field's type, into `values`; return what is wrong with it."""
-    known = {item.name: (item, wanted) for item, wanted in typed_fields(SECTIONS[section])}
-    if name not in known:
-        home = _SECTION_OF.get(name)
-        hint = f"; it belongs to section {home!r}." if home else suggestion(name, list(known))
+    """Convert a value to the type of its setting and store it in `values`; return its problems."""
+    settings = {item.name: (item, item_type) for item, item_type in typed_fields(SECTIONS[section])}
+    if name not in settings:
+        right_section = _SECTION_OF.get(name)
+        hint = f"; it belongs to section {right_section!r}." if right_section else suggestion(name, list(settings))
         return [f"{source.rsplit(':', 1)[0]}: unknown setting {section}.{name}{hint}"]
     if name == "phases":
         values[section][name], problems = _read_phases(value, source=source)
         return problems
-    return assign(values[section], *known[name], value, source=source)
+    return assign(values[section], *settings[name], value, source=source)
 
 
 def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], list[str]]:
-    """Phases out of a list, or a text that holds one as YAML; and what is wrong with them."""
+    """Return the phases of a list, or of a text with a list in YAML, and their problems."""
     if isinstance(value, str):
         try:
             value = _load_yaml(value)
@@ -238,30 +249,25 @@ def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], l
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and "after_iters" in entry for entry in entries
     ):
-        return (), [
-            f"{source} {excerpt(value)} is not a list of settings with the iterations that come before each, such "
-            "as [{after_iters: 1000, mask_prob: 0.15}]."
-        ]
+        example = "[{after_iters: 1000, mask_prob: 0.15}]"
+        return (), [f"{source} {excerpt(value)} is not a list of phases; each needs after_iters, as in {example}."]
     if len(entries) > _MOST_PHASES:
-        return (), [f"{source} holds {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
-    known = {item.name: (item, wanted) for item, wanted in typed_fields(PhaseChange)}
+        return (), [f"{source} has {len(entries):,} phases, more than {_MOST_PHASES}; merge some."]
+    settings = {item.name: (item, item_type) for item, item_type in typed_fields(PhaseChange)}
     phases, problems = [], []
     for number, entry in enumerate(entries, start=1):
-        given: dict[str, Any] = {}
-        for key, own in entry.items():
+        values: dict[str, Any] = {}
+        for key, setting_value in entry.items():
             name = _name_of(key)
-            if name in known:
-                problems += assign(given, *known[name], own, source=f"{source}: phase {number}: {name}")
+            phase = f"{source}: phase {number}: "
+            if name in settings:
+                problems += assign(values, *settings[name], setting_value, source=f"{phase}{name}")
             elif name in _SECTION_OF:
-                allowed = ", ".join(PHASE_SETTINGS)
-                problems.append(
-                    f"{source}: phase {number}: {name} cannot change within a run; a phase takes {allowed}."
-                )
+                problems.append(f"{phase}{name} cannot change within a run; a phase takes {', '.join(PHASE_SETTINGS)}.")
             else:
-                hint = suggestion(name, list(PHASE_SETTINGS))
-                problems.append(f"{source}: phase {number}: unknown setting {name}{hint}")
+                problems.append(f"{phase}unknown setting {name}{suggestion(name, list(PHASE_SETTINGS))}")
         if not problems:
-            phases.append(PhaseChange(**given))
+            phases.append(PhaseChange(**values))
     return tuple(phases), problems
 
 

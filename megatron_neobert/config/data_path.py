@@ -1,7 +1,6 @@
-"""Parsing of `--data-path`: corpora, their shares of the documents, and the choice of their documents.
+"""Parsing of `--data-path`: corpora, their weights, and the limits that select a part of their documents.
 
-Text alone: nothing is opened, and the standard library suffices. Shares are fractions, so that 0.2 is a fifth and
-proportions can be kept exactly.
+This module reads text only and opens no file. Weights are fractions, so that proportions such as 0.2 are exact.
 """
 
 import math
@@ -20,22 +19,21 @@ _FORM = (
 )
 _MOST_COMPONENTS = 1024  # each is opened by every process
 _LONGEST_LIMIT = 18  # digits
-# A number has no slash, so that a folder may be called x:y=z; the path of a drop list may have slashes, and no colon.
+# A limit has no slash, so that a folder can be named x:y=z. The path of a drop list can have slashes, but no colon.
 _LIMIT = re.compile(r"(.*):(?:(drop)=([^:]+)|([A-Za-z_]+)=([^/:]*))", re.DOTALL)
-# An expression may have a colon in a quoted text.
+# An expression can have colons in quoted texts.
 _WHERE = re.compile(r""":where=((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^:])*)""", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Component:
-    """A corpus, or the documents of it that have minimum to maximum tokens ([CLS] and [SEP] not counted), match an
-    expression over their attributes and are not in a drop list."""
+    """One corpus of a blend, or the part of its documents that the limits select."""
 
     prefix: str
-    weight: Fraction = Fraction(1)  # of any sum: a share of the documents once divided by the sum of all
-    minimum: int = 1
+    weight: Fraction = Fraction(1)  # divided by the sum of all weights: share of the documents
+    minimum: int = 1  # tokens of a document, without [CLS] and [SEP]
     maximum: int | None = None
-    where: str | None = None  # see expressions.py
+    where: str | None = None  # expression over attributes, see expressions.py
     drop: str | None = None  # path of a drop list
 
     @property
@@ -48,12 +46,13 @@ class Component:
 
     @property
     def conditions(self) -> list[str]:
-        """Expressions over attributes that all hold for each document of this component."""
+        """Expressions over attributes that every selected document fulfils; the drop list is not one of them."""
         conditions = [f"length>={self.minimum}"] if self.minimum > 1 else []
         conditions += [f"length<={self.maximum}"] if self.maximum is not None else []
         return conditions if self.where is None else [*conditions, self.where]
 
     def __str__(self) -> str:
+        """Return the component as `parse_data_path` reads it, without its weight."""
         limits = f":min={self.minimum}" if self.minimum > 1 else ""
         limits += f":max={self.maximum}" if self.maximum is not None else ""
         limits += f":where={self.where}" if self.where is not None else ""
@@ -61,15 +60,23 @@ class Component:
 
 
 def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
-    """Return the components of a blend in their order, or raise ConfigError with every problem."""
+    """Return the components of a blend in order.
+
+    Args:
+        entries: One prefix, or weights and prefixes in turn. Limits can follow a prefix.
+        flag: Named in error messages.
+
+    Raises:
+        ConfigError: With every problem.
+    """
     if not entries:
         raise ConfigError(f"{flag} is missing: name the corpus prefix that neobert preprocess printed.")
     pairs = [("1", entries[0])] if len(entries) == 1 else list(zip(entries[::2], entries[1::2], strict=False))
     problems = []
     if len(pairs) > _MOST_COMPONENTS:
         raise ConfigError(
-            f"{flag} names {len(pairs):,} corpora, more than {_MOST_COMPONENTS:,}; preprocess those of one weight "
-            "into one corpus."
+            f"{flag} names {len(pairs):,} corpora, more than {_MOST_COMPONENTS:,}; preprocess corpora of equal weight "
+            "into one."
         )
     if len(entries) > 1 and len(entries) % 2:
         problems.append(
@@ -81,7 +88,7 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tup
         _read_component(path, weight, problems, flag) for (_, path), weight in zip(pairs, weights, strict=True)
     ]
     counts = Counter(str(component) for component in components)
-    problems += [  # the same documents under two weights are a slip of the hand: one weight does the same
+    problems += [  # probably a mistake, because one entry with the sum of the weights is the same
         f"{flag} names {_shorten(text)} {count} times; name it once, with the sum of the weights."
         for text, count in counts.items()
         if count > 1
@@ -92,20 +99,20 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tup
 
 
 def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
-    """The weights as the smallest whole numbers of the same proportions."""
-    common = math.lcm(*(component.weight.denominator for component in components))
-    numbers = [int(component.weight * common) for component in components]
+    """Return the weights as the smallest whole numbers with the same proportions: (1, 4) for 0.2 and 0.8."""
+    denominator = math.lcm(*(component.weight.denominator for component in components))
+    numbers = [int(component.weight * denominator) for component in components]
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
 
 
 def curve_names(entries: Sequence[str]) -> list[str]:
-    """A word for each corpus of `--valid-data-path`: the end of its path, and its place where two end alike."""
-    words = [re.sub(r":drop=[^:]*", "", _WHERE.sub("", entry)).rsplit("/", 1)[-1] for entry in entries]
-    words = [re.sub(r"[^A-Za-z0-9]+", "_", word)[-40:] for word in words]
-    if len(set(words)) == len(words):
-        return words
-    return [f"{word}_{place}" for place, word in enumerate(words, start=1)]
+    """Return a distinct name for the curve of each `--valid-data-path` entry, from the last part of its path."""
+    names = [re.sub(r":drop=[^:]*", "", _WHERE.sub("", entry)).rsplit("/", 1)[-1] for entry in entries]
+    names = [re.sub(r"[^A-Za-z0-9]+", "_", name)[-40:] for name in names]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name}_{number}" for number, name in enumerate(names, start=1)]
 
 
 def _shorten(text: str) -> str:
@@ -115,35 +122,31 @@ def _shorten(text: str) -> str:
 
 def _read_weight(text: str, path: str, problems: list[str], flag: str) -> Fraction:
     try:
-        value = float(text)  # first: the fraction of 1e999999999 would not fit into memory
-        weight = Fraction(text) if 0 < value < math.inf else None
+        # The float first, because Fraction("1e999999999") would not fit into memory.
+        if 0 < float(text) < math.inf:
+            return Fraction(text)
     except ValueError:
-        shown = _shorten(repr(text))
-        problems.append(f"{flag}: {shown}, where the weight of {_shorten(path)} should stand, is no number; {_FORM}.")
-        return Fraction(1)
-    if weight is None:
-        problems.append(
-            f"{flag}: the weight {_shorten(text)} of {_shorten(path)} is not above 0 and finite; change it, or leave "
-            "both out."
-        )
-        return Fraction(1)
-    return weight
+        pass
+    problems.append(
+        f"{flag}: {_shorten(repr(text))}, the weight of {_shorten(path)}, is not a finite number above 0; {_FORM}."
+    )
+    return Fraction(1)
 
 
 def _read_component(text: str, weight: Fraction, problems: list[str], flag: str) -> Component:
     prefix, limits, where, drop = text, dict[str, int](), None, None
-    if (found := _WHERE.search(text)) is not None:
-        where, prefix = found[1], text[: found.start()] + text[found.end() :]
+    if (match := _WHERE.search(text)) is not None:
+        where, prefix = match[1], text[: match.start()] + text[match.end() :]
         try:
             parse_expression(where)
         except ConfigError as error:
             problems.append(f"{flag} {_shorten(text)}: {error.problems[0]}")
-    while found := _LIMIT.fullmatch(prefix):
-        prefix, kind, path, name, number = found.groups()
-        if kind and drop is None:
-            drop = path
+    while match := _LIMIT.fullmatch(prefix):
+        prefix, drop_key, drop_path, name, number = match.groups()
+        if drop_key and drop is None:
+            drop = drop_path
             continue
-        name, number = name or kind, number or path or ""
+        name, number = name or drop_key, number or drop_path or ""
         is_number = number.isascii() and number.isdigit() and len(number) <= _LONGEST_LIMIT
         if name not in ("min", "max") or name in limits or not is_number:
             problems.append(
@@ -152,14 +155,13 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
             )
         limits[name] = int(number) if is_number else 1
     if ":drop=" in prefix:
-        problems.append(f"{flag} {_shorten(text)}: what follows :drop= must have no ':'; rename the file.")
+        problems.append(f"{flag} {_shorten(text)}: the path after :drop= must not contain ':'; rename the file.")
     if not prefix:
         problems.append(f"{flag} {_shorten(repr(text))} names no corpus; {_FORM}.")
     minimum, maximum = limits.get("min", 1), limits.get("max")
     if minimum < 1 or (maximum is not None and maximum < minimum):
         problems.append(
-            f"{flag} {_shorten(text)}: no document has at least {minimum} and at most "
-            f"{'any number of' if maximum is None else maximum} tokens; lengths are counted from 1, and the largest "
-            "must not be below the smallest. Change min or max."
+            f"{flag} {_shorten(text)}: min={minimum} and max={'none' if maximum is None else maximum} select no "
+            "document; min must be at least 1 and not above max. Change one of them."
         )
     return Component(prefix, weight, minimum, maximum, where, drop)

@@ -1,11 +1,11 @@
-"""The grammar of `--data-path PREFIX:where=EXPRESSION`, which chooses documents by their attributes.
+"""Expressions of `--data-path PREFIX:where=EXPRESSION`, which select documents by their attributes.
 
     score>=3 and language=='en'
     input=='dump-7*' or (source in ['books', 'law'] and not is_spam)
 
-Comparisons of attribute names with literals or with each other, `in [...]`, `and`, `or`, `not` and parentheses; a text
-with `*` after `==` or in a list is a pattern. Python's parser reads the expression and nothing runs it: a tree with any
-other node is refused.
+An expression compares attribute names with literals or with each other, and combines comparisons by `in [...]`, `and`,
+`or`, `not` and parentheses. A text with `*` after `==` or in a list is a pattern. Python's parser reads the expression,
+nothing executes it, and every other kind of syntax node is refused.
 """
 
 import ast
@@ -25,18 +25,23 @@ _GRAMMAR = (
 
 
 def parse_expression(text: str) -> ast.expr:
-    """Return the syntax tree of an expression, which has nodes of the grammar above only."""
+    """Return the syntax tree of an expression.
+
+    Raises:
+        ConfigError: The text is too long, is not a Python expression, or has a node that the grammar does not allow.
+    """
     if len(text) > _LONGEST:
         raise ConfigError(f"an expression of {len(text):,} characters is longer than {_LONGEST:,}; shorten it.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as that of an unknown escape in a quoted text
+            warnings.simplefilter("ignore")  # such as unknown escapes in quoted texts
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else type(error).__name__
         raise ConfigError(f"{text!r:.200} is not an expression ({reason}); {_GRAMMAR}.") from error
-    if (wrong := next(_refused(tree, _DEEPEST), None)) is not None:
-        raise ConfigError(f"{text!r:.200}: {ast.get_source_segment(text.strip(), wrong)!r:.80} is refused; {_GRAMMAR}.")
+    if (refused := next(_refused_nodes(tree, _DEEPEST), None)) is not None:
+        source = ast.get_source_segment(text.strip(), refused)
+        raise ConfigError(f"{text!r:.200}: {source!r:.80} is refused; {_GRAMMAR}.")
     return tree
 
 
@@ -45,25 +50,25 @@ def names_in(tree: ast.expr) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def _refused(node: ast.expr, depth: int) -> Iterator[ast.expr]:
-    """Yield the nodes of a condition that the grammar does not have."""
+def _refused_nodes(node: ast.expr, depth: int) -> Iterator[ast.expr]:
+    """Yield the nodes of a condition that the grammar does not allow, down to `depth` nested conditions."""
     match node:
         case _ if depth == 0:
             yield node
         case ast.BoolOp(values=conditions):
             for condition in conditions:
-                yield from _refused(condition, depth - 1)
+                yield from _refused_nodes(condition, depth - 1)
         case ast.UnaryOp(op=ast.Not(), operand=condition):
-            yield from _refused(condition, depth - 1)
+            yield from _refused_nodes(condition, depth - 1)
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[ast.List(elts=values)]) if values:
             yield from (operand for operand in (left, *values) if not _is_operand(operand))
             if not isinstance(left, ast.Name):
                 yield node
-        case ast.Compare(left=left, ops=operators, comparators=others) if all(
+        case ast.Compare(left=left, ops=operators, comparators=right) if all(
             isinstance(operator, _COMPARISONS) for operator in operators
         ):
-            yield from (operand for operand in (left, *others) if not _is_operand(operand))
-            if not any(isinstance(operand, ast.Name) for operand in (left, *others)):
+            yield from (operand for operand in (left, *right) if not _is_operand(operand))
+            if not any(isinstance(operand, ast.Name) for operand in (left, *right)):
                 yield node
         case ast.Name():
             return
@@ -76,7 +81,8 @@ def _is_operand(node: ast.expr) -> bool:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
             return _is_operand(node.operand)
         case ast.Constant(value=str(text)):
-            return not any("\ud800" <= character <= "\udfff" for character in text)  # no attribute has one
+            # An attribute never contains a surrogate.
+            return not any("\ud800" <= character <= "\udfff" for character in text)
         case ast.Constant(value=bool() | float()) | ast.Name():
             return True
         case ast.Constant(value=int(number)):

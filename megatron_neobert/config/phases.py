@@ -1,4 +1,4 @@
-"""The phases of a run: ranges of iterations, each with settings of its own. Standard library only.
+"""Phases of a run: ranges of iterations that have their own settings, from `--phases`. Standard library only.
 
 A run without --phases has one phase, with the settings of the run.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_neobert.config.schema import Settings
 
-# Sections of the settings that a phase can change.
+# Section -> settings that a phase can change.
 _SECTIONS = {
     "data": ("data_path", "seq_length", "mask_prob", "mask_replacement"),
     "training": ("micro_batch_size", "global_batch_size"),
@@ -17,26 +17,23 @@ _SECTIONS = {
 
 @dataclass(frozen=True)
 class Phase:
-    """Iterations `first` to `last`, counted from 1, that share their settings."""
+    """Settings of the iterations `first` to `last`, counted from 1."""
 
     number: int  # 0: the iterations before the first entry of --phases
     first: int
-    last: int | None  # None: the last iteration of the run
+    last: int | None  # None: until the end of the run
     settings: Settings
 
 
-@functools.lru_cache(maxsize=8)  # called in every iteration; 100 phases took 2.9 ms
+@functools.lru_cache(maxsize=8)  # called in every iteration; resolving 100 phases takes 2.9 ms
 def resolve_phases(settings: Settings) -> tuple[Phase, ...]:
-    """Return the phases of a run in their order.
-
-    Each time --data-path changes, the seed of order and masks rises by one: documents that are read again are read in
-    another order and with other masks.
-    """
+    """Return the phases of a run in order, each with its complete settings."""
     current = settings.with_section("training", phases=())
     phases = [Phase(0, 1, None, current)]
     for number, change in enumerate(settings.training.phases, start=1):
         values = change.values
         if values.get("data_path", current.data.data_path) != current.data.data_path:
+            # Another seed of order and masks, so that a corpus that is read again gives other batches.
             current = current.with_section("training", seed=current.training.seed + 1)
         for section, names in _SECTIONS.items():
             current = current.with_section(section, **{name: values[name] for name in names if name in values})
@@ -46,5 +43,5 @@ def resolve_phases(settings: Settings) -> tuple[Phase, ...]:
 
 
 def phase_at(settings: Settings, iteration: int) -> Phase:
-    """Return the phase of an iteration, counted from 1; before the first iteration, the first phase."""
+    """Return the phase of an iteration, counted from 1; iteration 0 is in the first phase."""
     return next(phase for phase in reversed(resolve_phases(settings)) if phase.first <= max(iteration, 1))

@@ -1,4 +1,4 @@
-"""Recipes: the YAML files that come with the package, known by their names, such as tiny or sizes/17m."""
+"""Recipes: YAML files that are installed with the package and found by name, such as `tiny` or `sizes/17m`."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ _FOLDER = Path(megatron_neobert.__file__).with_name("configs")
 
 
 def recipes() -> list[str]:
-    """The names of all."""
+    """Return the names of all recipes."""
     return sorted(str(path.relative_to(_FOLDER).with_suffix("")) for path in _FOLDER.rglob("*.yaml"))
 
 
 def find_config(text: str) -> Path:
-    """The file that a user names; or where there is none, the recipe of this name."""
-    own = _FOLDER / f"{text}.yaml"
-    return own if own.is_file() and not Path(text).is_file() else Path(text)
+    """Return the path that the user gave, or the recipe of this name if there is no such file."""
+    recipe = _FOLDER / f"{text}.yaml"
+    return recipe if recipe.is_file() and not Path(text).is_file() else Path(text)

@@ -1,8 +1,8 @@
-"""Checks that a checkpoint and the settings of a start belong to the same run. Needs no torch.
+"""Rules for resuming: which settings may differ between a checkpoint and the run that starts from it. Needs no torch.
 
-Three kinds of settings: with other values of the first the weights or the optimizer's state do not fit; with other
-values of the second they fit, but the run becomes another one, so it takes --continue-from and a folder of its own; all
-others (rates, length, precision, layout of the ranks, kernels) may change, and what has changed is logged.
+There are three kinds of settings. `_MUST_FIT`: with other values the weights or the optimizer state cannot be loaded.
+`_SAME_RUN`: other values need --continue-from and new folders, because the result is another run. All other settings
+(rates, length, precision, layout of the ranks, kernels) may change, and the log lists the changes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _MUST_FIT = {
         "rotary_base",
         "norm_epsilon",
     ),
-    # The optimizer's state is laid out by these.
+    # These determine the layout of the optimizer state.
     "parallel": ("use_distributed_optimizer",),
     "optimizer": ("weight_decay_scope",),
 }
@@ -48,14 +48,14 @@ _SAME_RUN = {
     "training": ("seed", "global_batch_size", "loss_normalization"),
 }
 
-# Where a property stands for the setting that the user knows.
-_SET_BY = {
+# Property -> setting that the user can change.
+_SETTING_OF = {
     "ffn_width": "ffn_hidden_size",
     "share_of_data_path": "split",
     "position_rows": "max_position_embeddings",
 }
 
-# Of no consequence for the weights: sections, and settings of others.
+# Sections, and settings of other sections, that do not affect the weights.
 _NOT_LOGGED = {
     "checkpoint",
     "logging",
@@ -67,60 +67,65 @@ _NOT_LOGGED = {
     "dataloader_type",
 }
 
-_AS_ANOTHER_RUN = "to continue as another run, give it as --continue-from and other folders as --save and --load"
+_AS_NEW_RUN = "to start a new run from it, give it as --continue-from and new folders as --save and --load"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """Facts that a checkpoint records about the run that wrote it."""
+    """A checkpoint, and what it records about the run that wrote it."""
 
     folder: Path
     settings: Settings
     iteration: int
     data_identity: str  # hash of the documents that the run read
-    weights_only: bool  # has no optimizer state, because a conversion wrote the checkpoint
+    weights_only: bool  # True if a conversion wrote the checkpoint, without optimizer state
 
 
 def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence[str], *, has_new_data: bool) -> None:
-    """Compare a checkpoint with the settings and data of a start, at the iteration of the checkpoint.
+    """Raise if a run with these settings and data cannot start from a checkpoint.
 
     Args:
-        identities: Hashes of the start's data, as this version and earlier ones compute them.
-        has_new_data: The checkpoint is that of --continue-from, so the data may begin anew.
+        now: Settings of the run that starts.
+        identities: Hashes of its data at that iteration, as this version and earlier versions compute them.
+        has_new_data: The checkpoint is that of --continue-from, so the data may differ.
+
+    Raises:
+        CheckpointError: The checkpoint belongs to another run.
+        ConfigError: --train-iters or --seed do not fit the run of --continue-from.
     """
     folder, iteration = saved.folder, saved.iteration
-    then, own = phase_at(saved.settings, iteration).settings, phase_at(now, iteration).settings
-    refuse_other_run(then, own, folder, has_new_data=has_new_data, weights_only=saved.weights_only)
+    saved_phase, new_phase = phase_at(saved.settings, iteration).settings, phase_at(now, iteration).settings
+    refuse_other_run(saved_phase, new_phase, folder, has_new_data=has_new_data, weights_only=saved.weights_only)
     if saved.weights_only and not has_new_data:
         raise CheckpointError(
-            f"{folder} holds weights but no optimizer state and no place in any data, as a conversion writes it; give "
-            "it as --continue-from and other folders as --save and --load."
+            f"{folder} was written by a conversion and has no optimizer state and no position in the data; give it as "
+            "--continue-from and new folders as --save and --load."
         )
-    continued = f"--continue-from {now.checkpoint.continue_from}"
+    source = f"--continue-from {now.checkpoint.continue_from}"
     if has_new_data and iteration >= now.training.train_iters:
         raise ConfigError(
-            f"--train-iters {now.training.train_iters} is not above {iteration}, the iteration of {continued}, from "
-            "which this run counts on; add the iterations that it shall train."
+            f"--train-iters {now.training.train_iters} is not above {iteration}, the iteration of {source}, from which "
+            "this run continues counting; raise it by the iterations that you want to train."
         )
-    begins_anew = saved.data_identity not in identities
-    if begins_anew and not has_new_data:
+    has_other_data = saved.data_identity not in identities
+    if has_other_data and not has_new_data:
         raise CheckpointError(
-            f"{folder} was trained on the corpus with sha256 {saved.data_identity[:12]}, --data-path "
-            f"{' '.join(own.data.data_path)} has {identities[0][:12]}; its place in the data means nothing there. Name "
-            f"the corpus, min, max, where and drop that it was trained on; or, {_AS_ANOTHER_RUN}."
+            f"{folder} was trained on the corpus with sha256 {saved.data_identity[:12]}, but --data-path "
+            f"{' '.join(new_phase.data.data_path)} has {identities[0][:12]}. Give the corpus, min, max, where and drop "
+            f"of that run; or, {_AS_NEW_RUN}."
         )
     if not has_new_data:
         _refuse_changed_past(saved, now)
-    elif iteration and then.training.seed == own.training.seed:
-        begins_anew = begins_anew or any(
-            getattr(then.data, name) != getattr(own.data, name)
+    elif iteration and saved_phase.training.seed == new_phase.training.seed:
+        starts_over = has_other_data or any(
+            getattr(saved_phase.data, name) != getattr(new_phase.data, name)
             for name in ("share_of_data_path", "document_block_size")
         )
-        common = _corpora(then) & _corpora(own)
-        if begins_anew and common:
+        common = _corpora(saved_phase) & _corpora(new_phase)
+        if starts_over and common:
             raise ConfigError(
-                f"{continued}: the data begin anew, and with its --seed {own.training.seed} the batches of "
-                f"{min(common)} would come again; add --seed {own.training.seed + 1}."
+                f"{source}: the data start from the beginning, and --seed {new_phase.training.seed} would repeat the "
+                f"batches of {min(common)}; add --seed {new_phase.training.seed + 1}."
             )
 
 
@@ -129,40 +134,43 @@ def _corpora(settings: Settings) -> set[str]:
 
 
 def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
-    """Raise CheckpointError if a phase that began before the checkpoint has changed. Its corpora may have moved."""
+    """Raise CheckpointError if a phase that began before the checkpoint has changed, except for paths of corpora."""
 
-    def past(settings: Settings) -> list[tuple[int, dict[str, Any]]]:
+    def begun_phases(settings: Settings) -> list[tuple[int, dict[str, Any]]]:
         begun = [phase for phase in settings.training.phases if phase.after_iters < saved.iteration]
         return [(phase.after_iters, {**phase.values, "data_path": phase.data_path is not None}) for phase in begun]
 
-    if past(saved.settings) != past(now):
+    if begun_phases(saved.settings) != begun_phases(now):
         raise CheckpointError(
-            f"{saved.folder} belongs to another run: a phase that began before iteration {saved.iteration} is not what "
-            f"it was. Start with the phases in {saved.folder / 'settings.yaml'}, or, {_AS_ANOTHER_RUN}."
+            f"{saved.folder} belongs to another run: a phase before iteration {saved.iteration} has changed. "
+            f"Start with the phases in {saved.folder / 'settings.yaml'}, or, {_AS_NEW_RUN}."
         )
 
 
 def refuse_other_run(
     saved: Settings, now: Settings, folder: Path, *, has_new_data: bool, weights_only: bool = False
 ) -> None:
-    """Raise CheckpointError with every setting that must not differ between a checkpoint and this start.
+    """Raise CheckpointError with every setting that differs from a checkpoint and must not.
 
     Args:
-        has_new_data: The run continues another one; only weights and optimizer state need fit.
-        weights_only: The checkpoint has no optimizer state; only the model need fit.
+        has_new_data: The run continues another run, so only weights and optimizer state must fit.
+        weights_only: The checkpoint has no optimizer state, so only the model must fit.
     """
     must_fit = {"model": _MUST_FIT["model"]} if weights_only else dict(_MUST_FIT)
-    if not weights_only and not now.parallel.use_distributed_optimizer:  # keeps main weights in bfloat16 runs only
+    if not weights_only and not now.parallel.use_distributed_optimizer:
+        # Megatron's plain optimizer has main weights in bfloat16 runs only.
         must_fit["training"] = ("bf16",)
-    if not weights_only and "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):  # has no second moments
+    if not weights_only and "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):
+        # Muon has no second moments.
         must_fit["optimizer"] = (*_MUST_FIT["optimizer"], "optimizer")
     unfit = dict(_differences(saved, now, must_fit))
     same_run = {} if has_new_data or weights_only else dict(_SAME_RUN)
-    if same_run and now.training.loss_normalization == "micro_batch":  # a batch is then cut into means, not only shares
+    if same_run and now.training.loss_normalization == "micro_batch":
+        # The loss is then a mean of the micro-batches' means, so their size changes it.
         same_run["training"] = (*_SAME_RUN["training"], "micro_batch_size")
     changed = {name: text for name, text in _differences(saved, now, same_run) if name not in unfit}
     if unfit or changed:
-        remedy = "" if unfit else f", or, {_AS_ANOTHER_RUN}"
+        remedy = "" if unfit else f", or, {_AS_NEW_RUN}"
         raise CheckpointError(
             f"{folder} belongs to another run: {'; '.join([*unfit.values(), *changed.values()])}. Start with the "
             f"values in {folder / 'settings.yaml'}{remedy}."
@@ -170,10 +178,14 @@ def refuse_other_run(
 
 
 def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> Iterator[str]:
-    """Every setting that differs and may matter, in words; of the model alone where nothing else was saved."""
+    """Yield a phrase for each setting that differs and may affect the weights, for the log.
+
+    Args:
+        weights_only: The checkpoint has no optimizer state, so only the model is compared.
+    """
     logged = {"model"} if weights_only else set(vars(now)) - _NOT_LOGGED
     sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name in logged}
-    # Not the setting, which may be the default on one side and the same number on the other.
+    # The width and not the setting: None and the same number given explicitly are equal.
     sections["model"] = tuple("ffn_width" if name == "ffn_hidden_size" else name for name in sections["model"])
     for name, text in _differences(saved, now, sections):
         if name not in _NOT_LOGGED:
@@ -181,9 +193,10 @@ def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> It
 
 
 def _differences(saved: Settings, now: Settings, sections: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each setting that differs, and a phrase with both values."""
     for section, names in sections.items():
-        before, after = getattr(saved, section), getattr(now, section)
         for name in names:
-            if getattr(before, name) != getattr(after, name):
-                known = _SET_BY.get(name, name)
-                yield known, f"{flag_of(known)} was {getattr(before, name)} and is now {getattr(after, name)}"
+            old, new = (getattr(getattr(settings, section), name) for settings in (saved, now))
+            if old != new:
+                setting = _SETTING_OF.get(name, name)
+                yield setting, f"{flag_of(setting)} was {old} and is now {new}"

@@ -156,7 +156,7 @@ DRY_RUNS = {
     "another batch size": ({"training": {"global_batch_size": 4}}, 78, "--global-batch-size was 8 and is now 4"),
     "other documents": ({"data": {"data_path": (":min=9",)}}, 78, "was trained on the corpus with sha256"),
     "another model": ({"save": "new", "model": {"num_layers": 1}}, 78, "--num-layers was 2 and is now 1"),
-    "the old batches again": ({"save": "new", "data": {"data_path": (":min=9",)}}, 2, "would come again; add --seed 1"),
+    "the old batches again": ({"save": "new", "data": {"data_path": (":min=9",)}}, 2, "; add --seed 1"),
     "nothing to train": ({"save": "new", "training": {"train_iters": STOP}}, 2, f"--train-iters {STOP} is not above"),
 }
 

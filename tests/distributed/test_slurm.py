@@ -1,4 +1,4 @@
-"""The Slurm template with replacements for srun and scontrol, which run the nodes as processes on this machine."""
+"""The Slurm template, with stand-ins for srun and scontrol: the nodes of the step are processes on this machine."""
 
 import os
 import shlex
@@ -17,8 +17,7 @@ from megatron_neobert.config.schema import Settings
 TEMPLATE = str(REPOSITORY / "examples" / "slurm" / "pretrain.sh")
 TRAIN_ITERS = 300
 
-# Like srun: sets the environment of a step, sends SIGUSR1 to all processes, kills them at SIGTERM, and returns the
-# highest exit code.
+# Like srun: the environment of a step, SIGUSR1 to every process of every task, SIGTERM kills, the highest exit code.
 SRUN = """
 import os, psutil, signal, subprocess, sys
 
@@ -46,10 +45,10 @@ if [[ $1 == show ]]; then printf '%s\\n' localhost node-2; else echo "$*" >>"${0
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    """A folder with the replacements for the two commands."""
+    """A folder with the two commands."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "srun.py").write_text(SRUN)
-    # A shell script, because "#!" does not allow a space in the path of Python.
+    # Through a shell: the path of this Python may have a space, which a first line of "#!" cannot express.
     srun = f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / "srun.py"))} "$@"\n'
     for name, source in (("srun", srun), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(source)
@@ -76,14 +75,14 @@ def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus,
     settings = settings.with_section("training", train_iters=TRAIN_ITERS, eval_interval=TRAIN_ITERS)
     with submit(cluster, settings, nodes=2) as job:
         assert job.stdout is not None
-        output = []
+        said = []
         for line in job.stdout:
-            output.append(line)
+            said.append(line)
             if line.startswith("iteration 1/"):
                 job.send_signal(signal.SIGUSR1)
-        assert job.wait(60) == 75, "".join(output)
-    assert any("on 2 x " in line for line in output)
-    options = {line.split()[1] for line in output if line.startswith("srun ")}
+        assert job.wait(60) == 75, "".join(said)
+    assert any("on 2 x " in line for line in said)
+    options = {line.split()[1] for line in said if line.startswith("srun ")}
     assert {"--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=720", "--cpus-per-task=1"} == options
     assert (cluster / "requeued").read_text() == "requeue 7\n"
     stopped_at = max(read_metrics(settings.checkpoint.save))
@@ -96,7 +95,7 @@ def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus,
     assert job.returncode == 0, output
     assert f"iter_{stopped_at:07d} on 2 x " in output
     assert max(read_metrics(settings.checkpoint.save)) == stopped_at + 2
-    assert not (cluster / "requeued").exists(), "a finished job must not be queued again"
+    assert not (cluster / "requeued").exists(), "a finished job is not requeued"
 
 
 @pytest.mark.slow
@@ -106,13 +105,13 @@ def test_job_stopped_by_a_file_is_not_queued_again(tiny_corpus, tmp_path, cluste
     settings = settings.with_section("training", train_iters=100_000, eval_iters=0)
     with submit(cluster, settings, nodes=1) as job:
         assert job.stdout is not None
-        output = []
+        said = []
         for line in job.stdout:
-            output.append(line)
+            said.append(line)
             if line.startswith("iteration 1/"):
                 (save / "STOP").touch()
-        assert job.wait(60) == 75, "".join(output)
-    assert f"{save}/STOP exists: the job is not queued again\n" in output
+        assert job.wait(60) == 75, "".join(said)
+    assert f"{save}/STOP exists: the job is not requeued\n" in said
     assert not (cluster / "requeued").exists()
     with submit(cluster, settings, nodes=1) as job:
         output, _ = job.communicate(timeout=600)

@@ -27,7 +27,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     output = tmp_path_factory.mktemp("parity") / "figures.json"
     result = run_command("megatron_neobert.__main__", "check", "parity", *SMALL, "--step", "--json", output)
     assert result.code == 0, result.output
-    assert "as expected, the controls included" in result.output
+    assert "as expected, including the controls" in result.output
     return json.loads(output.read_text())
 
 
@@ -45,12 +45,12 @@ def test_written_export_computes_the_logits_of_the_reference(figures: Figures, l
 
 
 @pytest.mark.parametrize("control", ["padding attended to", "rotary pairs not permuted"])
-def test_controls_differ_far_more_than_the_tolerance(figures: Figures, control: str):
+def test_controls_differ_by_far_more_than_the_tolerance(figures: Figures, control: str):
     assert figures[f"control: {control}"]["relative"] > 1000 * MEGATRON_LOGITS.gate
 
 
-def test_a_step_has_the_loss_and_the_gradients_of_the_reference(figures: Figures):
-    """In fp32. Steps that need a GPU are skipped with the reason."""
+def test_step_has_the_loss_and_gradients_of_the_reference(figures: Figures):
+    """In fp32. Kernels that need a GPU are not run, and are reported with the reason."""
     step = figures["step"]
     exact, control = step["local layers, float32"], step["control: rotary pairs not permuted"]
     assert exact["loss"] <= STEP_LOSS.gate < control["loss"] / 1000
@@ -59,7 +59,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_the_reference(figures: Figures
     assert all("Transformer Engine" in reason for reason in figures["not run"].values())
 
 
-def test_odd_head_width_is_refused():
+def test_heads_of_odd_width_are_refused_before_a_model_is_built():
     sizes = ("--hidden-size", 60, "--num-attention-heads", 4)
     result = run_command("megatron_neobert.__main__", "check", "parity", *sizes)
     assert result.refused(2), result.output

@@ -1,4 +1,4 @@
-"""tools/prepare_environment.sh keeps its promises; a stand-in for Python records what pip would be asked to do."""
+"""tools/prepare_environment.sh, with a stand-in for Python that records the calls of pip."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash") or "bash"
 
 STAND_IN = """#!{bash}
-# Answers like the Python that the environment script asks: its version, torch's version, pip, and making a venv.
+# Answers the questions of the script: versions of Python and torch, pip, and creating a venv.
 case "$*" in
 *sys.version_info*) echo "{version} {suitable}" ;;
 *ensurepip*) exit {ensurepip} ;;
@@ -26,17 +26,23 @@ esac
 
 
 def write_stand_in(path: Path, *, version="3.11.7", torch="", ensurepip=0, pip=0) -> None:
-    """Write a `python` of a version; `torch` is the version of its torch, the others are exit codes."""
+    """Write a stand-in for Python.
+
+    Args:
+        torch: Version of the installed torch; empty for none.
+        ensurepip: Exit code of importing venv and ensurepip.
+        pip: Exit code of `pip install`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     suitable = "suitable" if version.split(".")[1] in ("10", "11", "12", "13") else "unsuitable"
-    facts = {"version": version, "suitable": suitable, "torch": torch, "ensurepip": ensurepip, "pip": pip}
-    path.write_text(STAND_IN.format(bash=BASH, **facts))
+    answers = {"version": version, "suitable": suitable, "torch": torch, "ensurepip": ensurepip, "pip": pip}
+    path.write_text(STAND_IN.format(bash=BASH, **answers))
     path.chmod(0o755)
 
 
 @pytest.fixture
 def clone(tmp_path) -> Path:
-    """What the environment script needs of the repository, in a folder with a space in its name."""
+    """The files of the repository that the script reads, in a folder with a space in its name."""
     root = tmp_path / "a clone"
     (root / "tools").mkdir(parents=True)
     for name in ("setup.py", "constraints.txt", "tools/prepare_environment.sh"):
@@ -48,7 +54,7 @@ def clone(tmp_path) -> Path:
 
 
 def prepare(clone: Path, *arguments: str, **variables: str):
-    """Run the script from another directory; beside the system's basic commands the PATH has those in base/ only."""
+    """Run the script from another directory; PATH has basic commands and the stand-ins in base/."""
     commands = clone.parent / "commands"
     environment = {"PATH": f"{clone.parent / 'base'}:{commands}", "HOME": os.environ.get("HOME", "/"), **variables}
     command = [BASH, str(clone / "tools" / "prepare_environment.sh"), *arguments]
@@ -59,7 +65,7 @@ def pip_calls(environment: Path) -> list[str]:
     return (environment / "pip_calls").read_text().splitlines()
 
 
-def test_environment_is_made_once_with_torch_first_and_again_for_other_dependencies_or_another_place(clone, tmp_path):
+def test_environment_is_created_once_with_torch_first_and_again_after_a_change_or_a_move(clone, tmp_path):
     write_stand_in(tmp_path / "base" / "python3")
     result = prepare(clone, "--dev")
     assert result.returncode == 0, result.stderr
@@ -78,7 +84,7 @@ def test_environment_is_made_once_with_torch_first_and_again_for_other_dependenc
         prepare(clone)
         assert len(pip_calls(clone / ".venv")) == 3 + 2 * number
     moved = prepare(clone.rename(tmp_path / "moved"))
-    assert "making .venv" in moved.stderr and moved.stdout == f"{tmp_path}/moved/.venv/bin/python\n"
+    assert "creating .venv" in moved.stderr and moved.stdout == f"{tmp_path}/moved/.venv/bin/python\n"
 
 
 def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
@@ -93,10 +99,10 @@ def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
     assert "\ntorch==2.9.0a0+nv25\n" in (active / "megatron_neobert_constraints.txt").read_text()
 
 
-def test_python_that_is_too_new_is_passed_over_for_one_that_fits(clone, tmp_path):
+def test_unsupported_python_is_skipped_for_a_supported_one(clone, tmp_path):
     write_stand_in(tmp_path / "base" / "python3", version="3.14.0")
     write_stand_in(tmp_path / "base" / "python3.11", version="3.11.9")
-    assert "making .venv with Python 3.11.9" in prepare(clone).stderr
+    assert "creating .venv with Python 3.11.9" in prepare(clone).stderr
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ def test_python_that_is_too_new_is_passed_over_for_one_that_fits(clone, tmp_path
     ],
     ids=["none", "too old", "without venv"],
 )
-def test_machine_without_a_usable_python_gets_one_sentence(clone, tmp_path, pythons, sentence):
+def test_machine_without_a_usable_python_is_reported_in_one_sentence(clone, tmp_path, pythons, sentence):
     for name, properties in pythons.items():
         write_stand_in(tmp_path / "base" / name, **properties)
     result = prepare(clone)

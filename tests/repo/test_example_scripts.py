@@ -1,4 +1,4 @@
-"""Shell scripts parse and explain themselves; the examples are started, by --dry-run or at toy size."""
+"""Shell scripts parse and have a help text; the examples start, with --dry-run or a tiny model."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 
 
 def start(script: str | Path, *words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    # `python` as with the environment active, which is what glue.sh and mteb.sh begin with.
+    # PATH as in an active environment, which glue.sh and mteb.sh need.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {
         **clean_environment(),
@@ -43,7 +43,7 @@ def succeed(script: str, *words: object, cwd: Path, **variables: str) -> str:
 def test_script_parses(script):
     source = script.read_text(encoding="utf-8")
     shell, separator, _ = source.partition("\n'''\n")
-    if separator:  # Python below: bash has left the file by then, and to Python the shell part is a string
+    if separator:  # Python code follows: bash never reads it, and for Python the shell part is a string
         compile(source, str(script), "exec")
         assert shell.splitlines()[-1].startswith("exec ")
         shell = shell.replace("''':'\n", "", 1)
@@ -52,7 +52,7 @@ def test_script_parses(script):
 
 
 @pytest.mark.parametrize("script", [*WITH_HELP, *(f"examples/{name}.sh" for name in WITH_USAGE)])
-def test_script_shows_how_it_is_called_and_refuses_a_wrong_call_with_exit_code_2(script, tmp_path):
+def test_script_has_a_help_text_and_refuses_wrong_arguments_with_exit_code_2(script, tmp_path):
     asked = start(REPOSITORY / script, "--help", cwd=tmp_path)
     assert (asked.returncode, asked.stderr) == (0, "")
     assert f"bash {script}" in asked.stdout and "set -euo" not in asked.stdout
@@ -63,16 +63,15 @@ def test_script_shows_how_it_is_called_and_refuses_a_wrong_call_with_exit_code_2
 
 
 @pytest.mark.parametrize(("script", "ranks"), [("stage1.sh", 4), ("single_gpu.sh", 1), ("eight_gpus.sh", 8)])
-def test_stage_1_prints_its_plan_for_the_ranks_of_the_script(script, ranks, tiny_corpus, tmp_path):
-    given = {"NPROC_PER_NODE": "4"} if script == "stage1.sh" else {}
+def test_stage_1_plans_the_ranks_of_its_script(script, ranks, tiny_corpus, tmp_path):
+    variables = {"NPROC_PER_NODE": "4"} if script == "stage1.sh" else {}
     words = (tiny_corpus.prefix, tiny_corpus.tokenizer, "run", "--dry-run", "--seq-length", "512")
-    plan = succeed(script, *words, cwd=tmp_path, **given)
+    plan = succeed(script, *words, cwd=tmp_path, **variables)
     assert f"{ranks} data-parallel" in plan
-    # The script's recipe, with the flag over it.
-    assert f"2,048 packed sequences x 512 tokens = {2048 * 512:,} tokens" in plan
+    assert f"2,048 packed sequences x 512 tokens = {2048 * 512:,} tokens" in plan, "the recipe, overridden by the flag"
 
 
-def test_continued_pre_training_converts_once_and_stage_2_goes_on_from_a_checkpoint(tiny_corpus, tmp_path):
+def test_continued_pre_training_converts_once_and_stage_2_starts_from_a_checkpoint(tiny_corpus, tmp_path):
     published = write_eurobert(
         tmp_path / "published", Path(tiny_corpus.tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=48, num_key_value_heads=4, head_dim=8,
@@ -93,7 +92,7 @@ def test_continued_pre_training_converts_once_and_stage_2_goes_on_from_a_checkpo
     assert "min=1024" in start("stage2.sh", *words, "--dry-run", cwd=tmp_path).stderr, "the blend of the paper"
 
 
-def test_custom_language_goes_from_raw_text_to_a_plan_and_keeps_finished_steps(tmp_path):
+def test_custom_language_prepares_raw_text_and_skips_finished_steps(tmp_path):
     rng = random.Random(0)
     words = ["".join(rng.choices("aäeioöuklmnprstvy", k=rng.randint(2, 8))) for _ in range(300)]
     texts = [" ".join(rng.choices(words, k=rng.randint(5, 80))) for _ in range(300)]
@@ -102,14 +101,14 @@ def test_custom_language_goes_from_raw_text_to_a_plan_and_keeps_finished_steps(t
     variables = {"VOCAB_SIZE": "400", "WORKERS": "1", "LOWERCASE": "0", "TEXT_KEY": "text"}
     plan = succeed("custom_language.sh", *flags, cwd=tmp_path, **variables)
     vocabulary = (tmp_path / "out" / "tokenizer" / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    assert len(vocabulary) <= 400 and any("ä" in piece for piece in vocabulary), "capitals and accents were to be kept"
+    assert len(vocabulary) <= 400 and any("ä" in piece for piece in vocabulary), "LOWERCASE=0 keeps accents"
     assert f"vocabulary {len(vocabulary)}" in plan
     again = succeed("custom_language.sh", *flags, cwd=tmp_path, **variables)
     assert again.count("already there:") == 2
 
 
 @pytest.mark.parametrize("script", ["glue", "mteb"])
-def test_evaluation_without_its_model_is_refused_with_what_is_missing(script, tmp_path):
+def test_evaluation_of_a_missing_model_is_refused(script, tmp_path):
     ended = start(f"{script}.sh", "no_data", "results", "model", cwd=tmp_path)
     assert ended.returncode == 66
     assert ended.stderr.startswith("error: --model model: no such folder")

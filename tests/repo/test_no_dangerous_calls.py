@@ -1,7 +1,7 @@
-"""No call that runs, unpickles or unpacks what a file says, anywhere outside tests.
+"""No code outside tests executes, unpickles or unpacks the content of a file.
 
-pyproject.toml bans most of these calls, and ruff reports them; here are rules about arguments that ruff does not have.
-tests/security shows that the files themselves are harmless.
+pyproject.toml bans most such calls, and ruff reports them. The rules here are about arguments, which ruff cannot check.
+tests/security opens hostile files.
 """
 
 import ast
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TOPS = ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples")
 SOURCES = sorted(path for top in TOPS for path in (REPOSITORY / top).rglob("*.py"))
 SOURCES += [REPOSITORY / "setup.py", REPOSITORY / "examples" / "pretrain_neobert.sh"]  # a shell and a Python program
-# Function -> argument, and the only value that it may have.
+# Function -> argument and its only allowed value.
 REQUIRED = {
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),
@@ -25,33 +25,33 @@ REQUIRED = {
 
 
 def problems_of(call: ast.Call) -> Iterator[str]:
-    """Yield what is wrong with the arguments of a call."""
+    """Yield the forbidden arguments of a call."""
     name = ast.unparse(call.func)
-    last = name.rpartition(".")[2]
-    given = {item.arg: item.value.value if isinstance(item.value, ast.Constant) else ... for item in call.keywords}
-    if name in REQUIRED and given.get(REQUIRED[name][0]) is not REQUIRED[name][1]:
+    function = name.rpartition(".")[2]
+    keywords = {item.arg: item.value.value if isinstance(item.value, ast.Constant) else ... for item in call.keywords}
+    if name in REQUIRED and keywords.get(REQUIRED[name][0]) is not REQUIRED[name][1]:
         yield f"{name} without {REQUIRED[name][0]}={REQUIRED[name][1]}"
-    if given.get("trust_remote_code", last == "from_pretrained") is not False:
+    if keywords.get("trust_remote_code", function == "from_pretrained") is not False:
         yield "trust_remote_code is not False"
-    if given.get("allow_pickle", False) is not False or given.get("shell", False) is not False:
+    if keywords.get("allow_pickle", False) is not False or keywords.get("shell", False) is not False:
         yield "allow_pickle or shell is not False"
-    if last in ("extractall", "extract") and "filter" not in given:
-        yield f"{last} without a filter"
+    if function in ("extractall", "extract") and "filter" not in keywords:
+        yield f"{function} without a filter"
     if name == "sys.exit" and not call.args:
         yield "sys.exit() without a code"
 
 
 def find_problems(source: str) -> list[str]:
-    """Return "line: what is wrong" for every call that the rules forbid, and for imports that hide one."""
-    found = []
+    """Return "line: problem" for each forbidden call, and for imports that would hide one."""
+    problems = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
-            found += [f"{node.lineno}: {problem}" for problem in problems_of(node)]
+            problems += [f"{node.lineno}: {problem}" for problem in problems_of(node)]
         if isinstance(node, ast.ImportFrom) and node.module in ("torch", "numpy"):
-            found += [f"{node.lineno}: imports load" for alias in node.names if alias.name == "load"]
+            problems += [f"{node.lineno}: imports load" for alias in node.names if alias.name == "load"]
         if isinstance(node, ast.Constant) and node.value == "_target_":
-            found.append(f"{node.lineno}: _target_ names a class to instantiate")
-    return found
+            problems.append(f"{node.lineno}: _target_ names a class to instantiate")
+    return problems
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))

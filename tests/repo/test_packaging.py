@@ -1,4 +1,4 @@
-"""setup.py, constraints.txt and the recipes of containers/ agree with each other and with the code."""
+"""setup.py, constraints.txt, containers/ and the imports of the code are consistent."""
 
 import ast
 import importlib.metadata
@@ -17,16 +17,16 @@ from megatron_neobert.errors import MODULES_OF_EXTRAS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-# Used when importable and absent from every list: NVIDIA's Apex is not on the registry, FlashAttention is a choice
-# of the GPU machine, the launcher is torch's own.
+# Optional packages that setup.py does not list: NVIDIA's Apex is not on the registry, and FlashAttention is chosen by
+# the owner of the GPU machine.
 NEVER_REQUIRED = {"apex", "flash_attn"}
-# What provides a namespace that many packages share, also where it is not installed.
+# Namespace that several packages share -> the package that we use from it.
 PROVIDED_BY = {"nvidia": ["nvidia-dali-cuda130"]}
 
 
 @pytest.fixture(scope="module")
 def metadata() -> dict:
-    """The keyword arguments that setup.py gives to setup()."""
+    """Keyword arguments that setup.py passes to setup()."""
     captured = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setuptools, "setup", lambda **keywords: captured.update(keywords))
@@ -34,17 +34,17 @@ def metadata() -> dict:
     return captured
 
 
-def test_command_that_misses_a_package_knows_the_extra_that_brings_it(metadata: dict):
+def test_extras_of_error_messages_are_those_of_setup_py(metadata: dict):
     modules = {"scikit-learn": "sklearn", "nvidia-dali-cuda130": "nvidia.dali"}
-    brought = {}
+    modules_of_extras = {}
     for extra, lines in metadata["extras_require"].items():
-        if extra not in ("dev", "docs"):  # which no command imports
+        if extra not in ("dev", "docs"):  # no command imports these
             names = dict.fromkeys(Requirement(line).name for line in lines)
-            brought[extra] = tuple(modules.get(name, name.replace("-", "_")) for name in names)
-    assert brought == MODULES_OF_EXTRAS
+            modules_of_extras[extra] = tuple(modules.get(name, name.replace("-", "_")) for name in names)
+    assert modules_of_extras == MODULES_OF_EXTRAS
 
 
-def test_templates_are_packaged_with_the_code_that_fills_them_in(metadata: dict):
+def test_data_files_are_packaged_with_the_code(metadata: dict):
     for package in metadata["packages"]:
         files = [path for path in (REPOSITORY / package.replace(".", "/")).iterdir() if path.is_file()]
         others = {path.name for path in files if path.suffix != ".py"}
@@ -113,7 +113,7 @@ def test_every_imported_package_is_declared(metadata):
 DOCKERFILE, DEFINITION = (
     (REPOSITORY / "containers" / name).read_text(encoding="utf-8") for name in ("Dockerfile", "neobert.def")
 )
-# What setup.py reads and installs, and the commands.
+# Files that setup.py reads or installs, and folders of commands.
 NEEDED = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples", "setup.py", "constraints.txt"}
 NEEDED |= {"README.md", "LICENSE"}
 
@@ -122,7 +122,7 @@ def found(pattern: str, text: str = DOCKERFILE) -> list[str]:
     return re.findall(pattern, text, flags=re.MULTILINE)
 
 
-def test_both_container_recipes_start_from_one_image_copy_all_that_is_needed_and_do_not_run_as_root():
+def test_container_recipes_use_one_image_copy_all_needed_files_and_do_not_run_as_root():
     assert found(r"^FROM (\S+)$") == found(r"^From: (\S+)$", DEFINITION) != []
     assert found(r"^USER (\S+)$")[-1:] not in ([], ["root"], ["0"])
     in_docker = [word for line in found(r"^COPY (.+)$") for word in line.split()[:-1]]
@@ -132,7 +132,7 @@ def test_both_container_recipes_start_from_one_image_copy_all_that_is_needed_and
         assert NEEDED - set(copied) == set()
 
 
-def test_container_compiles_the_engine_at_a_version_that_setup_py_allows():
+def test_container_compiles_transformer_engine_at_a_version_that_setup_py_allows():
     install = (REPOSITORY / "containers" / "install.sh").read_text(encoding="utf-8")
     (version,) = found(r"transformer-engine\[core_cu\$cuda,pytorch\]==([\d.]+)", install)
     lines = found(r'"(transformer-engine[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Every recipe under examples/configs: what it changes, how large its model is, and that it starts and trains.
+"""Every recipe in examples/configs: its changes, the size of its model, its plan, and two iterations of training.
 
-The plan and the parameters are those of the full size; two iterations run on CPU at a fraction of the width and depth,
-in this process: one that has had a process group cannot fork another that wants one.
+Plan and parameters have the full size. The two iterations run on the CPU with a smaller model, in this process, because
+a process that has had a process group cannot fork another one that needs one.
 """
 
 import math
@@ -28,18 +28,18 @@ from megatron_neobert.training.loop import run_training
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "examples" / "configs"
-EVALUATIONS = set(CONFIGS.glob("evaluation/*"))  # settings of other commands
-RECIPES = sorted(  # M9 is another name of the stages
+EVALUATIONS = set(CONFIGS.glob("evaluation/*"))  # not recipes of neobert train
+RECIPES = sorted(  # links are skipped: M9 is a second name of the stages
     path for path in CONFIGS.rglob("*.yaml") if not path.is_symlink() and path not in EVALUATIONS
 )
-WIDTH, ROW = 96, 64
+WIDTH, TOKENS = 96, 64
 SMALL = (
-    f"--num-layers 2 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length {ROW} --max-position-embeddings {ROW} "
-    "--micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 --lr-decay-iters 2 --eval-iters 1 --num-workers 0 "
-    "--log-interval 1"
+    f"--num-layers 2 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length {TOKENS} "
+    f"--max-position-embeddings {TOKENS} --micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 "
+    "--lr-decay-iters 2 --eval-iters 1 --num-workers 0 --log-interval 1"
 ).split()
 
-# Settings that each recipe changes against its parent.
+# (recipe, parent) -> settings that differ.
 SCHEDULE = "seq_length max_position_embeddings global_batch_size"
 CHANGES = {
     ("m1", "m0"): "swiglu normalization norm_epsilon position_embedding_type",
@@ -60,7 +60,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.s
 
 @pytest.fixture
 def corpus(recipe: Path, tiny_corpus: Any, tmp_path: Path) -> Any:
-    """A tiny corpus written with the kind of tokenizer that the recipe wants."""
+    """A tiny corpus, tokenized with the type of tokenizer that the recipe needs."""
     if read_settings(recipe).data.tokenizer_type != "SentencePieceTokenizer":
         return tiny_corpus
     model = write_model(tmp_path / "tokenizer.model")
@@ -76,22 +76,22 @@ def settings_of(recipe: Path, corpus: Any, *flags: str, data_path: tuple[str, ..
 
 
 def phase_flags(recipe: Path, corpus: Any, **changes: int) -> list[str]:
-    """The recipe's phases over the tiny corpus, whose documents are shorter, with some settings changed."""
+    """Return --phases of the recipe, with the tiny corpus, shorter documents and the given changes."""
     blend = ("0.2", corpus.prefix, "0.8", f"{corpus.prefix}:min=16")
     phases = [replace(phase, data_path=blend, **changes) for phase in read_settings(recipe).training.phases]
     return ["--phases", f"[{', '.join(map(repr, phases))}]"]
 
 
 def flatten(settings: Settings | str) -> dict[str, Any]:
-    """Return the values by name, of settings or of the recipe of that name."""
-    found = read_settings(CONFIGS / f"{settings}.yaml") if isinstance(settings, str) else settings
-    return {name: value for section in asdict(found).values() for name, value in section.items()}
+    """Return the values of settings, or of the recipe of this name, by setting."""
+    resolved = read_settings(CONFIGS / f"{settings}.yaml") if isinstance(settings, str) else settings
+    return {name: value for section in asdict(resolved).values() for name, value in section.items()}
 
 
 @pytest.mark.parametrize(("recipe", "parent"), CHANGES)
-def test_recipe_changes_what_it_is_about_and_nothing_else(recipe, parent):
-    own, before = flatten(f"ablations/{recipe}"), flatten(f"ablations/{parent}")
-    assert {name for name in own if own[name] != before[name]} == set(CHANGES[recipe, parent].split())
+def test_recipe_differs_from_its_parent_only_in_the_listed_settings(recipe, parent):
+    values, parent_values = flatten(f"ablations/{recipe}"), flatten(f"ablations/{parent}")
+    assert {name for name in values if values[name] != parent_values[name]} == set(CHANGES[recipe, parent].split())
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,19 @@ def test_recipes_read_as_many_tokens_per_iteration_as_the_paper(pattern, tokens)
 
 
 @pytest.mark.parametrize(("stage", "iteration"), [(1, 1_000_000), (2, 1_000_001)])
-def test_both_stages_in_one_file_have_the_settings_of_their_own_files(stage, iteration):
-    """But for how long the run is, how many checkpoints it keeps, and the corpus, which those files leave open."""
+def test_file_with_both_stages_has_the_settings_of_the_single_files(stage, iteration):
+    """Except the length of the run, the kept checkpoints, and the corpus, which the single files do not set."""
     both = flatten(phase_at(read_settings(CONFIGS / "neobert_both_stages.yaml"), iteration).settings)
-    own = flatten(f"neobert_stage{stage}")
+    single = flatten(f"neobert_stage{stage}")
     may_differ = {"train_iters", "keep_every", "save_interval", "data_path", "max_position_embeddings"}
-    assert {name for name in own if own[name] != both[name]} - may_differ == set()
+    assert {name for name in single if single[name] != both[name]} - may_differ == set()
     assert (both["seq_length"], both["max_position_embeddings"]) == ((1024, 4096)[stage - 1], 4096)
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem != "tiny"], ids=lambda path: path.stem)
-def test_page_names_the_recipe_with_its_parameters(recipe):
+def test_documentation_lists_the_recipe_with_its_parameters(recipe):
     model = read_settings(recipe).model
-    # LLaMA 2's pieces and two added tokens, in a table whose every row the paper's code counts.
+    # M3 has the vocabulary of LLaMA 2 and two added tokens, and the paper's code counts the padding as well.
     vocab_size = model.padded_vocab_size(32_002, tensor_parallel=1) if recipe.stem == "m3" else 30_522
     page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if f"| `{recipe.relative_to(CONFIGS)}` |" in line]
@@ -123,7 +123,7 @@ def test_page_names_the_recipe_with_its_parameters(recipe):
 
 
 @each_recipe
-def test_recipe_is_legal_and_its_model_has_the_parameters_that_its_plan_says(
+def test_recipe_is_valid_and_its_model_has_the_planned_parameters(
     recipe, corpus, no_process_group_left, monkeypatch, capsys
 ):
     """The model is built at full size on the meta device, where no weight is allocated."""
@@ -143,26 +143,24 @@ def test_recipe_is_legal_and_its_model_has_the_parameters_that_its_plan_says(
 
 @each_recipe
 def test_recipe_trains_two_iterations_at_reduced_width(recipe, corpus, tmp_path, no_process_group_left):
-    sizes = {"seq_length": ROW, "micro_batch_size": 2, "global_batch_size": 4}
+    sizes = {"seq_length": TOKENS, "micro_batch_size": 2, "global_batch_size": 4}
     second = phase_flags(recipe, corpus, after_iters=1, **sizes)
     settings = settings_of(recipe, corpus, *SMALL, *second, "--train-iters", "2", "--save", str(tmp_path))
     assert run_training(settings) == 0
     losses = read_metrics(tmp_path, "loss")
     assert list(losses) == [1, 2]
-    assert losses[1] == pytest.approx(math.log(corpus.vocab_size), abs=0.3), "fresh weights know nothing"
+    assert losses[1] == pytest.approx(math.log(corpus.vocab_size), abs=0.3), "loss of random weights"
 
 
-def test_stage_2_goes_on_from_stage_1_at_the_lowest_rate_and_can_be_started_again(
-    tiny_corpus, tmp_path, no_process_group_left
-):
+def test_stage_2_continues_stage_1_at_the_lowest_rate_and_resumes(tiny_corpus, tmp_path, no_process_group_left):
     first, second = (str(tmp_path / name) for name in ("stage1", "stage2"))
     stage1 = settings_of(CONFIGS / "neobert_stage1.yaml", tiny_corpus, *SMALL, "--train-iters", "2", "--save", first)
     assert run_training(stage1) == 0
 
     prefix = tiny_corpus.prefix
-    blend = ("0.2", prefix, "0.4", f"{prefix}:min=16", "0.4", f"{prefix}:min=32")  # a quarter and half of a row
+    blend = ("0.2", prefix, "0.4", f"{prefix}:min=16", "0.4", f"{prefix}:min=32")  # a quarter and a half of a sequence
     flags = ["--continue-from", first, "--save", second, "--load", second, "--train-iters", "4", "--exit-interval", "3"]
     stage2 = settings_of(CONFIGS / "neobert_stage2.yaml", tiny_corpus, *SMALL, *flags, data_path=blend)
     assert run_training(stage2) == EXIT_STOPPED_EARLY
-    assert run_training(stage2) == 0, "the second start finds the checkpoint of the first"
+    assert run_training(stage2) == 0, "the second start resumes the first"
     assert read_metrics(second, "lr") == {3: 6e-5, 4: 6e-5}

@@ -1,4 +1,4 @@
-"""The repository stands alone: no path of a machine, no registry's host, no huge file."""
+"""The repository has no path of a machine, no host of a package registry, and no huge file."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAXIMUM_LINES = 400
-# One file that travels alone with an export, all its classes in it.
+# All classes of an export are in one file, which is exported alone.
 LONGEST_OF_NAME = {"megatron_neobert/huggingface/modeling_neobert.py": 600}
 MAXIMUM_BYTES = 1_000_000
 
@@ -33,15 +33,15 @@ CODE = [path for path in FILES if path.suffix in (".py", ".sh")]
 
 
 @pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY_HOST], ids=["path of a machine", "registry"])
-def test_no_file_names_a_path_of_somebodys_machine_or_the_host_of_a_package_registry(pattern):
+def test_no_file_has_a_path_of_a_machine_or_the_host_of_a_package_registry(pattern):
     texts = {path.relative_to(REPOSITORY): path.read_text(encoding="utf-8", errors="replace") for path in FILES}
     assert [
         f"{path}: {line}" for path, text in texts.items() for line in text.splitlines() if pattern.search(line)
     ] == []
 
 
-def test_no_two_test_files_have_one_name():
-    """pytest collects only one of two modules of one name, because the test folders are no packages."""
+def test_names_of_test_files_are_unique():
+    """The test folders are not packages, so pytest collects only one of two modules with the same name."""
     names = [path.name for path in CODE if path.name.startswith("test_")]
     assert sorted(set(names)) == sorted(names)
 

@@ -1,4 +1,4 @@
-"""Derived speeds in docs/performance.md are those that benchmarks/roofline.py prints, of the work that was counted."""
+"""The derived speeds in docs/performance.md are those of benchmarks/roofline.py, for the counted bytes."""
 
 import os
 
@@ -9,11 +9,11 @@ from benchmarks import roofline
 START, END = "<!-- printed by benchmarks/roofline.py -->\n", "<!-- end of the table -->\n"
 
 
-def test_the_table_in_the_documentation_is_the_one_that_is_printed():
-    """WRITE_DOCUMENTATION=1 writes it."""
+def test_documentation_has_the_table_that_the_command_prints():
+    """WRITE_DOCUMENTATION=1 writes the table."""
     before, start, rest = roofline.PERFORMANCE.read_text().partition(START)
     written, end, after = rest.partition(END)
-    assert start and end, "docs/performance.md has no place for the table"
+    assert start and end, "docs/performance.md has no marks around the table"
     table = f"\n{roofline.to_table(1024)}\n\n"
     if os.environ.get("WRITE_DOCUMENTATION"):
         roofline.PERFORMANCE.write_text(before + start + table + end + after)
@@ -22,8 +22,8 @@ def test_the_table_in_the_documentation_is_the_one_that_is_printed():
 
 
 @pytest.mark.parametrize(("layers", "column"), [("local", 1), ("Transformer Engine", 3)])
-def test_every_byte_of_the_count_has_a_part(layers, column):
-    """The table's lines are rounded to 0.1 GB."""
+def test_parts_of_the_count_sum_to_the_documented_bytes(layers, column):
+    """The lines of the table are rounded to 0.1 GB."""
     total = sum(roofline.counted_bytes(layers).values()) * roofline.TOKENS_PER_STEP
     text = roofline.PERFORMANCE.read_text()
     counted = float(text.split("| all | ")[1].split(" | ")[column].removesuffix(" |"))

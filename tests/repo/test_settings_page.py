@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_neobert.__main__ import COMMANDS
-from megatron_neobert.cli import flag_of, plain_type
+from megatron_neobert.cli import choices_of, flag_of, plain_type
 from megatron_neobert.config import cli
 
-# Settings that Megatron-LM does not have under our name: its own flag for the same, if there is one.
+# Settings that have another name in Megatron-LM -> its flag; empty if it has no such setting.
 MEGATRON_NAMES = dict.fromkeys((
     "long_documents", "batch_layout", "document_block_size", "mask_replacement", "weight_decay_scope", "phases",
     "continue_from", "keep_last",
@@ -51,7 +51,7 @@ def values_of(item) -> str:
     plain, _ = plain_type(item.type)
     if plain is bool:
         return f"`--no-{flag_of(item.name)[2:]}` switches it off" if item.default else "given or not"
-    if choices := item.metadata["choices"]:
+    if choices := choices_of(item, item.type):
         return ", ".join(f"`{choice}`" for choice in choices)
     words = {int: "whole number", float: "number"}.get(plain, "YAML" if item.name == "phases" else "text")
     words += "s, one or more" if plain == tuple[str, ...] else ""
@@ -68,7 +68,7 @@ def render_commands() -> str:
     return "".join(parts) + "\n"
 
 
-def test_page_lists_what_the_code_has():
+def test_page_lists_the_commands_and_settings_of_the_code():
     """WRITE_DOCUMENTATION=1 writes the page."""
     page = PAGE.read_text(encoding="utf-8")
     before, commands, text, settings = re.split(f"(?:{START}|{END})", page)
@@ -79,7 +79,7 @@ def test_page_lists_what_the_code_has():
         assert (commands, settings) == (render_commands(), render_settings()), remedy
 
 
-def test_names_of_megatron_are_those_of_its_parser():
+def test_names_in_megatron_are_those_of_its_parser():
     arguments = pytest.importorskip("megatron.training.arguments", reason="megatron-core 0.16 does not bring it")
     parser = ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)

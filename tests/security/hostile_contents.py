@@ -247,7 +247,7 @@ YAML = [
         ("x" * 999 + ": 1\n", "unknown section 'xx"),
         ('"a\\nb": 1\n', "unknown section 'a\\nb'"),
         ("model: {}\n---\nmodel: {}\n", "expected a single document"),
-        ("# x\n" * 2_500_000, "10,000,000 bytes are more than 262,144"),
+        ("# x\n" * 2_500_000, "10,000,000 bytes, and settings have at most 262,144"),
         ("model:\n  num_layers: 2\n".encode("utf-16"), "'utf-8' codec can't decode"),
         (aliases("model: *i\n"), "unknown setting"),
         (aliases("  data_path: *i\n"), "data_path"),

@@ -24,7 +24,7 @@ from processes import Ended, run_command
 from tests_tiny import TinyCorpus
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_neobert.__main__ import PLACES
+from megatron_neobert.__main__ import FUNCTIONS
 
 PRELOADED = "reading_preloaded"
 LIMIT_SECONDS = 120  # beyond it, a command waits for a pipe; the slowest took 15 s
@@ -176,7 +176,7 @@ def start(inputs: Inputs, tmp_path: Path, network: Network) -> Callable[..., End
 
 
 def test_every_command_is_in_one_of_the_two_tables_and_every_kind_has_a_hostile_input():
-    assert {reader.command.removesuffix(" --dry-run") for reader in READERS} | set(OTHERS) == set(PLACES)
+    assert {reader.command.removesuffix(" --dry-run") for reader in READERS} | set(OTHERS) == set(FUNCTIONS)
     assert {hostile.kind for hostile in HOSTILE} == {kind for reader in READERS for kind in reader.kinds}
     assert {kind for reader in READERS for kind in reader.kinds} == set(Inputs._fields)
 

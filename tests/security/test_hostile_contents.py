@@ -65,7 +65,7 @@ COMMAND_LINES = [
     (["--data-path", "a:min=٣"], 2, "':min=٣' is not a limit"),
     (["--data-path", "1", "a", "1", "a"], 2, "names a 2 times; name it once"),
     (["--data-path", *["1", "a"] * 1025], 2, "names 1,025 corpora, more than 1,024"),
-    (["--data-path", "1/3", "a", "1", "b"], 2, "'1/3', where the weight of a should stand, is no number"),
+    (["--data-path", "1/3", "a", "1", "b"], 2, "'1/3', the weight of a, is not a finite number above 0"),
     (["--data-path", "{corpus}"], 66, "no corpus"),
     (["--data-path", "{corpus}/small.bin"], 66, "did you mean 'small'?"),
     (["--data-path", "{corpus}/small.bin/deeper"], 66, "no corpus"),

@@ -1,4 +1,4 @@
-"""The generator of command lines: a dataclass of options and a function make flags, help and checked values."""
+"""Command lines from dataclasses: flags, help and checked values follow from the fields."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_neobert.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Nested options, a group of the help."""
+    """Nested options, which are a group in the help."""
 
     share: float = option(0.5, "share of 100 % of the rows", minimum=0.0)
 
@@ -47,14 +47,16 @@ def command_with_flags(options: Group, flags: list[str]) -> None:
 received: list = []
 
 
-def call(*words: str, function=command):
-    run_function(function, words, prog="neobert test", run_flags=lambda: ["--num-layers"])
+def call(*arguments: str, function=command):
+    run_function(function, arguments, prog="neobert test", run_flags=lambda: ["--num-layers"])
     return received.pop()
 
 
-def test_words_become_values_of_the_fields_types():
-    words = "in --output out --names a --names b --sizes 1 --sizes 1e3 --kind exact --verbose --no-checked --share 0.25"
-    assert call(*words.split()) == Options(
+def test_arguments_are_converted_to_the_types_of_the_fields():
+    arguments = (
+        "in --output out --names a --names b --sizes 1 --sizes 1e3 --kind exact --verbose --no-checked --share 0.25"
+    )
+    assert call(*arguments.split()) == Options(
         source=Path("in"),
         output=Path("out"),
         names=("a", "b"),
@@ -66,7 +68,7 @@ def test_words_become_values_of_the_fields_types():
     )
 
 
-def test_every_problem_of_a_command_line_is_reported_at_once():
+def test_all_problems_of_a_command_line_are_reported_together():
     with pytest.raises(ConfigError) as refused:
         call("in", "--sizes", "1", "0", "--kind", "exactt", "--share", "much", "--verbos")
     assert refused.value.problems == [
@@ -78,16 +80,16 @@ def test_every_problem_of_a_command_line_is_reported_at_once():
     ]
 
 
-def test_help_has_the_first_paragraph_the_groups_and_what_is_required(capsys):
+def test_help_shows_the_first_paragraph_the_groups_and_required_flags(capsys):
     with pytest.raises(SystemExit):
         call("--help")
     shown = capsys.readouterr().out
-    for words in ("usage: neobert test ", "\nDo something with every kind", "where it goes (required)", "\nrows:\n"):
-        assert words in shown
+    for text in ("usage: neobert test ", "\nDo something with every kind", "where it goes (required)", "\nrows:\n"):
+        assert text in shown
     assert "100 % of the rows" in shown and "This paragraph" not in shown and "--no-verbose" not in shown
 
 
-def test_command_that_takes_the_flags_of_a_run_gets_their_words():
+def test_command_with_a_flags_parameter_receives_the_flags_of_a_run():
     assert call("--num-layers", "2", "--share", "1", function=command_with_flags) == (
         Group(share=1.0),
         ["--num-layers", "2"],

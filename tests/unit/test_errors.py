@@ -1,4 +1,4 @@
-"""A command ends with one sentence and the exit code of its error's class."""
+"""A command that fails prints one sentence and ends with the exit code of its error class."""
 
 import subprocess
 import sys
@@ -35,14 +35,14 @@ def run_raising(expression: str, before: str = "", **variables: str) -> subproce
 
 
 @pytest.mark.parametrize("expression", CASES)
-def test_an_error_ends_in_one_sentence_and_its_exit_code(expression):
+def test_error_is_one_sentence_with_the_exit_code_of_its_class(expression):
     code, message = CASES[expression]
     finished = run_raising(expression, RANK="0", LOCAL_RANK="0")
     assert (finished.returncode, finished.stderr) == (code, message)
 
 
 @pytest.mark.parametrize("bug", ["ValueError('a \\x1b[2J')", "ModuleNotFoundError('a', name='megatron_neobert.x')"])
-def test_our_own_bugs_keep_their_traceback(bug):
+def test_bug_keeps_its_traceback(bug):
     finished = run_raising(bug, RANK="0")
     assert finished.returncode == 1
     assert "Traceback" in finished.stderr
@@ -50,41 +50,42 @@ def test_our_own_bugs_keep_their_traceback(bug):
 
 
 @pytest.mark.parametrize(("module", "extra"), [("nvidia.dali.fn", "dali"), ("ray", "ray")])
-def test_missing_package_of_an_extra_is_one_sentence_with_the_command_that_installs_it(module, extra):
+def test_missing_package_of_an_extra_is_reported_with_the_command_that_installs_it(module, extra):
     finished = run_raising(f"ModuleNotFoundError('a', name='{module}')")
     assert finished.returncode == 69
     assert finished.stderr.startswith(f"error: {module} is not installed; it comes with the extra [{extra}]: ")
     assert finished.stderr.endswith(f"[{extra}]'\n") and finished.stderr.count("\n") == 1
 
 
-def test_missing_package_of_every_run_is_one_sentence_with_the_command_that_makes_an_environment():
+def test_missing_required_package_is_reported_with_its_python():
     finished = run_raising("ModuleNotFoundError('a', name='torch')")
     assert finished.returncode == 69
     assert finished.stderr.startswith(f"error: {sys.executable} has no module torch; ")
 
 
-def test_warning_is_one_sentence_without_a_place_in_the_source_unless_warnings_were_asked_for():
+def test_warning_is_printed_without_file_and_line_unless_the_user_asks_for_warnings():
     warn = "import warnings; warnings.warn('odd\\x1b')"
     assert run_raising("DataError('a')", before=warn).stderr == "warning: odd\\x1b\nerror: a\n"
     assert "UserWarning: odd" in run_raising("DataError('a')", before=warn, PYTHONWARNINGS="default").stderr
 
 
-def test_rank_that_alone_finds_an_error_says_it():
-    soon = "errors._SECONDS_TO_BE_ENDED = 0.1"
+def test_error_of_a_single_rank_is_printed_with_its_rank():
+    soon = "errors._SECONDS_UNTIL_TERMINATED = 0.1"
     finished = run_raising("CheckpointError('a')", before=soon, RANK="11", LOCAL_RANK="3")
     assert finished.stderr == "error on rank 11: a\n"
 
 
 @pytest.mark.parametrize(("error", "local_rank"), [("CheckpointError", "0"), ("LauncherError", "3")])
-def test_error_that_no_other_rank_of_the_node_may_say_before_is_said_at_once(error, local_rank):
-    """The first rank of a node, and an error of this rank's environment."""
-    finished = run_raising(f"{error}('a')", before="errors._SECONDS_TO_BE_ENDED = 1e9", RANK="8", LOCAL_RANK=local_rank)
+def test_first_rank_of_a_node_and_launcher_errors_are_printed_at_once(error, local_rank):
+    finished = run_raising(
+        f"{error}('a')", before="errors._SECONDS_UNTIL_TERMINATED = 1e9", RANK="8", LOCAL_RANK=local_rank
+    )
     assert finished.stderr == "error on rank 8: a\n"
 
 
-def test_rank_that_is_ended_because_another_one_ended_first_repeats_nothing():
-    """As torchrun does; the handler of the run, which would go on and save, is there before."""
-    torchrun = """errors._SECONDS_TO_BE_ENDED = 1e9
+def test_rank_that_torchrun_terminates_prints_nothing():
+    """Even though the run has installed its own signal handler, which would save and continue."""
+    torchrun = """errors._SECONDS_UNTIL_TERMINATED = 1e9
     def handler(number, frame): pass
     def end():
         while signal.getsignal(signal.SIGTERM) is handler: time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Numbers as a line of a log has them, and text that cannot act on a terminal."""
+"""Numbers as text, and text that is safe to print on a terminal."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_durations_have_the_two_largest_units(seconds, text):
     assert duration(seconds) == text
 
 
-def test_what_a_terminal_would_act_upon_or_nobody_sees_is_escaped_but_joiners_stay():
+def test_control_and_invisible_characters_are_escaped_and_joiners_are_not():
     assert visible("a\nb\x1b\u202e\u2028é") == r"a\nb\x1b\u202e\u2028é"
     assert visible("a\nb\t", keep="\n") == "a\nb\\t"
     assert visible("a\u200bb\ufeff\U000e0041\u00ad") == r"a\u200bb\ufeff\U000e0041\xad"

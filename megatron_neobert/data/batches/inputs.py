@@ -110,11 +110,11 @@ def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bo
         seq_length=settings.data.seq_length,
         micro_batch_size=settings.training.micro_batch_size,
         global_batch_size=settings.training.global_batch_size,
-        long_documents=settings.data.long_documents,  # type: ignore[arg-type]
+        long_documents=settings.data.long_documents,
         masking=MaskingScheme(settings.data.mask_prob, mask_share=mask_share, random_share=random_share),
         token_ids=token_ids,
         seed=settings.training.seed,
-        batch_layout=settings.data.batch_layout,  # type: ignore[arg-type]
+        batch_layout=settings.data.batch_layout,
         document_block_size=settings.data.document_block_size,
         fixed_shapes=fixed_shapes,
     )

@@ -1,4 +1,4 @@
-"""--data-path: corpora, shares and limits out of text, without opening anything."""
+"""Parsing of --data-path: corpora, weights and limits."""
 
 import re
 from fractions import Fraction
@@ -9,13 +9,13 @@ from megatron_neobert.config.data_path import Component, parse_data_path, whole_
 from megatron_neobert.errors import ConfigError
 
 
-def test_one_entry_is_one_corpus_whatever_it_is_called():
+def test_single_entry_is_one_corpus_even_if_it_looks_like_a_weight_or_limit():
     assert parse_data_path(["run"]) == (Component("run"),)
     assert parse_data_path(["0.5"]) == (Component("0.5"),)
     assert parse_data_path(["/data/a:b/c d=e"]) == (Component("/data/a:b/c d=e"),)
 
 
-def test_weights_and_limits_are_read_exactly():
+def test_weights_are_exact_fractions_and_limits_are_numbers_of_tokens():
     assert parse_data_path(["0.2", "all", "4e-1", "all:min=1024", "0.4", "x/y:max=4096:min=2048"]) == (
         Component("all", Fraction(1, 5)),
         Component("all", Fraction(2, 5), minimum=1024),
@@ -24,7 +24,7 @@ def test_weights_and_limits_are_read_exactly():
 
 
 @pytest.mark.parametrize("entry", ["x/y:drop=/lists/a b=c.drop", "x/y:min=5:drop=../d", "x/y:drop=d:max=9:min=5"])
-def test_a_drop_list_is_a_path_beside_the_limits(entry):
+def test_drop_list_is_a_path_and_can_be_combined_with_limits(entry):
     (component,) = parse_data_path([entry])
     assert component.prefix == "x/y"
     assert component.drop == re.search("drop=([^:]*)", entry)[1]
@@ -35,14 +35,14 @@ def test_a_drop_list_is_a_path_beside_the_limits(entry):
     "expression", ["score>=3 and language=='en'", "input=='s3://b/*'", """x in ['a:min=3', "it's"]"""]
 )
 @pytest.mark.parametrize("form", ["C:where={}", "C:where={}:min=5:drop=l/x", "C:min=5:drop=l/x:where={}"])
-def test_an_expression_may_have_colons_and_slashes_in_its_texts(expression, form):
+def test_expression_can_have_colons_and_slashes_in_quoted_texts(expression, form):
     (component,) = parse_data_path([form.format(expression)])
     minimum, drop = (1, None) if form == "C:where={}" else (5, "l/x")
     assert component == Component("C", minimum=minimum, where=expression, drop=drop)
     assert component.conditions == [*([] if minimum == 1 else ["length>=5"]), expression]
 
 
-def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
+def test_whole_weights_are_the_smallest_numbers_with_the_same_proportions():
     assert whole_weights(parse_data_path(["0.2", "a", "0.4", "b", "0.4", "c"])) == (1, 2, 2)
     assert whole_weights(parse_data_path(["30", "a", "70", "b"])) == (3, 7)
     assert whole_weights(parse_data_path(["0.3", "a"])) == (1,)
@@ -53,16 +53,15 @@ def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
     ("entries", "message"),
     [
         ([], "--data-path is missing"),
-        (["a", "b"], "'a', where the weight of b should stand, is no number"),
+        (["a", "b"], "'a', the weight of b, is not a finite number above 0; name one corpus"),
         (["my", "corpus/web"], ":max=4096; quote a path that has a space."),
         (["0.5", "a", "0.5"], "3 entries, 0.5 a 0.5; several corpora need a weight each"),
-        (["0", "a", "1", "b"], "the weight 0 of a is not above 0"),
-        (["-0.5", "a", "1", "b"], "the weight -0.5 of a is not above 0"),
-        (["nan", "a", "1", "b"], "the weight nan of a is not above 0"),
-        (["1e999999999", "a", "1", "b"], "the weight 1e999999999 of a is not above 0 and finite"),
-        (["1e-999999999", "a", "1", "b"], "the weight 1e-999999999 of a is not above 0"),
-        (["a:min=9:max=8"], "a:min=9:max=8: no document has at least 9 and at most 8 tokens"),
-        (["a:min=0"], "at least 0 and at most any number of tokens"),
+        *(
+            ([weight, "a", "1", "b"], f"'{weight}', the weight of a, is not a finite number above 0")
+            for weight in ("0", "-0.5", "nan", "1e999999999", "1e-999999999")
+        ),
+        (["a:min=9:max=8"], "a:min=9:max=8: min=9 and max=8 select no document"),
+        (["a:min=0"], "min=0 and max=none select no document"),
         (["a:min=1k"], "':min=1k' is not a limit"),
         (["a:min=-1"], "':min=-1' is not a limit"),
         (["a:mim=5"], "':mim=5' is not a limit"),
@@ -72,7 +71,7 @@ def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
         ),
         (["a:drop="], "':drop=' is not a limit"),
         (["a:drop=x/y:drop=z"], "':drop=x/y' is not a limit"),
-        (["a:drop=x:y"], "a:drop=x:y: what follows :drop= must have no ':'"),
+        (["a:drop=x:y"], "a:drop=x:y: the path after :drop= must not contain ':'"),
         (["a:inputs=*"], "':inputs=*' is not a limit"),
         (["a:where="], "a:where=: '' is not an expression (invalid syntax"),
         (["a:where=f(x)"], "'f(x)' is refused; expressions have attribute names"),
@@ -82,18 +81,18 @@ def test_weights_become_the_smallest_whole_numbers_of_the_same_proportions():
         ([""], "'' names no corpus"),
     ],
 )
-def test_what_says_nothing_is_refused_with_its_words(entries, message):
+def test_invalid_entry_is_refused_and_quoted(entries, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_data_path(entries)
 
 
-def test_all_problems_of_all_entries_arrive_together():
+def test_all_problems_of_all_entries_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         parse_data_path(["x", "a:min=5:max=4", "0", "b:top=3"])
     assert len(caught.value.problems) == 4
 
 
-def test_a_component_is_written_as_it_was_read():
+def test_component_is_formatted_as_it_was_read():
     for text in (
         "a",
         "a:min=5",

@@ -1,4 +1,4 @@
-"""Expressions over attributes: a small grammar, and nothing of what a stranger writes is run."""
+"""Expressions over document attributes: the grammar is small, and input is parsed but never executed."""
 
 import warnings
 
@@ -8,7 +8,7 @@ from megatron_neobert.config.expressions import names_in, parse_expression
 from megatron_neobert.errors import ConfigError
 
 
-def test_names_of_an_expression_are_its_attributes():
+def test_names_in_an_expression_are_its_attributes():
     tree = parse_expression(" not (a>=-1.5 and b in ['x', \"y:z\"]) or 1<c<=d and e and f not in [1] ")
     assert names_in(tree) == set("abcdef")
     with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def test_names_of_an_expression_are_its_attributes():
         ("a == 1 or " * 1000 + "a == 1", "is longer than 4,096"),
     ],
 )
-def test_what_is_no_expression_of_the_grammar_is_refused(text, message):
+def test_expression_outside_the_grammar_is_refused(text, message):
     with pytest.raises(ConfigError) as caught:
         parse_expression(text)
     assert message in caught.value.problems[0]

@@ -1,4 +1,4 @@
-"""Settings that change while a run trains: which hold when, and what is refused."""
+"""--phases: the settings of each iteration, and the phases that are refused."""
 
 import pytest
 
@@ -25,12 +25,11 @@ def parse(*arguments: str) -> Settings:
     return parse_command_line([*REQUIRED, *arguments], world_size=1).settings
 
 
-def problems_of(phases: str, *more: str) -> list[str]:
-    """Besides that the inputs are not there."""
+def problems_of(phases: str, *flags: str) -> list[str]:
     try:
-        parse("--phases", phases, *more)
+        parse("--phases", phases, *flags)
     except ConfigError as error:
-        return [one for one in error.problems if not one.startswith(("--data-path", "--tokenizer-model"))]
+        return error.problems
     return []
 
 
@@ -46,8 +45,7 @@ def values_at(settings: Settings, iteration: int) -> tuple[object, ...]:
     )
 
 
-def test_each_iteration_has_the_settings_of_the_last_phase_that_has_begun(tmp_path):
-    """Counted from 1; other data raise the seed, by which documents that come again are in another order."""
+def test_iteration_has_the_settings_of_the_last_phase_that_has_begun_and_new_data_raise_the_seed(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(YAML, encoding="utf-8")
     settings = parse("--config", str(config), "--seed", "7")
@@ -64,7 +62,7 @@ def test_each_iteration_has_the_settings_of_the_last_phase_that_has_begun(tmp_pa
     assert {iteration: values_at(settings, iteration) for iteration in expected} == expected
 
 
-def test_phases_read_the_same_from_a_file_a_flag_and_the_record_of_a_run(tmp_path):
+def test_phases_are_equal_from_a_file_a_flag_and_a_saved_record(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(YAML, encoding="utf-8")
     settings = parse("--config", str(config))
@@ -75,19 +73,22 @@ def test_phases_read_the_same_from_a_file_a_flag_and_the_record_of_a_run(tmp_pat
     assert parse("--config", str(config), "--phases", "[]").training.phases == ()
 
 
-# What is refused, and words with the values.
+# Phases, and parts of the message.
 REFUSED = [
     ("[{after_iters: 9, mask_prb: 0.1}]", ["phase 1: unknown setting mask_prb", "'mask_prob'"]),
     ("[{after_iters: 9, num_layers: 2}]", ["phase 1: num_layers cannot change within a run", "after_iters, data_path"]),
     ("[{after_iters: 9, seq_length: long}]", ["phase 1: seq_length 'long' is not a whole number"]),
-    ("[{mask_prob: 0.1}]", ["is not a list of settings", "{after_iters: 1000, mask_prob: 0.15}"]),
-    ("mask_prob", ["--phases 'mask_prob' is not a list of settings"]),
+    ("[{mask_prob: 0.1}]", ["is not a list of phases; each needs after_iters", "{after_iters: 1000, mask_prob: 0.15}"]),
+    ("mask_prob", ["--phases 'mask_prob' is not a list of phases"]),
     ("{a: [", ["--phases '{a: [' is not YAML"]),
-    (str([{"after_iters": n} for n in range(1, 102)]), ["holds 101 phases, more than 100"]),
-    ("[{after_iters: 9}, {after_iters: 5}]", ["begin after 9, 5 iterations", "more than the one before"]),
-    ("[{after_iters: 9}, {after_iters: 9}]", ["begin after 9, 9 iterations"]),
-    ("[{after_iters: 0}]", ["begin after 0 iterations", "1 at least"]),
-    ("[{after_iters: 1000000}]", ["after 1000000 iterations would begin behind --train-iters 1000000"]),
+    (str([{"after_iters": n} for n in range(1, 102)]), ["has 101 phases, more than 100"]),
+    ("[{after_iters: 9}, {after_iters: 5}]", ["start after 9, 5 iterations", "must increase"]),
+    ("[{after_iters: 9}, {after_iters: 9}]", ["start after 9, 9 iterations"]),
+    ("[{after_iters: 0}]", ["start after 0 iterations", "from 1"]),
+    (
+        "[{after_iters: 1000000}]",
+        ["after 1000000 iterations would start after the end of the run, --train-iters 1000000"],
+    ),
     ("[{after_iters: 9, mask_prob: 1.5}]", ["phase 1 (after 9 iterations): --mask-prob 1.5 is not between 0 and 1"]),
     ("[{after_iters: 9, mask_replacement: some}]", ["phase 1", "--mask-replacement some is not one of all_mask, bert"]),
     ("[{after_iters: 9, seq_length: 8192}]", ["phase 1", "--seq-length 8192 exceeds --max-position-embeddings 4096"]),
@@ -96,14 +97,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("phases", "words"), REFUSED)
-def test_phases_that_cannot_be_are_refused_in_one_sentence_with_their_values(phases, words):
+@pytest.mark.parametrize(("phases", "parts"), REFUSED)
+def test_invalid_phases_are_refused_in_one_sentence_with_their_values(phases, parts):
     problems = problems_of(phases)
     assert problems
-    assert [word for word in words if word not in problems[0]] == []
+    assert [part for part in parts if part not in problems[0]] == []
 
 
-def test_what_is_wrong_without_the_phases_is_said_once():
+def test_problem_of_several_phases_is_reported_once():
     phases = "[{after_iters: 9, mask_prob: 0.1}, {after_iters: 19, mask_prob: 0.2}]"
     assert len(problems_of(phases, "--num-attention-heads", "14")) == 1
     assert problems_of(phases) == []

@@ -1,4 +1,4 @@
-"""Which settings may differ between a checkpoint and the start that goes on from it."""
+"""Settings that may and may not differ between a checkpoint and the run that starts from it."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def refuse(now: Settings, *, has_new_data: bool = False) -> None:
     refuse_other_run(Settings(), now, FOLDER, has_new_data=has_new_data)
 
 
-def test_other_rates_length_precision_and_ranks_are_accepted_and_said():
+def test_changed_rate_length_precision_and_layout_are_accepted_and_listed():
     now = (
         Settings()
         .with_section("optimizer", lr=1e-4)
@@ -32,10 +32,10 @@ def test_other_rates_length_precision_and_ranks_are_accepted_and_said():
     ]
 
 
-def test_the_default_width_of_the_feed_forward_written_out_is_no_change():
-    """A conversion writes the number; a start that names none means the same."""
-    default, hidden = Settings(), Settings().with_section("model", ffn_hidden_size=Settings().model.ffn_width)
-    assert list(changes(hidden, default, weights_only=True)) == []
+def test_explicit_default_width_of_the_feed_forward_is_not_a_change():
+    """A conversion writes the number, and a run leaves the setting at None."""
+    default, explicit = Settings(), Settings().with_section("model", ffn_hidden_size=Settings().model.ffn_width)
+    assert list(changes(explicit, default, weights_only=True)) == []
     other = default.with_section("model", ffn_hidden_size=1024)
     assert list(changes(default, other)) == [f"--ffn-hidden-size was {default.model.ffn_width} and is now 1024"]
 
@@ -48,7 +48,7 @@ def test_the_default_width_of_the_feed_forward_written_out_is_no_change():
         ("optimizer", "optimizer", "muon", "adamw"),
     ],
 )
-def test_weights_or_state_that_do_not_fit_are_refused_even_of_another_run(section, name, value, before):
+def test_weights_or_state_that_do_not_fit_are_refused_with_continue_from_too(section, name, value, before):
     now = Settings().with_section(section, **{name: value})
     sentence = rf"run: --{name.replace('_', '-')} was {before} and is now {value}\b.* Start with the values"
     with pytest.raises(CheckpointError, match=sentence) as caught:
@@ -57,22 +57,24 @@ def test_weights_or_state_that_do_not_fit_are_refused_even_of_another_run(sectio
 
 
 @pytest.mark.parametrize("has_new_data", [False, True])
-def test_precision_of_the_whole_optimizer_is_that_of_its_state(has_new_data):
-    """The distributed optimizer keeps main weights in float32 whatever the precision, and may change."""
+def test_precision_cannot_change_without_the_distributed_optimizer(has_new_data):
+    """The distributed optimizer has float32 main weights in every precision, so there it can change."""
     whole = Settings().with_section("parallel", use_distributed_optimizer=False)
     with pytest.raises(CheckpointError, match=r"--bf16 was False and is now True.* Start with the values"):
         refuse_other_run(whole, whole.with_section("training", bf16=True), FOLDER, has_new_data=has_new_data)
 
 
-def test_another_run_is_refused_with_every_difference_and_the_flags_that_continue_it():
+def test_settings_of_another_run_are_refused_with_every_difference_unless_it_is_a_new_run():
     now = Settings().with_section("data", mask_prob=0.3).with_section("training", seed=1)
-    sentence = r"--mask-prob was 0.2 and is now 0.3; --seed was 0 and is now 1.* or, to continue as .* --continue-from"
+    sentence = (
+        r"--mask-prob was 0.2 and is now 0.3; --seed was 0 and is now 1.* or, to start a new run .* --continue-from"
+    )
     with pytest.raises(CheckpointError, match=sentence):
         refuse(now)
     refuse(now, has_new_data=True)
 
 
-def test_the_micro_batch_must_be_allowed_only_where_its_mean_counts():
+def test_micro_batch_size_can_change_unless_the_loss_is_a_mean_of_micro_batches():
     refuse(Settings().with_section("training", micro_batch_size=32))
     means = Settings().with_section("training", loss_normalization="micro_batch")
     now = means.with_section("training", micro_batch_size=32)

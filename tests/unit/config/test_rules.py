@@ -1,4 +1,4 @@
-"""Every combination of settings that is refused names its values, and the one beside it passes."""
+"""Rules between settings: each violation is reported with its values, and a corrected combination is accepted."""
 
 import math
 from itertools import pairwise
@@ -16,35 +16,35 @@ SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--co
 
 
 def problems_of(flags: str, *, ranks: int | None = None) -> list[str]:
-    """By default on as few ranks as can hold it."""
-    words = flags.split()
-    ranks = ranks or math.prod(int(size) for flag, size in pairwise(words) if flag in SIZES)
+    """Return the problems on `ranks` ranks; default: the ranks of one replica of the model."""
+    arguments = flags.split()
+    ranks = ranks or math.prod(int(size) for flag, size in pairwise(arguments) if flag in SIZES)
     try:
-        parse_command_line([*REQUIRED, *words], world_size=ranks)
+        parse_command_line([*REQUIRED, *arguments], world_size=ranks)
     except ConfigError as error:
         return error.problems
     return []
 
 
-# What is refused, the words (with the values), and the change that fixes it.
+# Flags, a part of the message, and corrected flags.
 REFUSED = [
     (
         "--bf16 --fp8-format hybrid --micro-batch-size 1 --seq-length 1000",
-        "--fp8-recipe tensorwise needs matrices whose sides are multiples of 16 on each rank: --micro-batch-size x "
+        "--fp8-recipe tensorwise needs matrix dimensions that are multiples of 16 per rank; --micro-batch-size x "
         "--seq-length 1000 is not. Use 1008.",
         "--bf16 --fp8-format hybrid --micro-batch-size 2 --seq-length 1000",
     ),
     (
         "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --micro-batch-size 1 --seq-length 1152 "
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
-        "multiples of 128 on each rank: --micro-batch-size x --seq-length 1152 over 4 tensor- and context-parallel "
+        "multiples of 128 per rank; --micro-batch-size x --seq-length 1152 / 4 tensor- and context-parallel "
         "ranks = 288 is not. Use 1536 or --fp8-recipe tensorwise.",
         "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --micro-batch-size 1 --seq-length 1536 "
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
     ),
     (
         "--bf16 --fp8-format hybrid --hidden-size 1008 --tensor-model-parallel-size 2",
-        "--hidden-size 1008 over 2 tensor- and context-parallel ranks = 504 is not. Use 1024.",
+        "--hidden-size 1008 / 2 tensor- and context-parallel ranks = 504 is not. Use 1024.",
         "--bf16 --fp8-format hybrid --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 2752 "
         "--tensor-model-parallel-size 2",
     ),
@@ -55,7 +55,7 @@ REFUSED = [
     ),
     (
         "--bf16 --attention-backend fused --transformer-impl local",
-        "--attention-backend fused is cuDNN through Transformer Engine, not with --transformer-impl local",
+        "--attention-backend fused (cuDNN) needs Transformer Engine, and --transformer-impl is local",
         "--bf16 --attention-backend fused --transformer-impl auto",
     ),
     (
@@ -65,38 +65,37 @@ REFUSED = [
     ),
     (
         "--bf16 --fp8-format e4m3 --transformer-impl local",
-        "--fp8-format e4m3 is Transformer Engine's, not with --transformer-impl local",
+        "--fp8-format e4m3 needs Transformer Engine, and --transformer-impl is local",
         "--bf16 --fp8-format e4m3 --transformer-impl transformer_engine",
     ),
 ]
 
 
-@pytest.mark.parametrize(("flags", "words", "fixed"), REFUSED)
-def test_a_combination_is_refused_with_its_values_and_the_fixed_one_is_not(flags, words, fixed):
-    found = problems_of(flags)
-    assert sum(words in problem for problem in found) == 1, found
-    assert problems_of(fixed) == []
+@pytest.mark.parametrize(("flags", "sentence", "corrected"), REFUSED)
+def test_combination_is_refused_with_its_values_and_the_corrected_one_is_not(flags, sentence, corrected):
+    problems = problems_of(flags)
+    assert sum(sentence in problem for problem in problems) == 1, problems
+    assert problems_of(corrected) == []
 
 
-def test_the_defaults_need_only_data_and_a_tokenizer():
+def test_defaults_need_only_data_and_a_tokenizer():
     assert problems_of("") == []
     without = find_problems(Settings(), world_size=1)
     assert [problem.split()[0] for problem in without] == ["--data-path", "--tokenizer-model"]
 
 
-def test_the_largest_block_of_documents_is_a_window():
+def test_largest_document_block_is_the_window_of_packing():
     assert LARGEST_DOCUMENT_BLOCK == WINDOW_DOCUMENTS
 
 
-def test_heads_of_odd_width_are_fine_without_rotation():
-    """Rotary embeddings turn pairs of channels; learned positions do not."""
+def test_heads_of_odd_width_are_accepted_with_learned_positions_only():
     odd = "--hidden-size 60 --num-attention-heads 4"
     assert problems_of(odd)
     assert problems_of(f"{odd} --position-embedding-type learned_absolute") == []
 
 
-# Ranks, flags, and what the one problem holds.
-IMPOSSIBLE = [
+# Ranks, flags, and parts of the only message.
+INVALID = [
     (1, "--num-attention-heads 14", ["--hidden-size 768", "--num-attention-heads 14", "12 or 16 heads"]),
     (1, "--num-attention-heads 256", ["heads of width 3", "even width"]),
     (1, "--seq-length 8192", ["--seq-length 8192", "--max-position-embeddings 4096", "to 8192"]),
@@ -128,12 +127,12 @@ IMPOSSIBLE = [
     (
         1,
         "--lr-decay-style WSD --lr-wsd-decay-iters 91 --train-iters 100 --lr-warmup-iters 10",
-        ["--lr-wsd-decay-iters 91 exceeds 90", "end, 10,", "100", "Use about 9"],
+        ["--lr-wsd-decay-iters 91 exceeds 90", "warm-up, 10,", "decay, 100", "Use about 9"],
     ),
     (1, "--save one --keep-last 1", ["--keep-last 1", "below 2"]),
     (1, "--continue-from a --save b --load ./c", ["--save b needs --load b"]),
-    (1, "--valid-data-path 0.3 a", ["--valid-data-path 0.3 is a weight", "leave weights out"]),
-    (1, "--valid-data-path a --eval-iters 0", ["--valid-data-path a is measured at validations", "--eval-iters 0"]),
+    (1, "--valid-data-path 0.3 a", ["--valid-data-path 0.3 is a weight", "remove the weights"]),
+    (1, "--valid-data-path a --eval-iters 0", ["--valid-data-path a is never used", "--eval-iters 0"]),
     (1, "--async-save", ["--async-save needs --save"]),
     (1, "--valid-data-path a b a", ["--valid-data-path a b a names a corpus twice"]),
     (1, "--save one --profile 10-12 --train-iters 9 --lr-warmup-iters 1", ["--profile 10-12", "--train-iters 9"]),
@@ -142,8 +141,8 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "flags", "words"), IMPOSSIBLE)
-def test_an_impossible_setting_is_named_with_its_numbers(ranks, flags, words):
+@pytest.mark.parametrize(("ranks", "flags", "parts"), INVALID)
+def test_invalid_setting_is_refused_in_one_sentence_with_its_values(ranks, flags, parts):
     problems = problems_of(flags, ranks=ranks)
     assert len(problems) == 1, problems
-    assert [word for word in words if word not in problems[0]] == []
+    assert [part for part in parts if part not in problems[0]] == []

@@ -1,4 +1,4 @@
-"""`neobert check environment`: on this machine, with a broken torch, and each problem that it detects."""
+"""`neobert check environment` on this machine, with a broken torch, and with each conflict that it detects."""
 
 import ast
 import os
@@ -15,12 +15,12 @@ from megatron_neobert.commands.environment import (
     OK,
     PROBLEM,
     WARNING,
+    conflict_findings,
     find_all,
     folder_findings,
     installed_packages,
     machine_findings,
     requirement_findings,
-    trap_findings,
 )
 
 NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n"
@@ -40,12 +40,12 @@ NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU
         ({"transformer-engine-cu13": "2.11.0"}, "", False),  # torch for a CPU
     ],
 )
-def test_packages_that_do_not_fit_each_other_are_named(installed, cuda, bad):
-    findings = list(trap_findings(installed, cuda))
+def test_packages_that_do_not_work_together_are_reported(installed, cuda, bad):
+    findings = list(conflict_findings(installed, cuda))
     assert len(findings) == bad and all(finding.subject.split()[0] in installed for finding in findings)
 
 
-def test_variables_of_a_launcher_are_named():
+def test_variable_of_a_launcher_is_reported():
     assert [finding.subject for finding in machine_findings({"RANK": "0"})][:1] == ["RANK 0"]
     assert "RANK 0" not in [finding.subject for finding in machine_findings({})]
 
@@ -56,119 +56,119 @@ def installed():
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "level", "reason"),
+    ("package", "version", "level", "text"),
     [
-        ("torch", "2.10.0", PROBLEM, "does not fit: megatron-neobert asks for torch>=2.11"),
-        ("torch", "2.11.0a0+nv", PROBLEM, "does not fit: megatron-neobert asks for torch>=2.11"),
-        ("megatron-core", "0.1.0", PROBLEM, "megatron-neobert asks for megatron-core=="),
-        ("transformers", "4.57.3", WARNING, "megatron-neobert asks for transformers>=5.3"),
-        ("psutil", None, PROBLEM, "is not installed; megatron-neobert asks for psutil>=5.9"),
-        ("mteb", "1.39.7", WARNING, "the extra eval of megatron-neobert asks for mteb"),
-        ("transformer-engine", "2.12.0", WARNING, "the extra gpu of megatron-neobert asks for transformer-engine"),
+        ("torch", "2.10.0", PROBLEM, "is not supported: megatron-neobert needs torch>=2.11"),
+        ("torch", "2.11.0a0+nv", PROBLEM, "is not supported: megatron-neobert needs torch>=2.11"),
+        ("megatron-core", "0.1.0", PROBLEM, "megatron-neobert needs megatron-core=="),
+        ("transformers", "4.57.3", WARNING, "megatron-neobert needs transformers>=5.3"),
+        ("psutil", None, PROBLEM, "is not installed; megatron-neobert needs psutil>=5.9"),
+        ("mteb", "1.39.7", WARNING, "the extra eval of megatron-neobert needs mteb"),
+        ("transformer-engine", "2.12.0", WARNING, "the extra gpu of megatron-neobert needs transformer-engine"),
     ],
 )
-def test_missing_package_and_version_outside_its_range_are_named(installed, package, version, level, reason):
+def test_package_outside_its_range_is_reported(installed, package, version, level, text):
     installed.pop(package, None)
     (finding,) = requirement_findings(installed if version is None else {**installed, package: version})
-    assert finding[:2] == (level, package if version is None else f"{package} {version}")
-    assert reason in finding[2] and finding[3]
+    assert (finding.level, finding.subject) == (level, package if version is None else f"{package} {version}")
+    assert text in finding.detail and finding.remedy
 
 
-def test_environment_of_the_tests_meets_the_ranges_and_extras_may_be_missing(installed):
+def test_environment_of_the_tests_is_within_the_ranges_and_missing_extras_are_not_reported(installed):
     assert list(requirement_findings(installed)) == []
     assert "transformer-engine" not in installed
 
 
-def test_folder_that_does_not_exist_is_judged_by_the_nearest_parent_that_does(tmp_path):
+def test_new_folder_is_checked_by_its_nearest_existing_parent(tmp_path):
     assert next(folder_findings(tmp_path / "runs" / "first")).level == OK
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch()
     link.symlink_to(tmp_path / "nothing")
     for folder in (file, file / "runs" / "first", link, link / "first"):
-        ((level, _, words, _),) = folder_findings(folder)
-        assert level == PROBLEM and "could not write a checkpoint below" in words
+        (finding,) = folder_findings(folder)
+        assert finding.level == PROBLEM and "cannot save checkpoints below" in finding.detail
 
 
 def test_precisions_are_judged_by_the_checks_of_training():
-    found = {subject: (level, words) for level, subject, words, _ in probe.precision_findings()}
-    assert found["float32"][0] == found["bfloat16"][0] == OK
-    assert found["FP8 tensorwise"][1].startswith("not here: --fp8-format hybrid needs Transformer Engine")
+    findings = {subject: (level, detail) for level, subject, detail, _ in probe.precision_findings()}
+    assert findings["float32"][0] == findings["bfloat16"][0] == OK
+    assert findings["FP8 tensorwise"][1].startswith("not supported: --fp8-format hybrid needs Transformer Engine")
     assert list(probe.import_findings()) == []
 
 
-def test_gpu_that_the_driver_lists_but_torch_cannot_use_is_a_problem():
-    ((level, _, words, remedy),) = probe.gpu_findings("GPU 0: NVIDIA H100 80GB HBM3\n")
-    assert level == PROBLEM and "nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but torch reaches none" in words
+def test_gpu_that_nvidia_smi_lists_and_torch_cannot_use_is_a_problem():
+    ((level, _, detail, remedy),) = probe.gpu_findings("GPU 0: NVIDIA H100 80GB HBM3\n")
+    assert level == PROBLEM and "nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but torch cannot use it" in detail
     assert remedy == "install a CUDA build of torch; this one was built for the CPU"
     assert [finding[0] for finding in probe.gpu_findings("")] == [OK]
 
 
-def test_package_whose_import_fails_is_named_with_the_error(monkeypatch):
+def test_package_that_cannot_be_imported_is_reported_with_its_error(monkeypatch):
     monkeypatch.setattr(probe, "COMPILED", {"pyarrow": "no_such_module", "not-installed": "x"})
-    ((level, _, words, _),) = probe.import_findings()
-    assert level == PROBLEM and "ModuleNotFoundError: No module named 'no_such_module'" in words
+    ((level, _, detail, _),) = probe.import_findings()
+    assert level == PROBLEM and "ModuleNotFoundError: No module named 'no_such_module'" in detail
 
 
-def test_computations_of_the_gpu_test_are_correct_on_two_cpu_ranks(tmp_path):
+def test_gpu_test_computes_correctly_on_two_cpu_ranks(tmp_path):
     def compute(store):
         findings = []
-        probe.tell = findings.append
-        probe.compute_on(int(os.environ["RANK"]), "cpu", 2, store)
-        names = ["cpu bfloat16 product", "sum over 2 rank(s)"]
-        assert [subject for _, subject, *_ in findings] == names[: 2 - int(os.environ["RANK"])], findings
+        probe.send = findings.append
+        probe.compute(int(os.environ["RANK"]), "cpu", 2, store)
+        subjects = ["cpu bfloat16 product", "sum over 2 rank(s)"]
+        assert [subject for _, subject, *_ in findings] == subjects[: 2 - int(os.environ["RANK"])], findings
         assert {level for level, *_ in findings} == {OK}, findings
 
     run_on_ranks(compute, str(tmp_path / "store"), world_size=2)
 
 
 def test_gpu_test_without_a_gpu_is_a_problem(capfd):
-    probe.compute_on_all()
+    probe.run_gpu_test()
     assert '@["problem", "--gpu-test", "there is no GPU to test"' in capfd.readouterr().out
 
 
 @pytest.mark.slow
-def test_this_machine_can_train_and_other_environment_variables_are_not_printed(tmp_path):
+def test_this_machine_can_train_and_other_variables_are_not_printed(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     variables = {**ENVIRONMENT, "MY_TOKEN": "do-not-tell", "RANK": "0"}
     code, output, errors = run("check environment", "--save", tmp_path / "run", env=variables)
     assert (code, errors) == (0, "") and "Training can start; " in output
-    assert "warning RANK 0: is what a launcher gives" in output and "do-not-tell" not in output
+    assert "warning RANK 0: is set by a launcher" in output and "do-not-tell" not in output
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     code, output, _ = run("check environment", env={**variables, "PATH": path})
     assert code == 69 and "problem GPU: nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but" in output
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "sentence"),
     [
         ("import os\nos.abort()\n", "problem torch: the process was ended by SIGABRT"),
         ("raise OSError('libcudart.so')\n", "problem torch: cannot be used: OSError: libcudart.so"),
     ],
 )
-def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path, source, words):
+def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path, source, sentence):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(source)
     modules = f"{tmp_path}{os.pathsep}{REPOSITORY}"
     code, output, errors = run("check environment", cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": modules})
     assert (code, errors) == (69, "")
-    assert words in output
-    assert "problem(s) keep training from starting as it should" in output
+    assert sentence in output
+    assert "Training cannot start as it should: 1 problem(s)" in output
 
 
-def test_environment_without_packages_gets_the_command_that_prepares_one():
+def test_environment_without_packages_names_the_script_that_prepares_one():
     command = [sys.executable, "-E", "-S", "-m", "megatron_neobert", "check", "environment"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (69, "")
-    assert "problem packages: none of those that training needs is installed" in ended.stdout
+    assert "problem packages: the packages that training needs are not installed" in ended.stdout
     assert "run bash tools/prepare_environment.sh" in ended.stdout
 
 
 def test_python_that_is_too_old_is_the_only_finding(monkeypatch):
     monkeypatch.setattr(check_environment.sys, "version_info", (3, 9, 18))
     (finding,) = find_all(None, gpu_test=False)
-    assert finding.level == PROBLEM and "this project needs 3.10 to 3.13" in finding.words
+    assert finding.level == PROBLEM and "this project needs 3.10 to 3.13" in finding.detail
 
 
 @pytest.mark.parametrize(
@@ -188,4 +188,4 @@ def test_source_parses_on_python_3_8_and_imports_only_the_standard_library(path)
     }
     assert imported - {"megatron_neobert"} <= set(sys.stdlib_module_names)
     if path.endswith(("__main__.py", "errors.py", "commands/environment.py", "cli.py")):
-        assert "__future__" in imported, "without it, Python 3.9 evaluates annotations such as `int | None`"
+        assert "__future__" in imported, "annotations such as `int | None` are evaluated on Python 3.9 without it"

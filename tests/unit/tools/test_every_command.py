@@ -1,4 +1,4 @@
-"""Promises of every command: without packages, with a misspelled flag, before torch is imported, on Ctrl-C."""
+"""Promises of every command: no environment, misspelt flags, --help without torch, and Ctrl-C."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY
 
-from megatron_neobert.__main__ import PLACES, run
+from megatron_neobert.__main__ import FUNCTIONS, run
 from megatron_neobert.errors import ConfigError
 
 SCRIPTS = [
@@ -24,10 +24,9 @@ every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.
 
 
 def start(*words: object, packages: Path | None = None, options: tuple[str, ...] = ()):
-    """Return exit code and standard error of a script, or of `neobert` with these arguments, started in /.
+    """Return exit code and standard error of a script, or of `neobert` with these words.
 
-    Args:
-        packages: Folder of modules that replace installed packages.
+    The process runs far from the checkout; the packages come before the checkout on its path.
     """
     path = [str(packages or ""), str(REPOSITORY)]
     command = [str(words[0])] if str(words[0]).endswith(".py") else ["-m", "megatron_neobert", str(words[0])]
@@ -44,8 +43,8 @@ def start(*words: object, packages: Path | None = None, options: tuple[str, ...]
 
 
 @every_script
-def test_every_script_puts_its_own_checkout_on_the_path_before_it_imports_this_project(script):
-    """Otherwise it could run an installed package; tests/distributed/test_launch.py runs one."""
+def test_script_imports_this_project_from_its_own_checkout(script):
+    """It does not import an installed package. tests/distributed/test_launch.py starts one."""
     source = script.read_text(encoding="utf-8")
     assert OWN_CHECKOUT in re.split(r"\nfrom (?:megatron_neobert|checkpoint_conversion)\b", source)[0]
 
@@ -53,8 +52,8 @@ def test_every_script_puts_its_own_checkout_on_the_path_before_it_imports_this_p
 # --- without the environment
 
 
-def test_every_script_can_be_imported_without_any_package():
-    """So a missing package is detected by `main`, where run_command reports it."""
+def test_script_can_be_loaded_without_any_package():
+    """Its packages are imported in `main`, where run_command reports a missing one."""
     code = "import runpy, sys\nfor script in sys.argv[1:]: assert 'main' in runpy.run_path(script, run_name='read')"
     command = [sys.executable, "-E", "-S", "-c", code, *map(str, SCRIPTS)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -64,14 +63,14 @@ def test_every_script_can_be_imported_without_any_package():
 @pytest.mark.parametrize(
     "words", [(REPOSITORY / "tools/preprocess_data.py",), ("validate", "corpus")], ids=["script", "command"]
 )
-def test_command_without_its_packages_names_the_remedy_and_ends_with_69(words):
+def test_command_without_the_environment_ends_with_69_and_names_the_remedy(words):
     code, errors = start(*words, options=("-S",))
     assert code == 69
     assert errors.startswith(f"error: {sys.executable} has no module ") and errors.count("\n") == 1
     assert f"{REPOSITORY}/tools/prepare_environment.sh" in errors or f"{REPOSITORY}/.venv/bin/python" in errors
 
 
-def test_command_without_the_package_of_an_extra_names_the_extra(tmp_path):
+def test_command_whose_extra_is_missing_prints_the_command_that_installs_it(tmp_path):
     (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError('hidden', name='datasets')")
     code, errors = start("fetch", "mteb", "--output", tmp_path, packages=tmp_path)
     assert code == 69
@@ -80,25 +79,25 @@ def test_command_without_the_package_of_an_extra_names_the_extra(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "expected"), [("preprocess", 69), ("check environment", 0)])
-def test_old_python_is_refused_except_by_the_command_that_checks_the_environment(words, expected):
+def test_python_that_is_too_old_is_refused_except_by_check_environment(words, expected):
     code = f"import sys; sys.version_info, sys.argv[1:] = (3, 9, 18), {words.split()}; import megatron_neobert"
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == expected
     assert ended.stderr.startswith(f"error: {sys.executable} is Python 3.9, and" if expected else "")
 
 
-# --- misspelled flags
+# --- misspelt flags
 
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Return a function that runs a command or a script in this process; restore signal handlers afterwards."""
+    """Return a function that runs a command or a script here; signal handlers are restored afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
 
     def start_here(command, *arguments):
         monkeypatch.setattr(sys, "argv", [str(command), *map(str, arguments)])
         monkeypatch.setattr(sys, "path", list(sys.path))
-        if command in PLACES:
+        if command in FUNCTIONS:
             return run(command, list(arguments))
         return runpy.run_path(str(command), run_name="read")["main"]()
 
@@ -107,8 +106,8 @@ def typed(monkeypatch):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in PLACES if name != "train")], ids=str)
-def test_misspelled_flag_gets_a_suggestion_from_every_command(command, typed):
+@pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in FUNCTIONS if name != "train")], ids=str)
+def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
     direction = ["megatron-to-hf"] if str(command).endswith("convert.py") else []
     with pytest.raises(ConfigError, match=r"unknown flag --hlep; did you mean '--help'\?"):
         typed(command, *direction, "--hlep")
@@ -120,7 +119,7 @@ def test_misspelled_flag_gets_a_suggestion_from_every_command(command, typed):
         (
             "convert megatron-to-hf", "--laod x --output=y",
             ["unknown flag --laod; did you mean '--load'?",
-             "--load is missing: folder given to training as --save."],
+             "--load is missing: folder that training was given as --save."],
         ),
         ("validate", "corpus another",
          ["'another' is not the value of any flag; check the spelling before it, and quote a value that has a space."]),
@@ -129,7 +128,7 @@ def test_misspelled_flag_gets_a_suggestion_from_every_command(command, typed):
           "unknown flag --rowz; did you mean '--rows'?"]),
     ],
 )  # fmt: skip
-def test_every_unknown_flag_is_named_even_of_subcommands_and_of_a_run(command, words, problems, typed):
+def test_every_unknown_flag_and_value_of_a_command_is_reported(command, words, problems, typed):
     with pytest.raises(ConfigError) as refusal:
         typed(command, *words.split())
     assert refusal.value.problems == problems
@@ -138,9 +137,9 @@ def test_every_unknown_flag_is_named_even_of_subcommands_and_of_a_run(command, w
 # --- before torch
 
 
-def test_help_of_every_command_is_printed_without_importing_torch():
+def test_help_of_every_command_does_not_import_torch():
     code = """import contextlib, io, runpy, sys
-from megatron_neobert.__main__ import PLACES, main
+from megatron_neobert.__main__ import FUNCTIONS, main
 def ask(words, start):
     sys.argv, shown = [*words, "--help"], io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
@@ -149,7 +148,7 @@ def ask(words, start):
     return shown.getvalue()
 for script in sys.argv[1:]:
     assert "usage: " in ask([script], lambda: runpy.run_path(script, run_name="__main__")), script
-for name in PLACES:
+for name in FUNCTIONS:
     assert ask(["neobert", *name.split()], main).startswith(f"usage: neobert {name} "), name
 """
     command = [sys.executable, "-c", code, *map(str, SCRIPTS)]
@@ -175,8 +174,8 @@ for name in PLACES:
 )  # fmt: skip
 def test_missing_input_is_reported_before_torch_is_imported(tmp_path, words, code, reason):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    ended, errors = start(*words.split(), packages=tmp_path)
-    assert (ended, errors[: len(reason) + 7]) == (code, f"error: {reason}")
+    found, errors = start(*words.split(), packages=tmp_path)
+    assert (found, errors[: len(reason) + 7]) == (code, f"error: {reason}")
 
 
 # --- Ctrl-C
@@ -185,12 +184,13 @@ def test_missing_input_is_reported_before_torch_is_imported(tmp_path, words, cod
 @pytest.mark.parametrize(
     ("words", "package"),
     [
-        (("preprocess",), "numpy"),
+        ("preprocess", "numpy"),
         (("train-tokenizer", "--input", __file__, "--output", "out"), "orjson"),
-        (("check", "parity"), "torch"),
+        ("check parity", "torch"),
     ],
 )
 def test_ctrl_c_during_imports_ends_without_a_traceback(tmp_path, words, package):
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / f"{package}.py").write_text(interrupted)
-    assert start(*words, packages=tmp_path) == (130, "interrupted\n")
+    typed_words = words.split() if isinstance(words, str) else words  # the path of the checkout may have a space
+    assert start(*typed_words, packages=tmp_path) == (130, "interrupted\n")

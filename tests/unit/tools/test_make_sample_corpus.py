@@ -1,4 +1,4 @@
-"""The sample corpus: documentation of packages whose source is parsed and never run; each text once, shuffled."""
+"""The sample corpus: documentation is parsed, never executed, and gives the same documents every time."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from commands import run_forked
 from megatron_neobert.commands import sample_corpus as tool
 
 PROSE = "Every row of the table is read once and its columns are summed before the next row is read. " * 3
-# Each file has one docstring, a little longer than PROSE.
+# Each has one docstring, a little longer than PROSE.
 FUNCTIONS = {f"m{number}.py": f'def f{number}():\n    """{number} {PROSE}"""\n' for number in range(20)}
 
 
@@ -20,7 +20,7 @@ def write_package(folder: Path, files: dict[str, str]) -> None:
 
 
 def choose(folder: Path, files: dict[str, str], *, budget_bytes: int = 10**6):
-    """Write a package of these files, and return its documents."""
+    """Write the files and return the documents chosen from them."""
     write_package(folder, files)
     return tool.choose_documents([folder], budget_bytes=budget_bytes)
 
@@ -29,14 +29,14 @@ def urls(documents) -> set[str]:
     return {document.url for document in documents}
 
 
-def test_source_of_packages_is_never_executed(tmp_path):
+def test_package_source_is_parsed_and_never_executed(tmp_path):
     witness = tmp_path / "executed"
     source = f'"""Module. {PROSE}"""\nopen({str(witness)!r}, "w")\n'
     assert urls(choose(tmp_path / "p", {"m.py": source})) == {"python-package://m.py"}
     assert not witness.exists()
 
 
-def test_document_of_a_class_has_the_docstrings_of_its_public_members_under_their_names(tmp_path):
+def test_class_document_holds_its_public_members_under_their_names(tmp_path):
     source = f'class Table:\n    """{PROSE}"""\n'
     for name in ("read", "_hidden"):
         source += f'    def {name}(self):\n        """{name} text."""\n'
@@ -52,19 +52,18 @@ def test_readme_is_the_text_after_the_header_fields_of_metadata(tmp_path):
     assert document.content == f"# pkg\n\n{PROSE.strip()}"
 
 
-def test_texts_that_differ_only_in_case_and_spaces_are_kept_once(tmp_path):
+def test_texts_that_differ_only_in_case_and_space_are_kept_once(tmp_path):
     files = {"a.py": f'"""{PROSE}"""\n', "b.py": f'"""{PROSE.upper().replace(" ", "  ")}"""\n'}
     assert len(choose(tmp_path, files)) == 1
 
 
-def test_documents_do_not_depend_on_the_folder_of_the_packages(tmp_path):
-    first, second = (choose(tmp_path / parent, FUNCTIONS) for parent in "ab")
+def test_same_packages_in_another_folder_give_the_same_shuffled_documents(tmp_path):
+    first, second = (choose(tmp_path / place, FUNCTIONS) for place in "ab")
     assert first == second
-    # The order is shuffled, so that any contiguous part is a fair sample.
-    assert [document.url for document in first] != sorted(urls(first))
+    assert [document.url for document in first] != sorted(urls(first))  # shuffled
 
 
-def test_corpus_of_the_installed_packages_has_the_requested_size(tmp_path):
+def test_installed_packages_give_the_requested_amount_of_text(tmp_path):
     code, output = run_forked("sample-corpus", "--output", tmp_path / "c", "--megabytes", 0.2, "--shards", 2)
     assert code == 0, output
     rows = pq.read_table(tmp_path / "c").to_pylist()
@@ -72,10 +71,10 @@ def test_corpus_of_the_installed_packages_has_the_requested_size(tmp_path):
     assert all(row["url"].startswith("python-package://") for row in rows)
 
 
-def test_folder_of_packages_replaces_the_installed_ones(tmp_path):
+def test_folder_of_packages_replaces_the_installed_packages(tmp_path):
     write_package(tmp_path / "packages", {"one.py": f'"""One. {PROSE}"""', "a/two.py": f'"""Two. {PROSE}"""'})
     flags = ("--packages", tmp_path / "packages", "--shards", 1)
     code, output = run_forked("sample-corpus", "--output", tmp_path / "c", *flags)
     assert code == 0, output
-    documents = pq.read_table(tmp_path / "c").to_pylist()
-    assert {row["url"] for row in documents} == {"python-package://one.py", "python-package://a/two.py"}
+    found = {row["url"] for row in pq.read_table(tmp_path / "c").to_pylist()}
+    assert found == {"python-package://one.py", "python-package://a/two.py"}

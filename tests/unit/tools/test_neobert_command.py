@@ -1,4 +1,4 @@
-"""The console command `neobert`: overview, unknown commands, completion in a shell, and start of a training."""
+"""The console command `neobert`: overview, unknown commands, shell completion, and start from any folder."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from megatron_neobert import __main__ as neobert
 from megatron_neobert import __version__, pretrain
 
 
-def test_overview_names_every_command_and_imports_only_the_standard_library():
+def test_overview_lists_every_command_and_imports_no_package():
     code = """import runpy, sys
 before = {name.partition(".")[0] for name in sys.modules}
 sys.argv = ["neobert", "--help"]
@@ -21,11 +21,11 @@ print(sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys
     ended = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     *shown, imported = ended.stdout.splitlines()
     assert imported == "['megatron_neobert']"
-    assert [name for name in neobert.PLACES if not any(line.startswith(f"  {name} ") for line in shown)] == []
+    assert [name for name in neobert.FUNCTIONS if not any(line.startswith(f"  {name} ") for line in shown)] == []
     assert max(map(len, shown)) <= 80
 
 
-def test_overview_of_a_group_names_only_its_commands():
+def test_overview_of_a_group_lists_only_its_commands():
     code, output, _ = run("evaluate --help")
     assert code == 0
     assert re.findall(r"^  (\S+ \S+) ", output, re.MULTILINE) == [
@@ -42,11 +42,12 @@ def test_version_is_that_of_the_package():
     [
         ("evalate glue", "neobert evalate: no such command; did you mean 'evaluate'?"),
         ("inspect batches", "neobert inspect: data or batch must follow; did you mean 'batch'?"),
+        ("verify --tolerence 1", "unknown flag --tolerence; did you mean '--tolerance'?"),
     ],
 )
-def test_unknown_command_gets_a_suggestion(words, sentence):
+def test_unknown_command_or_flag_is_refused_with_a_suggestion(words, sentence):
     code, _, errors = run(words)
-    assert code == 2 and sentence in errors
+    assert code == 2 and sentence in errors and "Traceback" not in errors
 
 
 @pytest.mark.parametrize(
@@ -63,15 +64,15 @@ def test_unknown_command_gets_a_suggestion(words, sentence):
     ],
 )
 def test_shell_completes_commands_flags_and_values(typed, answers):
-    """bash passes the line in the environment and reads the answers from descriptor 8, as argcomplete registers it."""
+    """bash, as registered by argcomplete, passes the line in the environment and reads file descriptor 8."""
     asked = {"COMP_LINE": typed, "COMP_POINT": str(len(typed)), "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
     command = ["bash", "-c", 'exec "$@" 8>&1', "bash", sys.executable, "-m", "megatron_neobert"]
     ended = subprocess.run(command, env={**ENVIRONMENT, **asked}, capture_output=True, text=True, check=False)
     assert ended.stdout.split() == answers
 
 
-def test_train_uses_this_package_and_its_recipes_in_any_working_directory(tmp_path):
-    """The working directory has folders with the names of the package and of the recipe."""
+def test_train_starts_this_package_from_any_folder_and_finds_a_recipe_by_its_name(tmp_path):
+    """The working directory has folders with the names of the package and the recipe, which must not be used."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "neobert"  # as pip writes it
     script.write_text("from megatron_neobert.__main__ import start\n\nif __name__ == '__main__':\n    start()\n")

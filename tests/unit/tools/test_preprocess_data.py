@@ -43,8 +43,8 @@ def test_dry_run_shows_inputs_a_sample_and_outputs_and_writes_nothing(place):
     code, output = run_forked("preprocess", *arguments_of(place, "--dry-run"))
     assert code == 0
     assert f"{place / 'shards' / 'a.jsonl'} | jsonl" in output
-    assert "1 shards" in output and "58 ids, uint16" in output
-    assert "text  hello world\nids   57 27 45 48 42 34  (6 in all)" in output
+    assert "1 input file, " in output and "58 ids, uint16" in output
+    assert "text  hello world\nids   57 27 45 48 42 34  (6 ids)" in output
     assert "estimated from a sample: 2 documents, 7 tokens" in output
     assert f"would write {place / 'run_content_document.bin'}" in output
     assert sorted(place.rglob("*")) == before
