@@ -167,10 +167,10 @@ def pack_documents() -> dict[str, Any]:
     lengths = np.random.default_rng(2).lognormal(np.log(368), deviation, 4096).clip(1, SEQ_LENGTH).astype(int)
     window = sorted(lengths.tolist(), reverse=True)
     shown = sorted(lengths[:16].tolist(), reverse=True)
-    sequences = max(best_fit_decreasing(window, row_tokens=SEQ_LENGTH)) + 1
+    sequences = max(best_fit_decreasing(window, capacity=SEQ_LENGTH)) + 1
     return {
         "lengths": shown,
-        "sequences": best_fit_decreasing(shown, row_tokens=SEQ_LENGTH),
+        "sequences": best_fit_decreasing(shown, capacity=SEQ_LENGTH),
         "unused when padded, %": round(100 - 100 * sum(window) / (SEQ_LENGTH * len(window)), 1),
         "unused when packed, %": round(100 - 100 * sum(window) / (SEQ_LENGTH * sequences), 2),
     }
