@@ -306,7 +306,7 @@ def read_rotary_base(fields: _Fields) -> int | None:
     for key, base in stated.items():
         if type(base) not in (int, float) or not 2 <= base <= _LARGEST or base != int(base):
             raise ConversionError(
-                f"{fields.path}: {key} is {quote(base)}; a whole number from 2 to {_LARGEST:,} is needed."
+                f"{fields.path}: {key} is {quote(base)}; it must be a whole number from 2 to {_LARGEST:,}."
             )
     if len(set(stated.values())) > 1:
         pairs = " and ".join(f"{key} {base:g}" for key, base in stated.items())

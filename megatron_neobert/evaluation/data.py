@@ -175,7 +175,9 @@ def _read_tagged_text(path: Path) -> datasets.Dataset:
         if not line.strip() or line.startswith(("-DOCSTART-", "# id ")):
             pairs.append(None)
         elif len(fields) < 2:
-            raise DataError(f"{path}, line {number}: {line!r:.80} is one field; a line has a word first, its tag last.")
+            raise DataError(
+                f"{path}, line {number}: {line!r:.80} is one field; a line must begin with a word and end with its tag."
+            )
         else:
             pairs.append((fields[0], fields[-1]))
     sentences = [list(filter(None, group)) for is_sentence, group in groupby(pairs, key=bool) if is_sentence]

@@ -145,8 +145,8 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
     rows = read_split(folder, [split], texts=task.text_columns)
     if rows is None:
         raise MissingInputError(
-            f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH_GLUE}. TSV files are not read; "
-            "docs/evaluation.md has a line that converts them to CSV."
+            f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH_GLUE}. TSV files are not read: "
+            "convert them to CSV with the line in docs/evaluation.md."
         )
     names = [*task.text_columns, "label"]
     *texts, labels = columns_of(rows, names, f"{folder}: {split}")

@@ -24,7 +24,7 @@ VALUE = re.compile(r"\*|(^|\s)--?[a-z]")  # a formatted value, or a flag with th
 # What tells the user how to continue: a verb in the imperative, the rule that the value must follow, or a formatted
 # remedy at the end.
 VERBS = (
-    "add average call check choose convert correct create decompress delete drop evaluate export fetch free give "
+    "add average call check choose compare continue convert correct create decompress delete drop evaluate export fetch free give "
     "install keep leave load lower make measure mount move name number omit pass pick preprocess put raise remove "
     "rename repeat replace restart run see set shorten split start stop train try upgrade use wait write"
 ).replace(" ", "|")

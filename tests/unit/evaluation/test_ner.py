@@ -87,7 +87,7 @@ def test_every_format_gives_the_same_sentences(tmp_path, format_):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("cat\n", "line 1: 'cat' is one field; a line has a word first, its tag last"),
+        ("cat\n", "line 1: 'cat' is one field; a line must begin with a word and end with its tag"),
         ("the O\ncat ANIMAL\n", "train row 0: 'ANIMAL' is not a tag"),
         ("\n\n", "train has no rows"),
         ({"tokens": [["a"]], "ner_tags": [[1]]}, "tag 1 has no name, because the file has no tag names"),

@@ -13,7 +13,6 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents, write_a
 
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.stream import BatchStream, Source
-from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.data.corpus import object_storage
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
