@@ -45,7 +45,7 @@ def test_script_without_a_python_environment_ends_with_69_and_one_sentence(tmp_p
         [*BASH, "--help"], env={**environment(1), "PYTHON": str(python)}, capture_output=True, text=True, check=False
     )
     assert (ended.returncode, len(ended.stderr.splitlines())) == (69, 1)
-    assert "No module named yaml); make an environment with tools/prepare_environment.sh" in ended.stderr
+    assert "No module named yaml); run bash tools/prepare_environment.sh" in ended.stderr
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def note_batches(folder: Path, *, poisoned: bool) -> None:
     """Record the tokens of every batch. If `poisoned`, set an embedding to NaN before the last batch."""
     original = step.compute_gradients
     if poisoned:
-        Saver._refuse_values_not_finite = lambda *arguments: None
+        Saver._check_finite = lambda *arguments: None
 
     def compute_gradients(run, batches):
         iteration = run.state.iteration + 1

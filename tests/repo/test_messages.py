@@ -24,9 +24,10 @@ VALUE = re.compile(r"\*|(^|\s)--?[a-z]")  # a formatted value, or a flag with th
 # What tells the user how to continue: a verb in the imperative, the rule that the value must follow, or a formatted
 # remedy at the end.
 VERBS = (
-    "add average call check choose compare continue convert correct create decompress delete drop evaluate export fetch free give "
-    "install keep leave load lower make measure mount move name number omit pass pick preprocess put raise remove "
-    "rename repeat replace restart run see set shorten split start stop train try upgrade use wait write"
+    "add average call check choose compare continue convert correct create decompress delete drop evaluate export "
+    "fetch free give install keep leave load lower make measure mount move name number omit pass pick preprocess "
+    "put raise remove rename repeat replace restart run see set shorten split start stop train try upgrade use wait "
+    "write"
 ).replace(" ", "|")
 REMEDY = re.compile(
     rf"((^|[.:;,)*?] )|\b(or|and|then|to|it|files?|node) )({VERBS})\b"

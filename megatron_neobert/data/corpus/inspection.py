@@ -88,9 +88,7 @@ def _open(options: _CorpusOptions) -> "Corpus":
     if not is_url(options.prefix):
         return Corpus(options.prefix)
     if options.object_storage_cache_path is None:
-        raise ConfigError(
-            f"{options.prefix} is read through a folder on a local disk; name one: --object-storage-cache-path."
-        )
+        raise ConfigError(f"{options.prefix} needs a local cache folder; give one with --object-storage-cache-path.")
     return Corpus(options.prefix, ObjectStorage(Path(options.object_storage_cache_path)))
 
 

@@ -131,7 +131,7 @@ UNFIT = [
     ("eurobert", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; NeoBERT rotates every channel"),
     ("eurobert", {"rope_theta": 9000}, "rope_theta 9000 and rope_parameters.rope_theta 5000 contradict each other"),
     ("neobert", {"rope_theta": 0.5}, "rope_theta is 0.5; it must be a whole number from 2 to 2,147,483,647"),
-    ("neobert", {"rope_theta": 5000.5}, "rope_theta is 5000.5; a whole number"),
+    ("neobert", {"rope_theta": 5000.5}, "rope_theta is 5000.5; it must be a whole number"),
     ("neobert", {"model_type": "bert"}, "model_type is 'bert'; only eurobert, neobert, llama have"),
     ("neobert", {"model_type": ...}, "model_type is missing; only eurobert, neobert, llama have"),
 ]

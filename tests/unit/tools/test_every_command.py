@@ -119,7 +119,7 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
         (
             "convert megatron-to-hf", "--laod x --output=y",
             ["unknown flag --laod; did you mean '--load'?",
-             "--load is missing: folder that training was given as --save."],
+             "--load is missing: folder given to training as --save."],
         ),
         ("validate", "corpus another",
          ["'another' is not the value of any flag; check the spelling before it, and quote a value that has a space."]),
