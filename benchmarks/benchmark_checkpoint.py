@@ -31,7 +31,10 @@ VOCABULARY = 8192
 
 
 def main() -> int:
-    """Train a few iterations in each mode, in turns, and print the medians."""
+    """Train a few iterations without saving, with saving, and with saving in the background; print what saving costs.
+
+    The rounds of the three modes alternate, and medians of the rounds are printed, with the time of verifying.
+    """
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--num-layers", type=int, default=6, help="layers of the model (%(default)s)")

@@ -229,7 +229,16 @@ def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
 
 
 def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> tuple[int, dict[str, Any]]:
-    """Run a command on the first allowed cores; return its exit code and the wall time, CPU time and peak memory."""
+    """Run a command on the first `cores` cores that this process may use.
+
+    Args:
+        log: File for the output of the command.
+        scratch: Folder for caches and temporary files of the command.
+
+    Returns:
+        The exit code, and a dictionary with `wall_seconds`, `cpu_seconds` and `peak_bytes` (resident memory of the
+        largest process).
+    """
     allowed = os.sched_getaffinity(0)
     with log.open("wb") as stream:
         # The command inherits the cores.

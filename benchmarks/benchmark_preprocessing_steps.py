@@ -81,7 +81,11 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
 
 
 def save_plain_tokenizer(model: str, folder: Path) -> dict[str, Any]:
-    """Write a tokenizer.json that treats "[MASK]" in a text as text; return its path and the number of added tokens."""
+    """Write a tokenizer.json that treats names of special tokens, such as "[MASK]", as text.
+
+    Returns:
+        Path of the file, and the number of special tokens that the tokenizer adds to each text.
+    """
     import tokenizers
 
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer

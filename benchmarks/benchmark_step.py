@@ -83,7 +83,11 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Build both models, train them in turns at every length, print the table, and return exit code 0."""
+    """Train the layouts in turns at every length, and print their speeds. Return exit code 0.
+
+    The reference model is built only if `arguments.layouts` has it. The figures are written to `arguments.output`, and
+    files of the benchmark's corpus to `folder`.
+    """
     import torch
 
     from benchmarks.shared import describe_machine, print_table, write_figures

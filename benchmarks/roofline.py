@@ -82,7 +82,7 @@ def counted_bytes(layers: str) -> dict[str, float]:
 
 
 def steps() -> list[Step]:
-    """Return the implementations in the order of the table."""
+    """Return the implementations of a training step, in the order of the rows of the printed table."""
     in_bf16 = Step("Transformer Engine", "cuDNN", counted_bytes("Transformer Engine"))
     return [
         Step("local layers", "FA2", counted_bytes("local")),

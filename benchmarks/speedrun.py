@@ -122,7 +122,7 @@ def compare(first: str, baseline: dict[str, Finish], name: str, finishes: dict[s
 
 
 def p_below(differences: Sequence[float]) -> float:
-    """Return p of an exact one-sided test that the mean is below 0: the share of sign patterns with no higher mean."""
+    """Return the p-value of an exact one-sided sign-flip test that the mean difference is below 0."""
     magnitudes = [abs(difference) for difference in differences]
     observed = sum(differences) + 1e-12  # rounding must not exclude the observed pattern itself
     patterns = itertools.product((-1, 1), repeat=len(magnitudes))

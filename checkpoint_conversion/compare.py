@@ -246,7 +246,10 @@ def make_loud(model: ReferenceNeoBERT, *, seed: int = 0) -> ReferenceNeoBERT:
 def checkpoint_model(
     checkpoint: MegatronCheckpoint, dtype: torch.dtype = torch.float32, *, description: str = "reference"
 ) -> LogitModel:
-    """Return the reference model of a checkpoint for a comparison, in fp32 with weights rounded to `dtype`."""
+    """Return the reference model with the weights of a checkpoint.
+
+    The model computes in fp32. Its weights are rounded to `dtype` first. `description` names it in messages.
+    """
     reference, settings = checkpoint.build_reference(dtype), checkpoint.settings.model
 
     def weights() -> dict[str, Tensor]:

@@ -210,7 +210,9 @@ def _mask(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "
 
 
 def copy_companions(model: Path, folder: Path, task: str) -> None:
-    """Write config.json, the tokenizer and other files that libraries expect in the parent folder of the graphs.
+    """Write config.json, the tokenizer and other files that libraries read into `folder`, the parent of the graphs.
+
+    The files of sentence-transformers (modules, pooling) are copied if `task` is feature extraction.
 
     If the auto_map of config.json names our modelling file, write this package's version of it, because libraries load
     the configuration with it. Otherwise remove auto_map; code of the model's folder is never copied.
@@ -237,7 +239,10 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings of the libraries about packages that are not needed and axes with equal names."""
+    """Suppress all Python warnings, and log messages up to WARNING, of this process.
+
+    The exporter warns about packages that are not needed and about axes with equal names.
+    """
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

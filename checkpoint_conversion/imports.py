@@ -57,8 +57,8 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tupl
     Raises:
         OutputError: The output exists, or cannot be created.
         SaveError: A file cannot be written.
-        MissingInputError, DataError, ConversionError: See `read_folder`; or the checkpoint's model differs from the
-            folder's. No output is left then.
+        MissingInputError, DataError, ConversionError: See `read_folder`.
+        ConversionError: The checkpoint's model differs from the folder's; the output is removed.
     """
     imported = read_folder(folder)
     shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)

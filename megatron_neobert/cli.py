@@ -139,10 +139,10 @@ excerpt = _Excerpt().repr
 def assign(
     values: dict[str, Any], item: Field, item_type: Any, value: Any, *, source: str, is_file_name: bool = False
 ) -> list[str]:
-    """Convert a value to the type of its field and store it in `values`; return the problem, or an empty list.
+    """Convert a value to the type of its field and store it in `values`; return a list of problems.
 
     Args:
-        source: Flag, or file and key, that the problem starts with.
+        source: Flag, or file and key, with which the messages begin.
         is_file_name: See `convert`.
     """
     read = item.metadata.get("read")

@@ -211,7 +211,7 @@ def print_warnings_as_sentences() -> None:
 
 
 def _missing_package(module: str) -> str | None:
-    """Return the message about a module that is not installed; None if it is our own or of the standard library."""
+    """Return the message about a missing module, or None if the module belongs to this project or to Python."""
     package = module.split(".")[0]
     if package in ("", "megatron_neobert", "checkpoint_conversion", *sys.stdlib_module_names):
         return None

@@ -14,7 +14,14 @@ from megatron_neobert.runtime.environment import world_size
 
 
 def main() -> int:
-    """Train with the settings in `sys.argv`, or print the plan with --dry-run, and return the exit code."""
+    """Train with the settings in `sys.argv`, or print the plan with --dry-run.
+
+    Returns:
+        0 at the end of training or after the plan; otherwise the exit code of a run that stopped early.
+
+    Raises:
+        NeoBERTError: See `run_training`. The caller ends the process with the error's exit code.
+    """
     # The imports below take seconds.
     signals.install_signal_handlers()
     from megatron_neobert.config.cli import parse_command_line

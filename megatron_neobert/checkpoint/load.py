@@ -124,7 +124,12 @@ def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
 def _read(shards: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None) -> dict[str, Any]:
     """Return the state with tensors from the checkpoint, and with the optimizer's values that are not tensors.
 
-    Collective: all ranks. An error of one rank is raised on all ranks.
+    The tensors in `shards` are filled in place.
+
+    Raises:
+        CheckpointError: A file cannot be read or lacks a tensor. It is raised on all ranks.
+
+    Collective: all ranks.
     """
     state, plain, factories = load_preprocess(shards)
     state, _ = extract_sharded_base(state)
@@ -197,7 +202,11 @@ def _sharded_weights(run: Run) -> dict[str, Any]:
 
 
 def _load_main_weights(run: Run, state: dict[str, Any]) -> None:
-    """Copy loaded weights into the optimizer's fp32 main weights, if the model's weights are in less than fp32."""
+    """Copy loaded weights into the optimizer's fp32 main weights, which exist if the model is in bfloat16.
+
+    Args:
+        state: The loaded state; the weights of the model are in `state[_MODEL]`.
+    """
     if run.settings.parallel.use_distributed_optimizer:
         run.optimizer.reload_model_params(state_dict=state)
         return

@@ -81,7 +81,7 @@ def first_iteration(config: CheckpointConfig) -> int:
 
 
 def refuse_other_tokenizer(folder: Path, saved: Tokenizer, current: Tokenizer) -> None:
-    """Raise CheckpointError if the tokenizers of a checkpoint and of this run differ, also if their sizes are equal."""
+    """Raise CheckpointError if the tokenizers of a checkpoint and of this run differ, even if their sizes agree."""
     if saved.fingerprint != current.fingerprint:
         raise CheckpointError(
             f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "

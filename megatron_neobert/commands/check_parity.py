@@ -184,7 +184,10 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
 
 
 def build_loud_reference(settings: Settings, vocab_size: int) -> "tuple[Any, dict[str, Tensor], dict[str, Tensor]]":
-    """Return the reference, its weights under internal names, and the weights with a wrong rotary convention."""
+    """Return a reference model with large random weights, and two versions of its weights under Megatron's names.
+
+    The first version is correct. The second has unpermuted rotary dimensions and serves as a negative control.
+    """
     from checkpoint_conversion.checkpoint import model_shape, reference_config
     from checkpoint_conversion.compare import make_loud
     from checkpoint_conversion.mapping import COPY, NEOBERT, PAIR_ADJACENT, to_internal

@@ -169,7 +169,7 @@ def requirement_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def conflict_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Finding]:
-    """Yield installed packages that do not work together.
+    """Yield a finding for each installed package that does not work with another package or with torch's CUDA.
 
     Args:
         cuda: Version of CUDA that torch was built with; empty for a CPU build.

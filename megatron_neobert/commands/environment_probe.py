@@ -150,7 +150,9 @@ def run_gpu_test() -> None:
 
 
 def compute(rank: int, device_type: str, ranks: int, store: str) -> None:
-    """Send the findings of a bfloat16 product on this rank, and of a sum over all ranks.
+    """Check a bfloat16 matrix product on this rank and a sum over all ranks, and send the findings to the parent.
+
+    Rank 0 alone sends the finding of the sum.
 
     Args:
         device_type: "cuda", or "cpu" in tests, which communicates over gloo.

@@ -109,10 +109,11 @@ def read_settings(path: Path, *, is_record: bool = False) -> Settings:
     """Return the settings of a YAML file; each value is checked for its type only.
 
     Args:
-        is_record: The file was written by a run, perhaps of an earlier version with other settings.
+        is_record: The file was written by a run. A setting of an earlier version is then accepted if it has the value
+            that is fixed now.
 
     Raises:
-        ConfigError: With every problem of the file.
+        ConfigError: The file has problems; the error lists all of them.
         MissingInputError: The file does not exist.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
@@ -127,7 +128,7 @@ def write_record(settings: Settings, path: Path) -> None:
 
 
 def model_flags(model: ModelConfig) -> str:
-    """Return the flags of `neobert train` that describe a model, without the default values."""
+    """Return the flags of `neobert train` that describe a model. Settings with their default value are omitted."""
     default = ModelConfig()
     if model.ffn_width == replace(model, ffn_hidden_size=None).ffn_width:
         model = replace(model, ffn_hidden_size=None)

@@ -134,7 +134,7 @@ def _corpora(settings: Settings) -> set[str]:
 
 
 def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
-    """Raise CheckpointError if a phase that began before the checkpoint has changed, except for paths of corpora."""
+    """Raise CheckpointError if a phase that began before the checkpoint has changed. Paths of corpora may change."""
 
     def begun_phases(settings: Settings) -> list[tuple[int, dict[str, Any]]]:
         begun = [phase for phase in settings.training.phases if phase.after_iters < saved.iteration]

@@ -6,7 +6,7 @@ References in files are never followed: not to other folders, pipes or the netwo
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path, PurePosixPath
@@ -37,10 +37,11 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Check a file or folder of data, and turn every error of the block that reads it into a DataError.
+    """Check a file or folder of data before the `with` block reads it, and turn errors of libraries into DataError.
 
     Raises:
         DataError: The data cannot be read, or `check_data` refuses it.
+        NeoBERTError: The block raised it.
     """
     try:
         check_data(path)
@@ -144,7 +145,7 @@ def _read_table(path: Path, texts: Sequence[str]) -> pyarrow.Table:
     )
 
 
-def columns_of(rows: datasets.Dataset, names: Iterable[str], where: str) -> list[list[Any]]:
+def columns_of(rows: datasets.Dataset, names: Sequence[str], where: str) -> list[list[Any]]:
     """Return the values of columns.
 
     Args:

@@ -184,12 +184,14 @@ def train(
     arguments: SentenceTransformerTrainingArguments,
     final: Path,
 ) -> dict[str, Any] | None:
-    """Train and write the final folder.
+    """Train, or resume from the newest checkpoint in `arguments.output_dir`, and write the final folder.
+
+    The batch sampler and the prompts of `arguments` are set here.
 
     Collective: all processes of a torchrun.
 
     Returns:
-        The results for the record on rank 0, None on other ranks.
+        On rank 0 the results that the caller writes to the JSON record, on other ranks None.
     """
     training = config.training
     # Set the seed before loading, because a pooler that the folder lacks is initialized at random.
@@ -223,8 +225,12 @@ def train(
     if checkpoint is not None and trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}", flush=True)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    seconds = time.monotonic() - start
-    if not trainer.is_world_process_zero():
+    seconds, is_main = time.monotonic() - start, trainer.is_world_process_zero()
+    if torch.distributed.is_initialized():
+        # A process that exits while threads of gloo run may end with SIGABRT. torchrun would then end rank 0, which
+        # still has to write the final folder.
+        torch.distributed.destroy_process_group()
+    if not is_main:
         return None
     # The history is part of the checkpoints, so a resumed run has every step once. A loss is the mean since the
     # previous entry, or since the checkpoint if the run was resumed within a log interval.

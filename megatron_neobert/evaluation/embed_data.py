@@ -225,7 +225,11 @@ def _paths(columns: _Columns) -> tuple[str, ...]:
 
 
 def _first_text(row: dict[str, Any], columns: _Columns, label: str) -> str | None:
-    """Return the first text that is not empty in these columns, or None."""
+    """Return the first text in these columns that is not empty, or None.
+
+    Raises:
+        DataError: The row has none of the columns; `label` names the file in the message.
+    """
     present = [path for path in _paths(columns) if path.split(".")[0] in row]
     if not present:
         raise DataError(

@@ -192,7 +192,7 @@ def fingerprint(folder: Path) -> str:
     The files are weights, config and tokenizer, and sentence-transformers' modules, pooling and prompts.
 
     Raises:
-        MissingInputError, ConversionError: The folder is not a model, or its files refer to others outside it.
+        MissingInputError, ConversionError: The folder is not a model, or names files outside the folder.
     """
     check_folder(folder, attention=_ATTENTION)
     files = {path.relative_to(folder): path for pattern in _FILES_OF_OUTPUT for path in folder.glob(pattern)}

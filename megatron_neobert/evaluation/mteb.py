@@ -96,7 +96,9 @@ def evaluate(options: MtebOptions) -> None:
 
 
 def build_units(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ledger unit of each task by name: everything that its score depends on, or None without data.
+    """Return the ledger unit of each task by its name, or None if the data of the task are missing.
+
+    A ledger unit is a dictionary of everything that a score depends on.
 
     Args:
         common: Entries of every unit.

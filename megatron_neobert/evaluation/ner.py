@@ -229,7 +229,7 @@ class EncodedSentences:
 def encode_sentences(
     sentences: Sequence[Sentence], labels: Sequence[str], tokenizer: Any, length: int
 ) -> EncodedSentences:
-    """Tokenize sentences; warn if words are beyond `length` tokens.
+    """Tokenize sentences, and return them sorted by length. Warn if words are beyond `length` tokens.
 
     Raises:
         ConversionError: The tokenizer cannot map words to tokens.

@@ -183,7 +183,7 @@ def measure(
 def _score_positions(
     scorer: Scorer, documents: Iterable[Document], *, batch_tokens: int, progress: tqdm
 ) -> Iterator[float]:
-    """Yield the loss of every position of every document, in order; the documents are sorted by decreasing length."""
+    """Yield the loss of every position of every document, in order. Documents must be sorted by decreasing length."""
     masked = (MaskedDocument(document.ids_s, position) for document in documents for position in document.positions)
     for longest in masked:
         size = max(1, batch_tokens // len(longest.ids_s))
@@ -293,9 +293,9 @@ def document_id(text: str) -> str:
 
 
 def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed: int) -> tuple[int, ...]:
-    """Draw `count` positions without replacement, or all; return them in increasing order.
+    """Draw `count` positions without replacement, and return them in increasing order.
 
-    The result depends on the document's id, its positions and the seed only.
+    All positions are returned if `count` is None or not below their number. Equal arguments give equal positions.
     """
     if count is None or count >= len(scorable):
         return tuple(scorable)
@@ -311,7 +311,7 @@ def _nothing_to_measure(options: PerplexityOptions, dropped: Counter[str]) -> Da
 
 
 def _read(options: PerplexityOptions, dropped: Counter[str]) -> Iterator[list[str]]:
-    """Yield the texts of all inputs in batches that are not empty; count the other records in `dropped`."""
+    """Yield the texts of all inputs in non-empty batches. Count rejected and dropped records in `dropped`."""
     settings = ReadSettings(text_key=options.text_key)
     for path in find_inputs(options.data):
         for chunk in split_into_chunks(path, settings):

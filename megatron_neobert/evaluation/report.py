@@ -239,7 +239,10 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def ner(records: Sequence[Record], output: Path) -> list[str]:
-    """Return the scores of every data set, with the best point of its grid."""
+    """Return the section on NER: what the metric is, and the best point of the grid of each data set.
+
+    No figure is written to `output`.
+    """
     return [
         paragraph(
             "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct. The validation "
@@ -361,7 +364,10 @@ def _percent(score: dict[str, Any]) -> str:
 
 
 def _mean(mean: dict[str, Any] | None) -> str:
-    """Format an average of MTEB with its number of tasks; "there" counts the tasks that have a score."""
+    """Format an average of MTEB and its number of tasks: "61.2 (7)".
+
+    Without an average, the text is "missing"; if tasks lack a score, it is "– (5 of 7)".
+    """
     if mean is None:
         return "missing"
     if mean["value"] is None:

@@ -121,7 +121,7 @@ def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
 def _run_points(ledger: Ledger, sweep: Sweep) -> None:
     """Execute the runs that the ledger lacks, and add the sweep as its last line.
 
-    Keeps the weights of the best run so far, and those of earlier sweeps.
+    The weights of the best run so far and of earlier sweeps are kept; the weights of all other runs are deleted.
     """
     folder = ledger.path.parent
     units = {point: {**sweep.common_unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}

@@ -38,14 +38,19 @@ class InspectBatchOptions:
 
 
 def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
-    """Print statistics and text of one iteration's batch; all other flags are those of `neobert train`.
+    """Print statistics and text of one iteration's batch.
 
     The batch is built by the code of training, for all ranks; the number of ranks does not change it. No model is built
     and no file is written. --load starts from the run's newest checkpoint before the iteration, and takes the run's
     settings unless --config is given.
 
+    Args:
+        options: Options of this command.
+        flags: Flags of `neobert train`, which override settings of the run.
+
     Raises:
         ConfigError: The settings break a rule, or the run has no such iteration.
+        MissingInputError, DataError, CheckpointError: See `rebuild_batch`.
     """
     checkpoint, settings = choose_origin(options, [*flags, *_ONE_RANK])
 

@@ -158,7 +158,10 @@ def to_text(segment: Segment, tokenizer: Tokenizer) -> str:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, str]:
-    """Return the space before a token (" " or ""), and its text, which is never empty."""
+    """Return the space before a token (" " or "") and the token's text.
+
+    A special token, and a token that cannot be decoded alone, is shown as its entry in the vocabulary.
+    """
     backend = tokenizer.backend
     token, decoder = backend.id_to_token(token_id), backend.decoder
     assert token is not None, f"{token_id=} of {backend.get_vocab_size()}"

@@ -48,7 +48,8 @@ def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None
     """Build the global batch of an iteration.
 
     Args:
-        checkpoint: Checkpoint of the run before the iteration. None starts at the first iteration of the run.
+        checkpoint: Checkpoint of the run before the iteration. None starts at the first iteration of the run, which
+            follows the newest checkpoint of --continue-from, if there is one.
 
     Raises:
         MissingInputError, DataError: The inputs that the settings name are missing or damaged.
@@ -96,7 +97,7 @@ def checkpoint_before(load: Path, iteration: int) -> Path | None:
     """Return the newest checkpoint before an iteration, or None if the run can be rebuilt from iteration 1.
 
     Raises:
-        MissingInputError: No checkpoint is before the iteration, and the run began with --continue-from.
+        MissingInputError: The folder has no checkpoint before the iteration, and the run began with --continue-from.
     """
     earlier = [folder for folder in list_checkpoints(load) if iteration_of(folder) < iteration]
     if earlier:
@@ -136,7 +137,7 @@ def without_outputs(settings: Settings) -> Settings:
 
 
 def override_settings(settings: Settings, flags: list[str]) -> Settings:
-    """Return the settings of a run of one rank, in which flags of `neobert train` replace values.
+    """Return the settings of a run of one rank, with values replaced by flags of `neobert train`.
 
     Raises:
         ConfigError: A flag is unknown, or the result breaks a rule of the settings.

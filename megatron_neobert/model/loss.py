@@ -62,7 +62,7 @@ class FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses in nats and correctness, both fp32, [m].
+        """Return the losses in nats, and 1 where the label has the largest logit, else 0. Both are fp32, [m].
 
         Args:
             column_m: Column of each label, if it is in this rank's share of the vocabulary; otherwise any column.

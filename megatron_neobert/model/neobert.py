@@ -145,8 +145,11 @@ class NeoBERTModel(GPTModel):
         return logits_m1v.squeeze(1) + bias_v
 
     def _prepare_head(self, vocab_size: int) -> None:
-        """Add a bias to GPTModel's output layer, and count the padding columns of this rank."""
-        # The layer is built without a bias, but checkpoints one, and returns it separately with skip_bias_add.
+        """Add a bias to GPTModel's output layer, which returns the bias without adding it.
+
+        Sets `padded_columns`: the number of this rank's columns that only pad the vocabulary.
+        """
+        # The layer is built without a bias, but has one in its checkpoints.
         layer = self.output_layer
         layer.bias = nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
         set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)

@@ -187,7 +187,7 @@ def phase_lines(forecast: Forecast, settings: Settings) -> list[str]:
 
 
 def flops_line(forecasts: Sequence[Forecast]) -> str:
-    """Format the FLOPs of forecasts together, and of a single forecast also per token and per iteration."""
+    """Format the total FLOPs of all forecasts. A single forecast also gets its FLOPs per token and per iteration."""
     total = f"{sum(forecast.iterations * forecast.flops for forecast in forecasts):.3e}"
     if len(forecasts) > 1:
         return f"{total} FLOPs in all"

@@ -46,7 +46,7 @@ class WorkerPool:
         """Return the result of a job that has ended.
 
         Raises:
-            ChildProcessError: A worker died.
+            ChildProcessError: The job's worker died.
             Exception: The exception that the job raised.
         """
         with self._reporting_worker_death(job):

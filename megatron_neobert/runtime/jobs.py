@@ -80,7 +80,7 @@ class Finished(Generic[Result]):
 
 
 def run_job(job: Job[Result]) -> Finished[Result]:
-    """Run a job: write its files, then its record, and return the record. An exception leaves no files."""
+    """Run a job: write its files, then its record, and return the record. If the job raises, no file is written."""
     job.file("done").unlink(missing_ok=True)
     with ExitStack() as stack:
         files = {kind: stack.enter_context(NewFile(job.file(kind))) for kind in job.kinds}

@@ -132,6 +132,8 @@ def norm_on_device(
 ) -> torch.Tensor:
     """Return the Euclidean norm over all gradients of the group's ranks: an fp64 scalar on the device.
 
+    `norm_type` must be 2, the only value that Megatron passes here.
+
     Collective: `grad_stats_parallel_group`.
     """
     assert norm_type == 2.0, f"{norm_type=}: gradients are clipped by their Euclidean norm"

@@ -114,7 +114,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         if control.ends:
             break
         if control.saves or control.validates:
-            monitor.restart_clock()
+            monitor.start_interval()
         detector.mark("waiting for data", run.state.iteration + 1)
     saver.finish()
     if control.stop is None and run.settings.checkpoint.save is None:

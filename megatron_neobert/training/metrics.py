@@ -71,11 +71,14 @@ class Monitor:
         self.device = device
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_tflops = None if gpu is None else gpu.bf16_tflops
-        self.restart_clock()
+        self.start_interval()
         self.trackers = Trackers(settings, iteration=iteration, log=self.log) if is_rank_zero() else None
 
-    def restart_clock(self) -> None:
-        """Start a new interval. Called after saving and validation, so that their time does not count."""
+    def start_interval(self) -> None:
+        """Set all sums and counters of the interval to zero, and start its clock.
+
+        Called after saving and validation, so that their time does not count.
+        """
         self.sums = MetricSums()
         self.iterations = self.updates = 0  # updates are iterations that were not skipped
         self.capacity_tokens = 0  # token capacity of these iterations
@@ -142,7 +145,7 @@ class Monitor:
         values = {**self._values(state), "lr": lr, "grad_norm": grad_norm}
         self.log(interval_lines(self._position(state), values))
         self._record(state, values)
-        self.restart_clock()
+        self.start_interval()
         return state
 
     def report_validation(self, state: TrainState, sums: Mapping[str, MetricSums]) -> None:

@@ -108,7 +108,10 @@ def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> 
 
 
 def run_schedule(run: Run, batches: StepBatches, *, forward_only: bool = False) -> list[Tensor]:
-    """Run Megatron's schedule over this rank's micro-batches, and return the reports of `_compute_loss`.
+    """Run Megatron's schedule over this rank's micro-batches.
+
+    Returns:
+        One tensor per micro-batch on the last pipeline stage, as `_compute_loss` describes; otherwise an empty list.
 
     Collective: all ranks.
     """

@@ -157,7 +157,10 @@ class Phase:
         return printed
 
     def benchmark(self, name: str, *flags: str, lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Run benchmarks/benchmark_step.py on packed steps and return the content of its JSON file."""
+        """Run benchmarks/benchmark_step.py on packed steps and return the content of its JSON file.
+
+        `name` names the log file of the command.
+        """
         figures, sizes = self.output / "figures.json", self.sizes
         batches = ("--micro-batch-tokens", sizes.tokens, "--global-batch-tokens", 2 * sizes.tokens)
         model = (*sizes.model, "--vocab-size", sizes.vocab_size, *self.precision)
@@ -213,7 +216,7 @@ class Phase:
 
 
 def relative_gaps(first: Curve, second: Curve, iterations: range) -> list[float]:
-    """Return the relative differences between the losses of two runs at these iterations.
+    """Return the absolute differences between the losses of two runs at these iterations, relative to the first run.
 
     Raises:
         Failed: A run has no loss at one of the iterations.
@@ -282,7 +285,10 @@ def measure_speed(phase: Phase) -> None:
 
 
 def compare_fp8(phase: Phase) -> None:
-    """Trains in FP8 and in bf16 on the same data with the same seed. A second run in bf16 shows the noise."""
+    """Train in bf16, again in bf16, and in FP8, on the same data with the same seed.
+
+    The second run in bf16 shows the noise. A run fails if its losses differ from the first by more than FP8_LOSS.
+    """
     total, rows = phase.sizes.iterations, phase.tables.setdefault("runs", [])
     bf16: Curve = {}
     for name, flags in RUNS.items():
@@ -299,7 +305,11 @@ def compare_fp8(phase: Phase) -> None:
 
 
 def check_resume(phase: Phase) -> None:
-    """Trains 20 iterations, and resumes a copy from the asynchronous checkpoint after 10."""
+    """Train 20 iterations, resume a copy from the asynchronous checkpoint of iteration 10, and compare the two runs.
+
+    Raises:
+        Failed: The resumed run read other documents, or its losses differ (on a GPU: by more than RESUMED_LOSS).
+    """
     phase.remove_runs("whole", "resumed")
     every = ("--log-interval", 1, "--save-interval", 10, "--async-save")
     whole = phase.train("whole", 20, *every)
@@ -316,7 +326,7 @@ def check_resume(phase: Phase) -> None:
 
 
 def check_move(phase: Phase) -> None:
-    """Resumes an fp32 run from the GPU on the CPU, and then on the GPU again."""
+    """Resume an fp32 run from the GPU on the CPU, and then on the GPU again."""
     phase.remove_runs("here", "on_cpu", "back")
     flags = ("--micro-batch-size", 2, "--global-batch-size", 2, "--log-interval", 1, "--save-interval", 2)
     here = phase.train("here", 6, *flags, bf16=False)

@@ -175,16 +175,14 @@ def best_fit_decreasing(sizes: list[int], *, capacity: int) -> list[int]:
 
     A segment goes into the fullest sequence that has room for it, or else into a new one.
 
-    Bit c of an integer is set if some sequence has exactly c free tokens. Shifting the integer by the segment's size
-    and taking the lowest bit finds the fullest sequence in one step of big-integer arithmetic, for any number of
-    sequences.
-
     Args:
-        sizes: Tokens of each segment, in decreasing order, at most `capacity`.
+        sizes: Tokens of each segment, in decreasing order, at most `capacity`. At least one segment.
         capacity: Tokens that fit into a sequence.
     """
     smallest = sizes[-1]
     sequences_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # Bit c is set if some sequence has exactly c free tokens. Shifting by the segment's size and taking the lowest bit
+    # finds the fullest sequence in one step of big-integer arithmetic, for any number of sequences.
     free_sizes = 0
     sequences = 0
     sequence_of_segment = []

@@ -190,7 +190,7 @@ class BatchStream:
 
 
 def build_steps(batches: Iterator[StreamBatch], *, ahead: int) -> Iterator[StepBatches]:
-    """Yield the steps of endless global batches, of any streams.
+    """Yield the step of each global batch. Different batches may come from different streams.
 
     Args:
         ahead: Number of following batches whose documents are prefetched before a step is built.

@@ -141,7 +141,12 @@ def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile
 
 
 def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
-    """Yield the attributes `names` of consecutive documents as columns, with the number of the first document."""
+    """Yield the number of the first document and the attributes `names` of a batch of consecutive documents.
+
+    Raises:
+        ConfigError: The corpus has no such attribute.
+        DataError: The file of attributes is damaged.
+    """
     stored = sorted(names - DERIVED.keys())
     types = attribute_types(corpus) if stored else {}
     if unknown := [name for name in stored if types.get(name) not in _TYPES]:

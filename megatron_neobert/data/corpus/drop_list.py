@@ -55,7 +55,8 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
         prefix: Prefix of the corpus, for error messages.
 
     Returns:
-        The entry of the corpus, and its bits in whole bytes (mapped; lowest bit first; 1: dropped).
+        The entry of the corpus, and its mask: one bit per document, lowest bit of a byte first, 1 if the document is
+        dropped. The mask is mapped into memory.
 
     Raises:
         MissingInputError: The file does not exist.

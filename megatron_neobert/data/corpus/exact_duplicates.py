@@ -52,7 +52,11 @@ def find_exact_duplicates(hash_files: Sequence[Path], folder: Path) -> NDArray[n
 
 
 def find_repeats(hashes: NDArray[np.void]) -> NDArray[np.int64]:
-    """Return the positions of all hashes that occur at an earlier position too."""
+    """Return the positions of all hashes that also occur at an earlier position, in no particular order.
+
+    Args:
+        hashes: Array of HASH_DTYPE.
+    """
     if not hashes.size:
         return np.zeros(0, dtype=np.int64)
     high, low = hashes["high"].astype(np.uint64), hashes["low"].astype(np.uint64)

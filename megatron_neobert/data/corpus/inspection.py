@@ -67,7 +67,13 @@ class InspectDataOptions(_CorpusOptions):
 
 
 def inspect_data(options: InspectDataOptions) -> None:
-    """Print a summary of a corpus, or some of its documents as text and token ids."""
+    """Print a summary of a corpus, its input files (--inputs), or documents as text and token ids (--document).
+
+    Raises:
+        MissingInputError: The corpus does not exist.
+        ConfigError: There is no such document, or an option is missing.
+        DataError: The corpus is damaged.
+    """
     corpus = _open(options)
     if options.inputs:
         print_inputs(corpus)

@@ -231,7 +231,12 @@ class RemoteFile:
         return self._folder / str(number)
 
     def load(self, number: int) -> bytes:
-        """Return a block from the cache; fetch it into the cache first if it is missing or damaged there."""
+        """Return a block from the cache; fetch it into the cache first if it is missing or damaged there.
+
+        Raises:
+            DataError: The remote file was replaced after it had been opened.
+            StorageError: It cannot be read, or the cache cannot be written.
+        """
         if (cached := self._read_cached(number)) is not None:
             return cached
         path, begin = self.path(number), number * BLOCK_BYTES

@@ -142,7 +142,7 @@ class Corpus:
 
     @cached_property
     def attributes_file(self) -> Path:
-        """Local path of the document attributes.
+        """Local path of the document attributes, which the corpus must have. A remote file is downloaded first.
 
         Raises:
             DataError: The checksum of the file differs from the manifest.

@@ -204,7 +204,7 @@ class PairJob(Job[None]):
     def _are_similar(self, pairs: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return True for each pair whose exact Jaccard index reaches the threshold.
 
-        Cost: 2 us of one core for a pair of equal documents, 0.1 us per token of both for any other pair.
+        Cost on one core: 2 us for a pair of equal documents; 0.1 us per token of the two documents for other pairs.
         """
         documents, positions = np.unique(pairs.ravel(), return_inverse=True)
         # `documents` is sorted, so those of one corpus are consecutive.
@@ -357,7 +357,12 @@ def open_corpus(prefix: str, documents_sha256: str) -> Corpus:
 
 
 def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
-    """Open corpora; raise an error if tokenizers differ or a corpus is named twice."""
+    """Open the corpora.
+
+    Raises:
+        DataError: The corpora were written with different tokenizers.
+        ConfigError: Two corpora have the same documents.
+    """
     corpora = [Corpus(prefix) for prefix in prefixes]
     first = corpora[0]
     for index, corpus in enumerate(corpora):

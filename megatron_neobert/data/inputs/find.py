@@ -72,7 +72,11 @@ def version_from_info(info: dict[str, Any], url: str) -> InputVersion:
 
 
 def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield the patterns, with those of its lines in place of each `@list`."""
+    """Yield the patterns. Replace each `@list` by the lines of the file or URL `list`, unless a file `@list` exists.
+
+    Raises:
+        MissingInputError: The list does not exist.
+    """
     for pattern in patterns:
         if not pattern.startswith("@") or Path(pattern).exists():
             yield pattern

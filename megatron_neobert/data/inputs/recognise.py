@@ -149,9 +149,13 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
-    """Return "jsonl" or "text". Raise DataError for JSON objects that span lines, and for any other content.
+    """Return "jsonl" or "text", the format of an input file that is neither a table nor a web archive.
+
+    Raises:
+        DataError: The content is binary, is markup or a CSV table, or JSON objects span lines.
 
     Args:
+        path: Name of the file. An ending such as .jsonl or .csv decides as well.
         head: First _HEAD_BYTES of the decompressed file.
     """
     for magic, (kind, remedy) in _REFUSED_CONTENT.items():

@@ -137,7 +137,10 @@ def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
 
 
 def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
-    """Yield consecutive rows of the text column and the columns of --record-key, and the share of the chunk read."""
+    """Yield consecutive rows, and the share of the chunk that has been read (0 to 1).
+
+    The rows are a list with one array for the text column and one for each column of --record-key.
+    """
     import pyarrow as pa
 
     with _open_parquet(chunk.path) as file:
@@ -180,7 +183,7 @@ def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 
 
 def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
-    """Yield rows like `_parquet_rows`."""
+    """Yield consecutive rows of an Arrow file like `_parquet_rows`: one array per column, and the share read."""
     import pyarrow as pa
 
     with _open_arrow(chunk.path) as (source, open_reader, size):

@@ -42,7 +42,16 @@ Records = list[bytes | TooLong]
 
 
 def read_lines(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Yield the records of JSON lines. Raise DamagedStream if the file is damaged."""
+    """Yield batches of the texts in a chunk of JSON lines.
+
+    Malformed records raise no error: they are in the `rejected` of their batch.
+
+    Args:
+        digest: If given, it is updated with the bytes that are read.
+
+    Raises:
+        DamagedStream: The file is damaged.
+    """
     number = 1
     with ChunkStream(chunk, digest) as stream:
         for records in read_records(stream, separator=b"\n", limit=settings.max_document_bytes):

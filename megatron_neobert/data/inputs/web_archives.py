@@ -83,7 +83,11 @@ def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings
 
 
 def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, origin: Origin | None) -> None:
-    """Add the text of an HTTP response to the batch, or reject or drop it. The limit in bytes applies to the body."""
+    """Add the text of an HTTP response to the batch.
+
+    A response whose status is not 200, or whose content is neither HTML nor text, is dropped. A malformed one, and one
+    whose body is longer than `limit` bytes, is rejected.
+    """
     from fastwarc.warc import WarcRecord
 
     try:
@@ -116,8 +120,8 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, 
 def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str, bool]:
     """Return the text of a page, and True if U+FFFD replaced invalid bytes.
 
-    The encoding is UTF-8 if the body is valid UTF-8. Otherwise the byte order mark, the server's `charset`, the page's
-    declaration and a guess are tried in this order.
+    The encoding is UTF-8 if the body is valid UTF-8 without NUL and escape bytes. Otherwise a byte order mark of
+    UTF-16, the server's `charset`, the page's declaration and a guess are tried in this order.
     """
     from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 

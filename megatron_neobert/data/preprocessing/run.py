@@ -199,7 +199,7 @@ def _join_chunks(
 
 
 def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResult]]) -> list[ChunkFiles]:
-    """Return the files of each job, in order."""
+    """Return the entry of each finished job for the corpus. `records` must be in the order of `jobs`."""
     files, records_before = [], 0
     for job, record in zip(jobs, records, strict=True):
         result = record.result

@@ -107,9 +107,12 @@ def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.To
 def build_bert_backend(
     model: models.WordPiece, *, lowercase: bool, strip_accents: bool | None = None, chinese_characters: bool = True
 ) -> tokenizers.Tokenizer:
-    """Return BERT's pipeline for a WordPiece model: clean, lower-case, strip accents, split at spaces and punctuation.
+    """Return BERT's pipeline for a WordPiece model: clean the text, split it at spaces and punctuation, encode.
+
+    [CLS] and [SEP] are not added.
 
     Args:
+        lowercase: Lower-case the text.
         strip_accents: None strips accents if `lowercase` is set.
         chinese_characters: Split Chinese text into single characters.
     """
@@ -277,7 +280,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """Raise DataError unless each piece has one id, and the ids have no gaps."""
+    """Raise DataError if two pieces have the same id, or if the ids have gaps."""
     pieces: dict[int, str] = {}
     for piece, id_ in backend.get_vocab(with_added_tokens=True).items():
         if pieces.setdefault(id_, piece) != piece:
