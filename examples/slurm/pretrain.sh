@@ -18,9 +18,11 @@
 #          --tokenizer-model DIR --save runs/first --load runs/first
 #
 # Five minutes before the time limit, or when Slurm stops the job, the run saves a checkpoint and ends with exit code
-# 75. The job is then requeued and resumes, so it needs --save and --load. Any other exit code ends the job. So does a
-# file STOP in the folder of --save: the run saves a checkpoint, and the job is not requeued. Flags of sbatch on the
-# command line override the lines above, for example on a cluster that requests GPUs in another way.
+# 75. The job is then requeued and resumes, so it needs --save and --load. The job is also requeued after a crash (a lost
+# rank, a failed read or write, or a signal such as the one of the out-of-memory killer), until five crashes in a row
+# have left no new checkpoint. Any other exit code ends the job. So does a file STOP in the folder of --save: the run
+# saves a checkpoint, and the job is not requeued. Flags of sbatch on the command line override the lines above, for
+# example on a cluster that requests GPUs in another way.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 
@@ -48,9 +50,29 @@ for word in "$@"; do
     if [[ $word == --save=* ]]; then save=${word#--save=}; fi
     previous=$word
 done
-if [[ $code == 75 && -n $save && -e $save/STOP ]]; then
+requeue=0
+case $code in
+75) requeue=1 ;;
+69 | 74 | 134 | 137 | 139) # docs/errors.md
+    if [[ -n $save && -d $save ]]; then
+        # SAVE/crashes has the newest checkpoint and the number of crashes since it was written.
+        newest=$(find "$save" -maxdepth 1 -name 'iter_*' -printf '%f\n' | sort | tail -n 1)
+        newest=${newest:-none} checkpoint='' crashes=0
+        if [[ -f $save/crashes ]]; then read -r checkpoint crashes <"$save/crashes" || true; fi
+        if [[ $checkpoint != "$newest" ]]; then crashes=0; fi
+        echo "exit code $code: crash $((++crashes)) since the newest checkpoint ($newest)" >&2
+        if ((crashes >= 5)); then
+            echo "the job is not requeued; read the log, then submit it again" >&2
+            rm -f "$save/crashes"
+        elif echo "$newest $crashes" >"$save/crashes"; then # fails on a full disk
+            requeue=1
+        fi
+    fi
+    ;;
+esac
+if ((requeue)) && [[ -n $save && -e $save/STOP ]]; then
     echo "$save/STOP exists: the job is not requeued" >&2
-elif [[ $code == 75 ]]; then
+elif ((requeue)); then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -124,9 +124,11 @@ class HangDetector:
             faulthandler.dump_traceback_later(0.1)
         received = signals.count_signals()
         signals.call_with_timeout(_ANSWER_SECONDS, partial(self._write, _LOST_ANOTHER))
-        # torchrun reports the rank that ends first and then sends signals to the other ranks, so wait for the rank at
-        # fault to end.
-        until = time.monotonic() + (_FAREWELL_SECONDS if self._ranks > 1 else 1.0)
+        # torchrun reports the rank of its machine that ends first and then sends signals to the others, so wait for a
+        # rank at fault on this machine to end.
+        host = f"({socket.gethostname()})"
+        can_wait = self._ranks > 1 and (not suspects or any(beat.name.endswith(host) for beat, _ in suspects))
+        until = time.monotonic() + (_FAREWELL_SECONDS if can_wait else 1.0)
         while time.monotonic() < until and signals.count_signals() == received:
             time.sleep(0.1)
         os._exit(EXIT_UNAVAILABLE)  # a regular exit would wait for threads that hang

@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def submit(cluster: Path, settings: Settings, *, nodes: int) -> subprocess.Popen
 
 
 @pytest.mark.slow
-def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus, tmp_path, cluster):
+def test_job_told_to_stop_is_requeued_and_resumes_and_a_file_stop_ends_it(tiny_corpus, tmp_path, cluster):
     settings = tiny_settings(tiny_corpus, save=tmp_path / "run")
     settings = settings.with_section("checkpoint", load=settings.checkpoint.save)
     settings = settings.with_section("training", train_iters=TRAIN_ITERS, eval_interval=TRAIN_ITERS)
@@ -89,31 +90,67 @@ def test_job_that_is_told_to_stop_saves_is_queued_again_and_goes_on(tiny_corpus,
     assert stopped_at < TRAIN_ITERS
 
     (cluster / "requeued").unlink()
-    finish = settings.with_section("training", train_iters=stopped_at + 2)
-    with submit(cluster, finish, nodes=2) as job:
-        output, _ = job.communicate(timeout=600)
-    assert job.returncode == 0, output
-    assert f"iter_{stopped_at:07d} on 2 x " in output
-    assert max(read_metrics(settings.checkpoint.save)) == stopped_at + 2
-    assert not (cluster / "requeued").exists(), "a finished job is not requeued"
-
-
-@pytest.mark.slow
-def test_job_stopped_by_a_file_is_not_queued_again(tiny_corpus, tmp_path, cluster):
-    save = tmp_path / "run"
-    settings = tiny_settings(tiny_corpus, save=save).with_section("checkpoint", load=str(save))
-    settings = settings.with_section("training", train_iters=100_000, eval_iters=0)
-    with submit(cluster, settings, nodes=1) as job:
+    with submit(cluster, settings, nodes=2) as job:
         assert job.stdout is not None
         said = []
         for line in job.stdout:
             said.append(line)
-            if line.startswith("iteration 1/"):
-                (save / "STOP").touch()
+            if line.startswith("iteration "):
+                (tmp_path / "run" / "STOP").touch()
         assert job.wait(60) == 75, "".join(said)
-    assert f"{save}/STOP exists: the job is not requeued\n" in said
+    assert any(f"iter_{stopped_at:07d} on 2 x " in line for line in said)
     assert not (cluster / "requeued").exists()
-    with submit(cluster, settings, nodes=1) as job:
-        output, _ = job.communicate(timeout=600)
-    assert job.returncode == 2, output
-    assert f"error: {save}/STOP exists, so no run starts" in output
+
+
+# Ends like a run with the exit code EXIT_CODE, after it has saved the checkpoint CHECKPOINT, if there is one.
+ENDED_STEP = """#!/usr/bin/env bash
+if [[ -n ${CHECKPOINT-} ]]; then mkdir -p "$SAVE/$CHECKPOINT"; fi
+exit "$EXIT_CODE"
+"""
+
+
+@pytest.fixture
+def end_with(cluster, tmp_path):
+    """A function that submits a job whose step ends at once, and returns whether the job was requeued, and its log."""
+    save = tmp_path / "run"
+    save.mkdir()
+    (cluster / "srun").write_text(ENDED_STEP)
+
+    def submit_and_end(code: int, *, checkpoint: str = "", flags: Sequence[str] = ("--save", str(save))):
+        variables = {"EXIT_CODE": str(code), "CHECKPOINT": checkpoint, "SAVE": str(save), "SLURM_JOB_ID": "7"}
+        variables |= {"SLURM_JOB_NODELIST": "node-[1-2]", "PATH": f"{cluster}:{os.environ['PATH']}"}
+        with subprocess.Popen(
+            ["bash", TEMPLATE, *flags], env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        ) as job:
+            _, log = job.communicate()
+        assert job.returncode == code, log
+        was_requeued = (cluster / "requeued").exists()
+        (cluster / "requeued").unlink(missing_ok=True)
+        return was_requeued, log
+
+    return submit_and_end
+
+
+@pytest.mark.parametrize(
+    ("code", "is_requeued"),
+    [(0, False), (1, False), (2, False), (65, False), (70, False), (73, False), (130, False), (75, True)]
+    + [(code, True) for code in (69, 74, 134, 137, 139)],
+)
+def test_job_is_requeued_after_a_stop_or_a_crash_and_not_after_other_exit_codes(end_with, code, is_requeued):
+    assert end_with(code)[0] == is_requeued
+
+
+def test_job_is_not_requeued_after_a_crash_without_save_or_with_a_file_stop(end_with, tmp_path):
+    assert not end_with(137, flags=())[0]
+    (tmp_path / "run" / "STOP").touch()
+    for code in (75, 137):
+        was_requeued, log = end_with(code, flags=[f"--save={tmp_path / 'run'}"])
+        assert not was_requeued and f"{tmp_path}/run/STOP exists: the job is not requeued\n" in log
+
+
+def test_five_crashes_without_a_new_checkpoint_end_the_job_and_a_new_checkpoint_starts_the_count_again(end_with):
+    checkpoints = ["", "iter_0000010", "", "", "", ""]
+    ends = [end_with(137, checkpoint=checkpoint) for checkpoint in checkpoints]
+    assert [was_requeued for was_requeued, _ in ends] == [True, True, True, True, True, False]
+    assert "exit code 137: crash 5 since the newest checkpoint (iter_0000010)" in ends[-1][1]
+    assert end_with(137)[0], "a job that was submitted again counts from the start"
