@@ -31,8 +31,8 @@ _LOST_CONNECTION = re.compile(
 )
 _SHUT_DOWN_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "256"  # size of torch's flight recorder
-# NCCL and gloo time out this much later than the hang detector, which may take 44 s to report the rank at fault.
-MARGIN_SECONDS = 60
+# NCCL and gloo time out this much later than the hang detector, which may take 64 s to report the rank at fault.
+MARGIN_SECONDS = 90
 
 
 def initialize(settings: Settings) -> torch.device:

@@ -7,13 +7,11 @@ error.
 
 import contextlib
 import faulthandler
-import json
 import os
-import socket
 import threading
 import time
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,23 +20,11 @@ from megatron_neobert.errors import EXIT_UNAVAILABLE
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.distributed import is_lost_connection, pending_collective
 from megatron_neobert.runtime.store import connect_to_store
-from megatron_neobert.text import listed, parse_json, visible
+from megatron_neobert.text import listed, visible
+from megatron_neobert.training.heartbeats import ANSWER_SECONDS, LOST_ANOTHER, Heartbeats
 
 _TICK_SECONDS = 1.0  # between heartbeats, and between checks
-_SILENCE_SECONDS = 3.0  # a living rank writes a heartbeat in this time
-_ANSWER_SECONDS = 10.0  # for the store, or the reader of our output, which may hang, too
 _FAREWELL_SECONDS = 5.0  # time for the rank that failed first to end first
-_LOST_ANOTHER = "it lost another rank"  # reason of a rank that ended because another rank did
-
-
-class Heartbeat(NamedTuple):
-    """Latest state of a rank. Has no time stamps, because clocks of different machines differ."""
-
-    name: str  # rank and host
-    position: str  # such as "iteration 5 (training)"
-    progress: int  # calls of `mark` and `tick`, which are the same on all ranks
-    number: int  # number of this heartbeat
-    ended: str = ""  # reason why the rank has ended
 
 
 class HangDetector:
@@ -50,12 +36,12 @@ class HangDetector:
 
     def __init__(self, parallel: ParallelConfig) -> None:
         self._limit_seconds = 60.0 * parallel.distributed_timeout_minutes
-        self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._name = f"rank {self._rank} ({socket.gethostname()})"
         # A separate connection, because the main thread may block the connection of the process group.
-        self._store = connect_to_store("heartbeats", timeout_seconds=_ANSWER_SECONDS)
+        store = connect_to_store("heartbeats", timeout_seconds=ANSWER_SECONDS)
+        rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.heartbeats = Heartbeats(store, rank=rank, ranks=self._ranks)
         self._position = "iteration 0 (loading)"
-        self._progress = self._number = 0
+        self._progress = 0
         self._leaving = threading.Event()
 
     def mark(self, activity: str, iteration: int) -> None:
@@ -80,7 +66,7 @@ class HangDetector:
             self._end_run(reason)
         self._leaving.set()  # stop the heartbeat thread, which would overwrite the report
         if isinstance(error, Exception):
-            signals.call_with_timeout(_ANSWER_SECONDS, partial(self._write, f"{type(error).__name__}: {reason}"))
+            signals.call_with_timeout(ANSWER_SECONDS, partial(self._write, f"{type(error).__name__}: {reason}"))
 
     def _beat(self) -> None:
         # If the store does not answer, the machine with the store is lost, and the next collective fails.
@@ -95,7 +81,7 @@ class HangDetector:
             # Time in which the process was suspended does not count, hence the limit of five ticks.
             waited_seconds += min(time.monotonic() - checked, 5 * _TICK_SECONDS)
             checked = time.monotonic()
-            another_ended = signals.call_with_timeout(_ANSWER_SECONDS, partial(self._store.check, ["ended"]))
+            another_ended = signals.call_with_timeout(ANSWER_SECONDS, self.heartbeats.any_ended)
             if self._progress != progress:
                 progress, waited_seconds = self._progress, 0.0
             elif waited_seconds >= (_FAREWELL_SECONDS if another_ended else self._limit_seconds):
@@ -103,59 +89,35 @@ class HangDetector:
 
     def _end_run(self, error: str = "") -> None:
         """Report the rank at fault and end this process. Without `error`, return if the run has made progress again."""
-        progress, suspects = self._progress, self._find_suspects()
+        progress, suspects = self._progress, self.heartbeats.find_suspects(self._progress)
         if not error and (self._progress != progress or self._leaving.is_set()):
             return
         self._leaving.set()
-        cause = listed(f"{beat.name} {reason}" for beat, reason in suspects) or error or "all heartbeats are alike"
-        text, remedy = f"error: {self._name} lost another rank in {self._position}", ""
-        if not error and not any(beat.ended for beat, _ in suspects):
-            collective = signals.call_with_timeout(_ANSWER_SECONDS, pending_collective)
+        name = self.heartbeats.name
+        cause = listed(f"{suspect.name} {suspect.reason}" for suspect in suspects)
+        cause = cause or error or "all heartbeats are alike"
+        text, remedy = f"error: {name} lost another rank in {self._position}", ""
+        if not error and not any(suspect.has_ended for suspect in suspects):
+            collective = signals.call_with_timeout(ANSWER_SECONDS, pending_collective)
             position = f"{self._position}, collective {collective}" if collective else self._position
-            text = f"error: no progress for {self._limit_seconds / 60:g} min on {self._name} in {position}"
+            text = f"error: no progress for {self._limit_seconds / 60:g} min on {name} in {position}"
             remedy = ", or raise --distributed-timeout-minutes"
         text += f": {cause}. The last checkpoint is untouched: start again with the same command{remedy}.\n"
         # One rank of each machine reports, so that each log has the message once. Only the rank at fault prints stacks.
-        count = partial(self._store.add, f"reports/{socket.gethostname()}", 1)
-        if signals.call_with_timeout(_ANSWER_SECONDS, count) in (1, None):
+        if signals.call_with_timeout(ANSWER_SECONDS, self.heartbeats.count_report) in (1, None):
             signals.write_to_stderr(visible(text, keep="\n"))
-        if not suspects or any(beat.name == self._name for beat, _ in suspects):
+        if not suspects or any(suspect.name == name for suspect in suspects):
             # Written by a C thread, because the reader of our output may hang.
             faulthandler.dump_traceback_later(0.1)
         received = signals.count_signals()
-        signals.call_with_timeout(_ANSWER_SECONDS, partial(self._write, _LOST_ANOTHER))
+        signals.call_with_timeout(ANSWER_SECONDS, partial(self._write, LOST_ANOTHER))
         # torchrun reports the rank of its machine that ends first and then sends signals to the others, so wait for a
         # rank at fault on this machine to end.
-        host = f"({socket.gethostname()})"
-        can_wait = self._ranks > 1 and (not suspects or any(beat.name.endswith(host) for beat, _ in suspects))
-        until = time.monotonic() + (_FAREWELL_SECONDS if can_wait else 1.0)
+        is_near = not suspects or any(suspect.host == self.heartbeats.host for suspect in suspects)
+        until = time.monotonic() + (_FAREWELL_SECONDS if self._ranks > 1 and is_near else 1.0)
         while time.monotonic() < until and signals.count_signals() == received:
             time.sleep(0.1)
         os._exit(EXIT_UNAVAILABLE)  # a regular exit would wait for threads that hang
 
-    def _find_suspects(self) -> list[tuple[Heartbeat, str]]:
-        """Return the ranks at fault and the reason for each. Reads the heartbeats twice, a few seconds apart."""
-        numbers = {beat.name: beat.number for beat in signals.call_with_timeout(_ANSWER_SECONDS, self._read) or []}
-        time.sleep(_SILENCE_SECONDS)
-        beats: list[Heartbeat] = signals.call_with_timeout(_ANSWER_SECONDS, self._read) or []
-        ended = [(beat, f"has ended: {beat.ended}") for beat in beats if beat.ended not in ("", _LOST_ANOTHER)]
-        silent = [beat for beat in beats if not beat.ended and numbers.get(beat.name) == beat.number]
-        if ended or silent:
-            return ended + [(beat, f"does not answer, last heartbeat in {beat.position}") for beat in silent]
-        # Ranks that ended because of another rank are included: they show how far the run had come.
-        progress = [beat.progress for beat in beats]
-        return [
-            (beat, f"is behind in {beat.position}") for beat in beats if beat.progress == min(progress) < max(progress)
-        ]
-
     def _write(self, ended: str = "") -> None:
-        self._number += 1
-        heartbeat = Heartbeat(self._name, self._position, self._progress, self._number, ended)
-        self._store.set(f"rank/{self._rank}", json.dumps(heartbeat))
-        if ended not in ("", _LOST_ANOTHER):
-            self._store.set("ended", str(self._rank))
-
-    def _read(self) -> list[Heartbeat]:
-        """Return the latest heartbeat of each rank that has written one."""
-        keys = [key for rank in range(self._ranks) if self._store.check([key := f"rank/{rank}"])]
-        return [Heartbeat(*parse_json(text)) for text in self._store.multi_get(keys)]
+        self.heartbeats.write(self._position, self._progress, ended)

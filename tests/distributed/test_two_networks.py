@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def test_gloo_uses_the_network_between_the_nodes_and_nccl_chooses_for_itself(nod
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2")
-def test_node_that_loses_a_rank_of_another_node_ends_within_ten_seconds_and_names_the_rank(nodes, tiny_corpus):
+def test_node_that_loses_a_rank_of_another_node_ends_in_seconds_and_names_the_rank(nodes, tiny_corpus):
     settings = tiny_settings(tiny_corpus, training={"train_iters": 100_000, "eval_iters": 0})
     variables = {"NNODES": 2, "MASTER_ADDR": "node0", "MASTER_PORT": 29511}
     first, second = (
@@ -99,6 +100,8 @@ def test_node_that_loses_a_rank_of_another_node_ends_within_ten_seconds_and_name
         started = time.monotonic()
         log += first.stdout
         seconds = time.monotonic() - started
-        second_log = second.stdout.read()
-    print(seconds, log, second_log)
+        second.communicate()
     assert (first.returncode, second.returncode) == (69, 137), log
+    assert any(re.match(r"error: rank [01] \(node0\) lost .*: rank 3 \(node1\) does not answer", line) for line in log)
+    # Measured: 7 s. Other tests on the same cores may slow it down.
+    assert seconds < 30, log

@@ -9,7 +9,7 @@ import torch
 
 from megatron_neobert.config.schema import ParallelConfig
 from megatron_neobert.text import parse_json
-from megatron_neobert.training import hang_detector
+from megatron_neobert.training import hang_detector, heartbeats
 from megatron_neobert.training.hang_detector import HangDetector
 
 
@@ -27,7 +27,7 @@ def fail(how: str) -> None:
 def keep_connections(detector: HangDetector) -> None:
     """Keep the process alive until rank 0 has ended, so that rank 0 does not lose a connection."""
     until = time.monotonic() + 60
-    while not any(beat.ended for beat in detector._read() if beat.name.startswith("rank 0 ")):
+    while not any(beat.ended for beat in detector.heartbeats.read() if beat.rank == 0):
         if time.monotonic() > until:
             print("rank 0 has not ended")
             return
@@ -42,7 +42,7 @@ def run(detector: HangDetector, activity: str, how: str, iterations: int) -> Non
             if how == "slow":
                 time.sleep(0.5)
             if how == "print":
-                hang_detector._ANSWER_SECONDS = 0.5
+                hang_detector.ANSWER_SECONDS = heartbeats.ANSWER_SECONDS = 0.5
                 while True:
                     print("x" * 1000)
             if fails and activity == "data":
@@ -50,7 +50,7 @@ def run(detector: HangDetector, activity: str, how: str, iterations: int) -> Non
             detector.mark("training", iteration)
             detector.tick()
             while fails and not any(
-                beat.name.startswith("rank 1 ") and "iteration 3" in beat.position for beat in detector._read()
+                beat.rank == 1 and "iteration 3" in beat.position for beat in detector.heartbeats.read()
             ):
                 time.sleep(0.05)
             if fails and activity == "training":
@@ -62,7 +62,7 @@ def run(detector: HangDetector, activity: str, how: str, iterations: int) -> Non
 def main() -> None:
     activity, how, minutes, iterations = sys.argv[1:]
     # Shorter than in a run, so that tests are faster.
-    hang_detector._TICK_SECONDS, hang_detector._SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
+    hang_detector._TICK_SECONDS, heartbeats.SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
     os.environ["TORCH_FR_BUFFER_SIZE"] = "16"  # as in a run
     if how == "sleep, no recorder":  # a release of torch without this flight recorder
         hang_detector.pending_collective = lambda: parse_json("")

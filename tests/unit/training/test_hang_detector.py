@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from megatron_neobert.config.schema import ParallelConfig
 from megatron_neobert.runtime import distributed
-from megatron_neobert.training import hang_detector
+from megatron_neobert.training import hang_detector, heartbeats
 
 RANK = "unit.training.marking_rank"
 
@@ -117,8 +117,8 @@ def test_hung_rank_ends_although_its_output_is_not_read():
 
 
 def test_nccl_and_slurm_wait_longer_than_the_report_of_the_hang_detector_takes():
-    answers = 4 * hang_detector._ANSWER_SECONDS  # two reads of heartbeats, the pending collective, the count of reports
-    report_seconds = hang_detector._TICK_SECONDS + hang_detector._SILENCE_SECONDS + answers
+    # Requests: number of searches, two reads, the suspects; the pending collective and the number of reports.
+    report_seconds = hang_detector._TICK_SECONDS + heartbeats.SILENCE_SECONDS + 6 * heartbeats.ANSWER_SECONDS
     assert report_seconds < distributed.MARGIN_SECONDS
     (slurm_seconds,) = re.findall(r"--wait=(\d+)", (REPOSITORY / "examples" / "slurm" / "pretrain.sh").read_text())
     limit_seconds = 60 * ParallelConfig().distributed_timeout_minutes

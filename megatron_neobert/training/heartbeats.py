@@ -1,0 +1,141 @@
+"""Heartbeats: the state of each rank of a run, in the store, and the search for the rank at fault.
+
+The cost per rank does not depend on the number of ranks, except for the one rank that searches.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.distributed import Store
+
+from megatron_neobert.runtime import signals
+from megatron_neobert.text import parse_json
+
+SILENCE_SECONDS = 3.0  # a living rank writes a heartbeat in this time
+ANSWER_SECONDS = 10.0  # for the store, or the reader of our output, which may hang, too
+LOST_ANOTHER = "it lost another rank"  # reason of a rank that ended because another rank did
+_POLL_SECONDS = 0.5
+
+
+class Heartbeat(NamedTuple):
+    """Latest state of a rank. Has no time stamps, because clocks of different machines differ."""
+
+    rank: int
+    host: str
+    position: str  # such as "iteration 5 (training)"
+    progress: int  # calls of `mark` and `tick`, which are the same on all ranks
+    number: int  # number of this heartbeat
+    ended: str = ""  # reason why the rank has ended
+
+    @property
+    def name(self) -> str:
+        """Rank and host, for messages."""
+        return f"rank {self.rank} ({self.host})"
+
+
+class Suspect(NamedTuple):
+    """A rank at fault."""
+
+    name: str  # rank and host
+    host: str
+    reason: str
+    has_ended: bool  # it has reported an error, rather than stopped to answer
+
+
+class Heartbeats:
+    """Reader and writer of the heartbeats of a run.
+
+    Args:
+        store: Store of all ranks. Several threads may use it.
+        ranks: Number of ranks of the run.
+    """
+
+    def __init__(self, store: Store, *, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self.host, self._number = socket.gethostname(), 0
+
+    @property
+    def name(self) -> str:
+        """Name of this rank, with its host."""
+        return f"rank {self._rank} ({self.host})"
+
+    def write(self, position: str, progress: int, ended: str = "") -> None:
+        """Write the next heartbeat of this rank.
+
+        Args:
+            ended: Reason why this rank ends now. A reason other than LOST_ANOTHER also ends the other ranks.
+        """
+        self._number += 1
+        beat = Heartbeat(self._rank, self.host, position, progress, self._number, ended)
+        self._store.set(f"rank/{self._rank}", json.dumps(beat))
+        if ended not in ("", LOST_ANOTHER):
+            self._store.set("ended", str(self._rank))
+
+    def any_ended(self) -> bool:
+        """Return whether a rank has ended for another reason than LOST_ANOTHER."""
+        return bool(self._store.check(["ended"]))
+
+    def count_report(self) -> int:
+        """Return how often this method was called on this machine, this call included."""
+        return int(self._store.add(f"reports/{self.host}", 1))
+
+    def find_suspects(self, progress: int) -> list[Suspect]:
+        """Return the ranks at fault; empty if the heartbeats do not tell. Takes several seconds.
+
+        The first rank that asks at a progress searches, and the others wait for its result. If the result does not
+        come in time, this rank searches, too.
+
+        Args:
+            progress: Progress of this rank.
+        """
+        key = f"suspects/{progress}"
+        searches = _answer(lambda: self._store.add(f"{key}/searches", 1))
+        if searches is None:
+            return []  # the store does not answer
+        if searches > 1:
+            until = time.monotonic() + SILENCE_SECONDS + ANSWER_SECONDS
+            while time.monotonic() < until:
+                # Polled, because a waiting connection would block the heartbeats of this rank.
+                if _answer(lambda: self._store.check([key])):
+                    return [Suspect(*suspect) for suspect in parse_json(_answer(lambda: self._store.get(key)) or "[]")]
+                time.sleep(_POLL_SECONDS)
+        suspects = self._search()
+        _answer(lambda: self._store.set(key, json.dumps(suspects)))
+        return suspects
+
+    def _search(self) -> list[Suspect]:
+        """Return the ranks at fault, from the heartbeats of all ranks, which are read twice, a few seconds apart."""
+        numbers = {beat.rank: beat.number for beat in _answer(self.read) or []}
+        time.sleep(SILENCE_SECONDS)
+        beats: list[Heartbeat] = _answer(self.read) or []
+        suspects = [
+            Suspect(beat.name, beat.host, f"has ended: {beat.ended}", True)
+            for beat in beats
+            if beat.ended not in ("", LOST_ANOTHER)
+        ] + [
+            Suspect(beat.name, beat.host, f"does not answer, last heartbeat in {beat.position}", False)
+            for beat in beats
+            if not beat.ended and numbers.get(beat.rank) == beat.number
+        ]
+        # Ranks that ended because of another rank are included: they show how far the run had come.
+        progress = [beat.progress for beat in beats]
+        return suspects or [
+            Suspect(beat.name, beat.host, f"is behind in {beat.position}", False)
+            for beat in beats
+            if beat.progress == min(progress) < max(progress)
+        ]
+
+    def read(self) -> list[Heartbeat]:
+        """Return the latest heartbeat of each rank that has written one."""
+        keys = [f"rank/{rank}" for rank in range(self._ranks)]
+        if not self._store.check(keys):  # a rank has not written its first heartbeat yet
+            keys = [key for key in keys if self._store.check([key])]
+        return [Heartbeat(*parse_json(text)) for text in self._store.multi_get(keys)]
+
+
+def _answer(function: Callable[[], Any]) -> Any:
+    """Return the result of a request to the store, or None if the store does not answer in time."""
+    return signals.call_with_timeout(ANSWER_SECONDS, function)
