@@ -102,7 +102,7 @@ class HangDetector:
                 self._end_run()
 
     def _end_run(self, error: str = "") -> None:
-        """Report the rank at fault and end this process. Without `error`, return if the run has made progress again."""
+        """Report the rank at fault and exit with code 69. Without `error`, return if the run has made progress."""
         progress, suspects = self._progress, self._find_suspects()
         if not error and (self._progress != progress or self._leaving.is_set()):
             return
@@ -132,7 +132,11 @@ class HangDetector:
         os._exit(EXIT_UNAVAILABLE)  # a regular exit would wait for threads that hang
 
     def _find_suspects(self) -> list[tuple[Heartbeat, str]]:
-        """Return the ranks at fault and the reason for each. Reads the heartbeats twice, a few seconds apart."""
+        """Return the ranks at fault and the reasons. These ranks have failed or are silent, or else are behind others.
+
+        A rank is silent if it writes no heartbeat for 3 seconds. The result is empty if all ranks are alike, or if the
+        store does not answer.
+        """
         numbers = {beat.name: beat.number for beat in signals.call_with_timeout(_ANSWER_SECONDS, self._read) or []}
         time.sleep(_SILENCE_SECONDS)
         beats: list[Heartbeat] = signals.call_with_timeout(_ANSWER_SECONDS, self._read) or []
