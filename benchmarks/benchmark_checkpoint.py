@@ -31,10 +31,7 @@ VOCABULARY = 8192
 
 
 def main() -> int:
-    """Train a few iterations without saving, with saving, and with saving in the background; print what saving costs.
-
-    The rounds of the three modes alternate, and medians of the rounds are printed, with the time of verifying.
-    """
+    """Measure what saving a checkpoint costs, print a table with median seconds per mode, and return exit code 0."""
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--num-layers", type=int, default=6, help="layers of the model (%(default)s)")
@@ -67,7 +64,7 @@ def main() -> int:
 
 @contextmanager
 def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
-    """Write a corpus, and build a run of one rank on it. The process group ends with the context."""
+    """Yield a `state.Run` of one rank on a new corpus in `folder`, as a context manager. Then end the process group."""
     from benchmarks.shared import write_corpus
     from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, Settings, TrainingConfig
     from megatron_neobert.runtime import distributed
@@ -91,7 +88,11 @@ def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _train(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
-    """Train, and save a checkpoint after the first iteration; return all seconds and those in calls of the saver."""
+    """Train, and save after the first iteration unless `mode` is "none". The weights and the iteration of `run` change.
+
+    Returns:
+        Wall seconds of the call, and wall seconds in calls of the saver.
+    """
     from megatron_neobert.checkpoint.save import Saver
     from megatron_neobert.training.step import train_step
 
@@ -111,7 +112,7 @@ def _train(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
 
 
 def _verify(run: Any) -> tuple[float, int]:
-    """Verify the newest checkpoint; return the seconds that this takes and the checkpoint's bytes."""
+    """Return the seconds of verifying the newest checkpoint, and its bytes. Raise CheckpointError if it is damaged."""
     from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 
     checkpoint = latest_checkpoint(Path(run.settings.checkpoint.save))

@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
-    """Write and open the corpus."""
+    """Write a generated corpus to `folder`, print its size, and return it, opened, as the input of the loaders."""
     from benchmarks.shared import write_corpus
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -135,7 +135,7 @@ def our_stream(job: Job) -> Any:
 
 
 def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Size]:
-    """Yield the batches of the loader that training uses."""
+    """Yield the size of each batch of this project's loader, without end. With 0 workers, this process builds them."""
     import torch
 
     from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
@@ -167,7 +167,10 @@ def full_examples(job: Job) -> list[list[int]]:
 
 
 def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[Size]:
-    """Yield batches of DataCollatorForLanguageModeling over shuffled lists in memory."""
+    """Yield the size of each batch of transformers' DataCollatorForLanguageModeling, without end.
+
+    `examples` returns the token ids of each row, which are shuffled. A tokenizer is written to `job.folder`.
+    """
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
     job.tokenizer.save_tokenizer_files(job.folder / "tokenizer", model_max_length=job.seq_length)
@@ -190,9 +193,9 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
 
 
 def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
-    """Return the installed loaders in the order of the table; print how to install DALI if it is missing.
+    """Return functions that start the installed loaders, by name. Print how to install DALI if it is missing.
 
-    Loaders with workers come first, because workers must be forked before other libraries start threads.
+    This project's loaders come first, because their workers must be forked before other libraries start threads.
     """
     loaders: dict[str, Callable[[Job], Iterator[Size]]] = {
         OURS: partial(ours, num_workers=0),
@@ -210,7 +213,7 @@ def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
 
 
 def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: float) -> list[Turn]:
-    """Run every loader once per round, after one batch that is not counted."""
+    """Measure each loader for `seconds` per round, after one batch that is not counted. Print and return the turns."""
     from benchmarks.shared import in_turns
 
     for batches in loaders.values():
@@ -223,7 +226,7 @@ def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: fl
 
 
 def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
-    """Take batches for a number of seconds. The queues of workers are full when the clock starts and when it stops."""
+    """Take batches for `seconds` of wall time, at least one. Return their total size and the CPU seconds."""
     time.sleep(SETTLE_SECONDS)
     cpu, end = tree_cpu_seconds(), time.perf_counter() + seconds
     taken = [next(batches)]
@@ -243,7 +246,7 @@ def tree_cpu_seconds() -> float:
 
 
 def summarise(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return the figures of each loader: medians, and the speed of this project as a multiple in the same round."""
+    """Return a table row per loader: medians of its turns, and how many times faster OURS was in the same rounds."""
     by_loader: dict[str, list[Turn]] = {}
     for turn in turns:
         by_loader.setdefault(turn.loader, []).append(turn)

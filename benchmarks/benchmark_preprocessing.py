@@ -79,7 +79,12 @@ class Measured:
 
 
 def main() -> int:
-    """Prepare the inputs, measure every tool in turns, and print the table."""
+    """Prepare the inputs, measure every tool in turns, print the table, and write --output. Return exit code 0.
+
+    Raises:
+        ConfigError: No tool can run.
+        DataError: A tool fails, or the tools wrote different tokens.
+    """
     arguments = parse_arguments()
     tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
@@ -117,7 +122,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def available_tools(names: Sequence[str], *, megatron_lm: str = "") -> list[str]:
-    """Return the tools that can run; print what the others need.
+    """Return the tools in `names` that can run, in the same order; print what the others need.
 
     Raises:
         ConfigError: No tool can run.
@@ -141,7 +146,7 @@ def step_command(step: str, **arguments: Any) -> list[str]:
 
 
 def run_step(step: str, **arguments: Any) -> Any:
-    """Run a step as a process and return its result. If it fails, exit with its exit code; it has printed its error."""
+    """Run a step as a process and return its result, parsed from JSON. If it fails, exit with its exit code."""
     command = step_command(step, **arguments)
     result = subprocess.run(command, stdout=subprocess.PIPE, env=tool_environment(), check=False)
     if result.returncode != 0:
@@ -184,7 +189,11 @@ TOOLS = {
 def run_in_turns(
     turns: Sequence[tuple[str, int]], job: Job, files: Sequence[str], *, folder: str, rounds: int, title: str = "round"
 ) -> list[Measured]:
-    """Run every tool once per round on copies of the files in `folder`.
+    """Run every tool once per round, print a line per run, and return the figures in the order of the runs.
+
+    Args:
+        turns: Pairs of a tool and its number of workers.
+        job: Its `folder` is replaced by a temporary subfolder of `folder` with copies of `files`.
 
     Raises:
         DataError: A tool fails, or the tools wrote different tokens.
@@ -210,7 +219,7 @@ def run_in_turns(
 
 
 def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
-    """Run a tool on as many cores as it has workers, and count the tokens that it writes.
+    """Run a tool on as many cores as it has workers. Return its figures and the number of tokens that it wrote.
 
     Raises:
         DataError: The tool fails.
@@ -229,15 +238,15 @@ def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
 
 
 def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> tuple[int, dict[str, Any]]:
-    """Run a command on the first `cores` cores that this process may use.
+    """Run a command to its end, on the first `cores` cores that this process may use.
 
     Args:
         log: File for the output of the command.
         scratch: Folder for caches and temporary files of the command.
 
     Returns:
-        The exit code, and a dictionary with `wall_seconds`, `cpu_seconds` and `peak_bytes` (resident memory of the
-        largest process).
+        The exit code (negative after a signal), and a dictionary with `wall_seconds`, `cpu_seconds` and `peak_bytes`
+        (resident memory of the largest process).
     """
     allowed = os.sched_getaffinity(0)
     with log.open("wb") as stream:
@@ -265,7 +274,7 @@ def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> 
 
 
 def tool_environment(scratch: str | None = None) -> dict[str, str]:
-    """Return an environment with one thread per process, without network, and with caches in `scratch`."""
+    """Return os.environ with one thread per process, no downloads from the Hub and, if given, caches in `scratch`."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",  # also read by Arrow
@@ -278,7 +287,7 @@ def tool_environment(scratch: str | None = None) -> dict[str, str]:
 
 
 def verify(runs: Sequence[Measured]) -> None:
-    """Raise DataError if runs wrote different numbers of tokens, or different ids in files that contain only ids."""
+    """Raise DataError if runs have different `tokens`, or different `ids_sha256` apart from None."""
     counts = [(run.name, f"{run.tokens:,}") for run in runs]
     hashes = [(run.name, run.ids_sha256[:12]) for run in runs if run.ids_sha256]
     for compared, values in (("numbers of tokens", counts), ("ids, by sha256", hashes)):
@@ -291,7 +300,7 @@ def verify(runs: Sequence[Measured]) -> None:
 
 
 def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, Any]]:
-    """Return the figures per tool and number of workers: medians, and the wall times of COMPARED as multiples."""
+    """Return a row per tool and workers: medians, peak memory, and the wall times of COMPARED divided by the row's."""
     groups: dict[tuple[str, int], list[Measured]] = {}
     for run in runs:
         groups.setdefault((run.tool, run.workers), []).append(run)

@@ -37,13 +37,14 @@ def main() -> None:
 
 
 def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> dict[str, Any]:
-    """Read all input files into the page cache; write a sample and the tokenizer of the other tools.
+    """Read all input files into the page cache. Write a sample, and a tokenizer for the other tools, to `folder`.
 
     Returns:
-        "files" and "sample": paths of the input files and of the sample; "corpus": documents and bytes of text; "job":
-        fields of `Job`.
+        "files" and "sample": paths of the input files and of the sample. "corpus": number of "documents" and
+        "text_bytes". "job": all fields of `Job` except `folder` and `megatron_lm`.
 
     Raises:
+        MissingInputError, DataError: An input file or the tokenizer does not exist, or the tokenizer is damaged.
         ConfigError: An input file is not parquet, or has no column `text_key`.
     """
     import pyarrow as pa
@@ -81,10 +82,10 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
 
 
 def save_plain_tokenizer(model: str, folder: Path) -> dict[str, Any]:
-    """Write a tokenizer.json that treats names of special tokens, such as "[MASK]", as text.
+    """Write a tokenizer.json that treats names of special tokens in a text, such as "[MASK]", as text.
 
     Returns:
-        Path of the file, and the number of special tokens that the tokenizer adds to each text.
+        "tokenizer_json": path of the file. "special_tokens": number of special tokens that are added to each text.
     """
     import tokenizers
 
@@ -100,7 +101,7 @@ def save_plain_tokenizer(model: str, folder: Path) -> dict[str, Any]:
 
 
 def write_json_lines(folder: str, text_key: str) -> None:
-    """Write FOLDER.jsonl and FOLDER.performance for Megatron-LM's tool, which cannot read parquet."""
+    """Write the parquet files of FOLDER as FOLDER.jsonl, and the folder FOLDER.performance, for Megatron-LM's tool."""
     import pyarrow.parquet as pq
 
     with Path(f"{folder}.jsonl").open("w", encoding="utf-8") as lines:
@@ -115,7 +116,7 @@ def write_json_lines(folder: str, text_key: str) -> None:
 
 
 def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Tokenize with datatrove, on all workers."""
+    """Tokenize the parquet files in `folder` with datatrove into .bin and .idx files in the folder `output`."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.tokens import MegatronDocumentTokenizer
@@ -130,7 +131,7 @@ def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, 
 
 
 def run_datasets(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Tokenize with datasets as NeoBERT's authors do, but without truncation: `map` in batches, then `save_to_disk`."""
+    """Tokenize parquet files with datasets as NeoBERT's authors do, but without truncation. Save to folder `output`."""
     from datasets import load_dataset
     from transformers import PreTrainedTokenizerFast
 
@@ -149,12 +150,13 @@ def run_datasets(folder: str, text_key: str, tokenizer_json: str, output: str, w
 
 
 def count(output: str, special_tokens: int) -> dict[str, Any]:
-    """Count documents and tokens of an output: Megatron's .bin and .idx, or a folder of `datasets`.
+    """Count documents and tokens in the folder `output`: Megatron's .bin and .idx files, or files of `datasets`.
 
-    Does not use the readers of the tools.
+    Args:
+        special_tokens: Number of special tokens around each document. They are not counted.
 
     Returns:
-        "documents"; "tokens" without special tokens around documents; "ids_sha256", or None with special tokens.
+        "documents"; "tokens"; "ids_sha256": sha256 of all .bin files, or None if there are special tokens.
 
     Raises:
         DataError: An .idx and its .bin have different sizes.

@@ -53,7 +53,11 @@ class Timing:
 
 
 def main() -> int:
-    """Parse the options and measure; print one line per step, then the table."""
+    """Parse the options and measure; print one line per step, then the table. Return exit code 0.
+
+    Raises:
+        ConfigError: A flag or the settings are not valid, or this machine cannot run them.
+    """
     from megatron_neobert.config.cli import run_flags
 
     parser = Parser((__doc__ or "").partition("\n")[0], also=run_flags())
@@ -85,8 +89,11 @@ def main() -> int:
 def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> int:
     """Train the layouts in turns at every length, and print their speeds. Return exit code 0.
 
-    The reference model is built only if `arguments.layouts` has it. The figures are written to `arguments.output`, and
-    files of the benchmark's corpus to `folder`.
+    The figures are written to `arguments.output`, and the benchmark's corpus to `folder`. `flags` are flags of `neobert
+    train`, which replace settings.
+
+    Raises:
+        ConfigError: A flag or the settings are not valid, or this machine cannot run them.
     """
     import torch
 
@@ -145,7 +152,7 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
 
 
 def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield each step in all layouts (see `passes_in_each_layout`): a warm-up step, then one step per round."""
+    """Yield the result of `passes_in_each_layout` for a warm-up step, and then for one step per round."""
     from benchmarks.step_layouts import passes_in_each_layout
 
     micro, total = batch_sizes(seq_length, arguments)
@@ -158,12 +165,13 @@ def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespac
 
 
 def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: dict[str, Any]) -> Timing:
-    """Run and time one step in one layout, and print a line.
+    """Train one step in one layout, print a line, and return its figures.
 
     Args:
         run: megatron_neobert.state.Run.
-        reference: benchmarks.step_layouts.Reference, whose weights each step starts from. None keeps those of `run`.
-        passes: A step of `steps_in_each_layout`.
+        reference: benchmarks.step_layouts.Reference. Before a step of another layout, its weights are copied to `run`.
+            With None, `run` keeps its own.
+        passes: An item of `steps_in_each_layout`.
     """
     import torch
 
@@ -210,7 +218,7 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
 
 
 def find_waits(step: Callable[[], Any]) -> dict[str, int]:
-    """Run a step, and return how often each line of Python waits for the GPU, without explicit synchronize calls."""
+    """Run a step on a GPU. Return how often each "FILE.py:LINE" waits for it, without explicit synchronize calls."""
     import torch
 
     torch.cuda.set_sync_debug_mode("warn")
@@ -230,8 +238,8 @@ def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> list[dict[str, Any
     """Run a step, and return the 30 operations that take longest, without the time of operations that they call.
 
     Returns:
-        Name, calls, milliseconds (on the GPU if there is one) and percent of each operation, the longest first. On a
-        GPU, CUDA functions that wait for the GPU follow.
+        Rows with "operation", "calls", "ms" (on the GPU with `on_gpu`) and "% of all", the longest first. With
+        `on_gpu`, CUDA functions that wait for the GPU follow.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -261,7 +269,7 @@ def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> list[dict[str, Any
 
 
 def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[str, Any]]:
-    """Return the figures per length and layout: medians, and the seconds as a multiple of the packed step's."""
+    """Return a row per length and layout: medians, and how many times faster the packed step of the same round was."""
     table = []
     for seq_length, layout in dict.fromkeys((timing.seq_length, timing.layout) for timing in timings):
         of_length = [timing for timing in timings if timing.seq_length == seq_length]
@@ -295,7 +303,7 @@ def largest_loss_gap(timings: list[Timing]) -> float:
 
 
 def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
-    """Write the corpus, and return the settings of this project's run at the largest --seq-length."""
+    """Write a corpus to `folder`, and return the settings of a run on it at the largest --seq-length."""
     from benchmarks.shared import write_corpus
 
     longest = max(arguments.seq_length)

@@ -64,10 +64,10 @@ def main() -> None:
 
 
 def counted_bytes(layers: str) -> dict[str, float]:
-    """Return bytes per token by part, from the count in docs/performance.md.
+    """Return the bytes that a step moves per token, by part: the keys of PARTS and "elementwise".
 
     Args:
-        layers: "local" or "Transformer Engine", as in the heading of the table.
+        layers: "local" or "Transformer Engine", as in the table of docs/performance.md, which is read.
     """
     text = PERFORMANCE.read_text(encoding="utf-8")
     count = text.split("<!-- counted by tests/gpu_path -->")[1].split("<!-- end of the count -->")[0]
@@ -92,7 +92,7 @@ def steps() -> list[Step]:
 
 
 def microseconds(step: Step, document_tokens: int, bandwidth: float) -> dict[str, float]:
-    """Return the microseconds per token by part of the step; `bandwidth` is in bytes/s."""
+    """Return the microseconds per token of each part of the step. `bandwidth` is in bytes/s."""
     settings = Settings()
     model, headless = settings.model, settings.with_section("data", mask_prob=0.0)
     products = training_flops_per_token(headless, vocab_size=VOCAB_SIZE, document_tokens=0)
@@ -117,7 +117,7 @@ def microseconds(step: Step, document_tokens: int, bandwidth: float) -> dict[str
 
 
 def to_table(document_tokens: int) -> str:
-    """Return a Markdown table with a row per GPU and implementation: µs per token by part, their sum, and MFU."""
+    """Return a Markdown table with a row per GPU and implementation: µs per token by part and in all, tokens/s, MFU."""
     model_flops = training_flops_per_token(Settings(), vocab_size=VOCAB_SIZE, document_tokens=document_tokens)
     lines: list[list[str]] = []
     for gpu, bandwidth in BANDWIDTH.items():

@@ -21,7 +21,7 @@ SIGMA = math.sqrt(2 * math.log(640 / 368))
 
 
 def describe_machine(packages: Iterable[str]) -> dict[str, str]:
-    """Return processor, date, and the versions of Python and of those packages that are installed."""
+    """Return "cpu", "cores" (usable ones), "date", "python", and the version of each package that is installed."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -36,7 +36,7 @@ def describe_machine(packages: Iterable[str]) -> dict[str, str]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table; its columns are the keys of the first row."""
+    """Print rows as a text table. Its columns are the keys of the first row, which must exist."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
@@ -64,12 +64,12 @@ def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any
 
 
 def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int) -> tuple[str, str]:
-    """Write documents of random words and preprocess them; return the corpus prefix and the path of the vocabulary.
+    """Write documents of random words, the same in every call, to `folder`, and preprocess them.
 
-    Each word is one token. Lengths are log-normal, about as those of web pages.
+    Each word is one token. Lengths are log-normal, about as those of web pages, with at most `longest` words.
 
-    Args:
-        longest: Maximum number of tokens; longer documents are truncated.
+    Returns:
+        The corpus prefix and the path of the vocabulary.
     """
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
     from megatron_neobert.data.preprocessing.run import preprocess

@@ -38,7 +38,12 @@ class Finish:
 
 
 def main() -> None:
-    """Print a line per recipe, and a line per comparison with the first recipe."""
+    """Print a line per recipe, and a line per comparison with the first recipe; write both to --output.
+
+    Raises:
+        MissingInputError: A run has no log.
+        DataError: The number of runs is wrong, a run has no last validation, or recipes have runs of different names.
+    """
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("recipes", nargs="+", type=Path, metavar="FOLDER", help="folder of a recipe, with one --save folder per seed")
@@ -58,11 +63,11 @@ def main() -> None:
 
 
 def read_recipe(folder: Path) -> dict[str, Finish]:
-    """Return the results of all runs of a recipe, by the name of the run's folder.
+    """Return the results of all runs of a recipe, by name. The runs are the subfolders of `folder`.
 
     Raises:
         MissingInputError: A run has no log.
-        DataError: There are fewer than 2 runs or too many for an exact test, or a run has no last validation.
+        DataError: There are fewer than 2 or more than 16 runs, a log is empty, or a run has no last validation.
     """
     runs = sorted(path for path in folder.glob("*") if path.is_dir())
     if not 2 <= len(runs) <= MOST_SEEDS:
@@ -71,7 +76,7 @@ def read_recipe(folder: Path) -> dict[str, Finish]:
 
 
 def finish_of(run: RunLog) -> Finish:
-    """Return the result of a run.
+    """Return the last validation loss, the tokens and the training time of a run.
 
     Raises:
         DataError: The run was not validated after its last logged iteration.
@@ -89,7 +94,7 @@ def finish_of(run: RunLog) -> Finish:
 
 
 def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[str, Any]:
-    """Return the figures of a recipe: loss, p that the loss is below the target, tokens and time."""
+    """Return a table row of texts: mean loss, p-value that it is below the target, mean tokens and mean seconds."""
     losses = [finish.loss for finish in finishes.values()]
     seconds = [finish.seconds for finish in finishes.values()]
     return {
@@ -103,7 +108,7 @@ def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[st
 
 
 def compare(first: str, baseline: dict[str, Finish], name: str, finishes: dict[str, Finish]) -> dict[str, Any]:
-    """Return the time of a recipe as a multiple of the first recipe's: geometric mean, extremes and p over the seeds.
+    """Return a row of texts: the time of `name` divided by that of `first`, as geometric mean, extremes and p-value.
 
     Raises:
         DataError: The recipes have runs of different names.

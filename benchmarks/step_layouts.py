@@ -33,7 +33,7 @@ class Reference:
         )
 
     def step(self, passes: list[Padded]) -> float:
-        """Run one training step; return the mean loss per masked token, in nats."""
+        """Train one step on all passes together; return the mean loss per masked token, in nats."""
         self.optimizer.zero_grad()
         masked = sum(int((labels_bs != IGNORED_LABEL).sum()) for *_, labels_bs in passes)
         loss = torch.zeros((), device=self.device)
@@ -58,12 +58,12 @@ class Reference:
 def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[str, Any]:
     """Return the documents of a step in three layouts, and the length of each document.
 
-    Documents are padded to the longest of the step. A pass has as many padded documents as fit into
-    `capacity_per_pass` tokens.
+    Documents are padded to the longest of the step. A pass has as many padded documents as fit into `capacity_per_pass`
+    tokens, at least one.
 
     Returns:
-        "lengths": tokens of each document; "packed": `batches`; "padded": StepBatches with one document per row;
-        "reference": the padded documents as inputs of the reference model.
+        "lengths": tokens of each document. "packed": `batches`. "padded": StepBatches with one document per row.
+        "reference": list of `Padded`, inputs of the reference model.
     """
     documents = split_documents(batches.micro_batches)
     width = max(len(tokens) for tokens, _ in documents)
@@ -78,7 +78,7 @@ def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[
 
 
 def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
-    """Return the tokens and the labels of every document."""
+    """Return token ids and labels of every document, int64 [s]. Labels are IGNORED_LABEL except at masked tokens."""
     tokens: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in micro_batches:
@@ -92,7 +92,7 @@ def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tens
 
 
 def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
-    """Return documents padded to `width` tokens."""
+    """Return token ids (0 at padding), attention mask (True at tokens) and labels of documents, each [b, `width`]."""
     tokens_bs = torch.zeros(len(documents), width, dtype=torch.int64)  # the id of [PAD] is 0
     labels_bs = torch.full_like(tokens_bs, IGNORED_LABEL)
     for row, (tokens, labels) in enumerate(documents):
@@ -103,7 +103,7 @@ def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
 
 
 def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> PackedBatch:
-    """Return padded documents as a micro-batch of this project. The padding after a document is a dummy document."""
+    """Return a result of `to_padded` as a micro-batch of this project. The padding of a row is a dummy document."""
     rows, width = tokens_bs.shape
     starts_b = torch.arange(rows) * width
     bounds = torch.cat([starts_b, starts_b + present_bs.sum(1), torch.tensor([rows * width])])

@@ -23,15 +23,17 @@ class AverageOptions:
 
 
 def average(options: AverageOptions) -> None:
-    """Average the weights of the last checkpoints of a run, or of the last up to --iteration, into a new checkpoint.
+    """Average the weights of a run's newest checkpoints, --last of them up to --iteration, into a new checkpoint.
 
     The new checkpoint has fp32 weights and no optimizer state, as after a conversion from Hugging Face. Use it for
     --continue-from, or as --load of `neobert convert`. The command needs the memory of two models.
 
     Raises:
-        MissingInputError: The folder has too few checkpoints.
+        MissingInputError: The folder has fewer than --last checkpoints, or none of --iteration.
         CheckpointError: A checkpoint is damaged or incomplete.
         ConversionError: The checkpoints are of different models, or their layers are not NeoBERT's.
+        DataError: The tokenizer of a checkpoint cannot be used.
+        OutputError, SaveError: The output exists, cannot be created or cannot be written.
     """
     refuse_existing(options.output)  # before minutes of reading
     newest = iteration_of(latest_checkpoint(options.load, iteration=options.iteration))

@@ -37,7 +37,7 @@ _MODEL_ID = re.compile(r'^model_id = "(.+)"$', flags=re.MULTILINE)  # line of th
 
 
 def read_name(text: str) -> str:
-    """Return a repository name of the Hub, or raise ValueError if it is not valid."""
+    """Return `text` if it is a valid repository name of the Hub, else raise ValueError."""
     try:
         validate_repo_id(text)
     except HFValidationError as error:
@@ -46,7 +46,7 @@ def read_name(text: str) -> str:
 
 
 def read_license(text: str) -> str:
-    """Return a licence identifier of the Hub, or raise ValueError if its form is not valid."""
+    """Return `text` if it has the form of a licence identifier of the Hub, else raise ValueError."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", text):
         raise ValueError("cannot be a licence's identifier on the Hub; expected one like apache-2.0.")
     return text
@@ -91,8 +91,10 @@ def rewrite_model_card(options: CardOptions) -> None:
     The new card keeps the values of flags that are not given, and the text below the marker line.
 
     Raises:
-        MissingInputError: A folder does not exist, or --results has no scores of this model.
-        ConversionError, DataError, OutputError: See `write_model_card` and `read_results`.
+        MissingInputError: A folder or a file of the model does not exist, or --results has no scores of this model.
+        ConversionError: The model's files are not as a conversion writes them.
+        DataError: A record of --results, or the front matter of the present card, cannot be read.
+        OutputError: The present card has no marker line.
     """
     require_folder("--model", options.model)
     for folder in options.results:
@@ -102,13 +104,14 @@ def rewrite_model_card(options: CardOptions) -> None:
 
 
 def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -> None:
-    """Write the model card of `options.model`, or replace it; options that are not given keep their present values.
+    """Write README.md of `options.model`, or replace it. Options that are not given keep their present values.
 
     Args:
         results: Results to add to the present card. A result replaces an older one of the same task and metric.
 
     Raises:
-        MissingInputError, ConversionError: The folder is not one that a conversion wrote.
+        MissingInputError: A file of the folder is missing.
+        ConversionError: A file of the folder is not as a conversion writes it.
         DataError: The front matter of the present card cannot be read.
         OutputError: The present card has no marker line, and its text would be lost.
     """
@@ -148,15 +151,16 @@ def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -
 
 
 def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
-    """Return the scores of a model in GLUE and named-entity recognition, for the Hub's model index.
+    """Return the GLUE and named-entity scores of a model, for the Hub's model index: means over seeds.
 
     Args:
-        records: --output folders of evaluations.
+        records: --output folders of evaluations. Records of other models are ignored.
         model: Folder of the model.
 
     Raises:
         MissingInputError: The folders have no such scores of this model.
         DataError: A record cannot be read.
+        ConversionError: `model` is not a valid folder of a model.
     """
     from megatron_neobert.evaluation.models import fingerprint  # imports torch, which takes seconds
     from megatron_neobert.evaluation.report import find_records
@@ -189,10 +193,10 @@ def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the variables of model_card_template.md that describe the model, from the files of its folder.
+    """Return the variables of model_card_template.md that describe the model, by name, from the files of its folder.
 
     Raises:
-        MissingInputError: A file is missing.
+        MissingInputError: config.json, tokenizer_config.json or the weights are missing.
         ConversionError: A file is not as `neobert convert` writes it.
     """
     config = check_folder(folder)

@@ -63,10 +63,10 @@ class MegatronCheckpoint:
         return min(phase_at(self.settings, self.iteration).settings.data.seq_length, context)
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
-        """Return the reference model in fp32, in evaluation mode, with weights rounded to `dtype`.
+        """Return the reference model in evaluation mode. Its weights are rounded to `dtype` and stored in fp32.
 
         Raises:
-            ConversionError: The weights do not fit the settings.
+            ConversionError: A weight is missing, has a shape that does not fit the settings, or is not finite.
         """
         rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
         # Checks the weights before a model is built, because settings.yaml can ask for a model of any size.
@@ -85,7 +85,7 @@ def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
 
 
 def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
-    """Return the settings of the reference model for a run."""
+    """Return the settings of a reference model that computes the same function as a run's model."""
     model = settings.model
     return ReferenceConfig(
         num_layers=model.num_layers,
@@ -100,12 +100,12 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
 
 
 def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
-    """Read the checkpoint of one iteration in a save folder, by default the newest, and verify its files.
+    """Verify and read the checkpoint of one iteration in a --save folder, by default the newest.
 
     Raises:
         MissingInputError: The folder has no such checkpoint.
         CheckpointError: The checkpoint is damaged or incomplete.
-        ConversionError: The checkpoint's layers are not NeoBERT's.
+        ConversionError: The checkpoint's layers are not NeoBERT's, or their number is not that of its settings.
         DataError: The tokenizer cannot be used.
     """
     folder = latest_checkpoint(save, iteration=iteration)
@@ -135,7 +135,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
 
 
 def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer) -> Path:
-    """Write a checkpoint of iteration 0 without optimizer state, and return its folder.
+    """Write a checkpoint of iteration 0 without optimizer state, replacing an older one, and return its folder.
 
     Args:
         save: Existing save folder.
@@ -159,9 +159,12 @@ def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig,
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the model's whole tensors under their names in the checkpoint.
+    """Return the model's weights, each joined from the files of all ranks, under their names in the checkpoint.
 
-    If the model's weights are stored in less than fp32, return the fp32 weights of the optimizer instead.
+    A weight that is stored in less than fp32 is replaced by its fp32 copy in the optimizer's state, if there is one.
+
+    Raises:
+        CheckpointError: A file is damaged, or there are no weights.
     """
     stored = StoredTensors(folder)
     names = [name for name in stored.shapes if not name.startswith("optimizer.")]
@@ -182,7 +185,7 @@ def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def stored_name(name: str) -> str:
-    """Return the name in a checkpoint of a Megatron model's parameter, for local and Transformer Engine layers."""
+    """Return the name of a Megatron parameter in a checkpoint. Only norms of local layers have another name there."""
     # Imports megatron.core, which conversion does not need.
     from megatron_neobert.model.transformer_config import NORM_NAMES
 

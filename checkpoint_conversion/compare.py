@@ -111,7 +111,7 @@ class Comparison:
 
 
 def to_table(comparisons: Mapping[str, Comparison]) -> str:
-    """Format a header and one line per comparison."""
+    """Return a text table: a header and one line per comparison. There must be at least one comparison."""
     width = max(map(len, comparisons))
     header = f"{'':<{width}} {'tokens':>6} {'largest diff.':>13} {'relative':>9} {'cosine':>11} {'same token':>10}"
     lines = [
@@ -123,7 +123,7 @@ def to_table(comparisons: Mapping[str, Comparison]) -> str:
 
 
 def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
-    """Return four prompts of random token ids, the same in every process, of at most `longest` tokens."""
+    """Return a padded batch of four prompts of 7 to 128 random token ids, cut at `longest`, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([min(tokens, longest) for tokens in PROMPT_TOKENS])
     tokens_bs = torch.randint(vocab_size, (len(lengths), int(lengths.max())), generator=generator)
@@ -136,7 +136,7 @@ def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
 
 @torch.no_grad()
 def compare_models(first: LogitModel, second: LogitModel) -> Checks:
-    """Compare the logits of the second model, padded and packed, with the first model's padded logits.
+    """Return how the second model's logits, "padded" and "packed", differ from the first model's padded logits.
 
     Attention across documents would make the packed logits differ from the padded ones.
     """
@@ -147,7 +147,7 @@ def compare_models(first: LogitModel, second: LogitModel) -> Checks:
 
 
 def compare_logits(first_bsv: Tensor, second_bsv: Tensor, attention_mask_bs: Tensor) -> Comparison:
-    """Compare two sets of logits at all tokens except padding, whose logits are undefined."""
+    """Return the differences between two sets of logits. Tokens with mask 0 are padding and are not compared."""
     present = attention_mask_bs.bool()
     first, second = first_bsv[present].double(), second_bsv[present].double()
     max_abs, largest = (first - second).abs().max(), first.abs().max()
@@ -169,9 +169,10 @@ def differing_settings(first: LogitModel, second: LogitModel) -> list[str]:
 
 @torch.no_grad()
 def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference of every tensor that is not equal bit for bit, relative to its largest value.
+    """Return the largest difference in every tensor that is not equal bit for bit in fp32, by name.
 
-    The difference is infinite if a tensor is missing on one side, or has another shape.
+    The difference is relative to the largest absolute value of the tensor on either side. It is infinite if one side
+    lacks the tensor or has another shape.
     """
     differing: dict[str, float] = {}
     for name in {**first, **second}:
@@ -190,7 +191,7 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
 
     Args:
         source: Model in fp32, with weights rounded to `stored`.
-        load: Loads the result of the conversion so that it computes in the given dtype.
+        load: Loads the result so that it computes in the given dtype: first float32, then `stored`.
         stored: Dtype of the weights in the result's files.
         name: Name of the result for messages.
 
@@ -225,7 +226,7 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
 
 @torch.no_grad()
 def make_loud(model: ReferenceNeoBERT, *, seed: int = 0) -> ReferenceNeoBERT:
-    """Give the model random weights with which every parameter affects the logits, and return it.
+    """Set random weights with which every parameter affects the logits. Return the same model in evaluation mode.
 
     With initial weights, errors stay invisible: logits are about 0.05, attention is almost uniform under any rotary
     convention, and norms of one and biases of zero have no effect. With these weights, logits reach several units.
@@ -246,9 +247,9 @@ def make_loud(model: ReferenceNeoBERT, *, seed: int = 0) -> ReferenceNeoBERT:
 def checkpoint_model(
     checkpoint: MegatronCheckpoint, dtype: torch.dtype = torch.float32, *, description: str = "reference"
 ) -> LogitModel:
-    """Return the reference model with the weights of a checkpoint.
+    """Return the reference model with the weights of a checkpoint, rounded to `dtype`. The model computes in fp32.
 
-    The model computes in fp32. Its weights are rounded to `dtype` first. `description` names it in messages.
+    `description` is the model's name in messages. Raises ConversionError if the weights do not fit the settings.
     """
     reference, settings = checkpoint.build_reference(dtype), checkpoint.settings.model
 
@@ -307,10 +308,11 @@ def load_model(
 
 
 def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitModel:
-    """Load a folder with transformers, with the head of a llama folder, as one side of a comparison.
+    """Load a Hugging Face folder as a side of a comparison that computes in `dtype`. A llama folder's head is included.
 
     Raises:
-        MissingInputError, ConversionError: See `load_model`.
+        MissingInputError: The folder has no config.json.
+        ConversionError: The model is not a NeoBERT, or transformers cannot load it completely.
     """
     head_file = folder / HEAD_FOLDER / WEIGHTS
     head = load_file(head_file) if head_file.is_file() else {}
@@ -318,16 +320,17 @@ def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitM
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
-    """Build the model of a folder's config.json in fp32, with weights that `imports.read_weights` returned.
+    """Return the model of a folder's config.json, in fp32, with the given weights, as one side of a comparison.
 
-    Loaded from the folder's files instead, a bias that the files lack would be initialized randomly.
+    The folder's weights are not used, because transformers would initialize missing biases randomly.
 
     Args:
         layout: A name in mapping.TABLES.
-        weights: Tensors under all published names of the layout.
+        weights: Tensors under all published names of the layout, from `imports.read_weights`.
 
     Raises:
-        MissingInputError, ConversionError: See `load_model`.
+        MissingInputError: The folder has no config.json.
+        ConversionError: The model is not a NeoBERT, or transformers cannot load it with these weights.
     """
     tensors = dict(weights)
     changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if layout == "eurobert" else {})
@@ -337,7 +340,7 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
 
 
 def to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> LogitModel:
-    """Wrap a model of transformers for a comparison; `head` has the decoder if the class has none, else is empty."""
+    """Wrap the model of a folder for a comparison; `head` has the decoder if the class has none, else is empty."""
     config, parsed = model.config, read_model_config(check_folder(folder), folder / "config.json")
     decoder = {name: head[name].to(model.dtype) for name in HEAD_NAMES if head}
 

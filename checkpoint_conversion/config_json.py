@@ -82,13 +82,13 @@ class FolderSpec:
 
 
 def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
-    """Return the content of config.json.
+    """Return the content of config.json for a layout.
 
     Args:
         layout: A name in mapping.TABLES.
 
     Raises:
-        ConversionError: The layout cannot express the model.
+        ConversionError: The neobert layout cannot express the feed-forward width.
     """
     if layout == "neobert":
         return neobert_config(spec)
@@ -141,7 +141,7 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
 
 
 def neobert_config(spec: FolderSpec) -> dict[str, Any]:
-    """Return the content of config.json for the neobert layout, with the published fields.
+    """Return the content of config.json for the neobert layout, with the keys of the published NeoBERT.
 
     Raises:
         ConversionError: The feed-forward width is not a multiple of 8.
@@ -282,10 +282,10 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
 
 
 def read_rotary_base(fields: _Fields) -> int | None:
-    """Return the base of the rotary angles from the keys of all versions of transformers, or None if there is none.
+    """Return the base of the rotary angles under the key of any transformers version, or None if there is none.
 
     Raises:
-        ConversionError: A base is not a whole number, two keys differ, or the angles are scaled.
+        ConversionError: A base is not a whole number of at least 2, two keys differ, or the angles are scaled.
     """
     bases = {"rope_theta": fields.config.get("rope_theta")}
     plain = {"rope_type": (None, "default"), "type": (None, "default"), "partial_rotary_factor": (None, 1, 1.0)}

@@ -72,6 +72,7 @@ def megatron_to_hf(options: ExportOptions) -> None:
     Raises:
         MissingInputError: --load has no such checkpoint.
         CheckpointError: The checkpoint is damaged or incomplete.
+        DataError: The tokenizer cannot be used.
         ConversionError: The layout cannot hold the model, or the output differs from the checkpoint.
         OutputError, SaveError: The output exists, cannot be created or cannot be written.
     """
@@ -123,7 +124,7 @@ def hf_to_megatron(options: ImportOptions) -> None:
 
 
 def print_result(output: Path, checks: "Checks", *, source: str, start: float) -> None:
-    """Print the differences between output and source, if they were measured, and the duration in seconds."""
+    """Print a table of `checks`, unless it is empty, and the seconds since `start`, a value of time.monotonic()."""
     if checks:
         from checkpoint_conversion.compare import to_table
 
@@ -134,12 +135,14 @@ def print_result(output: Path, checks: "Checks", *, source: str, start: float) -
 def verify(options: VerifyOptions) -> int:
     """Compare two models, each a checkpoint or a Hugging Face folder: exit 0 if they are equal, else 1.
 
-    Both run in fp32 on the same fixed prompts. The logits of B, padded and packed, must be those of A, padded. The
-    settings that affect the function must be equal. Weights must be equal bit for bit, or within --tolerance if given.
+    Both run in fp32 on the same fixed prompts. The logits of B, padded and packed, must be close to those of A, padded.
+    The settings that affect the function must be equal. Weights must be equal bit for bit, or within --tolerance if
+    given.
 
     Raises:
         MissingInputError: A folder does not exist, or has no model.
         CheckpointError, ConversionError: A model cannot be read, or the vocabularies differ in size.
+        DataError: The tokenizer of a checkpoint cannot be used.
     """
     require_folder("A", options.first)
     require_folder("B", options.second)
@@ -173,11 +176,12 @@ def verify(options: VerifyOptions) -> int:
 
 
 def load_side(folder: Path) -> "LogitModel":
-    """Return the model of a Hugging Face folder, or of the newest checkpoint in a folder, in fp32.
+    """Return the model of a Hugging Face folder, or of the newest checkpoint in a --save folder, in fp32.
 
     Raises:
         MissingInputError: The folder has no model.
         CheckpointError, ConversionError: The model cannot be read.
+        DataError: The tokenizer of the checkpoint cannot be used.
     """
     if (folder / "config.json").is_file():
         from checkpoint_conversion.imports import load_as_read

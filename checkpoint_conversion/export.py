@@ -56,10 +56,10 @@ def export(
         sentence_transformers: Add the files that `SentenceTransformer(output)` reads.
 
     Returns:
-        Differences between the written model and the reference model, empty if not verified.
+        Differences between the written model and the reference model, by input; empty if not `verified`.
 
     Raises:
-        OutputError: The folder exists, or cannot be created.
+        OutputError: The folder exists and is not empty, or cannot be created.
         SaveError: A file cannot be written.
         ConversionError: The layout cannot hold the model, or the written model differs. No output is left then.
     """
@@ -92,7 +92,7 @@ def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str,
         tensors: Weights under the internal names of mapping.py. They are rounded to the dtype of `spec`.
 
     Raises:
-        ConversionError: The tensors do not fit the model, or the layout cannot hold it.
+        ConversionError: The tensors are not those of the model or not finite, or the layout cannot hold it.
         OSError, SafetensorError: A file cannot be written.
     """
     config = {**build_config(layout, spec), "transformers_version": version("transformers")}
@@ -159,7 +159,7 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
 
 
 def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", *, layout: str, dtype: str) -> None:
-    """Write conversion_report.json: the source checkpoint, its settings without paths, and the comparison."""
+    """Write `folder`/conversion_report.json: the source checkpoint, its settings without paths, and `checks`."""
     compared: dict[str, Any] = {}
     if checks:  # the folder exists only if settings and weights were equal
         from checkpoint_conversion.compare import COMPARED_SETTINGS

@@ -67,8 +67,9 @@ def export_onnx(options: OnnxOptions) -> None:
 
     Raises:
         MissingInputError: The folder has no config.json or no tokenizer.json.
-        ConversionError: The model has no head for the task, or a graph differs from PyTorch.
+        ConversionError: The model is not a NeoBERT, has no head for the task, or a graph differs from PyTorch.
         OutputError, SaveError: The output exists, cannot be created or cannot be written.
+        ModuleNotFoundError: A package of the extra [onnx] is not installed.
     """
     require_folder("--model", options.model, holding="config.json")
     refuse_existing(options.output)  # before a minute of work
@@ -93,7 +94,7 @@ def load_for_task(folder: Path, task: str) -> Any:
 
     Raises:
         MissingInputError: The folder has no config.json.
-        ConversionError: The model is not a NeoBERT, or has no such head.
+        ConversionError: The model is not a NeoBERT, has no such head, or cannot be loaded.
     """
     from transformers import AutoModel, AutoModelForMaskedLM
 
@@ -110,10 +111,10 @@ def load_for_task(folder: Path, task: str) -> Any:
 
 
 def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Path, Checks]":
-    """Write model.onnx and, with `int8`, model_quantized.onnx into a new folder.
+    """Create `folder` and write model.onnx into it and, with `int8`, model_quantized.onnx.
 
     Returns:
-        The differences from PyTorch for each file; see `check_graph`.
+        The differences from PyTorch for the path of each file; see `check_graph`.
 
     Raises:
         ConversionError: A graph cannot be run, or differs from PyTorch by more than its tolerance.
@@ -137,7 +138,7 @@ def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Pa
 
 
 def trace(model: Any, output: str) -> Any:
-    """Return the model as an ONNX program with one output of this name."""
+    """Return the model as a torch.onnx.ONNXProgram for any batch size and length, with the single output `output`."""
     import torch
 
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
@@ -162,7 +163,7 @@ def trace(model: Any, output: str) -> Any:
 
 
 def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
-    """Return the differences between the graph's output in onnxruntime and PyTorch's, by batch size "rows x tokens".
+    """Return the differences between a graph's output in onnxruntime and PyTorch's, by "rows x tokens" of a batch.
 
     Args:
         tolerance: Largest accepted difference, relative to the largest value.
@@ -212,13 +213,13 @@ def _mask(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "
 def copy_companions(model: Path, folder: Path, task: str) -> None:
     """Write config.json, the tokenizer and other files that libraries read into `folder`, the parent of the graphs.
 
-    The files of sentence-transformers (modules, pooling) are copied if `task` is feature extraction.
-
-    If the auto_map of config.json names our modelling file, write this package's version of it, because libraries load
-    the configuration with it. Otherwise remove auto_map; code of the model's folder is never copied.
+    For feature extraction, these are also the files of sentence-transformers (modules, pooling). Code in `model` is
+    never copied. If auto_map of config.json names modeling_neobert.py, this package's version is written. Otherwise the
+    new config.json has no auto_map.
 
     Raises:
-        MissingInputError: The model has no tokenizer.json.
+        MissingInputError: The model has no config.json or no tokenizer.json.
+        ConversionError: A file of the model refers to something outside of its folder.
     """
     from checkpoint_conversion.export import modeling_source
 
@@ -239,7 +240,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress all Python warnings, and log messages up to WARNING, of this process.
+    """Suppress Python warnings, and log messages up to WARNING, while the context lasts.
 
     The exporter warns about packages that are not needed and about axes with equal names.
     """

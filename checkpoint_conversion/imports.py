@@ -48,17 +48,17 @@ class ImportedModel:
 
 
 def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tuple[ImportedModel, Checks]":
-    """Write the model of `folder` as a checkpoint in the new folder `output`, and verify it.
+    """Write the model of `folder` as a checkpoint of iteration 0 in the new folder `output`, and verify it.
 
     Returns:
-        The content of the folder, and the differences between the checkpoint's model and the folder's (empty if not
-        verified).
+        The content of the folder, and the differences between the two models' logits (empty if not `verified`).
 
     Raises:
+        MissingInputError: `folder`, its config.json, tokenizer or weights are missing.
+        DataError: The tokenizer cannot be used.
+        ConversionError: The model is not a NeoBERT, or the checkpoint's model differs. No output is left then.
         OutputError: The output exists, or cannot be created.
         SaveError: A file cannot be written.
-        MissingInputError, DataError, ConversionError: See `read_folder`.
-        ConversionError: The checkpoint's model differs from the folder's; the output is removed.
     """
     imported = read_folder(folder)
     shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
@@ -76,10 +76,11 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tupl
 
 
 def load_as_read(folder: Path) -> "LogitModel":
-    """Return the model of a folder for a comparison, in fp32, with the weights that `read_weights` returns.
+    """Return the model of a Hugging Face folder in fp32 for a comparison, with the weights of `read_weights`.
 
     Raises:
-        MissingInputError, ConversionError: See `read_weights` and `compare.load_model`.
+        MissingInputError: config.json or a weight file is missing.
+        ConversionError: The model is not a NeoBERT, or the weights do not fit config.json.
     """
     from checkpoint_conversion.compare import build_logit_model
 
@@ -135,10 +136,10 @@ def read_folder(folder: Path) -> ImportedModel:
 
 
 def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor], list[str]]:
-    """Read the weights of a folder with this config.json.
+    """Read the weights of a folder whose config.json was parsed to `config`.
 
     Returns:
-        Tensors under all published names of the layout, and notes on omitted and added tensors.
+        Tensors in fp32 or bf16 under all published names of the layout, and notes on omitted and added tensors.
 
     Raises:
         MissingInputError: A weight file is missing.
@@ -191,7 +192,7 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
 def find_zero_biases(
     folder: Path, config: FolderConfig, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], *, decoder: str
 ) -> list[str]:
-    """Return the names of biases that the files lack because the folder's model has none; NeoBERT's are zeros.
+    """Return the names of biases that the files lack because the model has none. The caller fills them with zeros.
 
     Args:
         tensors: Tensors in the files.
@@ -233,11 +234,12 @@ def find_zero_biases(
 
 
 def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
-    """Memory-map the tensors of model.safetensors or of the files in its index, with the head of a llama folder.
+    """Memory-map the tensors of model.safetensors, or of the files in its index. A llama folder's head is included.
 
     Raises:
         MissingInputError: There are no weights, or a file in the index is missing.
-        ConversionError: The weights are pickled, a file is damaged, or the index and the files contradict each other.
+        ConversionError: The weights are pickled, a file is damaged, the index and the files contradict each other, or a
+            llama folder has no head.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
@@ -267,7 +269,12 @@ def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
 
 
 def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
-    """Memory-map the tensors of all files in an index, which must list the tensors of each file."""
+    """Memory-map the tensors of all files in an index, `weight_map`, which names the file of each tensor.
+
+    Raises:
+        MissingInputError: A file is missing.
+        ConversionError: A file is damaged, or its tensors are not those in the index.
+    """
     tensors: dict[str, Tensor] = {}
     locations = set()
     for file in sorted(set(weight_map.values())):
@@ -287,7 +294,7 @@ def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]
 
 
 def map_file(file: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of one safetensors file."""
+    """Memory-map the tensors of one safetensors file. Raise ConversionError if the file is damaged."""
     try:
         return load_file(file)
     except SafetensorError as error:

@@ -148,7 +148,7 @@ def llama_like_table(prefix: str, head: str, *, has_biases: bool) -> Table:
     Args:
         prefix: Prefix of the encoder's names.
         head: Prefix of the names of the masked-language-model head.
-        has_biases: The feed-forward layers have biases, all zero. EuroBERT's decoder has a bias only if they do.
+        has_biases: The feed-forward layers have biases, which must be zero.
     """
     layer = prefix + "layers.{i}."
     qkv = tuple(f"{layer}self_attn.{letter}_proj.weight" for letter in "qkv")
@@ -178,7 +178,7 @@ TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT, "llama": LLAMA}
 
 
 def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
-    """Return the weights of a Megatron model under the names of a published layout, in unchanged dtypes.
+    """Return a Megatron model's weights under a layout's names and in their dtypes. Unchanged tensors are not copied.
 
     Raises:
         ConversionError: A tensor is missing, unknown, of the wrong shape or not finite, or the rows that pad the
@@ -204,11 +204,11 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
 
 
 def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
-    """Reverse `to_published`; the rows that pad the vocabulary are zeros.
+    """Reverse `to_published`: return weights under Megatron's names. The rows that pad the vocabulary are zeros.
 
     Raises:
-        ConversionError: A tensor is missing, unknown, of the wrong shape or not finite, or a bias that NeoBERT does
-            not have is not zero.
+        ConversionError: A tensor is missing, unknown, of the wrong shape or not finite, or a bias that NeoBERT does not
+            have is not zero.
     """
     entries = expand_table(table, shape.model.num_layers)
     check_tensors(published, published_shapes(table, shape), remedy="fetch the weights again, or use others")
@@ -247,7 +247,7 @@ def without_padding(internal: Mapping[str, Tensor], shape: ModelShape) -> dict[s
 
 
 def join_halves(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the internal tensors of a checkpoint, which stores the gate and the value of SwiGLU separately."""
+    """Return a checkpoint's tensors after joining the gate and the value of each SwiGLU matrix, the gate first."""
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith((_GATE, _VALUE))}
     for name, gate in stored.items():
         joined = name.removesuffix(_GATE)
@@ -257,7 +257,7 @@ def join_halves(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reverse `join_halves`."""
+    """Return internal tensors with each SwiGLU matrix split into gate and value, as a checkpoint stores them."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("mlp.linear_fc1.weight"):

@@ -66,10 +66,10 @@ FUNCTIONS = {name: function for group in COMMANDS.values() for name, (function, 
 
 
 def main() -> int | None:
-    """Run the command that `sys.argv` names, and return its exit code.
+    """Run the command that `sys.argv` names, and return its exit code (None: 0). Without a command, list all commands.
 
     Raises:
-        ConfigError: There is no such command.
+        ConfigError: There is no such command, or its flags are invalid. Errors of the command propagate too.
     """
     if "_ARGCOMPLETE" in os.environ:
         _complete()
@@ -92,7 +92,7 @@ def find_command(arguments: Sequence[str]) -> str | None:
 
 
 def run(name: str, arguments: Sequence[str]) -> int | None:
-    """Call the function of a command with its command-line arguments, and return its exit code."""
+    """Run the command `name` and return its exit code (None: 0). Replaces `sys.argv`. Bad flags raise ConfigError."""
     module, _, function_name = FUNCTIONS[name].partition(":")
     sys.argv = [f"neobert {name}", *arguments]
     function = getattr(importlib.import_module(module), function_name)
@@ -108,7 +108,7 @@ def _run_flags() -> list[str]:
 
 
 def _overview(typed: Sequence[str]) -> str:
-    """Return the help text: the commands whose names start with the words typed, by group."""
+    """Return the help text: commands by group. Only commands whose names start with the words `typed` are listed."""
     lines = ["usage: neobert COMMAND ...", "", "Pre-training of NeoBERT encoders, from raw text to an evaluated model."]
     width = max(map(len, FUNCTIONS))
     for group, commands in COMMANDS.items():
@@ -133,7 +133,7 @@ def _next_words(typed: Sequence[str]) -> list[str]:
 
 
 def _complete() -> None:
-    """Print completions for a shell, and end the process: words of a command's name here, flags in its own parser."""
+    """Print the completions that the shell asks for, of a command's name or of its flags, and end the process."""
     import argcomplete
 
     typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:-1]

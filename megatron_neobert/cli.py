@@ -33,7 +33,7 @@ def option(
     minimum: float | None = None,
     **metadata: Any,
 ) -> Any:
-    """Return a dataclass field that is also a flag. A field without a default is required.
+    """Return a dataclass field that is also a command-line flag. A field without `default` is required.
 
     Args:
         help: Help line of the flag, without the default value.
@@ -60,15 +60,16 @@ def flag_of(name: str) -> str:
 def run_function(
     function: Callable[..., int | None], arguments: Sequence[str], *, prog: str, run_flags: Callable[[], list[str]]
 ) -> int | None:
-    """Parse the arguments of a command, call its function with the options, and return the exit code.
+    """Parse the arguments of a command, call its function with the options, and return the function's exit code.
 
     Args:
-        function: Its parameter `options` is annotated with the dataclass, and the first paragraph of its docstring is
-            the description in --help. If it has a parameter `flags`, it also receives the flags of `neobert train`.
-        run_flags: Returns the flags of `neobert train`. Called for such a function only, because the import is slow.
+        function: Takes `options`, annotated with the dataclass of its flags. The first paragraph of its docstring is
+            the description in --help. If it has a parameter `flags`, it also receives all arguments that are not its
+            own.
+        run_flags: Returns the flags of `neobert train`. Called only for a function with the parameter `flags`.
 
     Raises:
-        ConfigError: With every problem of the command line.
+        ConfigError: With every problem of the command line. Errors of `function` propagate too.
     """
     options_type = typing.get_type_hints(function)["options"]
     description = (function.__doc__ or "").partition("\n\n")[0]
@@ -87,12 +88,12 @@ def run_function(
 
 
 def read_values(options_type: type, texts: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Convert the texts of a command line to an instance of `options_type`.
+    """Convert the parsed texts of a command line, by field name, to an instance of the dataclass `options_type`.
 
-    Nested dataclasses take their fields from the same mapping.
+    Fields of nested dataclasses are in the same mapping. A field without a text has its default.
 
     Returns:
-        The options and an empty list, or None and every problem.
+        The options and an empty list; or None and an error message for each invalid or missing value.
     """
     values: dict[str, Any] = {}
     problems = []
@@ -139,10 +140,10 @@ excerpt = _Excerpt().repr
 def assign(
     values: dict[str, Any], item: Field, item_type: Any, value: Any, *, source: str, is_file_name: bool = False
 ) -> list[str]:
-    """Convert a value to the type of its field and store it in `values`; return a list of problems.
+    """Store `value`, converted to the type of its field, as `values[item.name]`. Return [], or one error message.
 
     Args:
-        source: Flag, or file and key, with which the messages begin.
+        source: Start of the message: the flag, or the file and key.
         is_file_name: See `convert`.
     """
     read = item.metadata.get("read")
@@ -156,7 +157,7 @@ def assign(
 
 
 def value_problem(item: Field, item_type: Any, value: Any, *, source: str) -> str:
-    """Return the problem of a value that has the right type (choices, minimum, infinity), or an empty text."""
+    """Return an error message if a converted value is too small, infinite, beyond 64 bits or not a choice; else ""."""
     choices, minimum = choices_of(item, item_type), item.metadata.get("minimum")
     for entry in value if isinstance(value, tuple) else (value,):
         if choices and entry is not None and entry not in choices:
@@ -174,16 +175,17 @@ def value_problem(item: Field, item_type: Any, value: Any, *, source: str) -> st
 
 
 def convert(value: Any, item_type: Any, *, is_file_name: bool = False) -> Any:
-    """Convert the text of a flag, or a YAML value, to the type of a field.
+    """Convert the text of a flag, or a YAML value, to the type of a field. Choices are not checked.
 
-    A text is parsed by the type of the field, because YAML 1.1 reads `1e-4` as text.
+    The field's type decides how text is parsed, because YAML 1.1 reads `1e-4` as text. A list becomes a tuple, and
+    "none" becomes None if the type allows None. An int can be written as `1e6`.
 
     Args:
         is_file_name: Allow bytes that are not UTF-8, which file names can contain. Texts that are written to a file
             again, such as the settings of a run, must be UTF-8.
 
     Raises:
-        ValueError: The value does not have this type.
+        ValueError, OverflowError: The value does not have this type.
     """
     plain, optional = plain_type(item_type)
     if optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
@@ -265,7 +267,7 @@ class Parser(argparse.ArgumentParser):
         self._also, self._arguments = tuple(also), [""]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse; if a shell asks for completions, print them and end the process instead."""
+        """Parse like argparse, but errors raise ConfigError. If a shell asks for completions, print them and exit."""
         if "_ARGCOMPLETE" in os.environ and not Parser._completes:
             import argcomplete
 
@@ -275,7 +277,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def parse_all(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the parsed texts by field name, and a problem for each argument that is not a known flag or value."""
+        """Return the parsed texts by field name, and an error message for each argument that no flag takes.
+
+        Flags that were not given are absent. Raises ConfigError for errors of argparse, such as a missing value.
+        """
         parsed, remaining = self.parse_known_args(arguments)
         problems = [self._unknown(word.partition("=")[0]) for word in remaining if word.startswith("-")]
         problems += [
@@ -324,8 +329,9 @@ def add_flags(
     """Add the flags of a dataclass to a parser. A nested dataclass becomes a group in the help.
 
     Args:
-        is_shown: Returns True for the names of the fields that the help lists.
-        negatable: Also add `--no-FLAG` for switches that are off by default, because a YAML file can switch them on.
+        is_shown: Returns True for the names of the fields that the help lists. Flags of other fields exist, too.
+        negatable: Also add `--no-FLAG` for switches that are off by default, because a YAML file can switch them on. A
+            repeated list flag then replaces the list instead of extending it.
     """
     container = parser
     for item, item_type in typed_fields(options_type):

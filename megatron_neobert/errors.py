@@ -140,7 +140,7 @@ class ConversionError(NeoBERTError):
 
 
 def suggestion(word: str, known: Iterable[str], *, otherwise: str = "; see --help for the list.") -> str:
-    """Return the end of an error message about an unknown name.
+    """Return the end of an error message about an unknown name, such as `; did you mean '--lr'?`.
 
     Args:
         word: Name that the user typed.
@@ -159,7 +159,7 @@ def short_reason(error: BaseException) -> str:
 
 
 def yaml_reason(error: Exception) -> str:
-    """Return line, column and message of a PyYAML error on one line, without PyYAML's excerpts of the file."""
+    """Return line, column (from 1) and message of a PyYAML error, on one line and without excerpts of the file."""
     text, mark = str(error), getattr(error, "problem_mark", None)
     if mark is not None:
         problem = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
@@ -168,10 +168,11 @@ def yaml_reason(error: Exception) -> str:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run the `main` of a command, print its error as one sentence, and end the process with the exit code.
+    """Run the `main` of a command, print its error to stderr as one sentence, and end the process with the exit code.
 
-    Under torchrun, an error of all ranks is printed once per node, and an error of one rank by that rank. Slow imports
-    and optional packages belong into `main`, so that Ctrl-C and a missing package are reported here.
+    The code is the result of `main` (None: 0), `exit_code` of a NeoBERTError, 69 for a missing package, 74 for an
+    OSError, 130 for Ctrl-C, or 1 with a traceback. Under torchrun, an error of all ranks is printed once per node. Slow
+    imports and optional packages belong into `main`, so that Ctrl-C and a missing package are reported here.
     """
     print_warnings_as_sentences()
     try:
@@ -211,7 +212,7 @@ def print_warnings_as_sentences() -> None:
 
 
 def _missing_package(module: str) -> str | None:
-    """Return the message about a missing module, or None if the module belongs to this project or to Python."""
+    """Return a message on how to install a module, or None if it belongs to this project or to Python."""
     package = module.split(".")[0]
     if package in ("", "megatron_neobert", "checkpoint_conversion", *sys.stdlib_module_names):
         return None

@@ -48,10 +48,10 @@ def train() -> int:
 def main() -> int:
     """Check the command line in `sys.argv`, run the ranks of this node, and return the exit code.
 
-    With one rank, this process becomes the rank. `--help` and `--dry-run` start no rank.
+    With one rank, this process becomes the rank (execv). `--help` and `--dry-run` start no rank.
 
     Raises:
-        NeoBERTError: The environment, settings, corpus or folders are wrong.
+        NeoBERTError: The environment, settings, corpus, checkpoint or folders are wrong.
         ConnectionError: The nodes do not find each other.
     """
     if len(sys.argv) < 2:
@@ -90,10 +90,12 @@ def _default_processes() -> int:
 
 
 def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds: int) -> int:
-    """Run a script with its arguments on the ranks of this node, and return the exit code of the node.
+    """Run `script`, a file and its arguments, on the ranks of this node, and return the exit code of the node.
+
+    The code is 0, that of `exit_code_of_node`, or 128 + N if the launcher receives signal N (SIGHUP, SIGQUIT).
 
     Raises:
-        ConnectionError: The nodes do not find each other within `timeout_seconds`.
+        ConnectionError: The nodes do not find each other within `timeout_seconds`, or a port cannot be used.
         LauncherError: Another node has the same NODE_RANK.
     """
     from torch.distributed import DistError
@@ -132,7 +134,10 @@ def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds:
 
 
 def _rendezvous(node: Node, *, timeout_seconds: int) -> "TCPStore":
-    """Return the store of a run of several nodes. Node 0 serves the store; other nodes wait and connect."""
+    """Return the store of a run of several nodes. Node 0 serves the store; other nodes wait and connect.
+
+    Raises ConnectionError after `timeout_seconds`, and LauncherError if two nodes have the same NODE_RANK.
+    """
     from torch.distributed import DistError
 
     started = time.monotonic()
@@ -159,10 +164,11 @@ def _describe_failed_rendezvous(node: Node, seconds: float, error: Exception) ->
 
 
 def exit_code_of_node(codes: Mapping[int, int]) -> int:
-    """Return the exit code of the rank that failed first, or 128 + number if a signal ended the rank.
+    """Return the exit code of the rank that failed first.
 
-    Ranks with EXIT_UNAVAILABLE only lost the connection to another rank, so they count only if no rank has another
-    code. Prints the failed rank on standard error.
+    A rank that was ended by signal N gives 128 + N, or EXIT_STOPPED_EARLY if the launcher forwarded the signal. After a
+    second Ctrl-C the result is EXIT_INTERRUPTED. Ranks with EXIT_UNAVAILABLE only lost the connection to another rank,
+    so they count only if no rank has another code. Prints the failed rank on standard error.
 
     Args:
         codes: Exit codes by rank, in the order in which torchrun noticed them; negative for a signal.

@@ -14,13 +14,14 @@ from megatron_neobert.runtime.environment import world_size
 
 
 def main() -> int:
-    """Train with the settings in `sys.argv`, or print the plan with --dry-run.
+    """Train with the settings in `sys.argv`, or print the plan with --dry-run. Collective: all ranks.
 
     Returns:
         0 at the end of training or after the plan; otherwise the exit code of a run that stopped early.
 
     Raises:
-        NeoBERTError: See `run_training`. The caller ends the process with the error's exit code.
+        NeoBERTError: Settings, environment, data or checkpoint are wrong, or the run has diverged.
+        ModuleNotFoundError: --wandb-project is set, and wandb is not installed.
     """
     # The imports below take seconds.
     signals.install_signal_handlers()

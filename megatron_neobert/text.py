@@ -25,7 +25,7 @@ _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """Return the text with control, format and separator characters escaped, except those in `keep`."""
+    """Return the text with control, format and line-separator characters, except `keep`, escaped like `\\x1b`."""
     return "".join(
         ascii(character)[1:-1]
         if unicodedata.category(character) in _ESCAPED and character not in (*_JOINERS, *keep)
@@ -46,7 +46,7 @@ def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], An
         pairs: Builds each object from its (key, value) pairs. Default: a dict, in which the last value of a key counts.
 
     Raises:
-        ValueError: The text is not JSON, is nested too deeply, or has a number of thousands of digits.
+        ValueError: The text is not JSON, is nested too deeply, or has an integer of more than 4,300 digits.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs)  # noqa: TID251
@@ -71,7 +71,7 @@ def percent(share: float, *, digits: int = 1) -> str:
 
 
 def with_prefix(rate: float, unit: str) -> str:
-    """Return a rate with three digits and an SI prefix: `151 k tokens/s` for 151_234 and the unit ` tokens/s`."""
+    """Return `151 k tokens/s` for 151_234 and ` tokens/s`, `950 tokens/s` for 950: three digits and an SI prefix."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * factor:
             scaled = rate / factor
@@ -85,7 +85,7 @@ def in_bytes(size: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units, such as `9 d 2 h`; from ten days on in days."""
+    """Return a duration in its two largest units, such as `9 d 2 h` or `3 min 5 s`; from ten days on in days."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

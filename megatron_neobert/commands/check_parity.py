@@ -75,6 +75,8 @@ class ParityOptions:
 def check_parity(options: ParityOptions) -> int:
     """Compare the trained model with the reference and the exported models: exit 0 if they are equal, else 1.
 
+    Prints the differences, and writes `options.json`. A deliberately wrong model that is not detected also gives 1.
+
     Raises:
         ConfigError: Rotary embeddings do not support heads of this width.
     """
@@ -124,12 +126,13 @@ def check_parity(options: ParityOptions) -> int:
 
 
 def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str, Comparison, float]]":
-    """Build all models with the same weights and compare the logits of each with the padded reference.
+    """Build all models with the same random weights, and compare the logits of each with the padded reference.
 
-    Creates process groups of one rank, because Megatron needs one, and destroys them.
+    Switches gradients off in this process. Creates and destroys process groups of one rank, because Megatron needs one.
 
     Yields:
-        Name of the comparison, its result, and the tolerance of its precision.
+        Name of the comparison, its result, and the tolerance of its precision. Names that start with CONTROL are wrong
+        models, whose result must be worse than 100 times the tolerance.
     """
     import copy
 
@@ -184,9 +187,9 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
 
 
 def build_loud_reference(settings: Settings, vocab_size: int) -> "tuple[Any, dict[str, Tensor], dict[str, Tensor]]":
-    """Return a reference model with large random weights, and two versions of its weights under Megatron's names.
+    """Return a reference model with large random weights, its weights under Megatron's names, and wrong weights.
 
-    The first version is correct. The second has unpermuted rotary dimensions and serves as a negative control.
+    The wrong weights have unpermuted rotary dimensions. They are a control that every comparison must detect.
     """
     from checkpoint_conversion.checkpoint import model_shape, reference_config
     from checkpoint_conversion.compare import make_loud
@@ -201,10 +204,11 @@ def build_loud_reference(settings: Settings, vocab_size: int) -> "tuple[Any, dic
 
 
 def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str, StepGap | str, StepGap]]":
-    """Compute loss and gradients of one packed sequence with every kernel, and compare them with the reference.
+    """Compute loss and gradients of one packed sequence with every kernel, and compare them with the reference in fp32.
 
     Yields:
-        Name of the kernel, the difference or the reason why the kernel cannot run on this machine, and the tolerance.
+        Name of the kernel, the difference (or the reason why this machine cannot run the kernel), and the tolerance.
+        The last name starts with CONTROL. It has wrong weights and must be worse than 100 times the tolerance.
     """
     import torch
 
@@ -250,11 +254,11 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str
 def run_step(
     settings: Settings, tensors: "Mapping[str, Tensor]", sequence: tuple[Any, ...], vocab_size: int
 ) -> "tuple[float, dict[str, Tensor]]":
-    """Return the summed loss of a packed sequence, and the gradients by name in fp32 on the CPU.
+    """Return the summed loss of a packed sequence in nats, and the gradients by internal name in fp32 on the CPU.
 
     Args:
         tensors: Weights of the Megatron model, under internal names.
-        sequence: Arguments of the model's forward pass.
+        sequence: Arguments of the model: tokens, document starts, longest length, masked positions, their labels.
     """
     import torch
 
@@ -269,7 +273,7 @@ def run_step(
 
 @contextmanager
 def megatron_model(settings: Settings, tensors: "Mapping[str, Tensor]", vocab_size: int) -> "Iterator[tuple[Any, Any]]":
-    """Build the Megatron model with the weights `tensors` inside the context; yield the model and its device."""
+    """Yield the Megatron model with the weights `tensors`, and its device. The process group ends with the context."""
     from checkpoint_conversion.checkpoint import load_into_megatron
     from megatron_neobert.model.neobert import NeoBERTModel
     from megatron_neobert.runtime import distributed
@@ -284,7 +288,7 @@ def megatron_model(settings: Settings, tensors: "Mapping[str, Tensor]", vocab_si
 
 
 def in_float64() -> AbstractContextManager[Any]:
-    """Return a context in which every cast to fp32 is a cast to fp64."""
+    """Return a context in which torch casts to fp64 wherever code asks for fp32."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -304,7 +308,7 @@ def in_float64() -> AbstractContextManager[Any]:
 
 @contextmanager
 def exported(settings: Settings, tensors: "dict[str, Tensor]", vocab_size: int, layout: str) -> Iterator[Path]:
-    """Export `tensors` to a temporary folder inside the context, without comparing logits; yield the folder."""
+    """Yield a temporary folder with `tensors` exported as a Hugging Face model in a layout of mapping.TABLES."""
     from checkpoint_conversion.checkpoint import model_shape
     from checkpoint_conversion.config_json import FolderSpec
     from checkpoint_conversion.export import write_folder

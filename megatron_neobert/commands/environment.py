@@ -71,7 +71,7 @@ def check_environment(options: EnvironmentOptions) -> int:
     """Check whether this machine can train, and report its packages, GPUs and limits.
 
     Returns:
-        0 if training can start, otherwise 69.
+        0 if training can start, perhaps with warnings; otherwise 69.
     """
     findings = list(find_all(options.save, gpu_test=options.gpu_test))
     for level, subject, detail, remedy in findings:
@@ -87,7 +87,7 @@ def check_environment(options: EnvironmentOptions) -> int:
 
 
 def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
-    """Yield every finding about this machine. A problem that would fail all later checks is the last finding."""
+    """Check this machine and yield all findings. Stop after a problem that would make all later checks fail."""
     python = f"Python {platform.python_version()}"
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         remedy = "activate an environment with one of them, or run bash tools/prepare_environment.sh, which makes .venv"
@@ -121,7 +121,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def run_probe(*flags: str) -> list[Any]:
-    """Run the probe in its own process and return its answers; if it is killed or hangs, the last one is a problem."""
+    """Run the probe in its own process and return its JSON answers. If it is killed or hangs, the last is a problem."""
     command = [sys.executable, str(PROBE), *flags]
     try:
         ended = subprocess.run(
@@ -140,7 +140,7 @@ def run_probe(*flags: str) -> list[Any]:
 
 
 def requirement_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield every required package that is missing or has a wrong version, and installed extras with a wrong version.
+    """Yield a finding for each missing required package, and each required or optional package of a wrong version.
 
     Raises:
         ModuleNotFoundError: The package `packaging` is not installed.
@@ -172,7 +172,7 @@ def conflict_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Findi
     """Yield a finding for each installed package that does not work with another package or with torch's CUDA.
 
     Args:
-        cuda: Version of CUDA that torch was built with; empty for a CPU build.
+        cuda: Version of CUDA that torch was built with, such as 12.8; empty for a CPU build.
     """
     from packaging.version import Version
 
@@ -197,7 +197,7 @@ def conflict_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Findi
 
 
 def machine_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield warnings about environment variables of a launcher in this shell, and about too little shared memory."""
+    """Yield a warning if the environment `variables` contain RANK, and a warning if /dev/shm is smaller than 1 GiB."""
     if "RANK" in variables:
         detail = "is set by a launcher for one rank; a command started from this shell takes itself for that rank"
         yield Finding(
@@ -211,7 +211,7 @@ def machine_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def folder_findings(save: Path) -> Iterator[Finding]:
-    """Yield whether a run can save checkpoints to a folder, which need not exist yet."""
+    """Yield findings about saving checkpoints to a folder, which may not exist yet: permission, space, file system."""
     nearest = save.absolute()
     while not os.path.lexists(nearest):  # True for a broken link, below which no folder can be created
         nearest = nearest.parent

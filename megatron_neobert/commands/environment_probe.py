@@ -47,7 +47,7 @@ def send(answer: Any) -> None:
 
 
 def probe() -> None:
-    """Send the version of CUDA and all findings; a failure comes before the findings that it explains."""
+    """Print JSON lines: {"CUDA": version of torch's CUDA}, then findings about torch, GPUs, precisions and imports."""
     from torch.utils import collect_env
 
     collected = collect_env.get_env_info()
@@ -61,10 +61,10 @@ def probe() -> None:
 
 
 def gpu_findings(nvidia_smi: str) -> Iterator[list[str]]:
-    """Yield a finding for each GPU that torch can use, or the reason why it can use none.
+    """Yield [level, subject, detail, remedy] for each GPU that torch can use, or once the reason why it can use none.
 
     Args:
-        nvidia_smi: The GPUs that nvidia-smi lists, one per line.
+        nvidia_smi: The GPUs that nvidia-smi lists, one per line; empty if there is none.
     """
     import torch
 
@@ -99,7 +99,7 @@ def gpu_findings(nvidia_smi: str) -> Iterator[list[str]]:
 
 
 def precision_findings() -> Iterator[list[str]]:
-    """Yield for each precision the kernels that training would use, or the reason why it is not supported."""
+    """Yield a finding for each precision: the kernels that training would use, or why it is not supported."""
     from megatron_neobert.config.schema import Settings
     from megatron_neobert.errors import ConfigError
     from megatron_neobert.model.kernels import check_hardware, choose_kernels
@@ -119,7 +119,7 @@ def precision_findings() -> Iterator[list[str]]:
 
 
 def import_findings() -> Iterator[list[str]]:
-    """Yield installed packages that cannot be imported."""
+    """Yield a finding for each installed package in COMPILED that cannot be imported."""
     for package, module in COMPILED.items():
         try:
             version = importlib.metadata.version(package)
@@ -134,7 +134,7 @@ def import_findings() -> Iterator[list[str]]:
 
 
 def run_gpu_test() -> None:
-    """Run `compute` in one process per GPU, and send a problem if a process fails."""
+    """Run `compute` in one process per GPU. Print a finding if there is no GPU or a process fails."""
     import torch
     from torch import multiprocessing
 
@@ -150,9 +150,9 @@ def run_gpu_test() -> None:
 
 
 def compute(rank: int, device_type: str, ranks: int, store: str) -> None:
-    """Check a bfloat16 matrix product on this rank and a sum over all ranks, and send the findings to the parent.
+    """Check a bfloat16 matrix product on this rank, then a sum over all ranks, and print the findings as JSON lines.
 
-    Rank 0 alone sends the finding of the sum.
+    Rank 0 alone prints the finding of the sum.
 
     Args:
         device_type: "cuda", or "cpu" in tests, which communicates over gloo.

@@ -43,6 +43,7 @@ def preprocess_data(options: PreprocessSettings) -> int:
     """Tokenize raw input files into a corpus that training and Megatron-LM read.
 
     The corpus is byte for byte the same for any --workers and --executor, and after any restart with --resume.
+    Returns 0, or 75 after SIGTERM or SIGUSR1. Raises ConfigError, DataError, MissingInputError, OutputError or OSError.
     """
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGUSR1, _stop)
@@ -68,7 +69,11 @@ def preprocess_data(options: PreprocessSettings) -> int:
 
 
 def run(settings: PreprocessSettings) -> None:
-    """Preprocess and print a report, or print the plan of a dry run."""
+    """Preprocess and print a report. With --dry-run, print the plan and write nothing.
+
+    Raises:
+        ConfigError, DataError, MissingInputError, OutputError, OSError: Settings, inputs or outputs are wrong.
+    """
     plan = plan_preprocessing(settings)
     if settings.dry_run:
         print_plan(plan)
@@ -93,7 +98,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print what a run would read and write, with a sample and estimates."""
+    """Print what a run would read and write. Then call `print_sample`, which can raise DataError or ConfigError."""
     files = [(path, list(chunks)) for path, chunks in groupby(plan.chunks, key=lambda chunk: chunk.path)]
     for path, chunks in files[:_FILES_SHOWN]:
         compression = f", {chunks[0].compression}" if chunks[0].compression else ""
@@ -118,12 +123,12 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_sample(plan: Plan) -> None:
-    """Print two documents with their ids, and estimates for the whole run.
+    """Print up to two documents with their token ids, and estimates of size and time of the whole run.
 
     The estimates extrapolate from about 1 MB of text of the first chunk that has documents.
 
     Raises:
-        DataError: The first 100 chunks have no document.
+        DataError: The first 100 chunks have no document, or an input file is damaged.
         ConfigError: A fast back end differs from the reference tokenizer.
     """
     started, chunks_of = time.perf_counter(), Counter(chunk.path for chunk in plan.chunks)

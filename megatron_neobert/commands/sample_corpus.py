@@ -48,7 +48,8 @@ def write_sample_corpus(options: SampleCorpusOptions) -> None:
 
     Raises:
         DataError: There are fewer texts than parquet files.
-        OutputError: The output folder exists and is not empty.
+        OutputError: The output folder exists and is not empty, or cannot be created.
+        SaveError: A file cannot be written.
     """
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     folders = [options.packages] if options.packages else installed
@@ -65,9 +66,10 @@ def write_sample_corpus(options: SampleCorpusOptions) -> None:
 
 
 def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Document]:
-    """Return shuffled documents of a pseudo-random choice of files, whose texts reach the budget.
+    """Read files in a fixed pseudo-random order until their texts reach the budget, and return the shuffled documents.
 
-    Of texts that differ only in case or white space, the first is kept.
+    The texts exceed `budget_bytes` (UTF-8) by the rest of the last file, or are fewer if there are no more files. Of
+    texts that differ only in case or white space, the first is kept.
     """
     files = {path.relative_to(folder).as_posix(): path for folder in folders for path in _documented_files(folder)}
     chosen: dict[bytes, Document] = {}
@@ -84,9 +86,10 @@ def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Docu
 
 
 def read_documents(path: Path, *, name: str) -> Iterator[Document]:
-    """Yield the documents of a Python source file, or the README in a METADATA file.
+    """Yield the documents of a Python source file, or the README in a METADATA file, with `name` in their URLs.
 
-    Files that cannot be parsed are skipped: some packages contain templates, Python 2, or other encodings than UTF-8.
+    Texts of less than 200 or more than 20,000 characters are skipped. Files that cannot be parsed yield nothing: some
+    packages contain templates, Python 2, or other encodings than UTF-8.
     """
     try:
         source = path.read_bytes().decode("utf-8")
@@ -104,7 +107,8 @@ def write_files(documents: list[Document], output: Path, *, count: int) -> None:
     """Write the documents to `output`/part-0000.parquet and so on; the folder appears when all files are complete.
 
     Raises:
-        OutputError: The folder exists and is not empty.
+        OutputError: The folder exists and is not empty, or cannot be created.
+        SaveError: A file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -130,7 +134,7 @@ def _keyed_hash(text: str) -> bytes:
 
 
 def _source_texts(source: str) -> list[tuple[str, str]]:
-    """Return (name, documentation) for the module, whose name is empty, and its public classes and functions."""
+    """Return (name, documentation) of a module (name "") and its public classes and functions, or raise SyntaxError."""
     with warnings.catch_warnings():
         # For invalid escapes in strings; before Python 3.12 the category was DeprecationWarning.
         warnings.simplefilter("ignore", SyntaxWarning)
@@ -144,7 +148,7 @@ def _source_texts(source: str) -> list[tuple[str, str]]:
 
 
 def _docstrings(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, *, name: str) -> Iterator[str]:
-    """Yield the docstring of a function, or of a class and its public members, each after its dotted name."""
+    """Yield each docstring of a function, or of a class and its public members, below a line with its dotted name."""
     if docstring := ast.get_docstring(node):
         yield f"{name}\n{docstring}"
     if isinstance(node, ast.ClassDef):

@@ -56,11 +56,11 @@ class Command:
 
 
 def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
-    """Return the settings from flags and an optional `--config` file, checked for `world_size` ranks.
+    """Return the settings, checked for `world_size` ranks, and --dry-run. Flags override the optional `--config` file.
 
     Raises:
         ConfigError: With every problem of the file, the flags and their combination.
-        MissingInputError: The file does not exist.
+        MissingInputError: The `--config` file does not exist.
     """
     texts, problems = build_parser().parse_all(arguments)
     config, is_dry_run = texts.pop("config", None), texts.pop("dry_run", False)
@@ -77,7 +77,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
 
 
 def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
-    """Return a parser of all flags, whose help lists the settings named in `shown`."""
+    """Return a parser of all flags of `neobert train`. Its help lists only the settings named in `shown`."""
     parser = Parser(
         "Pre-train a NeoBERT encoder. Flags override the --config file, which overrides the defaults.",
         prog="neobert train",
@@ -106,14 +106,14 @@ class _HelpAll(argparse.Action):
 
 
 def read_settings(path: Path, *, is_record: bool = False) -> Settings:
-    """Return the settings of a YAML file; each value is checked for its type only.
+    """Return the settings of a YAML file. Each value is checked for its type only.
 
     Args:
-        is_record: The file was written by a run. A setting of an earlier version is then accepted if it has the value
-            that is fixed now.
+        is_record: The file was written by a run. Settings of earlier versions are then allowed. Most are ignored, but
+            `muon_momentum` must have the value that is fixed now.
 
     Raises:
-        ConfigError: The file has problems; the error lists all of them.
+        ConfigError: The file has problems, such as unknown settings. The error lists all of them.
         MissingInputError: The file does not exist.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
@@ -128,7 +128,7 @@ def write_record(settings: Settings, path: Path) -> None:
 
 
 def model_flags(model: ModelConfig) -> str:
-    """Return the flags of `neobert train` that describe a model. Settings with their default value are omitted."""
+    """Return, as one text, the flags of `neobert train` that describe a model. Default values are omitted."""
     default = ModelConfig()
     if model.ffn_width == replace(model, ffn_hidden_size=None).ffn_width:
         model = replace(model, ffn_hidden_size=None)
@@ -140,7 +140,7 @@ def read_record(path: Path) -> Settings:
     """Return the settings that `write_record` saved.
 
     Raises:
-        CheckpointError: The file does not exist, or is damaged.
+        CheckpointError: The file does not exist, is damaged, or has invalid values.
     """
     try:
         settings = read_settings(path, is_record=True)
@@ -173,7 +173,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: bool = False) -> list[str]:
-    """Add the settings of a YAML file to `values` (section -> name -> value), and return the problems of the file."""
+    """Add the settings of a YAML file to `values[section][name]`, and return error messages about the file.
+
+    Raises MissingInputError if there is no such file. See `read_settings` for `is_record`.
+    """
     if not path.is_file():
         if path.is_dir():
             raise MissingInputError(f"--config {path}: is a folder; give a file.")
@@ -227,7 +230,7 @@ def _name_of(key: Any) -> str:
 
 
 def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
-    """Convert a value to the type of its setting and store it in `values`; return its problems."""
+    """Store `value`, converted to the type of its setting, as `values[section][name]`. Return error messages."""
     settings = {item.name: (item, item_type) for item, item_type in typed_fields(SECTIONS[section])}
     if name not in settings:
         right_section = _SECTION_OF.get(name)
@@ -240,7 +243,7 @@ def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: A
 
 
 def _read_phases(value: Any, *, source: str) -> tuple[tuple[PhaseChange, ...], list[str]]:
-    """Return the phases of a list, or of a text with a list in YAML, and their problems."""
+    """Return the phases in a list, or in a YAML text with a list, and error messages. None gives no phases."""
     if isinstance(value, str):
         try:
             value = _load_yaml(value)

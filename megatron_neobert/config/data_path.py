@@ -60,14 +60,15 @@ class Component:
 
 
 def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
-    """Return the components of a blend in order.
+    """Return the components of a blend in order. Weights are not normalized, and no file is opened.
 
     Args:
-        entries: One prefix, or weights and prefixes in turn. Limits can follow a prefix.
+        entries: One prefix; or weight, prefix, weight, prefix, and so on. Limits such as `:min=512` can follow a
+            prefix.
         flag: Named in error messages.
 
     Raises:
-        ConfigError: With every problem.
+        ConfigError: With every problem, such as a missing weight or a corpus that is named twice.
     """
     if not entries:
         raise ConfigError(f"{flag} is missing: name the corpus prefix that neobert preprocess printed.")
@@ -107,7 +108,7 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
 
 
 def curve_names(entries: Sequence[str]) -> list[str]:
-    """Return a distinct name for the curve of each `--valid-data-path` entry, from the last part of its path."""
+    """Return a distinct name (letters, digits, `_`) for each `--valid-data-path` entry, from the end of its path."""
     names = [re.sub(r":drop=[^:]*", "", _WHERE.sub("", entry)).rsplit("/", 1)[-1] for entry in entries]
     names = [re.sub(r"[^A-Za-z0-9]+", "_", name)[-40:] for name in names]
     if len(set(names)) == len(names):

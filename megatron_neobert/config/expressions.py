@@ -25,7 +25,7 @@ _GRAMMAR = (
 
 
 def parse_expression(text: str) -> ast.expr:
-    """Return the syntax tree of an expression.
+    """Parse an expression over attributes of documents, such as `score>=3`, and return its syntax tree.
 
     Raises:
         ConfigError: The text is too long, is not a Python expression, or has a node that the grammar does not allow.
@@ -51,7 +51,7 @@ def names_in(tree: ast.expr) -> set[str]:
 
 
 def _refused_nodes(node: ast.expr, depth: int) -> Iterator[ast.expr]:
-    """Yield the nodes of a condition that the grammar does not allow, down to `depth` nested conditions."""
+    """Yield each node of a condition that the grammar does not allow, or that is nested `depth` levels deep."""
     match node:
         case _ if depth == 0:
             yield node

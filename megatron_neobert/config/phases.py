@@ -27,7 +27,7 @@ class Phase:
 
 @functools.lru_cache(maxsize=8)  # called in every iteration; resolving 100 phases takes 2.9 ms
 def resolve_phases(settings: Settings) -> tuple[Phase, ...]:
-    """Return the phases of a run in order, each with its complete settings."""
+    """Return the phases of a run in order, each with its complete settings. A change of corpora adds 1 to the seed."""
     current = settings.with_section("training", phases=())
     phases = [Phase(0, 1, None, current)]
     for number, change in enumerate(settings.training.phases, start=1):

@@ -86,11 +86,11 @@ def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence
 
     Args:
         now: Settings of the run that starts.
-        identities: Hashes of its data at that iteration, as this version and earlier versions compute them.
+        identities: Hashes of the run's data at the checkpoint's iteration, as this and earlier versions compute them.
         has_new_data: The checkpoint is that of --continue-from, so the data may differ.
 
     Raises:
-        CheckpointError: The checkpoint belongs to another run.
+        CheckpointError: The checkpoint belongs to another run, or has no optimizer state and `has_new_data` is False.
         ConfigError: --train-iters or --seed do not fit the run of --continue-from.
     """
     folder, iteration = saved.folder, saved.iteration
@@ -134,7 +134,7 @@ def _corpora(settings: Settings) -> set[str]:
 
 
 def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
-    """Raise CheckpointError if a phase that began before the checkpoint has changed. Paths of corpora may change."""
+    """Raise CheckpointError if `now` changes a phase that began before the checkpoint. Paths of corpora may change."""
 
     def begun_phases(settings: Settings) -> list[tuple[int, dict[str, Any]]]:
         begun = [phase for phase in settings.training.phases if phase.after_iters < saved.iteration]
@@ -150,7 +150,7 @@ def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
 def refuse_other_run(
     saved: Settings, now: Settings, folder: Path, *, has_new_data: bool, weights_only: bool = False
 ) -> None:
-    """Raise CheckpointError with every setting that differs from a checkpoint and must not.
+    """Raise CheckpointError if a setting that must not change differs from the checkpoint. The message lists them all.
 
     Args:
         has_new_data: The run continues another run, so only weights and optimizer state must fit.
@@ -178,7 +178,7 @@ def refuse_other_run(
 
 
 def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> Iterator[str]:
-    """Yield a phrase for each setting that differs and may affect the weights, for the log.
+    """Yield a phrase such as `--lr was 0.1 and is now 0.2` for each changed setting that may affect the weights.
 
     Args:
         weights_only: The checkpoint has no optimizer state, so only the model is compared.
@@ -193,7 +193,7 @@ def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> It
 
 
 def _differences(saved: Settings, now: Settings, sections: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each setting that differs, and a phrase with both values."""
+    """Yield (name, phrase with both values) of each setting that differs. `sections` has the names to compare."""
     for section, names in sections.items():
         for name in names:
             old, new = (getattr(getattr(settings, section), name) for settings in (saved, now))

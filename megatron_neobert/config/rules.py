@@ -56,7 +56,7 @@ REQUIREMENTS = (
 
 
 def find_problems(settings: Settings, *, world_size: int) -> list[str]:
-    """Return every reason why a run with these settings cannot start on `world_size` ranks."""
+    """Return an error message for each reason why a run with these settings cannot start on `world_size` ranks."""
     if problems := list(value_problems(settings)):  # the rules below compute with the values
         return problems
     if settings.training.phases:
@@ -80,7 +80,7 @@ def find_record_problems(settings: Settings) -> list[str]:
 
 
 def value_problems(settings: Settings) -> Iterator[str]:
-    """Yield the problem of each value that is invalid by itself."""
+    """Yield an error message for each value that is invalid by itself: too small, infinite or not a choice."""
     for section in fields(settings):
         config = getattr(settings, section.name)
         for item, item_type in typed_fields(type(config)):
@@ -90,7 +90,7 @@ def value_problems(settings: Settings) -> Iterator[str]:
 
 
 def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
-    """Yield the problems of --phases and of each phase; a problem of several phases is yielded once."""
+    """Yield error messages, without duplicates, about --phases (must not be empty) and the settings of each phase."""
     counts = [phase.after_iters for phase in settings.training.phases]
     if counts != sorted(set(counts)) or counts[0] < 1:
         yield (
@@ -112,7 +112,7 @@ def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
 
 
 def requirement_problems(settings: Settings) -> Iterator[str]:
-    """Yield a problem for each setting whose required setting is missing."""
+    """Yield an error message for each setting in REQUIREMENTS that is used without the setting that it needs."""
     values, defaults = (
         {name: value for section in asdict(config).values() for name, value in section.items()}
         for config in (settings, Settings())
@@ -133,7 +133,7 @@ def requirement_problems(settings: Settings) -> Iterator[str]:
 
 
 def head_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield the problem of heads that do not divide the hidden size into legal widths."""
+    """Yield an error message if the heads do not divide the hidden size, or if rotary heads have an odd width."""
     heads = model.num_attention_heads
     if model.hidden_size % heads:
         yield (
@@ -166,7 +166,7 @@ def _neighbours(size: int, heads: int) -> str:
 
 
 def division_problems(settings: Settings) -> Iterator[str]:
-    """Yield problems of dividing the model among ranks and pipeline stages."""
+    """Yield error messages if the model cannot be split evenly among tensor-, context- and pipeline-parallel ranks."""
     parallel, model = settings.parallel, settings.model
     tp, cp, heads = parallel.tensor_model_parallel_size, parallel.context_parallel_size, model.num_attention_heads
     pp, layers = parallel.pipeline_model_parallel_size, model.num_layers
@@ -198,7 +198,7 @@ def division_problems(settings: Settings) -> Iterator[str]:
 
 
 def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
-    """Yield problems of dividing a global batch among ranks, and of dividing the tokens of a micro-batch."""
+    """Yield error messages if a micro-batch's tokens, the ranks, or a global batch cannot be divided evenly."""
     parallel, training = settings.parallel, settings.training
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if settings.tokens_per_micro_batch % (cp * tp):
@@ -252,9 +252,9 @@ def kernel_problems(settings: Settings) -> Iterator[str]:
 
 
 def fp8_problems(settings: Settings) -> Iterator[str]:
-    """Yield a problem for each matrix dimension whose share per rank is not a multiple of the FP8 block.
+    """Yield an error message for each matrix dimension whose share per rank is not a multiple of the FP8 block.
 
-    Every dimension is a multiple of the hidden size, of the feed-forward width, or of the tokens of a micro-batch.
+    Checks hidden size, feed-forward width and tokens of a micro-batch. All other dimensions are multiples of these.
     """
     model, parallel, compute = settings.model, settings.parallel, settings.compute
     if compute.fp8_format is None:

@@ -21,7 +21,10 @@ _FETCH = "on a machine with network: neobert fetch"
 
 
 def evaluate_glue(options: GlueOptions) -> None:
-    """Fine-tune and evaluate an encoder on GLUE with the paper's protocol, from local files."""
+    """Fine-tune and evaluate an encoder on GLUE with the paper's protocol, from local files.
+
+    Writes OUTPUT/MODEL/glue.json and glue.md, and prints the page. Raises a NeoBERTError if an input cannot be used.
+    """
     choose_glue_tasks(options.tasks)
     _prepare(options.model, options.data_dir, FETCH_GLUE)
     from megatron_neobert.evaluation.glue import evaluate
@@ -38,7 +41,10 @@ def evaluate_ner(options: NerOptions) -> None:
 
 
 def evaluate_ppl(options: PerplexityOptions) -> None:
-    """Measure the pseudo-perplexity of encoders as a function of document length."""
+    """Measure the pseudo-perplexity of encoders as a function of document length.
+
+    Writes a record per model, a page and a figure into OUTPUT. Raises a NeoBERTError if an input cannot be used.
+    """
     name_models(options.model)
     go_offline()
     from megatron_neobert.evaluation.pseudo_perplexity import evaluate
@@ -47,7 +53,10 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
 
 
 def evaluate_throughput(options: ThroughputOptions) -> None:
-    """Measure the tokens per second of encoders as a function of document length and batch size."""
+    """Measure the tokens per second of encoders as a function of document length and batch size.
+
+    Writes a record per model, a page and a figure into OUTPUT. Raises a NeoBERTError if an input cannot be used.
+    """
     name_models(options.model)
     go_offline()
     from megatron_neobert.evaluation.throughput import evaluate
@@ -72,7 +81,10 @@ def finetune(options: ContrastiveOptions) -> None:
 
 
 def report(options: ReportOptions) -> None:
-    """Write one page with all results, next to the paper's numbers."""
+    """Write one page with all results, next to the paper's numbers.
+
+    Writes OUTPUT/report.md. Raises MissingInputError if there is no folder or no record, DataError if one is invalid.
+    """
     for folder in options.results:
         require_folder("--results", folder, remedy="name the --output of an evaluation")
     from megatron_neobert.evaluation.report import write_report
@@ -95,7 +107,7 @@ def _print_page(folder: Path, kind: str) -> None:
 
 
 def go_offline() -> None:
-    """Restrict the Hugging Face libraries of this process to local files."""
+    """Set HF_HUB_OFFLINE and HF_DATASETS_OFFLINE. Hugging Face libraries, imported or not, read only local files."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     # These modules read the variables only once, when they are imported.
     for name in ("huggingface_hub.constants", "datasets.config"):

@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Check a file or folder of data before the `with` block reads it, and turn errors of libraries into DataError.
+    """Call `check_data`, then run the `with` block, and turn errors of libraries in both into DataError.
 
     Raises:
-        DataError: The data cannot be read, or `check_data` refuses it.
-        NeoBERTError: The block raised it.
+        DataError: `check_data` refuses the path, or a library raised an error, for example for damaged data.
+        NeoBERTError: Raised by the block and not changed.
     """
     try:
         check_data(path)
@@ -53,11 +53,12 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_data(path: Path) -> None:
-    """Check that a file or folder of data has only files, and that they refer only to files of the folder.
+    """Check that a file or folder of data has no pipe, socket or device, and that its files name no data elsewhere.
+
+    Reads cards of data sets (README.md) and state.json of saved data sets. Errors of their parsers are not translated.
 
     Raises:
-        DataError: There is a pipe, a socket or a device; or the card or state of a data set names a URL, or a file
-            outside the folder.
+        DataError: There is a pipe, a socket or a device; or a file names a URL, or a path outside its folder.
     """
     for entry in (path, *sorted(path.rglob("*"))):
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
@@ -73,7 +74,7 @@ def check_data(path: Path) -> None:
 
 
 def _check_names(file: Path, value: Any) -> None:
-    """Raise DataError if a string in nested lists and dicts is a URL or a path outside the folder of `file`."""
+    """Raise DataError if a string in nested lists and dict values is a URL, an absolute path, or has a part `..`."""
     if isinstance(value, str) and (
         "://" in value or value.startswith(("/", "~")) or ".." in PurePosixPath(value).parts
     ):
@@ -88,15 +89,15 @@ def _check_names(file: Path, value: Any) -> None:
 def read_split(
     folder: Path, names: Sequence[str], *, texts: Sequence[str] = (), tagged: bool = False
 ) -> datasets.Dataset | None:
-    """Return one split of a data set, or None if the folder does not have it.
+    """Return one split of a data set, or None if the folder does not exist or does not have the split.
 
     The split is in NAME.parquet (or NAME-00000-of-00002.parquet and so on), NAME.jsonl or NAME.csv with a header, or in
-    a data set that `datasets` saved.
+    a data set that `datasets` saved. The first of these is read.
 
     Args:
         names: Names under which the split may be stored, the preferred one first.
         texts: Columns that are read as strings even if a CSV file has numbers there.
-        tagged: Read CoNLL text instead of CSV: a line has the word first and its tag last.
+        tagged: Read CoNLL text instead of CSV, see `_read_tagged_text`.
 
     Raises:
         DataError: A file is damaged, or refers to files elsewhere.
@@ -120,10 +121,9 @@ def read_split(
 
 
 def read_tables(files: Sequence[Path], *, texts: Sequence[str] = ()) -> datasets.Dataset:
-    """Return the rows of table files in order; the files have the same columns.
+    """Return the rows of Parquet, .jsonl, .csv or .tsv files, one file after the other. All must have the same columns.
 
-    Args:
-        texts: As for `read_split`.
+    Columns in `texts` are read as strings even if a CSV file has numbers there. Errors of pyarrow are not translated.
     """
     return datasets.Dataset(pyarrow.concat_tables([_read_table(path, texts) for path in files]))
 
@@ -146,13 +146,9 @@ def _read_table(path: Path, texts: Sequence[str]) -> pyarrow.Table:
 
 
 def columns_of(rows: datasets.Dataset, names: Sequence[str], where: str) -> list[list[Any]]:
-    """Return the values of columns.
+    """Return the values of columns: one list per name, in the order of `names`.
 
-    Args:
-        where: File or split, for error messages.
-
-    Raises:
-        DataError: A column is missing, or there are no rows.
+    Raises DataError if a column is missing, or there are no rows. `where` is the file or split, for the message.
     """
     if missing := [name for name in names if name not in rows.column_names]:
         raise DataError(
@@ -164,7 +160,10 @@ def columns_of(rows: datasets.Dataset, names: Sequence[str], where: str) -> list
 
 
 def _read_tagged_text(path: Path) -> datasets.Dataset:
-    """Return one row per sentence, with the columns tokens and ner_tags; an empty line ends a sentence."""
+    """Return one row per sentence of CoNLL text (word first, tag last), with the list columns tokens and ner_tags.
+
+    Empty lines and -DOCSTART- separate sentences. Raises DataError if a line has one field or the file is not UTF-8.
+    """
     try:
         # str.splitlines would also split at line separators inside words.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -200,7 +199,7 @@ def spread(rows: Sequence[T], limit: int | None) -> Sequence[T]:
 
 
 def digest_of(rows: datasets.Dataset, names: Sequence[str]) -> str:
-    """Return 16 hexadecimal digits that change with every value of these columns, but not with the split into files."""
+    """Return 16 hexadecimal digits of a hash over the values of columns. The split of rows into files has no effect."""
     digest = hashlib.sha256(json.dumps(list(names)).encode())
     table = rows.with_format("arrow")
     for start in range(0, len(rows), _ROWS_PER_HASH):

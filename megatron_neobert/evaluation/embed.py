@@ -57,14 +57,15 @@ from megatron_neobert.text import parse_json
 
 
 def finetune(options: ContrastiveOptions) -> None:
-    """Fine-tune an encoder and write the final folder, the record and its page. A finished run is not repeated.
+    """Fine-tune an encoder. Write OUTPUT/MODEL/MODEL-contrastive, and contrastive.json and .md next to that folder.
 
-    Collective: all processes of a torchrun.
+    An interrupted run resumes from its newest checkpoint. A finished run is not repeated. Collective: all processes of
+    a torchrun.
 
     Raises:
-        ConfigError: A setting is invalid.
+        ConfigError: A setting is invalid, or this process sees several GPUs.
         MissingInputError, DataError, ConversionError: The model or the data cannot be used.
-        OutputError: The final folder exists and was made with other settings or data.
+        OutputError: The final folder was made with other settings or data, or another command is writing.
     """
     config, model = read_config(find_config(options.config)), options.model
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
@@ -112,10 +113,10 @@ def finetune(options: ContrastiveOptions) -> None:
 def build_arguments(
     training: TrainingSettings, options: ContrastiveOptions, checkpoints: Path, *, autocast: bool
 ) -> SentenceTransformerTrainingArguments:
-    """Return the arguments of sentence-transformers' trainer.
+    """Return the arguments of sentence-transformers' trainer. Under torchrun, this also starts the process group.
 
-    Raises:
-        ConfigError: This process sees several GPUs.
+    The trainer writes to `checkpoints`. With `autocast`, it computes in bfloat16. Raises ConfigError if this process
+    sees several GPUs.
     """
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(checkpoints),
@@ -147,7 +148,7 @@ def build_arguments(
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the most steps, or None if there is none.
+    """Return the subfolder `checkpoint-*` of the complete checkpoint with the most steps, or None if there is none.
 
     A checkpoint is complete if its `trainer_state.json` is readable, because the trainer writes this file last.
     """
@@ -184,14 +185,17 @@ def train(
     arguments: SentenceTransformerTrainingArguments,
     final: Path,
 ) -> dict[str, Any] | None:
-    """Train, or resume from the newest checkpoint in `arguments.output_dir`, and write the final folder.
+    """Train, or resume from the newest checkpoint in `arguments.output_dir`. Rank 0 then writes the folder `final`.
 
-    The batch sampler and the prompts of `arguments` are set here.
-
-    Collective: all processes of a torchrun.
+    Sets the batch sampler and the prompts of `arguments`, and ends the process group. Collective: all processes of a
+    torchrun.
 
     Returns:
-        On rank 0 the results that the caller writes to the JSON record, on other ranks None.
+        On rank 0 the results for the JSON record, with losses in nats; on other ranks None.
+
+    Raises:
+        MissingInputError, ConversionError: The model cannot be loaded.
+        DataError: The pairs of a dataset do not fill one batch without repeating a text.
     """
     training = config.training
     # Set the seed before loading, because a pooler that the folder lacks is initialized at random.
@@ -250,10 +254,10 @@ def train(
 
 
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
-    """Write the final folder whole or not at all, replacing an existing one.
+    """Write the model to the folder `final`, whole or not at all, replacing an existing folder.
 
-    Args:
-        source: Folder of the model before fine-tuning; its modeling code is copied.
+    Copies the modeling code of `source`, the folder before fine-tuning. Switches off truncation and padding of the
+    model's tokenizer.
     """
     temporary = temporary_path(final)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -292,7 +296,7 @@ class SamplingPlan:
         return generator.choice(len(self.sizes), size=self.batches, p=weights / weights.sum())
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Return the number of pairs, pairs per batch and batches of every dataset."""
+        """Return rows (pairs), pairs_per_batch and batches (of all processes, in the whole run) by dataset name."""
         drawn = np.bincount(self.draw_datasets(), minlength=len(self.sizes)).tolist()
         return {
             name: {"rows": size, "pairs_per_batch": batch_size, "batches": batches}
@@ -343,14 +347,14 @@ class _TextColumns:
 
 
 def distinct_batches(pairs: Any, batch_size: int, *, seed: Sequence[int], name: str) -> Iterator[list[int]]:
-    """Yield endless batches of pair indices. No two pairs of a batch share a text, in any column.
+    """Yield batches of `batch_size` indices into `pairs`, without end. Every pass over the pairs has a new order.
+
+    No two pairs of a batch share a text, in any column. Pairs that do not fill a last batch are left out of a pass.
+    Raises DataError if a pass does not fill one batch.
 
     Args:
         pairs: Dataset or list of mappings with the keys query, positive and negatives.
         name: Key of the dataset, for the error message.
-
-    Raises:
-        DataError: A pass over all pairs does not fill one batch.
     """
     (sampler_seed,) = np.random.SeedSequence(seed).generate_state(1).tolist()
     sampler = NoDuplicatesBatchSampler(

@@ -82,7 +82,7 @@ class ContrastiveConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_config(path: Path) -> ContrastiveConfig:
-    """Read and validate a YAML file.
+    """Read and validate the YAML file of contrastive fine-tuning.
 
     Raises:
         MissingInputError: The file does not exist.
@@ -106,11 +106,11 @@ _FEATURES = datasets.Features({"query": _TEXT, "positive": _TEXT, "negatives": [
 
 
 def find_local(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
-    """Return the file of each dataset, sorted by key so that the order of the YAML file does not affect a run.
+    """Return the file KEY.parquet of each dataset, or KEY.jsonl if there is no Parquet file, sorted by key.
 
-    Raises:
-        MissingInputError: A dataset has no file.
+    Raises MissingInputError if a dataset has no file.
     """
+    # Sorted, so that the order of the YAML file does not affect a run.
     candidates = [data_dir / f"{key}{suffix}" for key in sorted(keys) for suffix in (".jsonl", ".parquet")]
     paths = {path.stem: path for path in candidates if path.exists()}
     if missing := sorted(set(keys) - set(paths)):
@@ -125,7 +125,8 @@ def find_local(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
 def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
     """Return the pairs of a Parquet or JSON Lines file, with the columns query, positive and negatives (a list).
 
-    Texts are stripped. Rows without query or positive are dropped, and so are empty and repeated negatives.
+    Texts are stripped. Rows without query or positive are dropped, and their number is printed. Negatives are dropped
+    if they are empty, repeated, or equal to query or positive. With `limit`, only the first pairs are returned.
 
     Raises:
         DataError: The file cannot be read, lacks columns, or has no row with a query and a positive.
@@ -162,10 +163,10 @@ def _clean(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def fetch_pairs(key: str, source: DatasetSource) -> datasets.Dataset:
-    """Download one dataset and return its pairs, in the columns of `load_pairs`.
+    """Download one dataset and return its pairs, cleaned and with the columns of `load_pairs`.
 
-    Raises:
-        DataError: The dataset cannot be read, lacks columns, or has no row with a query and a positive.
+    Rows whose score is not above `source.above` are dropped. Raises DataError if the dataset cannot be read, lacks
+    columns, or has no row with a query and a positive. `key` names it in the message.
     """
     try:
         return datasets.Dataset.from_generator(
@@ -205,7 +206,7 @@ def _stream(source: DatasetSource, config: str | None, split: str) -> Any:
 
 
 def _join_retrieval(source: DatasetSource) -> Iterator[dict[str, Any]]:
-    """Yield pairs of a query and a relevant document, without its title, as in the released code."""
+    """Yield {"query": text, "positive": text} for each relevance judgement above 0. A text that is missing is None."""
     # Reading the judgements first keeps only relevant documents in memory; a corpus has millions of texts.
     judged = [
         (str(row["query-id"]), str(row["corpus-id"]))
@@ -215,6 +216,7 @@ def _join_retrieval(source: DatasetSource) -> Iterator[dict[str, Any]]:
     relevant = {document for _, document in judged}
     queries = {str(row["_id"]): row["text"] for row in _stream(source, "queries", "queries")}
     documents = _stream(source, "corpus", "corpus")
+    # Without titles, as in the released code.
     corpus = {str(row["_id"]): row["text"] for row in documents if str(row["_id"]) in relevant}
     for query, document in judged:
         yield {"query": queries.get(query), "positive": corpus.get(document)}
@@ -225,10 +227,10 @@ def _paths(columns: _Columns) -> tuple[str, ...]:
 
 
 def _first_text(row: dict[str, Any], columns: _Columns, label: str) -> str | None:
-    """Return the first text in these columns that is not empty, or None.
+    """Return the first text of a row at these column paths (see `DatasetSource`) that is not empty, or None.
 
-    Raises:
-        DataError: The row has none of the columns; `label` names the file in the message.
+    Skips paths whose column the row lacks. Raises DataError if the row has none of the columns, if a key of a path is
+    missing, or if a value is not a text. `label` names the dataset in the message.
     """
     present = [path for path in _paths(columns) if path.split(".")[0] in row]
     if not present:
@@ -251,7 +253,10 @@ def _texts(row: dict[str, Any], path: str, label: str) -> list[str]:
 
 
 def _values(row: dict[str, Any], path: str, label: str) -> list[Any]:
-    """Return all values at a path. An index beyond the end of a list gives no value."""
+    """Return all values of a row at a column path such as `a.0` or `a.*`, see `DatasetSource`.
+
+    None on the path, or an index beyond the end of a list, gives no value. Raises DataError if a key is missing.
+    """
     values: list[Any] = [row]
     for step in path.split("."):
         if step == "*":

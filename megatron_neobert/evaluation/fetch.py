@@ -17,15 +17,15 @@ from megatron_neobert.runtime.atomic_files import make_folder, replacing
 
 
 def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -> None:
-    """Call `fetch` for every name, and print one line per name.
+    """Call `fetch` for every name, and print one line per name. After a failure, the remaining names are still fetched.
 
     Args:
-        output: Folder to create.
+        output: Folder to create. It may exist.
         fetch: Downloads one dataset or task, and returns the text to print.
 
     Raises:
         OutputError: The folder cannot be created.
-        MissingInputError: A download failed; its reason was printed.
+        MissingInputError: A download failed. Raised after the last name; the reasons were printed.
     """
     try:
         created = make_folder(output)
@@ -51,9 +51,12 @@ def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -
 def fetch_contrastive(options: FetchContrastiveOptions) -> None:
     """Download the datasets of contrastive fine-tuning as Parquet files, for machines without network access.
 
+    Writes DATA_DIR/KEY.parquet, prints a line for each dataset, and keeps existing files.
+
     Raises:
-        ConfigError: The YAML file has no `hub` for a dataset.
-        MissingInputError: A download failed.
+        ConfigError: The YAML file is invalid, or has no `hub` for a dataset.
+        MissingInputError: There is no YAML file, or a download failed.
+        OutputError: The folder cannot be created.
     """
     from megatron_neobert.evaluation.embed_data import fetch_pairs, read_config
 
@@ -80,11 +83,13 @@ def fetch_contrastive(options: FetchContrastiveOptions) -> None:
 def fetch_mteb(options: FetchMtebOptions) -> None:
     """Download the data of MTEB tasks, for machines without network access.
 
-    With HF_HUB_OFFLINE=1, the data is read from the cache of the Hugging Face libraries.
+    Writes OUTPUT/tasks/NAME, and prints a line per task. Data of the current revision is kept. With HF_HUB_OFFLINE=1,
+    the data is read from the cache of the Hugging Face libraries.
 
     Raises:
         ConfigError: A task is local, or mteb has no such task, benchmark or language.
         MissingInputError: A download failed.
+        OutputError: The folder cannot be created.
     """
     from megatron_neobert.evaluation.mteb_tasks import LOCAL_PREFIX, choose_tasks, flatten, store_task, stored_revision
 

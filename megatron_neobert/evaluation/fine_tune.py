@@ -107,7 +107,10 @@ class Outcome:
 
 
 def fine_tune(run: Run) -> Outcome:
-    """Train, and write the best weights and their tokenizer to `run.folder / WEIGHTS`."""
+    """Fine-tune, write the best weights and their tokenizer to `run.folder / WEIGHTS`, and return their scores.
+
+    Deletes `run.folder` first. Raises MissingInputError, DataError or ConversionError if model or data cannot be used.
+    """
     start = time.monotonic()
     shutil.rmtree(run.folder, ignore_errors=True)  # a killed run may have left it
     trainer = PaperTrainer(run)
@@ -168,7 +171,7 @@ class PaperTrainer(transformers.Trainer):
         assert self.args.n_gpu <= 1, f"{self.args.n_gpu} GPUs would multiply the batch"
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
-        """Create the learning-rate schedule, unless it exists, and return it."""
+        """Return the schedule of `rate_factor`. The first call creates it, by default for the trainer's optimizer."""
         if self.lr_scheduler is None:
             optimizer = optimizer or self.optimizer
             assert optimizer is not None, "Trainer creates the optimizer first"
@@ -177,7 +180,7 @@ class PaperTrainer(transformers.Trainer):
 
 
 def rate_factor(step: int, *, total: int) -> float:
-    """Return the learning rate at a step (0-based), as a fraction of the peak."""
+    """Return the learning rate at a step (0-based) of `total` steps, as a fraction of the peak: 0 to 1."""
     warmup, decayed = round(WARMUP * total), round(DECAYED * total)
     if step < warmup:
         return step / warmup
@@ -234,10 +237,9 @@ def _arguments(run: Run, *, interval: int) -> transformers.TrainingArguments:
 
 
 def resolve_device(options: Options) -> Options:
-    """Return the options with `device` set to cuda or cpu. Does not initialize CUDA.
+    """Return a copy of the options with `device` "cuda" or "cpu". None becomes "cuda" if there is a GPU.
 
-    Raises:
-        ConfigError: The device does not exist, or does not support --dtype.
+    Does not initialize CUDA. Raises ConfigError if the device is cuda without a GPU, or the dtype is float16 on a CPU.
     """
     # Not choose_device, which initializes CUDA. After that a run could no longer choose its GPU.
     gpus = visible_gpus()
@@ -259,10 +261,12 @@ def visible_gpus() -> list[str]:
 def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     """Yield every run with its outcome, in the order in which they finish.
 
-    With `jobs` > 1, that many runs are executed at a time in worker processes. If a run fails, the others are stopped.
+    With `jobs` > 1, that many worker processes execute runs, each on one GPU. Otherwise this process executes them. If
+    a run fails or the generator is closed, all workers are killed.
 
     Raises:
         ChildProcessError: A worker died, most often because memory ran out.
+        MissingInputError, DataError, ConversionError: Raised by `fine_tune`.
     """
     try:
         yield from run_jobs(_fine_tune_on_gpu, runs, workers=jobs)  # type: ignore[type-var]  # only a Run is needed
@@ -272,10 +276,10 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
 
 
 def _fine_tune_on_gpu(run: Run) -> Outcome:
-    """Call `fine_tune` with one visible GPU: Trainer would multiply the batch size by the number of visible GPUs."""
+    """Set CUDA_VISIBLE_DEVICES to one GPU, chosen by the number of this worker process, and return `fine_tune(run)`."""
     print_warnings_as_sentences()
     if gpus := visible_gpus():
         worker = re.search(r"\d+$", multiprocessing.current_process().name)
-        # Must precede the first use of CUDA; later changes have no effect.
+        # Trainer would multiply the batch size by the number of visible GPUs. This must precede the first use of CUDA.
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[0]) % len(gpus) if worker else 0]
     return fine_tune(run)

@@ -61,10 +61,10 @@ class GlueTask(Task):
         return not self.labels
 
     def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model in a folder. Missing layers are initialized with torch's global generator.
+        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
 
         Raises:
-            ConversionError: transformers has no head for the model, or only a head on the last token.
+            ConversionError: The folder cannot be loaded with such a head, or the head reads only the last token.
             MissingInputError: The folder does not exist.
         """
         model = load_model(
@@ -83,7 +83,10 @@ class GlueTask(Task):
         return model
 
     def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
-        """Return a split, truncated to `length` tokens per row."""
+        """Return a split of at most `options.limit` rows, truncated to `length` tokens per row.
+
+        Splits other than train are sorted by length. Raises MissingInputError or DataError if the split cannot be read.
+        """
         rows = read_task(options.data_dir, self, split)
         texts = [list(spread(column, options.limit)) for column in rows.texts]
         encoding = tokenizer(*texts, truncation=True, max_length=length)
@@ -133,11 +136,11 @@ class GlueSplit:
 
 @lru_cache(maxsize=4)  # the runs of one process use the same splits
 def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
-    """Return one split of a task; warn if its number of rows differs from the benchmark's.
+    """Return one split of a task (cached). Warn if its number of rows differs from the benchmark's.
 
     Raises:
-        MissingInputError: The task or the split is missing.
-        DataError: A file has no rows, lacks columns, or has labels of another task.
+        MissingInputError: The folder of the task is missing, or does not have the split.
+        DataError: A file is damaged, has no rows, lacks columns, or has labels of another task.
     """
     folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
     if folder is None:
@@ -161,7 +164,7 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
-    """Return the class index or the score of a label, which may be a number or a class name."""
+    """Return the class index (int) of a label, or its score (float) in a regression. Raise DataError if invalid."""
     if task.is_regression:
         try:
             return float(value)
@@ -188,10 +191,12 @@ _METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]]
 
 
 def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
-    """Return the scores of one split. For MNLI, that is the accuracy of either validation set.
+    """Return the scores of one split by metric, as fractions of 1. MNLI has "accuracy" for either validation set.
+
+    Scores that are undefined count as 0. If a logit is not finite, all scores are 0.
 
     Args:
-        logits: [rows, outputs].
+        logits: [rows, classes]; [rows, 1] for regression.
         labels: [rows], class indices or scores.
     """
     names = [name for name in task.metrics if name in _METRICS]
@@ -211,15 +216,16 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 
 
 def evaluate(options: GlueOptions) -> Path:
-    """Execute the runs that the ledgers lack. Write the record and the page, with earlier results, after every task.
+    """Execute the runs that the ledgers (files of finished runs) lack. After each task, write glue.json and glue.md.
 
     Returns:
-        The folder with the model's results.
+        OUTPUT/MODEL, the folder with these files. They also have the results of earlier commands.
 
     Raises:
         ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used. No
             run was started.
         OutputError: Another command is writing the output.
+        ChildProcessError: A worker process died.
     """
     # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
     tasks = sorted(choose_glue_tasks(options.tasks or tuple(TASKS)), key=list(TASKS).index)
@@ -255,15 +261,16 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
     return Grid(batch_sizes=(batch_size,), learning_rates=(rate,), weight_decays=(decay,)).replace(options)
 
 
-def _best_mnli(folder: Path, model: str) -> Path:
-    """Return the folder of the best weights of a model's last finished MNLI sweep.
+def _best_mnli(folder: Path, model_fingerprint: str) -> Path:
+    """Return the folder of the best weights of a model's last finished MNLI sweep. `folder` has MNLI's ledger.
 
     Raises:
-        ConfigError: No sweep has finished.
+        ConfigError: No sweep of this model has finished.
         MissingInputError: The user has removed the weights.
+        DataError: The ledger is damaged.
     """
     ledger = Ledger(folder)
-    if (line := last_sweep(ledger, model)) is None:
+    if (line := last_sweep(ledger, model_fingerprint)) is None:
         raise ConfigError(
             "--tasks: RTE, MRPC, STS-B and QNLI start from the best MNLI model, but no sweep of MNLI is finished for "
             f"this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
@@ -284,9 +291,10 @@ def _describe_model(options: GlueOptions) -> dict[str, Any]:
 
 
 def average_tasks(results: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the average over all tasks, or the reason why there is none, and the missing tasks.
+    """Return the average score (a fraction of 1, or None), the reason why there is none, and the missing tasks.
 
-    Tasks must have the same protocol, seeds and start. Grids may differ, as the paper's best points do.
+    There is no average if a task is missing, or if tasks differ in protocol, seeds or the use of transfer from MNLI.
+    Grids may differ, as the paper's best points do. The arguments are keyed by task.
     """
     finished = [task for task in TASKS if task in results]
     compared = [

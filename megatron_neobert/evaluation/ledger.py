@@ -80,10 +80,10 @@ class Ledger:
         return None if line is None else line["result"]
 
     def add(self, unit: Unit, result: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Append a finished unit, wait until the line is on disk, and return the result as JSON would read it back.
+        """Append a finished unit to the file and to `lines`, and wait until the line is on disk.
 
-        Args:
-            origin: Machine and versions of the measurement; default: those of this process.
+        Returns the result as JSON would read it back, with lists for tuples. By default, `origin` is the machine and
+        the versions of this process.
         """
         line = {"key": key_of(unit), "unit": unit, "result": result, "origin": origin or self.origin}
         text = json.dumps(line)
@@ -109,10 +109,9 @@ class Ledger:
 
 @contextmanager
 def open_ledger(folder: Path, device: torch.device | str | None = None) -> Iterator[Ledger]:
-    """Create a folder if it is missing, and yield its ledger, locked: meanwhile, other commands can only read it.
+    """Yield the ledger of a folder, locked during the `with` block: other commands can only read it.
 
-    Args:
-        device: As for `Ledger`.
+    Creates a missing folder, and removes an incomplete last line. The device is recorded in added lines, see `Ledger`.
 
     Raises:
         OutputError: Another command holds the lock.
@@ -149,7 +148,7 @@ def write_record(
 
     Args:
         kind: pseudo_perplexity, throughput, glue, ner, mteb or contrastive.
-        folder: The model's folder.
+        folder: The model's folder. Raises MissingInputError or ConversionError if it has no model.
         settings: Everything needed to repeat the measurement, including the seed.
         results: JSON values.
         lines: Ledger lines behind the results; the record names all their machines and versions.
@@ -167,7 +166,7 @@ def write_record(
 
 
 def origin_of(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return the machine and the package versions of ledger lines; different values are joined in one string."""
+    """Return {"machine": ..., "versions": {package: ...}} of ledger lines. Distinct values are joined in a string."""
     machines, versions = dict[str, None](), dict[str, dict[str, None]]()
     for line in lines:
         machines[line["origin"]["machine"]] = None
@@ -178,7 +177,7 @@ def origin_of(lines: Iterable[Line]) -> dict[str, Any]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the content of a record, unchecked.
+    """Return the JSON value in a record file. Its structure is not checked.
 
     Raises:
         ValueError: The file is not a regular file, not UTF-8 or not JSON.
@@ -189,7 +188,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _package_versions() -> dict[str, str]:
-    """Return the versions of this project, of Python, and of the installed packages that affect results."""
+    """Return the versions of this project, of Python, and of the installed packages that affect results, by name."""
     versions = {"megatron_neobert": megatron_neobert.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -200,7 +199,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def _describe_machine(device: torch.device | str | None) -> str:
-    """Return the name of the GPU, or the processor's architecture and torch's number of threads."""
+    """Return the name of the GPU, or "x86_64 CPU, 8 threads" for a CPU. Without a device: the GPU if there is one."""
     device = choose_device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

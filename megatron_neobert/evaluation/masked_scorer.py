@@ -66,11 +66,11 @@ class Scorer:
             raise ConfigError(f"{folder}: model and tokenizer set no maximum length; give --max-length.")
 
     def score(self, documents: Sequence[MaskedDocument]) -> list[float]:
-        """Return the loss of the masked token of each document: -log p(token), in nats.
+        """Mask one token in each document of a batch, and return the losses of these tokens: -log p(token), in nats.
 
         Raises:
             DivergenceError: A loss is not finite.
-            ConfigError: The documents do not fit into memory together.
+            ConfigError: The batch does not fit into GPU memory.
         """
         targets_b = torch.stack([document.ids_s[document.position] for document in documents])
         try:
@@ -93,7 +93,7 @@ class Scorer:
 
     @torch.inference_mode()
     def _logits(self, documents: Sequence[MaskedDocument]) -> Tensor:
-        """Return the logits of the masked positions, [b, v]."""
+        """Mask the given position of each document, and return the logits there: [b, v], on the model's device."""
         device = self.model.device
         numbers_b = torch.arange(len(documents), device=device)
         positions_b = torch.tensor([document.position for document in documents], device=device)

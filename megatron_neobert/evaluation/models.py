@@ -58,10 +58,10 @@ FLOAT32_ON_CPU = LoadOptions()
 
 
 def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_CPU, **changes: Any) -> Any:
-    """Return a model in evaluation mode, with all weights of its encoder read from the folder.
+    """Return a model on `options.device`, in evaluation mode, with all weights of its encoder read from the folder.
 
-    A classification head that the folder lacks, or has with another number of labels, gets random weights from torch's
-    generator; so does a missing pooler.
+    Two parts get random weights from torch's generator: a pooler that the folder lacks, and a classification head that
+    it lacks or has with another number of labels.
 
     Args:
         auto_class: Name of a class of transformers, such as AutoModelForMaskedLM.
@@ -69,7 +69,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
 
     Raises:
         MissingInputError: There is no such folder.
-        ConversionError: transformers cannot load the folder, or a weight is missing or its shape differs from
+        ConversionError: transformers cannot load the folder, or another weight is missing or has another shape than in
             config.json.
     """
     check_folder(folder, attention=_ATTENTION)
@@ -109,7 +109,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     Raises:
         MissingInputError: There is no such folder, or no tokenizer in it.
-        ConversionError: transformers cannot load the tokenizer.
+        ConversionError: transformers cannot load the tokenizer, or `check_folder` refuses the folder.
     """
     check_folder(folder, attention=_ATTENTION)
     # Without any of these files, transformers would return an empty tokenizer.
@@ -124,7 +124,8 @@ def load_tokenizer(folder: Path) -> Any:
 def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
     """Return the SentenceTransformer of a folder with its prompts; without modules.json it has mean pooling.
 
-    Its modules are built from checked JSON and safetensors (`sentence_modules`), not by the library's own loader.
+    The model is on `options.device`. Its modules are built from checked JSON and safetensors (`sentence_modules`), not
+    by the library's own loader.
 
     Args:
         max_length: Maximum number of tokens per text, special tokens included; the model or the folder may lower it.
@@ -149,10 +150,9 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
-    """Return a device by its name, or without a name the GPU if there is one, else the CPU.
+    """Return the torch device with this name. None gives the GPU if there is one, else the CPU.
 
-    Raises:
-        ConfigError: There is no such device.
+    Raises ConfigError if there is no such device.
     """
     has_cuda = torch.cuda.is_available()
     if device is None:
@@ -168,7 +168,7 @@ def choose_device(device: torch.device | str | None) -> torch.device:
 
 
 def count_learned_positions(model: nn.Module) -> int | None:
-    """Return the longest input, in tokens, that the model's learned positions allow; None if positions are computed."""
+    """Return the longest input, in tokens, that the model's learned positions allow; None without learned positions."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             # RoBERTa counts positions from its padding id + 1.
@@ -192,7 +192,8 @@ def fingerprint(folder: Path) -> str:
     The files are weights, config and tokenizer, and sentence-transformers' modules, pooling and prompts.
 
     Raises:
-        MissingInputError, ConversionError: The folder is not a model, or names files outside the folder.
+        MissingInputError: The folder does not exist, or has no config.json.
+        ConversionError: A file refers to code, weights or a model outside the folder.
     """
     check_folder(folder, attention=_ATTENTION)
     files = {path.relative_to(folder): path for pattern in _FILES_OF_OUTPUT for path in folder.glob(pattern)}

@@ -52,11 +52,11 @@ _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that c
 
 
 def evaluate(options: MtebOptions) -> None:
-    """Evaluate the tasks that the ledger lacks, and write and print the tables.
+    """Evaluate the tasks that the ledger lacks. Write OUTPUT/MODEL/mteb.json and mteb.md, and print the tables.
 
     Raises:
         ConfigError: mteb has no such benchmark, task or language, or a task has no instruction.
-        MissingInputError, DataError, ConversionError: The model or the data cannot be used.
+        MissingInputError, DataError, ConversionError: The model, the data or the instructions cannot be used.
         OutputError: Another command is writing the output.
     """
     if not sys.stderr.isatty():
@@ -96,15 +96,10 @@ def evaluate(options: MtebOptions) -> None:
 
 
 def build_units(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ledger unit of each task by its name, or None if the data of the task are missing.
+    """Return the ledger unit of each task by the task's name. The value is None if the task has no stored data.
 
-    A ledger unit is a dictionary of everything that a score depends on.
-
-    Args:
-        common: Entries of every unit.
-
-    Raises:
-        DataError: Stored data has another revision than the task of the installed mteb.
+    A ledger unit is a dictionary of everything that a score depends on, including the entries of `common`. Raises
+    DataError if stored data is damaged, or has another revision than the task of the installed mteb.
     """
     units: dict[str, Any] = {}
     for task in tasks:
@@ -123,14 +118,14 @@ def run_tasks(
     options: MtebOptions,
     build: Callable[[], Any],
 ) -> list["TaskScore"]:
-    """Evaluate the tasks that the ledger lacks, and print a line per task.
+    """Evaluate the tasks that the ledger lacks, and print a line per task. Raise DataError if stored data is damaged.
 
     Args:
         units: Ledger unit of each task, None for a task without data.
-        build: Builds the encoder. It is called once, before the first evaluation.
+        build: Builds the encoder. It is called at most once, before the first evaluation; its errors pass through.
 
     Returns:
-        The score of each task, or the reason why it is missing.
+        The score of each task (0 to 100), or the reason why it is missing, in the order of `tasks`.
     """
     subtasks, encoder = flatten(tasks), None
     cache = mteb.ResultCache(ledger.path.parent)
@@ -174,10 +169,10 @@ def run_tasks(
 
 
 def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: Any) -> dict[str, str]:
-    """Return the prompts of a YAML file by mteb's keys: a task or task type, and the same with `-document`.
+    """Return the prompts of a YAML file. Keys are a task or task type, and the same with `-document` for documents.
 
-    Args:
-        tokenizer: The model's tokenizer. Style `paper` writes its separator and its first token after the instruction.
+    Style `prefix` ends an instruction with a space, and has empty prompts for documents. Style `paper` ends it with the
+    separator and the first token of `tokenizer`, for documents too.
 
     Raises:
         MissingInputError: The file does not exist.
@@ -206,7 +201,7 @@ def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: 
 
 
 def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> None:
-    """Raise ConfigError if a task has no instruction for its name or its type."""
+    """Raise ConfigError if `prompts` has neither the name nor the type of a task."""
     names = {task.metadata.name for task in tasks if not {task.metadata.name, task.metadata.type} & prompts.keys()}
     if names:
         raise ConfigError(
@@ -218,10 +213,10 @@ def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> No
 def build_encoder(
     options: MtebOptions, prompts: dict[str, str], loading: LoadOptions
 ) -> SentenceTransformerEncoderWrapper:
-    """Return the model for `mteb.evaluate`; print a line if it truncates texts earlier than `--max-length`.
+    """Return the model for `mteb.evaluate`, with `prompts` instead of those of its folder.
 
-    Raises:
-        MissingInputError, ConversionError: The folder is missing, or cannot be loaded as an encoder.
+    Prints a line if the model truncates texts earlier than `--max-length`. Raises MissingInputError or ConversionError
+    if the folder is missing, or cannot be loaded as an encoder.
     """
     folder = options.model
     model = load_sentence_transformer(folder, loading, max_length=options.max_length)
@@ -255,7 +250,7 @@ class TaskScore:
 
 
 def mean_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return the unweighted mean over tasks, or None as its value if a score is missing."""
+    """Return the mean over tasks as "value", or None if a score is missing, and the numbers of scores and of tasks."""
     values = [task.score for task in scores if task.score is not None]
     is_complete = 0 < len(values) == len(scores)
     return {
@@ -266,7 +261,7 @@ def mean_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
 
 
 def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return scores and means for the record. Categories are in the order of Table 4, then sorted by name."""
+    """Return average, categories (means by type, in table 4's order), tasks (scores) and missing, for the record."""
     types = [*MTEB_CATEGORIES, *sorted({task.type for task in scores} - set(MTEB_CATEGORIES))]
     groups = {type_: [task for task in scores if task.type == type_] for type_ in types}
     return {
@@ -278,7 +273,7 @@ def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
 
 
 def _score(task: AbsTask, results: Mapping[str, Any]) -> TaskScore:
-    """Return the score of a task. An aggregate has the mean of its subtasks, if all of them have a score."""
+    """Return the score of a task x 100 (mean of the subtasks of an aggregate), or the reason why a score is missing."""
     about: dict[str, Any] = {"name": task.metadata.name, "type": task.metadata.type, "metric": task.metadata.main_score}
     subtasks = [subtask.metadata.name for subtask in flatten([task])]
     scores = {name: float(results[name]["score"]) for name in subtasks if results[name] is not None}

@@ -38,18 +38,19 @@ _NOT_SETTINGS = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_su
 
 
 def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str], data_dir: Path) -> list[AbsTask]:
-    """Return the tasks with these names, or without names the tasks of a benchmark of mteb.
+    """Return copies of the tasks with these names. Without names, return all tasks of the benchmark.
 
     With English as the only language, a task of an English MTEB benchmark has that benchmark's settings; MSMARCO, for
     example, uses its dev split.
 
     Args:
         names: Names of mteb's tasks, or `local:NAME` for the files in data_dir/NAME.
-        languages: ISO 639-3 codes. Subsets of a task in other languages are excluded.
+        languages: ISO 639-3 codes. Subsets of a named task in other languages are excluded.
 
     Raises:
-        ConfigError: mteb has no such benchmark, task or language, or a name is repeated.
-        MissingInputError: A local task has no files.
+        ConfigError: mteb has no such benchmark, task or language, or a name is repeated, or names are given together
+            with a benchmark that is not the default.
+        MissingInputError, DataError: A local task has no files, or its files cannot be used.
     """
     if names and benchmark != MTEB_PAPER:
         raise ConfigError(f"--benchmark {benchmark} and --tasks {' '.join(names)} exclude each other; remove one.")
@@ -182,10 +183,11 @@ class LocalSTS(_LocalTask, AbsTaskSTS):
 
 
 def local_task(name: str, data_dir: Path) -> AbsTask:
-    """Return the task in data_dir/NAME.
+    """Return the task in data_dir/NAME, without its data. The names of the files determine the task type.
 
     Raises:
         MissingInputError: The folder does not exist, or lacks files of every task type.
+        DataError: `check_data` refuses the folder.
     """
     folder = data_dir / name
     check_data(folder)
@@ -225,7 +227,7 @@ def _to_score(path: Path, text: Any) -> float:
 
 
 def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
-    """Return the revision of a task's stored data, or None if the data of a subset is missing."""
+    """Return the revision of a task's stored data, or None if a subset is missing. Raise DataError if it is damaged."""
     folder = data_dir / "tasks" / task.metadata.name
     if not (folder / _ABOUT).is_file():
         return None
@@ -238,7 +240,7 @@ def digest_of_files(data_dir: Path, task: AbsTask) -> str | None:
     """Return a hash of a task's stored data, 16 hexadecimal digits, or None if the data of a subset is missing.
 
     Raises:
-        DataError: The data has another revision than the task of the installed mteb.
+        DataError: The data is damaged, or has another revision than the task of the installed mteb.
     """
     folder = data_dir / "tasks" / task.metadata.name
     if (revision := stored_revision(data_dir, task)) is None:
@@ -261,7 +263,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def store_task(data_dir: Path, task: AbsTask) -> None:
-    """Load a task's data with mteb, which may download it, and write it to DATA_DIR/tasks/NAME."""
+    """Load a task's data with mteb, which may download it, replace DATA_DIR/tasks/NAME by it, and unload the task."""
     settings_before = _settings(task)
     task.load_data()
     if isinstance(task, AbsTaskRetrieval):
@@ -291,10 +293,10 @@ def store_task(data_dir: Path, task: AbsTask) -> None:
 
 
 def load_task(data_dir: Path, task: AbsTask) -> None:
-    """Load the data that `store_task` wrote into a task.
+    """Load the data that `store_task` wrote into a task, and set the settings of the task that loading changes.
 
     Raises:
-        DataError: The data is damaged.
+        DataError: The data is missing or damaged.
     """
     folder = data_dir / "tasks" / task.metadata.name
     about = _read_about(folder)
@@ -317,7 +319,7 @@ def load_task(data_dir: Path, task: AbsTask) -> None:
 
 
 def _splits(task: AbsTask) -> Iterator[tuple[str | None, str, Any]]:
-    """Yield subset, split and content of every split that an evaluation reads. A task without subsets has None."""
+    """Yield subset, split and content of every split that an evaluation reads. Without subsets, the subset is None."""
     assert task.dataset is not None, task.metadata.name
     splits = {*task.eval_splits, getattr(task, "train_split", None)}
     has_subsets = not any(isinstance(content, Dataset) for content in task.dataset.values())

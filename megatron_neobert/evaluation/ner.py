@@ -78,10 +78,10 @@ class NerTask(Task):
     last_split_pattern = "test_{}"
 
     def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model in a folder. Missing layers are initialized with torch's global generator.
+        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
 
         Raises:
-            ConversionError: transformers has no head for the model.
+            ConversionError: The folder cannot be loaded with such a head.
             MissingInputError: The folder does not exist.
         """
         return load_model(
@@ -101,14 +101,16 @@ class NerTask(Task):
 
 
 def evaluate(options: NerOptions) -> Path:
-    """Execute the runs that the ledgers lack. Write the record and the page, with earlier results, after every dataset.
+    """Execute the runs that the ledgers (files of finished runs) lack. After each dataset, write ner.json and ner.md.
 
     Returns:
-        The folder with the model's results.
+        OUTPUT/MODEL, the folder with these files. They also have the results of earlier commands.
 
     Raises:
-        MissingInputError, DataError, ConversionError: The model or the data cannot be used. No run was started.
+        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used. No
+            run was started.
         OutputError: Another command is writing the output.
+        ChildProcessError: A worker process died.
     """
     options, folder = resolve_device(options), options.output / options.model.resolve().name
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
@@ -147,7 +149,7 @@ def find_datasets(data_dir: Path) -> list[str]:
 
 @lru_cache(maxsize=4)  # the runs of one process use the same datasets
 def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
-    """Return a dataset with at most `limit` evenly spaced sentences of every split.
+    """Return a dataset (cached): at most `limit` evenly spaced sentences of every split, and hashes of whole splits.
 
     Raises:
         MissingInputError: The folder, its training set or its validation set is missing.
@@ -169,13 +171,11 @@ def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
 
 
 def to_sentences(rows: Dataset, split: str) -> list[Sentence]:
-    """Return the rows that have words as sentences.
-
-    Args:
-        split: Folder and name of the split, for error messages.
+    """Return the sentences of a split, with tags as text. Rows without words are skipped. `split` is for messages.
 
     Raises:
-        DataError: A column is missing, a row has more words or tags than the other, or a tag is invalid.
+        DataError: A column is missing, there are no rows, a row has more words or tags than the other, or a tag is
+            invalid.
     """
     columns = [
         next((name for name in names if name in rows.column_names), names[0]) for names in (_WORD_COLUMNS, _TAG_COLUMNS)
@@ -229,10 +229,9 @@ class EncodedSentences:
 def encode_sentences(
     sentences: Sequence[Sentence], labels: Sequence[str], tokenizer: Any, length: int
 ) -> EncodedSentences:
-    """Tokenize sentences, and return them sorted by length. Warn if words are beyond `length` tokens.
+    """Tokenize sentences, and return them sorted by number of words. Warn if words are beyond `length` tokens.
 
-    Raises:
-        ConversionError: The tokenizer cannot map words to tokens.
+    The position of a tag in `labels` is its label id. Raises ConversionError if the tokenizer is not a fast one.
     """
     if not tokenizer.is_fast:
         raise ConversionError(

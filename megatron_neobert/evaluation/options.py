@@ -19,10 +19,9 @@ _ATTENTION = "attn_implementation of transformers, for example sdpa (default: ch
 
 
 def choose_glue_tasks(names: Sequence[str]) -> list[str]:
-    """Return the tasks with these names, in the spelling of GLUE_TASKS and without duplicates.
+    """Return the tasks with these names in the given order, in the spelling of GLUE_TASKS and without duplicates.
 
-    Raises:
-        ConfigError: A name is not a GLUE task.
+    Raises ConfigError if a name is not a GLUE task. Case and hyphens do not matter.
     """
     chosen = list(dict.fromkeys(name.lower().replace("-", "") for name in names))
     if unknown := [name for name in chosen if name not in GLUE_TASKS]:

@@ -42,7 +42,7 @@ def plot_curves(
     log_x: bool = False,
     log_y: bool = False,
 ) -> None:
-    """Draw at least one curve into a PNG, whole or not at all; the folder must exist.
+    """Draw at least one curve into a PNG, whole or not at all. The folder must exist; an existing file is replaced.
 
     A value that is not finite leaves a gap in its line or band.
     """
@@ -81,11 +81,9 @@ def plot_curves(
 
 
 def add_legend(parent: Any, lines: Sequence[Any], names: Sequence[str], **options: Any) -> None:
-    """Add a legend to axes or a figure, with the names shown as they are.
-
-    matplotlib hides a label that begins with "_", and reads text between two "$" as TeX. So the legend gets numbers
-    first, which are then replaced.
-    """
+    """Add a legend to axes or a figure, with the names of the lines shown as they are. `options` are matplotlib's."""
+    # matplotlib hides a label that begins with "_", and reads text between two "$" as TeX. So the legend first gets
+    # numbers, which are then replaced.
     legend = parent.legend(lines, [str(number) for number in range(len(names))], frameon=False, **options)
     for text, name in zip(legend.get_texts(), names, strict=True):
         text.set_parse_math(False)

@@ -77,7 +77,7 @@ class DocumentResult:
 
     @property
     def standard_error(self) -> float | None:
-        """Standard error of `mean_nll`; None if it cannot be estimated, because one of several tokens was masked."""
+        """Standard error of `mean_nll` in nats: 0 if all tokens were masked, None if only one of several was masked."""
         if self.positions == self.tokens:
             return 0.0
         if self.nll_variance is None:
@@ -90,7 +90,9 @@ def evaluate(options: PerplexityOptions) -> None:
 
     Raises:
         MissingInputError, ConversionError, DataError: A model or the texts cannot be used.
-        ConfigError: There is no such device, or a model does not support the maximum length.
+        ConfigError: There is no such device, a model does not support the maximum length, a batch does not fit into
+            memory, or two models have the same name.
+        DivergenceError: A loss is not finite.
         OutputError: Another command is writing the results of a model.
     """
     models, dropped = name_models(options.model), Counter[str]()
@@ -108,7 +110,10 @@ def evaluate(options: PerplexityOptions) -> None:
 
 
 def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
-    """Measure a model; write OUTPUT/MODEL/pseudo_perplexity.json and return its results; raise as `evaluate`."""
+    """Measure a model, write OUTPUT/MODEL/pseudo_perplexity.json, and return the `results` in this record.
+
+    Raises MissingInputError, ConversionError, DataError, ConfigError, DivergenceError and OutputError as `evaluate`.
+    """
     loading = LoadOptions(
         dtype=getattr(torch, options.dtype), device=choose_device(options.device), attention=options.attention
     )
@@ -159,6 +164,8 @@ def measure(
 ) -> Iterator[DocumentResult]:
     """Yield the result of each document as soon as its last position is scored, the longest documents first.
 
+    Raises DivergenceError if a loss is not finite, or ConfigError if a batch does not fit into GPU memory.
+
     Args:
         batch_tokens: Maximum size of a batch, padding included; a longer document is a batch of its own.
         progress: Advanced by the tokens of each batch, padding excluded.
@@ -183,7 +190,7 @@ def measure(
 def _score_positions(
     scorer: Scorer, documents: Iterable[Document], *, batch_tokens: int, progress: tqdm
 ) -> Iterator[float]:
-    """Yield the loss of every position of every document, in order. Documents must be sorted by decreasing length."""
+    """Yield the loss (nats) of every position, document by document. Documents must be sorted by decreasing length."""
     masked = (MaskedDocument(document.ids_s, position) for document in documents for position in document.positions)
     for longest in masked:
         size = max(1, batch_tokens // len(longest.ids_s))
@@ -199,7 +206,8 @@ def _score_positions(
 def average_by_length(results: Iterable[DocumentResult]) -> list[dict[str, Any]]:
     """Return one point per bin of lengths that has documents, by increasing length.
 
-    Bins end at 128, 256, 512, ... tokens. `low` and `high` are None for a bin of fewer than five documents.
+    Bins end at 128, 256, 512, ... tokens (inclusive). Each document of a bin has the same weight in its mean loss.
+    `low` and `high` are None for a bin of fewer than five documents.
     """
     bins: dict[int, list[DocumentResult]] = {}
     for result in results:
@@ -226,9 +234,10 @@ def average_by_length(results: Iterable[DocumentResult]) -> list[dict[str, Any]]
 
 
 def average_over_tokens(results: Sequence[DocumentResult]) -> dict[str, float | None]:
-    """Return the pseudo-perplexity of all documents together, each weighted by its number of tokens, drawn or not.
+    """Return pseudo_perplexity, standard_error and nats_per_token of all documents together.
 
-    The standard error is that of drawing positions; None if it is None for a document.
+    Each document has the weight of its tokens, masked or not. The standard error of the pseudo-perplexity is that of
+    drawing positions. It is None if a document has none.
     """
     tokens = sum(result.tokens for result in results)
     mean = math.fsum(result.tokens * result.mean_nll for result in results) / tokens
@@ -246,7 +255,7 @@ def select_documents(
     """Read and tokenize documents in the order of the files, up to `--limit`, and draw the positions to mask.
 
     Returns:
-        The documents, and the number of dropped records by reason.
+        The documents, truncated to `max_length` tokens, and the number of dropped records by reason.
 
     Raises:
         MissingInputError: An input does not exist.
@@ -293,9 +302,9 @@ def document_id(text: str) -> str:
 
 
 def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed: int) -> tuple[int, ...]:
-    """Draw `count` positions without replacement, and return them in increasing order.
+    """Draw `count` of the scorable positions without replacement, and return them in increasing order.
 
-    All positions are returned if `count` is None or not below their number. Equal arguments give equal positions.
+    Returns all positions if `count` is None or at least their number. Equal arguments give equal positions.
     """
     if count is None or count >= len(scorable):
         return tuple(scorable)
@@ -311,7 +320,10 @@ def _nothing_to_measure(options: PerplexityOptions, dropped: Counter[str]) -> Da
 
 
 def _read(options: PerplexityOptions, dropped: Counter[str]) -> Iterator[list[str]]:
-    """Yield the texts of all inputs in non-empty batches. Count rejected and dropped records in `dropped`."""
+    """Yield the texts of all inputs in non-empty batches. Count rejected and dropped records by reason in `dropped`.
+
+    Raises MissingInputError if an input does not exist, or DataError if a file is damaged or lacks the text key.
+    """
     settings = ReadSettings(text_key=options.text_key)
     for path in find_inputs(options.data):
         for chunk in split_into_chunks(path, settings):

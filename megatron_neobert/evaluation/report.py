@@ -59,7 +59,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
 
     Raises:
         MissingInputError: There are no records.
-        DataError: A file with the name of a record is not a valid record.
+        DataError: A file with the name of a record is not a valid record, or its results are of another version.
     """
     records = find_records(folders)
     output.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def write_page(kind: str, paths: Sequence[Path], output: Path) -> str:
 
 
 def find_records(folders: Sequence[Path]) -> list[Record]:
-    """Return all records below the folders, in the order of `KINDS`.
+    """Return all records (files named KIND.json) below the folders, in the order of `KINDS`.
 
     If several models of a kind have the same name, the folders of their records are added to the names.
 
@@ -114,10 +114,9 @@ def find_records(folders: Sequence[Path]) -> list[Record]:
 
 
 def read(path: Path, kind: str) -> Record:
-    """Read a record and check its fields; the content of `settings` and `results` is not checked.
+    """Read a record and check its fields, but not the content of `settings` and `results`.
 
-    Raises:
-        DataError: The file is not a record of this kind.
+    Raises DataError if the file cannot be read, or is not a record of this kind.
     """
     try:
         record = msgspec.convert(read_record(path), Record)
@@ -137,7 +136,7 @@ def read(path: Path, kind: str) -> Record:
 
 
 def pseudo_perplexity(records: Sequence[Record], output: Path) -> list[str]:
-    """Return a table of pseudo-perplexity over all tokens, and the figure of its curves by length."""
+    """Return Markdown with the pseudo-perplexity over all tokens. Write curves to OUTPUT/pseudo_perplexity.png."""
     rows, curves = [], []
     for record in records:
         results, points = record.results, record.results["curve"]
@@ -161,7 +160,7 @@ def pseudo_perplexity(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def throughput(records: Sequence[Record], output: Path) -> list[str]:
-    """Return a table and a figure of the tokens per second of the fastest batch size by length."""
+    """Return Markdown with the tokens per second of the fastest batch size by length. Write OUTPUT/throughput.png."""
     machines = sorted({record.machine for record in records})
     warning = "; the machines differ, so do not compare the models" if len(machines) > 1 else ""
     first = records[0].settings
@@ -192,9 +191,9 @@ def throughput(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def fastest(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the row of the fastest batch size for each length, by increasing length.
+    """Return the row of the fastest batch size for each length, by increasing length. `rows` are those of a record.
 
-    `measured` is None for a length at which no batch size fitted into memory; the row is that of the smallest one.
+    If no batch size fitted into memory, the row is that of the smallest batch size, and its `measured` is None.
     """
     best: dict[int, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (row["length"], row["batch_size"])):
@@ -209,7 +208,7 @@ def _median_speed(row: dict[str, Any]) -> float:
 
 
 def speed_cell(row: dict[str, Any] | None) -> str:
-    """Format the speed of one batch size: median (quartiles), batch size and on a GPU the peak memory."""
+    """Format a row as median tokens/s (quartiles), batch size and GPU memory, or "out of memory". None becomes "-"."""
     if row is None:
         return "-"
     measured, batch_size = row["measured"], row["batch_size"]
@@ -221,7 +220,7 @@ def speed_cell(row: dict[str, Any] | None) -> str:
 
 
 def glue(records: Sequence[Record], output: Path) -> list[str]:
-    """Return the paper's table with the measured rows above its own, and the best points of the grids."""
+    """Return Markdown with the measured rows above the paper's rows, in per cent, and the best points of the grids."""
     reported, measured = paper.GLUE, []
     for record in records:
         tasks, average = record.results["tasks"], record.results["average"]
@@ -239,10 +238,7 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def ner(records: Sequence[Record], output: Path) -> list[str]:
-    """Return the section on NER: what the metric is, and the best point of the grid of each data set.
-
-    No figure is written to `output`.
-    """
+    """Return Markdown with the meaning of the metric, and the best point of the grid of each data set."""
     return [
         paragraph(
             "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct. The validation "
@@ -254,7 +250,7 @@ def ner(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def _best_points(records: Sequence[Record]) -> list[str]:
-    """Return a table with the best point of every task of GLUE or NER, and a warning if settings differ.
+    """Return Markdown with the best point of every task of GLUE or NER, and a warning if settings differ.
 
     The column "weights kept" names the weights of the best single run, which may belong to another point.
     """
@@ -274,7 +270,7 @@ def _best_points(records: Sequence[Record]) -> list[str]:
 
 
 def mteb(records: Sequence[Record], output: Path) -> list[str]:
-    """Return a table of averages by category for each selection of tasks, then a table of every task's score.
+    """Return Markdown with averages by category for each selection of tasks, then every task's score.
 
     The paper's rows are in the table of its benchmark. Tasks without a score are named below their table.
     """
@@ -313,7 +309,7 @@ def mteb(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def contrastive(records: Sequence[Record], output: Path) -> list[str]:
-    """Return a table of the first and last losses and the data sets, and the figure of the loss."""
+    """Return Markdown with first and last losses and the datasets. Write the loss curves to OUTPUT/contrastive.png."""
     rows, curves, path = [], [], output / "contrastive.png"
     for record in records:
         first_and_last = [f"{record.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
@@ -335,7 +331,7 @@ SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {
 
 
 def _describe(record: Record) -> list[str]:
-    """Return the blocks that name the file, weights, machine, versions, command and settings of a measurement."""
+    """Return Markdown that names the file, weights, machine, versions, command and settings of a measurement."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     settings = [f"{name}: {json.dumps(value)}" for name, value in sorted(record.settings.items())]
     text = f"{record.path}; weights {record.model.fingerprint}; {record.machine}; {versions}."
@@ -347,7 +343,7 @@ def _describe(record: Record) -> list[str]:
 
 
 def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a warning that names the settings in which the runs of a group differ, or nothing."""
+    """Return a Markdown warning that names the settings in which the runs of a group differ, or an empty list."""
     differing = {
         name
         for group in groups
@@ -366,7 +362,7 @@ def _percent(score: dict[str, Any]) -> str:
 def _mean(mean: dict[str, Any] | None) -> str:
     """Format an average of MTEB and its number of tasks: "61.2 (7)".
 
-    Without an average, the text is "missing"; if tasks lack a score, it is "– (5 of 7)".
+    None becomes "missing". If only 5 of 7 tasks have a score, the text is "– (5 of 7)".
     """
     if mean is None:
         return "missing"
@@ -382,7 +378,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _reported_rows(reported: Reported) -> list[list[str]]:
-    """Return the cells of a table of the paper, all with the same number of decimals; missing values are dashes."""
+    """Return rows of a table of the paper: the model's name, then values with equal decimals, or dashes if missing."""
     decimals = max(len(str(value).partition(".")[2]) for values in reported.rows.values() for value in values)
     dashes = ["–"] * len(reported.columns)
     return [

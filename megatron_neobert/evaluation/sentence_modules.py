@@ -88,6 +88,7 @@ def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], i
 
     Raises:
         ConversionError: A module is not on the allow-list, or a setting is not accepted.
+        MissingInputError: The pooling folder has no config.json.
     """
     settings = TransformerSettings()
     if (path := folder / "sentence_bert_config.json").exists():
@@ -114,17 +115,16 @@ def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], i
 
 
 def read_prompts(folder: Path) -> dict[str, str]:
-    """Return the prompts of a folder by name; empty if it has none.
+    """Return the prompts of a folder by name; empty if it has no config_sentence_transformers.json.
 
-    Raises:
-        ConversionError: A prompt is not a string.
+    Raises ConversionError if that file is not valid, or a prompt is not a string.
     """
     path = folder / "config_sentence_transformers.json"
     return _convert(read_object(path), _Prompts, path).prompts if path.exists() else {}
 
 
 def _wrap(folder: Path, backbone: Any, settings: TransformerSettings) -> Transformer:
-    """Build the library's Transformer module from a local folder, and replace its encoder by the loaded one."""
+    """Build sentence-transformers' Transformer of a folder, with `backbone` as encoder. Library errors pass through."""
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     module = Transformer(
         str(folder),
@@ -150,7 +150,7 @@ def _build_pooling(folder: Path) -> Pooling:
 
 
 def _convert(content: Any, kind: Any, path: Path) -> Any:
-    """Return a parsed JSON value as an instance of `kind`; raise ConversionError if it does not fit."""
+    """Return parsed JSON of the file `path` as an instance of `kind`. Raise ConversionError if it does not fit."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:

@@ -79,7 +79,7 @@ class Sweep:
 
     @cached_property
     def common_unit(self) -> dict[str, Any]:
-        """Everything that the result of a run depends on, except its point."""
+        """Entries of the ledger unit of every run: all that its result depends on, except its point."""
         protocol = {name: getattr(self.options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
         return {
             "task": self.task.name,
@@ -96,7 +96,7 @@ class Sweep:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings for the record."""
+        """Settings for the record: protocol, device, grid, seeds, folders, data hashes and the entries of `about`."""
         return {
             "protocol": self.common_unit["protocol"],
             "device": self.options.device,
@@ -110,7 +110,10 @@ class Sweep:
 
 
 def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
-    """Execute the runs that the ledger lacks, and write the record and the page with all tasks of the model."""
+    """Execute the runs that the ledger lacks, and write OUTPUT/MODEL/KIND.json and .md with all tasks of the model.
+
+    Raises OutputError if another command is writing, ChildProcessError if a worker died, or the errors of `fine_tune`.
+    """
     options = sweep.options
     folder = options.output / options.model.resolve().name
     with open_ledger(folder / sweep.kind / quote(sweep.task.name, safe=""), options.device) as ledger:
@@ -119,7 +122,7 @@ def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
 
 
 def _run_points(ledger: Ledger, sweep: Sweep) -> None:
-    """Execute the runs that the ledger lacks, and add the sweep as its last line.
+    """Execute the runs that the ledger lacks, print progress on stderr, and add the sweep as the ledger's last line.
 
     The weights of the best run so far and of earlier sweeps are kept; the weights of all other runs are deleted.
     """
@@ -169,7 +172,7 @@ def best_weights(ledger: Ledger, sweep: Line) -> Path | None:
 
 
 def write_results(kind: str, folder: Path, model: Path, describe: Describe | None = None) -> None:
-    """Write FOLDER/KIND.json and .md from the last sweep of every task of a model.
+    """Write FOLDER/KIND.json and .md from the last sweep of every task of a model. Wait for other commands' writes.
 
     Args:
         folder: Folder of the model's results; FOLDER/KIND has a folder with a ledger for each task.
@@ -203,7 +206,7 @@ def show_progress(position: str, run: Run, outcome: Outcome) -> None:
 
 
 def summarise(outcomes: Mapping[Point, Outcome]) -> Result:
-    """Return the score of the best point of a grid whose runs have all finished, for the record."""
+    """Return the record entries of a finished grid: its best point, and the scores there (mean and sd over seeds)."""
     by_point: dict[Point, list[Point]] = {}
     for point in outcomes:
         by_point.setdefault(dataclasses.replace(point, seed=0), []).append(point)

@@ -39,7 +39,8 @@ def evaluate(options: ThroughputOptions) -> None:
     """Measure each model; write a record per model, and a page and a figure of all models; print the page.
 
     Raises:
-        ConfigError: There is no such device, or no length of a model can be measured.
+        ConfigError: There is no such device, no length of a model can be measured, the attention does not support the
+            dtype, or two models have the same name.
         MissingInputError, ConversionError: A model cannot be loaded.
         OutputError: Another command is writing the results of a model.
     """
@@ -49,7 +50,10 @@ def evaluate(options: ThroughputOptions) -> None:
 
 
 def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: torch.device) -> Path:
-    """Measure a model at each length and batch size, write its record, and return the path; raise as `evaluate`."""
+    """Measure a model at each length and batch size, write its record, and return the record's path.
+
+    Raises ConfigError, MissingInputError, ConversionError and OutputError as `evaluate`.
+    """
     loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
     model = load_model(folder, "AutoModel", loading)
     attention = str(model.config._attn_implementation)
@@ -103,7 +107,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
 
 
 def measure(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any] | None:
-    """Time forward passes of one batch.
+    """Time forward passes of one batch. Errors other than a lack of memory pass through.
 
     Returns:
         {"tokens_per_second": [lower quartile, median, upper quartile], "peak_bytes": bytes, on a CPU None}; or None if

@@ -26,13 +26,10 @@ def register_neobert() -> None:
 
 @contextmanager
 def loading(folder: Path, class_name: str) -> Iterator[None]:
-    """Prepare transformers for loading a local folder in this block, and translate its errors.
+    """Run a `with` block that loads a local folder with transformers, and turn all its errors into ConversionError.
 
     In the block, `neobert` folders are loaded with this package's classes, the network is not used, and transformers
-    prints no progress bars and no reports. The class name is for messages.
-
-    Raises:
-        ConversionError: transformers cannot load the folder.
+    prints no reports. Progress bars stay disabled afterwards. The class name is for messages.
     """
     register_neobert()
     offline = huggingface_hub.constants.HF_HUB_OFFLINE

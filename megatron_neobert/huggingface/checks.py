@@ -35,7 +35,7 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
     Raises:
         MissingInputError: There is no config.json.
         ConversionError: A file refers to code, weights or a model outside of the folder; the folder has a pipe, a
-            socket or a device; or the weight index lists files that are not safetensors.
+            socket or a device; a JSON file is invalid; or config.json has more than 10,000 labels.
     """
     config_path, index_path = folder / "config.json", folder / INDEX
     if not config_path.exists():
@@ -75,11 +75,11 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor in a model.safetensors.index.json.
+    """Return {tensor name: file name} of a model.safetensors.index.json.
 
     Raises:
-        MissingInputError, ConversionError: See `read_object`.
-        ConversionError: The file is not an index, or lists a file that is not a safetensors file in its folder.
+        MissingInputError: There is no such file.
+        ConversionError: The file is not such an index, or lists a file that is not a safetensors file in its folder.
     """
     weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -97,8 +97,8 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        MissingInputError, ConversionError: See `read_json`.
-        ConversionError: The content is not an object.
+        MissingInputError: There is no such file.
+        ConversionError: The file is not JSON, is larger than 64 MiB, has a duplicate key, or is not an object.
     """
     content = read_json(path)
     if not isinstance(content, dict):

@@ -138,11 +138,12 @@ class EncoderBlock(GradientCheckpointingLayer):
     def forward(
         self, hidden_bsh: Tensor, rotation: Rotation, implementation: str, mask: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states [b, s, h] and, with eager attention, the attention weights [b, n, s, s].
+        """Return the block's output [b, s, h] and, with `implementation` "eager", the attention weights [b, n, s, s].
 
         Args:
-            mask: See `build_mask`.
-            options: Further arguments of the attention function, see `build_mask`.
+            implementation: "eager", or a key of transformers' ALL_ATTENTION_FUNCTIONS.
+            mask: First result of `build_mask` for this implementation.
+            options: Second result of `build_mask`.
         """
         heads_bsnd = self.qkv(self.attention_norm(hidden_bsh)).unflatten(-1, (self.config.num_attention_heads, -1))
         query, key, value = heads_bsnd.transpose(1, 2).chunk(3, dim=-1)
@@ -196,7 +197,10 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return logits and, with labels, the loss. See `NeoBERT.forward` for the other arguments."""
+        """Return an output object (or a tuple) with logits and, with labels, the loss; see the class for the shapes.
+
+        See `NeoBERT.forward` for the other arguments and for errors.
+        """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.compute_logits(outputs.last_hidden_state, kwargs)
         loss = None if labels is None else self.compute_loss(logits, labels.to(logits.device), kwargs)
@@ -237,7 +241,7 @@ class NeoBERT(NeoBERTPreTrainedModel):
         max_seqlen: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return hidden states [b, s, h] after the final norm.
+        """Return an output object with `last_hidden_state`: hidden states [b, s, h] after the final norm.
 
         Args:
             input_ids: Token ids [b, s].
@@ -255,7 +259,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
             kwargs: Inputs of other models, such as `token_type_ids`, are ignored.
 
         Raises:
-            ValueError: Inputs contradict each other, see the messages.
+            ValueError: Both or none of input_ids and inputs_embeds are given, attention_mask is not [b, s], or `pack`
+                refuses cu_seqlens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give exactly one of them.")
@@ -397,10 +402,11 @@ def rotate_pairs(heads_bnsd: Tensor, rotation: Rotation) -> Tensor:
 
 
 def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attention_mask: Tensor | None) -> Packing:
-    """Return the documents of a packed sequence.
+    """Return the documents of a packed sequence, whose starts and end are in `cu_seqlens`.
 
     Raises:
-        ValueError: The inputs are not a packed sequence. Values of tensors are not checked during tracing.
+        ValueError: There are several rows or padding, cu_seqlens does not increase from 0 to s, or max_seqlen is too
+            small. During tracing, values are not checked, and any attention_mask is refused.
     """
     rows, length = hidden_bsh.shape[:2]
     if rows != 1:
@@ -428,7 +434,11 @@ def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attenti
 def build_mask(
     implementation: str, attention_mask: Tensor | None, packing: Packing | None, hidden_bsh: Tensor
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the mask in the format of an attention implementation, and further arguments for it."""
+    """Return the mask in the format of an attention implementation, and further arguments for its function.
+
+    The mask is True where a query may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to
+    [b, n, s, s]. None means everywhere. Raises ValueError if attention_mask is not [b, s].
+    """
     rows, length = hidden_bsh.shape[:2]
     mask = None
     if attention_mask is not None and packing is None:
@@ -463,7 +473,10 @@ def build_mask(
 def attend_eagerly(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention with separate matrix products; return the context [b, s, n, d] and the weights [b, n, s, s]."""
+    """Return the context [b, s, n, d] and the attention weights [b, n, s, s], computed with separate matrix products.
+
+    The inputs are [b, n, s, d], and the mask is True where a query may attend.
+    """
     scores = query @ key.transpose(-1, -2) * scaling
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
@@ -472,7 +485,7 @@ def attend_eagerly(
 
 
 def mean_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """Return the cross-entropy in fp32, summed over labels that are not -100 and divided by `num_items`.
+    """Return the cross-entropy (a scalar in fp32), summed over labels that are not -100 and divided by `num_items`.
 
     Trainer sets `num_items` to the number of labels in all micro-batches of an update. By default, it is the number of
     labels in this batch. Without labels the loss is 0.

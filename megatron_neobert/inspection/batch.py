@@ -40,17 +40,18 @@ class InspectBatchOptions:
 def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
     """Print statistics and text of one iteration's batch.
 
-    The batch is built by the code of training, for all ranks; the number of ranks does not change it. No model is built
-    and no file is written. --load starts from the run's newest checkpoint before the iteration, and takes the run's
-    settings unless --config is given.
+    The code of training builds the batch of all ranks. No model is built and no file is written. --load starts from the
+    run's newest checkpoint before the iteration, and takes the run's settings unless --config is given.
 
     Args:
         options: Options of this command.
         flags: Flags of `neobert train`, which override settings of the run.
 
     Raises:
-        ConfigError: The settings break a rule, or the run has no such iteration.
-        MissingInputError, DataError, CheckpointError: See `rebuild_batch`.
+        ConfigError: A flag is unknown, the settings break a rule, or the run has no such iteration.
+        MissingInputError: An input, or a checkpoint that this command needs, does not exist.
+        DataError, StorageError: An input is damaged or cannot be read.
+        CheckpointError: A checkpoint is damaged, or was trained on another corpus.
     """
     checkpoint, settings = choose_origin(options, [*flags, *_ONE_RANK])
 
@@ -81,8 +82,9 @@ def choose_origin(options: InspectBatchOptions, flags: list[str]) -> tuple[Path 
     """Return the checkpoint to start from (None: the first iteration), and the settings of the run.
 
     Raises:
-        ConfigError: The settings break a rule, or the run has no such iteration.
-        MissingInputError: --load has no checkpoint that this command needs.
+        ConfigError: A flag is unknown, or the settings break a rule.
+        MissingInputError: --load has no checkpoint that this command needs, or the `--config` file does not exist.
+        CheckpointError: The settings in a checkpoint are damaged.
     """
     from megatron_neobert.checkpoint.folder import list_checkpoints
     from megatron_neobert.config.cli import parse_command_line

@@ -40,7 +40,7 @@ class Segment:
 
     @property
     def title(self) -> str:
-        """One line with the document, its part in this segment, and the number of predicted tokens."""
+        """One line such as `document 7, epoch 0: 100 of 310 tokens from token 50 on, 20 predicted`. Counts from 0."""
         extent = f"{self.text_tokens:,} of {self.document_tokens:,} tokens from token {self.first_token:,} on"
         if self.text_tokens == self.document_tokens:
             extent = f"whole, {self.document_tokens:,} tokens"
@@ -63,7 +63,7 @@ class PackedSequence:
 
 
 def read_sequences(global_batch: GlobalBatch) -> Iterator[PackedSequence]:
-    """Yield the packed sequences of a global batch."""
+    """Yield the packed sequences of a global batch in order, each with its documents, tokens and labels."""
     for micro_batch, (packed, batch) in enumerate(global_batch.micro_batches):
         tokens_t = batch.tokens_t.numpy()
         labels_t = np.full(len(tokens_t), IGNORED_LABEL)
@@ -91,7 +91,7 @@ def read_sequences(global_batch: GlobalBatch) -> Iterator[PackedSequence]:
 
 
 def token_kinds(tokenizer: Tokenizer, input_ids_s: NDArray[np.int64], labels_s: NDArray[np.int64]) -> list[str]:
-    """Return the kind of each token: a key of PREDICTED, or "special" or "plain" if it is not predicted."""
+    """Return the kind of each token: "masked", "replaced" or "unchanged" if predicted, else "special" or "plain"."""
     is_predicted_s = labels_s != IGNORED_LABEL
     # The first condition that holds decides.
     conditions: dict[str, NDArray[np.bool_]] = {
@@ -104,7 +104,7 @@ def token_kinds(tokenizer: Tokenizer, input_ids_s: NDArray[np.int64], labels_s: 
 
 
 def describe(global_batch: GlobalBatch) -> dict[str, str]:
-    """Return the statistics of a global batch: lines of text by name."""
+    """Return the statistics of a global batch as name -> line of text, such as "packing", "lengths" and "predicted"."""
     data, cursor = global_batch.settings.data, global_batch.cursor
     sequences = list(read_sequences(global_batch))
     segments = [segment for sequence in sequences for segment in sequence.segments]
@@ -144,7 +144,7 @@ def describe(global_batch: GlobalBatch) -> dict[str, str]:
 
 
 def to_text(segment: Segment, tokenizer: Tokenizer) -> str:
-    """Return the tokens of a segment as text. Brackets around a predicted token contain the input and the label."""
+    """Return the tokens of a segment as text. Predicted tokens are `[input->label]`, or `[=label]` if unchanged."""
     texts = []
     kinds = token_kinds(tokenizer, segment.input_ids_s, segment.labels_s)
     for kind, input_id, label in zip(kinds, segment.input_ids_s.tolist(), segment.labels_s.tolist(), strict=True):

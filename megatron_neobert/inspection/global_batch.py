@@ -45,16 +45,17 @@ class GlobalBatch:
 
 
 def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None) -> GlobalBatch:
-    """Build the global batch of an iteration.
+    """Build the global batch of an iteration, without a model. Iterations count from 1.
 
     Args:
         checkpoint: Checkpoint of the run before the iteration. None starts at the first iteration of the run, which
             follows the newest checkpoint of --continue-from, if there is one.
 
     Raises:
-        MissingInputError, DataError: The inputs that the settings name are missing or damaged.
-        ConfigError: The settings are wrong, or the run has no such iteration.
-        CheckpointError: The checkpoint was trained on another corpus.
+        MissingInputError: A corpus, the tokenizer or the checkpoint of --continue-from does not exist.
+        DataError, StorageError: A corpus or the tokenizer is damaged or cannot be read.
+        ConfigError: The settings do not fit the inputs, or the run has no such iteration.
+        CheckpointError: The checkpoint is damaged, or was trained on another corpus.
     """
     # A run with --continue-from begins after the newest checkpoint of that folder.
     continue_from = settings.checkpoint.continue_from
@@ -97,7 +98,8 @@ def checkpoint_before(load: Path, iteration: int) -> Path | None:
     """Return the newest checkpoint before an iteration, or None if the run can be rebuilt from iteration 1.
 
     Raises:
-        MissingInputError: The folder has no checkpoint before the iteration, and the run began with --continue-from.
+        MissingInputError: The folder has no checkpoint, or only later ones and the run began with --continue-from.
+        CheckpointError: The settings in the newest checkpoint are damaged.
     """
     earlier = [folder for folder in list_checkpoints(load) if iteration_of(folder) < iteration]
     if earlier:
@@ -111,7 +113,7 @@ def checkpoint_before(load: Path, iteration: int) -> Path | None:
 
 
 def refuse_later_iteration(settings: Settings, iteration: int) -> None:
-    """Raise ConfigError if the run ends before this iteration."""
+    """Raise ConfigError if `iteration` is after the last iteration of the run, --train-iters."""
     if iteration > (last := settings.training.train_iters):
         raise ConfigError(
             f"--iteration {iteration} is after the last iteration of this run, {last} (--train-iters). Name an earlier "
@@ -124,7 +126,7 @@ def settings_of_iteration(load: Path, iteration: int) -> Settings:
 
     Raises:
         MissingInputError: There is no checkpoint.
-        CheckpointError: The record is damaged.
+        CheckpointError: The settings.yaml of that checkpoint is missing or damaged.
     """
     later = [folder for folder in list_checkpoints(load) if iteration_of(folder) >= iteration]
     return read_record((later[-1] if later else latest_checkpoint(load)) / "settings.yaml")
@@ -137,7 +139,7 @@ def without_outputs(settings: Settings) -> Settings:
 
 
 def override_settings(settings: Settings, flags: list[str]) -> Settings:
-    """Return the settings of a run of one rank, with values replaced by flags of `neobert train`.
+    """Return the settings with values replaced by flags of `neobert train`, checked for a run of one rank.
 
     Raises:
         ConfigError: A flag is unknown, or the result breaks a rule of the settings.

@@ -33,6 +33,10 @@ def plot(options: PlotOptions) -> None:
 
     Reads metrics.jsonl of each run, which may still be growing, and writes OUTPUT/curves.png. A tick marks where a run
     resumed after a stop; the iterations that it repeated are drawn once, with their later values.
+
+    Raises:
+        MissingInputError, DataError: A run has no log, or no values in it yet.
+        ConfigError, OutputError: A run or metric is wrong, or OUTPUT cannot be written.
     """
     from megatron_neobert.inspection.run_figure import write_curves
     from megatron_neobert.inspection.run_log import read_run
@@ -56,7 +60,7 @@ def plot(options: PlotOptions) -> None:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return the folder of each run, relative to the common parent of all runs.
+    """Return a name for each run: its folder, relative to the common parent of all runs. A single run keeps its name.
 
     Raises:
         ConfigError: A run is named twice.
@@ -70,7 +74,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def choose_metrics(requested: Sequence[str] | None, runs: Sequence["RunLog"]) -> list[str]:
-    """Return the requested metrics; or the default metrics that were logged; or all metrics.
+    """Return the requested metrics. If `requested` is None, return the default metrics that were logged, or else all.
 
     Raises:
         ConfigError: No run has logged a requested metric.
@@ -88,7 +92,7 @@ def choose_metrics(requested: Sequence[str] | None, runs: Sequence["RunLog"]) ->
 
 
 def describe(run: "RunLog") -> str:
-    """Return one line with the last iteration, tokens and loss of a run, and its number of restarts."""
+    """Return one line with the last iteration, tokens and loss (nats) of a run, and its number of restarts."""
     losses = [logged["loss"] for logged in run.values.values() if "loss" in logged]
     tokens = [logged["consumed_tokens"] for logged in run.values.values() if "consumed_tokens" in logged]
     fields = [f"{run.name}: iteration {max(run.values):,}"]

@@ -33,14 +33,15 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
     """Compute losses and gradient of one iteration again; flags of `neobert train` replace the settings of the run.
 
     Settings, weights and data position come from the newest checkpoint before that iteration. The batches in between
-    are packed, but not trained on. Weights are not updated and no file is written.
+    are packed, but not trained on. The results are printed. Weights are not updated and no file is written.
 
-    --checkpoint-iteration takes the weights of another checkpoint. A run that ends because its last updates were
-    skipped saves the weights that these batches were computed with.
+    --checkpoint-iteration takes weights and settings of another checkpoint. A run that ends because its last updates
+    were skipped saves the weights that these batches were computed with.
 
     Raises:
-        ConfigError: The command runs under torchrun, or the run has no such iteration.
-        CheckpointError: A checkpoint is damaged.
+        ConfigError: The command runs under torchrun, a setting is wrong, or the run has no such iteration.
+        MissingInputError, DataError, StorageError: A checkpoint or the data do not exist or cannot be read.
+        CheckpointError: A checkpoint is damaged or does not fit the settings.
     """
     from megatron_neobert.inspection.global_batch import checkpoint_before, refuse_later_iteration
 
@@ -57,10 +58,11 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
 
 
 def replay_settings(load: Path, weights: Path | None, flags: list[str]) -> Settings:
-    """Return the settings of the run in the layout of a single rank, with the values that flags replace.
+    """Return the settings in checkpoint `weights` (None: the newest) for a single rank, with values replaced by flags.
 
     Raises:
         ConfigError: A flag is unknown, or the result breaks a rule of the settings.
+        MissingInputError, CheckpointError: There is no checkpoint, or its settings are damaged.
     """
     from megatron_neobert.config.cli import read_record
     from megatron_neobert.inspection.global_batch import override_settings, without_outputs
@@ -73,11 +75,14 @@ def replay_settings(load: Path, weights: Path | None, flags: list[str]) -> Setti
 
 
 def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, position: Path | None) -> None:
-    """Run forward and backward on the batch of an iteration, and print losses and gradients.
+    """Run forward and backward on the batch of an iteration, and print losses and gradient norm. Weights do not change.
 
     Args:
         weights: Checkpoint with the weights; None leaves the initial weights.
-        position: Checkpoint before the iteration; None starts at the first iteration.
+        position: Checkpoint before the iteration, for the position in the data; None starts at the first iteration.
+
+    Raises:
+        ConfigError, MissingInputError, DataError, CheckpointError: This machine, the data or a checkpoint do not fit.
     """
     from megatron_neobert.model.kernels import check_hardware
 
@@ -113,7 +118,10 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
 
 
 def print_losses(stream: Any, losses: list[list[float]], grad_norm: float) -> None:
-    """Print a line per micro-batch with its documents below it, then the loss of the batch and the gradient norm."""
+    """Print a line per micro-batch with its documents below it, then the loss of the batch and the gradient norm.
+
+    `losses` has the sum of the losses in nats and the number of masked tokens of each micro-batch.
+    """
     stream, packed, _ = next(stream.global_batches())
     size = stream.settings.micro_batch_size
     for number, (nats, masked) in enumerate(losses):

@@ -35,7 +35,7 @@ def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str], *, 
 
 
 def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> Figure:
-    """Return the figure: a panel per metric, two panels per line."""
+    """Return a figure with a panel per metric. `x` is "tokens" or "iteration". Missing tokens raise DataError."""
     lines = -(-len(metrics) // 2)
     size = 2 * _PANEL_INCHES[0], lines * _PANEL_INCHES[1] + _LEGEND_INCHES * (len(runs) + 2)
     # Not pyplot, which may look for a display.

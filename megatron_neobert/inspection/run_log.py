@@ -42,10 +42,10 @@ class RunLog:
         return list(dict.fromkeys(name for values in self.values.values() for name in values))
 
     def tokens_at(self, iterations: Sequence[int]) -> list[float]:
-        """Return the tokens consumed up to each iteration, interpolated between logged intervals.
+        """Return the tokens consumed up to each iteration, interpolated between log lines and constant after the last.
 
         Raises:
-            DataError: The log has no complete interval.
+            DataError: No line of the log has a number of tokens yet.
         """
         counts = {at: logged["consumed_tokens"] for at, logged in self.values.items() if "consumed_tokens" in logged}
         if not counts:
@@ -56,7 +56,7 @@ class RunLog:
         return [float(tokens) for tokens in np.interp(iterations, [0, *counts], [0.0, *counts.values()])]
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Return iterations and values of a metric. An interval in which all updates were skipped has NaN."""
+        """Return increasing iterations and the values of a metric: NaN if an interval's updates were all skipped."""
         pairs = [
             (iteration, values.get(metric, math.nan))
             for iteration, values in self.values.items()
@@ -66,7 +66,7 @@ class RunLog:
 
 
 def read_run(path: Path, *, name: str) -> RunLog:
-    """Return the log of a run.
+    """Return the log of a run. Unreadable lines are dropped and counted.
 
     Args:
         path: Folder of the run (its --save), or the log file.
@@ -96,7 +96,7 @@ def read_run(path: Path, *, name: str) -> RunLog:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """Return the numbers of a line by name, or None if the line is not a line of a log."""
+    """Return the numbers of a log line by name, including "iteration"; None if the line has no valid iteration."""
     try:
         content = parse_json(line[max(line.rfind(_LINE_START), 0) :])
     except ValueError:
@@ -114,7 +114,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _merge(entries: list[dict[str, float]], name: str, *, unreadable: int) -> RunLog:
-    """Merge the lines of a log by iteration; lines after a restart replace those of later iterations."""
+    """Merge log lines by iteration. A restart removes the values of later iterations. Changes `entries`."""
     values: dict[int, dict[str, float]] = {}
     restarts: list[int] = []
     for entry in entries:

@@ -42,7 +42,7 @@ class RotaryPackedSeqParams(PackedSeqParams):
 
 @compiled_on_cuda
 def rotate(query_tnd: Tensor, key_tnd: Tensor, cosines_t1e: Tensor, sines_t1e: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the halves of each head of queries and keys, in fp32. The results have the dtypes of the inputs."""
+    """Rotate the halves of each head in fp32. Return queries and keys in the dtypes of the inputs."""
 
     def rotate_halves(heads_tnd: Tensor) -> Tensor:
         first, second = heads_tnd.float().chunk(2, dim=-1)
@@ -98,6 +98,9 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         """Return the context of this rank's tokens, [t/c, n * d], in the dtype of the query.
 
+        With c context-parallel ranks, queries, keys and values are [t/c, n, d]. `packed_seq_params` has the documents
+        of all ranks, and is required. The arguments about masks and bias have no effect.
+
         Raises:
             ConfigError: Transformer Engine has no fused attention kernel for this model on this GPU.
 
@@ -119,7 +122,7 @@ class CoreAttention(MegatronModule):
         return self._gather_heads(context.reshape(len(context), heads // self.group.size(), -1))
 
     def _gather_tokens(self, heads_tnd: Tensor) -> Tensor:
-        """Exchange [t/c, n, d] for [t, n/c, d]."""
+        """Exchange heads for tokens: [t/c, n, d] becomes [t, n/c, d]. Collective: the context-parallel group."""
         ranks = self.group.size()
         if ranks == 1:
             return heads_tnd
@@ -127,7 +130,7 @@ class CoreAttention(MegatronModule):
         return all_to_all(self.group, by_receiver).flatten(0, 1)
 
     def _gather_heads(self, context_tnd: Tensor) -> Tensor:
-        """Exchange [t, n/c, d] for [t/c, n * d]."""
+        """Exchange tokens for heads: [t, n/c, d] becomes [t/c, n * d]. Collective: the context-parallel group."""
         ranks = self.group.size()
         if ranks == 1:
             return context_tnd.flatten(1)

@@ -26,7 +26,7 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelConfig, *, vocab_size: int) -> ParameterCount:
-    """Return the number of parameters: in total 245,136,954 for the default model and 30,522 tokens.
+    """Return the number of parameters of each part. For the default model and 30,522 tokens, `total` is 245,136,954.
 
     Args:
         vocab_size: Number of tokens, without padding.
@@ -46,8 +46,8 @@ def training_flops_per_token(settings: Settings, *, vocab_size: int, document_to
     """Return the floating-point operations of forward and backward per token. Recomputation is not counted.
 
     Args:
-        document_tokens: Document length, averaged over tokens. Ignored for the layout "concatenated", in which a token
-            attends to its whole packed sequence.
+        document_tokens: Length of a token's document, averaged over all tokens. Ignored for the layout "concatenated",
+            in which a token attends to its whole packed sequence.
     """
     model, data = settings.model, settings.data
     attended_tokens = data.seq_length if data.batch_layout == "concatenated" else document_tokens
@@ -67,11 +67,11 @@ def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
 def moment_bytes(settings: Settings, parameters: int, *, layers: int) -> int:
     """Return the bytes of the optimizer's fp32 moments.
 
-    Adam keeps two moments per parameter. Muon keeps one for each weight in a matrix of a layer.
+    Adam keeps two moments per parameter. Muon keeps one for each weight in a matrix of a layer, and two for the others.
 
     Args:
         parameters: Number of parameters that the optimizer updates.
-        layers: Number of layers that these parameters include.
+        layers: Number of layers among these parameters.
     """
     muon_weights = layers * _matrix_weights(settings.model) if settings.optimizer.optimizer == "muon" else 0
     return 4 * (2 * parameters - muon_weights)

@@ -33,6 +33,8 @@ _PARTITIONS: dict[str, tuple[int, int] | None] = {
 def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: int) -> None:
     """Initialise every parameter of this rank's part of the model, and mark sharded parameters for Megatron.
 
+    Norm weights become 1 and biases 0. Other weights are uniform in [-init_range, init_range).
+
     Args:
         vocab_size: Number of tokens without padding. Padding rows of embedding and decoder become zero.
     """
@@ -60,7 +62,7 @@ def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: 
 
 
 def _global_name(model: Any, name: str) -> str:
-    """Replace the layer number within this pipeline stage by the layer number within the whole model."""
+    """Return `name` with the layer number in the whole model, from 0, instead of the number in this pipeline stage."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
         return name
@@ -76,7 +78,7 @@ def _partition_of(name: str, *, gated: bool) -> tuple[int, int] | None:
 
 
 def _draw(name: str, shape: list[int], *, seed: int, init_range: float, vocab_size: int) -> Tensor:
-    """Return the full tensor of a weight or bias, [*shape] fp32 on CPU."""
+    """Return the initial values of a whole weight or bias, [*shape] fp32 on CPU. Biases and padding rows are zero."""
     weights = torch.zeros(shape)
     if name.endswith("bias"):
         return weights

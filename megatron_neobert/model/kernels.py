@@ -55,7 +55,7 @@ class Kernels:
 
 @functools.cache
 def detect_hardware() -> Hardware:
-    """Examine the GPU and the optional packages of this process. Packages for CUDA are imported only with CUDA."""
+    """Return GPU and optional packages of this process. With CUDA, import the packages and record failed imports."""
     if not torch.cuda.is_available():
         return Hardware(foreign_apex=_foreign_apex())
     return Hardware(
@@ -70,7 +70,7 @@ def detect_hardware() -> Hardware:
 
 
 def fp8_refusals() -> dict[str, str]:
-    """Return the FP8 recipes that the installed Transformer Engine cannot run on this GPU: recipe -> reason."""
+    """Return the FP8 recipes that cannot run on this GPU: recipe -> reason. Transformer Engine must be installed."""
     from transformer_engine.pytorch import quantization
 
     checks = {
@@ -100,7 +100,7 @@ def _installed_version(distribution: str) -> str:
 
 
 def _foreign_apex() -> str | None:
-    """Return the version of an installed package apex that is not NVIDIA's, without importing it; otherwise None."""
+    """Return the version of a package apex that is not NVIDIA's, or None without such a package. Imports nothing."""
     spec = importlib.util.find_spec("apex")
     if spec is None or importlib.util.find_spec("amp_C") is not None:
         return None
@@ -110,7 +110,7 @@ def _foreign_apex() -> str | None:
 
 
 def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kernels:
-    """Return the kernels for these settings on this machine. Settings that `check_hardware` refuses are not checked."""
+    """Return the kernels for settings that `check_hardware` has accepted. Without `hardware`, examine this machine."""
     hardware = hardware or detect_hardware()
     compute, bf16 = settings.compute, settings.training.bf16
     engine = compute.transformer_impl == "transformer_engine"
@@ -146,7 +146,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
 
 
 def engine_attention() -> str | None:
-    """Return the attention kernel that Transformer Engine chose, or None before its first use or without it."""
+    """Return the attention kernel that Transformer Engine chose, as "flash-attn 2.8.3"; None before its first use."""
     module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     chosen: dict[str, Any] = getattr(module, "_attention_backends", {})  # in Transformer Engine 2.9 to 2.20
     if chosen.get("use_fused_attention"):
@@ -212,8 +212,9 @@ def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
 def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function of tensors so that `torch.compile` compiles it at its first call on CUDA.
 
-    A call with another number of tokens compiles the function a second time, for all numbers (torch's automatic dynamic
-    shapes). On CPU the function runs eagerly, because compilation gains little there.
+    The device of the first argument decides; on CPU the function runs eagerly. All arguments are positional. A call
+    with another number of tokens compiles the function a second time, for all numbers (torch's automatic dynamic
+    shapes).
     """
 
     # Without compilation, each operation reads and writes whole tensors. On a GPU that is most of the step's time

@@ -20,13 +20,12 @@ def masked_token_losses(logits_mv: Tensor, labels_m: Tensor, config: Transformer
     """Return the cross-entropy of each masked token, and whether the model predicts the token.
 
     Args:
-        logits_mv: Logits of this rank's share of the vocabulary. Some kernels overwrite them.
-        labels_m: Original token ids; below 0 for a filler.
+        logits_mv: Logits of this rank's share of the vocabulary. They may be overwritten.
+        labels_m: Original token ids; below 0 for a filler, an unused entry of a batch with fixed shapes.
 
     Returns:
         losses_m: fp32, in nats; 0 for a filler.
-        correct_m: fp32, 1 where no token has a larger logit than the label, else 0; 0 for a filler. Ties are not rare
-            in bf16.
+        correct_m: fp32, 1 where no token has a larger logit than the label (ties are correct), else 0; 0 for a filler.
 
     Collective: the tensor-parallel group.
     """
@@ -62,7 +61,7 @@ class FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses in nats, and 1 where the label has the largest logit, else 0. Both are fp32, [m].
+        """Return the losses in nats, and 1 where no logit is larger than that of the label, else 0. Both are fp32, [m].
 
         Args:
             column_m: Column of each label, if it is in this rank's share of the vocabulary; otherwise any column.
@@ -102,7 +101,11 @@ def sum_exponentials(logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor, la
 def logits_gradient(
     logits_mv: Tensor, column_m: Tensor, is_local_m: Tensor, largest_m: Tensor, total_m: Tensor, gradient_m: Tensor
 ) -> Tensor:
-    """Return (softmax - one-hot label) x `gradient_m`: the gradient of the logits, in their dtype."""
+    """Return the gradient of the logits, in their dtype: (softmax - one-hot label) x `gradient_m`.
+
+    `gradient_m` is the gradient of the losses, `largest_m` the largest logit of the whole vocabulary, and `total_m` the
+    sum of exp(logit - largest_m).
+    """
     softmax_mv = (logits_mv.float() - largest_m.unsqueeze(1)).exp() / total_m.unsqueeze(1)
     columns_v = torch.arange(logits_mv.size(1), device=logits_mv.device)
     is_label_mv = (columns_v == column_m.unsqueeze(1)) & is_local_m.unsqueeze(1)

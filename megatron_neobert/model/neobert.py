@@ -79,9 +79,14 @@ class NeoBERTModel(GPTModel):
             labels_m: Original token ids at these positions; below 0 for a filler.
 
         Returns:
-            With labels: (losses_m, correct_m), see `masked_token_losses`. Without labels: logits_mv. Without masked
-            positions: hidden states after the final norm, [t/c, h]. On a stage without the head: hidden states for the
-            next stage, [t/c, 1, h], or this rank's share of them with sequence parallelism.
+            - With labels: (losses_m, correct_m), see `masked_token_losses`.
+            - With masked positions, but no labels: logits_mv of this rank's share of the vocabulary.
+            - Without both: hidden states after the final norm, [t/c, h].
+            - On a stage without the head, always: hidden states for the next stage, [t/c, 1, h]. With sequence
+              parallelism, this rank's share of them.
+
+        Raises:
+            ConfigError: Transformer Engine has no fused attention kernel for this model on this GPU.
 
         Collective: the tensor- and context-parallel groups.
         """
@@ -125,10 +130,10 @@ class NeoBERTModel(GPTModel):
         return logits_mv if labels_m is None else masked_token_losses(logits_mv, labels_m, self.config)
 
     def _set_attention_backend(self) -> None:
-        """Set Transformer Engine's environment variables so that it never chooses its unfused kernel.
+        """Set NVTE_FLASH_ATTN, NVTE_FUSED_ATTN, NVTE_UNFUSED_ATTN: "1" if --attention-backend allows it, else "0".
 
-        The unfused kernel stores all scores. Megatron's method, which this one replaces, allows it with `auto`, and
-        fails an assertion if the environment forbids it.
+        The unfused kernel, which stores all scores, is always off. Megatron's method, which this one replaces, allows
+        it with `auto`, and fails an assertion if the environment forbids it.
         """
         allowed = {"auto": ("FLASH", "FUSED"), "flash": ("FLASH",), "fused": ("FUSED",)}[
             self.config.attention_backend.name
@@ -145,7 +150,7 @@ class NeoBERTModel(GPTModel):
         return logits_m1v.squeeze(1) + bias_v
 
     def _prepare_head(self, vocab_size: int) -> None:
-        """Add a bias to GPTModel's output layer, which returns the bias without adding it.
+        """Give the output layer a bias of zeros. The layer returns the bias beside the logits, and `_decode` adds it.
 
         Sets `padded_columns`: the number of this rank's columns that only pad the vocabulary.
         """

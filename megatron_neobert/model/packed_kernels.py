@@ -46,9 +46,9 @@ class TorchAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return the context, [t, n * d], in the dtype of the query.
+        """Return the context, [t, n * d], in the dtype of the query. Each token attends to its whole document.
 
-        Megatron passes `packed_seq_params` always. The two arguments about masks are not used.
+        `packed_seq_params`, the document bounds, is required. The two arguments about masks are not used.
         """
         assert packed_seq_params is not None, "a micro-batch is always packed"
         return self.attend(query_tnd, key_tnd, value_tnd, packed_seq_params)

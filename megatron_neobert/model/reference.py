@@ -128,7 +128,7 @@ class ReferenceNeoBERT(nn.Module):
         """Return logits, [t, v], of documents that follow each other. Attention and positions are per document.
 
         Args:
-            cu_seqlens_n: Start of each document, and t.
+            cu_seqlens_n: Start of each document, and t at the end.
         """
         lengths = cu_seqlens_n.diff()
         document_t = torch.repeat_interleave(torch.arange(len(lengths), device=tokens_t.device), lengths)

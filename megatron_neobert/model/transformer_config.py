@@ -32,9 +32,9 @@ from megatron_neobert.model.packed_kernels import FlashAttention, TorchAttention
 def to_transformer_config(settings: Settings) -> TransformerConfig:
     """Return Megatron's configuration of NeoBERT: pre-norm, no biases, no dropout.
 
-    The configuration has no rotary embedding, because CoreAttention (attention.py) rotates. It rotates the halves of a
-    head, while the published weights rotate adjacent pairs of channels. Conversion (checkpoint_conversion/mapping.py)
-    permutes the channels of queries and keys.
+    The configuration has no rotary embedding, because CoreAttention (attention.py) rotates. CoreAttention rotates the
+    halves of a head, while the published weights rotate adjacent pairs of channels. Conversion
+    (checkpoint_conversion/mapping.py) permutes the channels of queries and keys.
     """
     model, training = settings.model, settings.training
     kernels = choose_kernels(settings)
@@ -109,7 +109,7 @@ _ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttenti
 
 
 def layer_spec(settings: Settings) -> TransformerBlockSubmodules:
-    """Return the layers of a pipeline stage. All stages have the same number of layers."""
+    """Return Megatron's specification of any pipeline stage: its layers, all alike, and the final norm."""
     kernels = choose_kernels(settings)
     norm: type
     if kernels.transformer_impl == "transformer_engine":

@@ -33,7 +33,7 @@ class RankMemory:
 
 
 def plan_memory(settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int) -> RankMemory:
-    """Return the memory of the rank that needs most.
+    """Return the memory, in bytes, of the rank that needs most at the peak of a training step.
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
@@ -69,11 +69,11 @@ def _element_bytes(settings: Settings) -> int:
 
 
 def layer_bytes(settings: Settings) -> tuple[int, int]:
-    """Return the bytes of one layer's activations of a micro-batch, and the bytes kept for the backward pass.
+    """Return the activation bytes of one layer for a micro-batch on one rank: all, and those kept for backward.
 
-    Norms have input, output and statistics; attention has q, k, v, result and logsumexp; the feed-forward network has
-    both halves of SwiGLU and their product. The output of each is the input of the next and counts once. A recomputed
-    layer keeps only its input.
+    A recomputed layer keeps only its input; otherwise both numbers are equal. Norms count input, output and statistics;
+    attention counts q, k, v, result and logsumexp; the feed-forward network counts both halves of SwiGLU and their
+    product. An output that is the input of the next part counts once.
     """
     model, parallel = settings.model, settings.parallel
     hidden = _element_bytes(settings) * model.hidden_size
@@ -87,7 +87,7 @@ def layer_bytes(settings: Settings) -> tuple[int, int]:
 
 
 def _state_bytes(settings: Settings, padded_vocab_size: int, *, stage: int, world_size: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state of a rank in a pipeline stage."""
+    """Return the bytes of weights, gradients and optimizer state of a rank in pipeline stage `stage`, from 0."""
     parallel, training, stages = settings.parallel, settings.training, settings.parallel.pipeline_model_parallel_size
     count = count_parameters(settings.model, vocab_size=padded_vocab_size)
     stage_parameters = count.blocks // stages

@@ -66,7 +66,7 @@ class Forecast:
 
 
 def forecast_phase(phase: Phase, inputs: Inputs, *, done: int, world_size: int) -> Forecast:
-    """Return the figures of a phase after `done` iterations of the run."""
+    """Return the figures of a phase for its iterations after the first `done` iterations of the run."""
     settings, vocab_size = phase.settings, inputs.tokenizer.vocab_size
     first, end = max(phase.first, done + 1), settings.training.train_iters
     last = end if phase.last is None else min(phase.last, end)
@@ -81,10 +81,10 @@ def forecast_phase(phase: Phase, inputs: Inputs, *, done: int, world_size: int) 
 
 
 def print_plan(settings: Settings, *, world_size: int) -> int:
-    """Print the plan of a run and return exit code 0; `settings` have passed the rules.
+    """Print the plan of a run and return exit code 0. `settings` must have passed `find_problems`.
 
     Raises:
-        ConfigError, MissingInputError, DataError: The inputs cannot be opened.
+        ConfigError, MissingInputError, DataError, StorageError: The inputs cannot be opened.
     """
     inputs = open_phases(settings)
     vocab_size, done = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
@@ -187,7 +187,7 @@ def phase_lines(forecast: Forecast, settings: Settings) -> list[str]:
 
 
 def flops_line(forecasts: Sequence[Forecast]) -> str:
-    """Format the total FLOPs of all forecasts. A single forecast also gets its FLOPs per token and per iteration."""
+    """Format the FLOPs of all remaining iterations. A single phase also gets its FLOPs per token and per iteration."""
     total = f"{sum(forecast.iterations * forecast.flops for forecast in forecasts):.3e}"
     if len(forecasts) > 1:
         return f"{total} FLOPs in all"
@@ -202,7 +202,7 @@ def run_lines(settings: Settings, forecasts: Sequence[Forecast], *, done: int) -
 
 
 def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
-    """Format the memory of the fullest rank, one line per use."""
+    """Format the memory of the fullest rank in GiB, a line per use, and a line with its stage if `stages` > 1."""
     uses = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -218,7 +218,7 @@ def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
 
 
 def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_size: int) -> list[str]:
-    """Format a table of GPUs: the time of the run at several values of MFU, and whether the memory suffices."""
+    """Format a table of GPUs: the time for `flops` operations at several MFU, and whether the memory suffices."""
     shares = _SHOWN_MFU if settings.training.bf16 else ()
     header = "".join(f"{f'{percent(mfu, digits=0)} MFU':>12}" for mfu in shares)
     lines = [f"{f'{world_size:,} x':<14}{header}  memory, GiB"]
@@ -235,7 +235,7 @@ def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_siz
 
 
 def checkpoint_line(settings: Settings, *, vocab_size: int) -> str:
-    """Format the size of a checkpoint, and how many checkpoints the disk has room for."""
+    """Format the size of a checkpoint, and how many checkpoints the disk of --save has room for."""
     size, checkpoint = checkpoint_bytes(settings, vocab_size=vocab_size), settings.checkpoint
     if checkpoint.save is None:
         return f"{in_bytes(size)} each; none is saved without --save"
@@ -252,7 +252,7 @@ def checkpoint_line(settings: Settings, *, vocab_size: int) -> str:
 
 
 def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
-    """Return averages over iterations, from windows that are packed as in training.
+    """Pack up to 8 windows (blocks of documents) of epoch 0 as in training, and return averages per iteration.
 
     Only lengths are read, which takes milliseconds. An epoch of at most 8 windows is packed as a whole; the first 8
     windows of a longer epoch or of a blend are a random sample, because documents are shuffled.

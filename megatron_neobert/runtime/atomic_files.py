@@ -24,7 +24,8 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = "check the path") -> None:
     """Raise MissingInputError if `folder`, or the file `holding` in it, does not exist.
 
-    Commands call this before they import torch, so that a wrong path is reported at once.
+    The message begins with `flag` and ends with `remedy`. Commands call this before they import torch, so that a wrong
+    path is reported at once.
     """
     if not (folder / holding).exists():
         without = f", or one without {holding}" if holding else ""
@@ -32,7 +33,7 @@ def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = 
 
 
 def name_models(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return the model folders, keyed by the folder name under which an evaluation stores results.
+    """Return the folders, keyed by the last part of their resolved paths. Evaluations store results under this name.
 
     Raises:
         MissingInputError: A folder does not exist or has no config.json.
@@ -48,11 +49,11 @@ def name_models(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading, in binary mode.
+    """Open a regular file for reading, in binary mode. Do not block, even if the path is a pipe.
 
     Raises:
-        OSError: The file cannot be opened.
-        ValueError: The path is a pipe, socket, device or folder. Opening a pipe does not block.
+        OSError: The file cannot be opened, or the path is a socket.
+        ValueError: The path is a pipe, device or folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -68,7 +69,7 @@ def read_text(path: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a regular file. Raise the errors of `open_regular`."""
+    """Return the hexadecimal SHA-256 of a file. Raise OSError if reading fails, ValueError if it is not regular."""
     digest = hashlib.sha256()
     with open_regular(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -84,10 +85,10 @@ def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """Yield a temporary path, and rename the file written there to `path` when the block ends without an error.
+    """Yield a temporary path, where the block must write a file. Rename this file to `path` at the end of the block.
 
     Readers see the complete old or the complete new content. If several processes write the same path, the last one
-    wins. An error removes the temporary file.
+    wins. If the block raises, or renaming raises OSError, the temporary file is removed.
 
     Args:
         sync: Wait until the file is on disk. Without it, a crash of the machine may leave a damaged file.
@@ -110,7 +111,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until the content of a file, or the list of files of a folder, is on disk."""
+    """Wait until the content of a file, or the list of files of a folder, is on disk. Raise OSError if this fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,7 +120,12 @@ def sync_to_disk(path: Path) -> None:
 
 
 def lock_if_possible(file: IO[bytes] | int, operation: int) -> bool:
-    """Call `fcntl.flock`, and return False if the file system has no locks. Raise OSError if locking fails."""
+    """Call `fcntl.flock` and return True, or return False if the file system has no locks.
+
+    Raises:
+        BlockingIOError: `operation` has LOCK_NB, and another process has the lock. Without LOCK_NB, the call waits.
+        OSError: Locking fails.
+    """
     try:
         fcntl.flock(file, operation)
     except OSError as error:
@@ -157,8 +163,8 @@ def build_folder(output: Path) -> Iterator[Path]:
     not removed, because a process on another machine may still write there.
 
     Raises:
-        OutputError: `output` exists, or the temporary folder cannot be created.
-        SaveError: A file cannot be written, for example because the disk is full.
+        OutputError: `output` is a file, a link or a folder with files, or the temporary folder cannot be created.
+        SaveError: The block or the renaming raised OSError or SafetensorError, for example because the disk is full.
     """
     # Slow to import, and most importers of this module do not need it.
     from safetensors import SafetensorError

@@ -23,7 +23,7 @@ _MODULES_THAT_NAME_CUDA = (
 
 
 def install() -> None:
-    """Redirect CUDA calls of megatron.core to the CPU. Do nothing if CUDA is present, or if called again."""
+    """Patch torch so that megatron.core runs on the CPU. Do nothing if CUDA is present, or if called again."""
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
         return
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
@@ -55,7 +55,7 @@ def _current_device() -> torch.device:
 
 
 def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a factory of tensors that replaces the device "cuda" by "cpu"."""
+    """Wrap a function that creates tensors, such as `torch.empty`. The wrapper replaces the device "cuda" by "cpu"."""
 
     def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         return factory(*args, device="cpu" if device == "cuda" else device, **kwargs)
@@ -64,7 +64,7 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _name_tensor_types_as_cuda() -> None:
-    """Return "torch.cuda.FloatTensor" from `param.type()` in megatron.core's optimizers, which compare such names."""
+    """Patch `Tensor.type` to return "torch.cuda.FloatTensor", for example, if megatron.core's optimizers call it."""
     original = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -36,10 +36,12 @@ MARGIN_SECONDS = 90
 
 
 def initialize(settings: Settings) -> torch.device:
-    """Join the process group, form Megatron's groups, and return the device of this rank.
+    """Patch megatron.core, join the process group, form Megatron's groups, and return this rank's device.
 
     Raises:
         ConfigError: A rank has settings that differ from those of rank 0, or megatron.core is not a supported version.
+        LauncherError: LOCAL_RANK is not a number in range.
+        torch.distributed.DistError: A rank does not join in time.
 
     Collective: all ranks.
     """
@@ -74,7 +76,7 @@ def initialize(settings: Settings) -> torch.device:
 
 
 def _refuse_different_settings(settings: Settings) -> None:
-    """Raise ConfigError on all ranks if a rank has other settings than rank 0. Collective: all ranks."""
+    """Raise ConfigError on all ranks if settings or ranks per node differ from rank 0's. Collective: all ranks."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     values = {flag_of(name): value for section in asdict(settings).values() for name, value in section.items()}
     values["NPROC_PER_NODE"] = os.environ.get("LOCAL_WORLD_SIZE")
@@ -92,9 +94,9 @@ def _refuse_different_settings(settings: Settings) -> None:
 
 
 def _listen_on_one_interface(store: torch.distributed.Store) -> None:
-    """Set the network interface of gloo and NCCL, unless the environment does.
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, the network interfaces, unless they are set already.
 
-    On one node, both use loopback, so that no port is open to the network. On several nodes, gloo uses the interface
+    On one node, both are loopback, so that no port is open to the network. On several nodes, gloo uses the interface
     that reaches MASTER_ADDR, and NCCL chooses for itself.
 
     Collective: all nodes.
@@ -130,9 +132,9 @@ def is_lost_connection(error: Exception) -> bool:
 
 
 def pending_collective() -> str:
-    """Return the name of the oldest collective that has not ended, such as "nccl:all_reduce".
+    """Return the name of this rank's oldest collective that has not ended, such as "nccl:all_reduce".
 
-    Return "" if there is no such collective, or if this release of torch has another flight recorder.
+    Return "" if all have ended, or if this release of torch records collectives in another way.
     """
     name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, name, None)
@@ -150,7 +152,7 @@ def shut_down() -> None:
 
 @contextmanager
 def shutting_down_gloo_on_error() -> Iterator[None]:
-    """If the block raises an exception, destroy gloo's groups before the exception continues.
+    """If the block raises an exception, destroy gloo's groups before the exception continues. Wait 5 seconds at most.
 
     A process that exits while threads of gloo run may end with SIGABRT. NCCL does not need this.
     """

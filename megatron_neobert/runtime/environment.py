@@ -19,7 +19,10 @@ class Node:
 
 
 def whole_number(name: str, default: str = "", *, minimum: int = 1) -> int:
-    """Return the value of an environment variable. Raise LauncherError if it is not a whole number in range."""
+    """Return an environment variable, or `default` if it is not set, as an integer.
+
+    Raise LauncherError if it is not a whole number from `minimum` to 2**31 - 1 (MASTER_PORT: to 65535).
+    """
     text = os.environ.get(name, default)
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST))
     if not is_number or not minimum <= int(text) <= _LARGEST:
@@ -32,10 +35,11 @@ def whole_number(name: str, default: str = "", *, minimum: int = 1) -> int:
 
 
 def world_size() -> int:
-    """Return WORLD_SIZE, or 1 if no launcher has set RANK and WORLD_SIZE.
+    """Return WORLD_SIZE, the number of ranks, or 1 if neither RANK nor WORLD_SIZE is set.
 
     Raises:
-        LauncherError: A variable of the launcher is missing, is not a number in range, or contradicts another one.
+        LauncherError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing, a number (also LOCAL_RANK) is not in
+            range, or RANK is not below WORLD_SIZE.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 1
@@ -66,12 +70,13 @@ def is_rank_zero() -> bool:
 
 
 def find_node() -> Node:
-    """Return the node of this launcher, from NNODES and NODE_RANK, or else from the Slurm step of this process.
+    """Return the number of nodes, the number of this node, and the address of node 0, which is empty for one node.
 
-    Without these variables, the run has one node.
+    NNODES and NODE_RANK give the numbers, or else the Slurm step of this process. Without them, the run has one node.
 
     Raises:
-        LauncherError: A variable is missing, is not a number in range, or contradicts another one.
+        LauncherError: A variable is missing, is not a number in range, or contradicts another one, or srun has started
+            several tasks on a node.
     """
     nodes, name = whole_number("NNODES", "1"), "NODE_RANK"
     if "NNODES" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:

@@ -46,7 +46,7 @@ class WorkerPool:
         """Return the result of a job that has ended.
 
         Raises:
-            ChildProcessError: The job's worker died.
+            ChildProcessError: A worker of the pool died, at this job or another one.
             Exception: The exception that the job raised.
         """
         with self._reporting_worker_death(job):
@@ -74,8 +74,8 @@ class WorkerPool:
 def _deferred_stop_signals() -> Iterator[None]:
     """Handle stop signals only when the block has ended, because an exception in the block could break a pool.
 
-    Processes that start in the block keep these signals blocked until they end. Ctrl-C and a scheduler's SIGTERM go to
-    all processes of a group, and only this process should act on them.
+    Processes that start in the block never receive these signals. Ctrl-C and a scheduler's SIGTERM go to all processes
+    of a group, but only this process should act on them.
     """
     received: list[int] = []
     # Python allows signal handlers in the main thread only.
@@ -120,7 +120,7 @@ class _TrackingContext(SpawnContext):
         return process
 
     def describe_death(self) -> str:
-        """Return which worker process died and how, as the start of a sentence."""
+        """Return how a worker process died, such as "worker process 12 was killed by SIGKILL"."""
         for process in self.processes:
             if not process.was_terminated and process.pid is not None and wait([process.sentinel], timeout=0):
                 process.join()
@@ -136,7 +136,7 @@ class _TrackingContext(SpawnContext):
 
 
 def _exit_with_parent() -> None:
-    """Start a thread that ends this worker process when its parent has ended."""
+    """Start a thread that ends this worker process at once, with exit code 1, when its parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "only a worker process calls this"
 
@@ -210,8 +210,8 @@ class RayCluster:
         """Return the result of a job that has ended.
 
         Raises:
-            ChildProcessError: The job's worker died at every try.
-            Exception: The exception that the job raised.
+            NeoBERTError, OSError, ModuleNotFoundError: The exception that the job raised.
+            ChildProcessError: The job's worker died at every try, or the job raised any other exception.
         """
         try:
             result = future.result()

@@ -80,7 +80,10 @@ class Finished(Generic[Result]):
 
 
 def run_job(job: Job[Result]) -> Finished[Result]:
-    """Run a job: write its files, then its record, and return the record. If the job raises, no file is written."""
+    """Run a job: write its files, then its record, and return the record. Earlier files are replaced.
+
+    If `job.work` raises, the exception continues, no file is written, and the job counts as not finished.
+    """
     job.file("done").unlink(missing_ok=True)
     with ExitStack() as stack:
         files = {kind: stack.enter_context(NewFile(job.file(kind))) for kind in job.kinds}
@@ -93,7 +96,7 @@ def run_job(job: Job[Result]) -> Finished[Result]:
 
 
 def read_finished(job: Job[Result]) -> Finished[Result] | None:
-    """Return the record of a finished job, or None if the job has to run."""
+    """Return the record of a finished job, or None if it is missing, damaged or stale, or a file's SHA-256 differs."""
     try:
         finished: Finished[Result] = msgspec.convert(
             parse_json(read_text(job.file("done"))),
@@ -126,17 +129,19 @@ def run_jobs(
 ) -> Generator[tuple[AnyJob, Outcome], None, None]:
     """Yield each job and the result of `function(job)`, in the order in which the jobs end.
 
-    Closing the generator kills all workers, including those that run a job.
+    The jobs start when the first result is requested. With one local worker, they run in this process. Closing the
+    generator kills all workers, including those that run a job.
 
     Args:
         function: `run_job`, or a function that calls it. Workers import it, so it must be at module level.
-        workers: Number of processes, None for one. With Ray: largest number of jobs at a time, None for as many as
-            the cluster has CPUs.
+        workers: Number of processes, None for one. With Ray: largest number of jobs at a time, None for as many as the
+            cluster has CPUs.
 
     Raises:
         ChildProcessError: A worker died, most often because memory ran out.
         ConfigError: Ray does not start, or no cluster answers.
-        Exception: The exception that the function raised.
+        ModuleNotFoundError: Ray is not installed.
+        Exception: The exception that the function raised; with Ray, see `RayCluster.result`.
     """
     count = min(workers or 1, len(jobs))
     if not jobs or (executor == "local" and count == 1):
@@ -166,12 +171,13 @@ def finish_jobs(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run the jobs that are not finished. Yield each job and its record, finished jobs first.
 
-    Draws a progress bar on standard error. Raises the errors of `run_jobs`.
+    Nothing runs before the first item is requested. Draws a progress bar on standard error. Raises as `run_jobs`:
+    ChildProcessError, ConfigError, ModuleNotFoundError, and the exceptions of jobs.
 
     Args:
         label: Name of the jobs on the progress bar.
         function: Function that runs a job, as in `run_jobs`.
-        executor_options: Workers and executor, as in `run_jobs`.
+        executor_options: `workers` (required), `executor` and `ray_address` of `run_jobs`.
     """
     # Reading a record hashes all files of its job.
     with ThreadPoolExecutor() as threads:
@@ -246,12 +252,12 @@ class JobFolder:
         self._lock.close()
 
     def begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
-        """Start or resume a run in this folder. Empty the folder, unless the run resumes.
+        """Start or resume a run in this folder. Unless the run resumes, delete the folder's content first.
 
         Args:
-            settings: Everything that decides the output of all jobs, as JSON.
+            settings: Everything that decides the output of all jobs, as JSON. Written to the folder.
             resume: Keep the finished jobs of a run with the same settings.
-            overwrite: Remove the finished jobs of an earlier run.
+            overwrite: Allow the deletion of an earlier run's finished jobs.
 
         Raises:
             OutputError: The folder has finished jobs with the same settings; neither `resume` nor `overwrite` is set.
@@ -298,9 +304,9 @@ class JobFolder:
         return sum(1 for _ in self.path.glob("*.done"))
 
     def remove(self) -> None:
-        """Delete the folder, and the remains of interrupted deletions.
+        """Delete the folder, if it exists, and the remains of interrupted deletions.
 
-        The folder is renamed first, so that a kill during the deletion leaves no jobs that would count as finished.
+        The folder is renamed first. After a kill during the deletion, no job in it counts as finished.
         """
         with suppress(FileNotFoundError):
             self.path.rename(self.path.with_name(f"{self.path.name}.removed-{os.getpid()}"))

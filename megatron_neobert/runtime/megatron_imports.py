@@ -33,7 +33,7 @@ def import_megatron() -> None:
 
 
 def _compile_at_first_call(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """Decorate a function like `torch.compile`, but compile it only when it is called."""
+    """Decorate a function like `torch.compile`, with or without options, but compile it only at its first call."""
     if function is None:
         return functools.partial(_compile_at_first_call, **options)
 

@@ -48,7 +48,9 @@ _NORM_ELEMENTS = 1 << 15
 
 
 def install() -> None:
-    """Install fixes 1 and 3; the other fixes are called by name. A second call does nothing.
+    """Patch offsets of optimizer checkpoints (fix 1) and the gradient norm (fix 3) in megatron.core.
+
+    The other fixes are called by name. A second call does nothing.
 
     Raises:
         ConfigError: The installed megatron.core is not one that the patches were written for.
@@ -64,7 +66,7 @@ def install() -> None:
 
 
 def check_sources() -> None:
-    """Raise ConfigError if megatron.core's sources differ from those that the patches were written for.
+    """Raise ConfigError if megatron.core lacks a source line or a signature that the patches rely on.
 
     With other sources, a run could save or clip wrong numbers without an error.
     """
@@ -102,7 +104,7 @@ def _with_bucket_padding_removed(method: Callable[..., Any]) -> Callable[..., An
 
 @contextlib.contextmanager
 def _offsets_without_padding(buffer: Any) -> Iterator[None]:
-    """Inside the block, subtract the padding of earlier buckets from parameter offsets, as in the gathered state."""
+    """Subtract the padding of earlier buckets from the parameter offsets of a gradient buffer until the block ends."""
     unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
     # If the largest offset is within the unpadded elements, there is nothing to subtract: no bucket before the last is
     # padded, or this megatron.core already counts without padding.
@@ -134,7 +136,7 @@ def norm_on_device(
 
     `norm_type` must be 2, the only value that Megatron passes here.
 
-    Collective: `grad_stats_parallel_group`.
+    Collective: `grad_stats_parallel_group`, or all ranks if it is None.
     """
     assert norm_type == 2.0, f"{norm_type=}: gradients are clipped by their Euclidean norm"
     tensors = grads_for_norm
@@ -152,6 +154,8 @@ def norm_on_device(
 
 def finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
     """Run megatron.core's `finalize_model_grads`, then divide the gradients by `num_tokens`, summed over all ranks.
+
+    The sum replaces `num_tokens` in place. If `num_tokens` is None, nothing is divided.
 
     Collective: all ranks.
     """

@@ -64,9 +64,10 @@ def _forward(number: int) -> None:
 
 
 def install_signal_handlers() -> None:
-    """Let SIGTERM, SIGUSR1 and Ctrl-C end this rank at once, with exit code 75.
+    """Let SIGTERM, SIGUSR1 and Ctrl-C end this rank at once, with exit code 75. Call this in the main thread.
 
-    `finish_iteration_at_signals` changes this when training begins.
+    `finish_iteration_at_signals` changes this when training begins. The rank also ends if torchrun has ended (code 69),
+    and at SIGQUIT (code 130).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
@@ -85,10 +86,10 @@ def finish_iteration_at_signals() -> None:
 
 
 def watch_signals(handle: Callable[[int], None]) -> None:
-    """Call `handle` in a thread with each stop or abort signal that has a handler.
+    """Start a thread that calls `handle(number)` for each stop or abort signal of this process that has a handler.
 
-    Python runs signal handlers in the main thread, which may be waiting in C++ for another rank. The wake-up pipe
-    receives the number of a signal at once, and another thread can read it.
+    Call this in the main thread. Python runs signal handlers in this thread, which may be waiting in C++ for another
+    rank. The wake-up pipe receives the number of a signal at once, and another thread can read it.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -104,7 +105,7 @@ def watch_signals(handle: Callable[[int], None]) -> None:
 
 
 def _end_with_launcher(launcher: int) -> None:
-    """Wait until the launcher with this process id has ended, then end this rank.
+    """Wait until the parent process `launcher` has ended, then end this rank with exit code 69.
 
     The rank would otherwise wait for other ranks, or write to the folder of the restarted run.
     """
@@ -139,7 +140,7 @@ def write_to_stderr(text: str) -> None:
 def call_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
     """Return the result of `function`, or None if it raises or takes longer than `seconds`.
 
-    The call runs in a daemon thread, because a call to a lost rank may never return.
+    The call runs in a daemon thread, which a timeout does not end: a call to a lost rank may never return.
     """
     results: list[Any] = []
 
@@ -159,7 +160,9 @@ def count_signals() -> int:
 
 
 def requested_stop(settings: Settings, *, has_trained: bool = True) -> int:
-    """Return the stop code of this rank; the largest code over all ranks decides. Only rank 0 checks the file STOP.
+    """Return the stop code of this rank: 0 to continue, 1 for the time limit, 2 for the file STOP, 3 for a signal.
+
+    The largest code over all ranks decides. Only rank 0 checks the file.
 
     Args:
         has_trained: True after the first iteration of this start. Until then, the time limit is ignored, because a
@@ -177,9 +180,9 @@ def requested_stop(settings: Settings, *, has_trained: bool = True) -> int:
 
 
 def reason_to_stop(training: TrainingConfig, *, iteration: int, agreed_code: int) -> str | None:
-    """Return the reason why all ranks stop after this iteration, or None to continue or if it is the last one.
+    """Return the reason why all ranks stop after this iteration, or None. At the last iteration, always return None.
 
     Args:
-        agreed_code: Largest stop code over all ranks.
+        agreed_code: Largest result of `requested_stop` over all ranks.
     """
     return None if iteration >= training.train_iters else _REASONS[agreed_code] or None

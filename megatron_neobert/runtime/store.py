@@ -14,7 +14,9 @@ _BACKLOG = 4096  # connections waiting to be accepted: all ranks of a large run 
 
 
 def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
-    """Connect to torchrun's store, and return a view in which all keys have a prefix. A single rank gets a new store.
+    """Connect to torchrun's store, and return a view that adds `prefix` and torchrun's restart count to all keys.
+
+    A single rank gets a new store in its own process.
 
     Raises:
         OSError, torch.distributed.DistError: The store does not answer in time.
@@ -30,7 +32,7 @@ def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
 
 
 def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore":
-    """Connect to the store of node 0, and wait until it listens.
+    """Wait until the store of node 0 listens, and return a connection.
 
     Raises:
         OSError: The store does not listen in time.
@@ -53,7 +55,7 @@ def reach_store(address: str, port: int, *, timeout_seconds: float) -> "TCPStore
 
 
 def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
-    """Serve a store that listens on one address, unlike torch's own store, which listens on all.
+    """Start a store that listens on one address, unlike torch's own store, which listens on all. Return the store.
 
     If `address` is not an address of this machine (NAT), or /etc/hosts maps it to loopback, the store listens on all
     interfaces, because no other node could connect otherwise.

@@ -88,7 +88,7 @@ class HangDetector:
                 self._end_run()
 
     def _end_run(self, error: str = "") -> None:
-        """Report the rank at fault and end this process. Without `error`, return if the run has made progress again."""
+        """Report the rank at fault and exit with code 69. Without `error`, return if the run has made progress."""
         progress, suspects = self._progress, self.heartbeats.find_suspects(self._progress)
         if not error and (self._progress != progress or self._leaving.is_set()):
             return

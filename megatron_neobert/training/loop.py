@@ -35,10 +35,13 @@ MOST_SKIPPED = 10  # skipped updates in a row after which a run ends as diverged
 
 
 def run_training(settings: Settings) -> int:
-    """Build a run, load the checkpoint in --load if there is one, train, and return the exit code of `train`.
+    """Build a run, load the newest checkpoint if there is one, train, and return the exit code of `train`.
+
+    Creates and locks the folder --save. If another rank is lost, this process ends with exit code 69.
 
     Raises:
-        NeoBERTError: Settings, corpus, folders or checkpoint are wrong, or the run has diverged.
+        NeoBERTError: Settings, corpus, folders or checkpoint are wrong, saving failed, or the run has diverged.
+        OSError: --save cannot be created.
         ModuleNotFoundError: --wandb-project is set, and wandb is not installed.
 
     Collective: all ranks.
@@ -70,7 +73,7 @@ def run_training(settings: Settings) -> int:
 
 
 def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
-    """Train from `run.state` until the last iteration, a stop request, or a failure.
+    """Train from `run.state` until the last iteration, a stop request, or a failure. Changes `run`.
 
     Returns:
         The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 after a stop without one.
@@ -78,6 +81,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
     Raises:
         DivergenceError: MOST_SKIPPED updates in a row were skipped, or weights to be saved are not finite.
         SaveError: A checkpoint could not be written.
+        NeoBERTError: A batch could not be built.
 
     Collective: all ranks.
     """
@@ -125,7 +129,8 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
 def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> LoopControl:
     """Set `run.read_status`, make a validation that an earlier stop prevented, and decide whether to train at all.
 
-    The run ends at once if its last iteration is already saved, or if a stop was requested while the run was built.
+    If the result's `ends` is True, the run must end: its last iteration is already saved, or a stop was requested while
+    the run was built.
 
     Collective: all ranks.
     """
@@ -166,12 +171,12 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
 
 
 def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, control: LoopControl) -> LoopControl:
-    """Compute and log the loss over the first `eval_iters` batches of each held-out corpus.
+    """Compute and log the loss over the first `eval_iters` batches of each held-out corpus. Updates `run.state`.
 
     A stop request ends the validation. Nothing is logged then, and the validation is repeated when the run resumes.
 
     Returns:
-        `control`, with the stop request if there was one.
+        `control`. After a stop request, `stop` has the reason, and `saves` is True if --save is set.
 
     Collective: all ranks.
     """
@@ -211,7 +216,7 @@ def _validation_is_due(run: Run) -> bool:
 
 
 def _exit_code(run: Run, monitor: Monitor, control: LoopControl) -> int:
-    """Log the reason of a stop, and return the exit code. Raise DivergenceError after a failure."""
+    """Log the reason of a stop, and return `train`'s exit code. Raise DivergenceError if `control.failure` is set."""
     if control.failure is not None:
         raise DivergenceError(control.failure)
     if control.stop is None:
@@ -242,7 +247,7 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
 
 
 def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> TrainState:
-    """Return the train state after a step, whether its update was made or skipped."""
+    """Return the train state after a step, with or without an update. `consumed_tokens` is not updated here."""
     iteration = run.state.iteration + 1
     phase = phase_at(run.settings, iteration)
     skipped = int(result.skip_reason is not None)
@@ -258,9 +263,9 @@ def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> Tra
 
 
 def _describe_divergence(run: Run) -> str | None:
-    """Return an error message if MOST_SKIPPED updates in a row were skipped, otherwise None.
+    """Return an error message if the updates skipped in a row are MOST_SKIPPED or a multiple, otherwise None.
 
-    A run that resumes afterwards may skip as many updates again.
+    A run that resumes after the error may therefore skip as many updates again.
     """
     skipped, last, save = run.state.skipped_in_a_row, run.state.iteration, run.settings.checkpoint.save
     if skipped == 0 or skipped % MOST_SKIPPED:

@@ -26,7 +26,7 @@ from megatron_neobert.training.trackers import Trackers
 def interval_lines(position: str, values: Mapping[str, float]) -> str:
     """Format the log of an interval: two lines of at most 80 columns, always with the same columns.
 
-    Loss, accuracy and gradient norm are dashes if the interval had no update.
+    Loss and accuracy are dashes if the interval had no update, and the gradient norm if it is not finite.
 
     Args:
         position: Start of the first line, such as "iteration 100/1000".
@@ -100,7 +100,7 @@ class Monitor:
             print(text, flush=True)
 
     def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-        """Yield the same steps, and count the time until each one is available as waiting for data."""
+        """Yield the same steps. Add to `waited_seconds` how long each step took to become available."""
         started = time.perf_counter()
         for step in steps:
             self.waited_seconds += time.perf_counter() - started
@@ -108,7 +108,7 @@ class Monitor:
             started = time.perf_counter()
 
     def used_memory_mib(self) -> int:
-        """Return the peak of allocated GPU memory since the last call; on CPU, the resident memory of this process."""
+        """Return this rank's memory in MiB: on GPU, the allocated peak since the last call; on CPU, the current use."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) >> 20
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -116,7 +116,7 @@ class Monitor:
         return int(psutil.Process().memory_info().rss) >> 20
 
     def add(self, result: StepResult, state: TrainState) -> None:
-        """Add a step to the current interval, and log it if its update was skipped. `state` includes the step."""
+        """Add a step to the interval. Log a skipped update, and leave out its loss. `state` includes the step."""
         sums = result.sums
         if result.skip_reason is None:
             self.updates += 1
@@ -139,7 +139,7 @@ class Monitor:
 
         Args:
             lr: Learning rate of the last iteration.
-            grad_norm: Gradient norm of the last iteration.
+            grad_norm: Gradient norm of the last iteration, before clipping.
         """
         state = replace(state, consumed_tokens=state.consumed_tokens + round(self.sums.tokens))
         values = {**self._values(state), "lr": lr, "grad_norm": grad_norm}
@@ -149,10 +149,10 @@ class Monitor:
         return state
 
     def report_validation(self, state: TrainState, sums: Mapping[str, MetricSums]) -> None:
-        """Log a validation: over all corpora, and for each corpus if there are several.
+        """Log loss and accuracy of a validation: over all corpora, and for each corpus if there are several.
 
         Args:
-            sums: Name of the curve -> sums over the corpus.
+            sums: Name of the corpus -> sums over all its batches and all ranks.
         """
         curves = {"": sum(sums.values(), start=MetricSums()), **(sums if len(sums) > 1 else {})}
         values: dict[str, float] = {}
@@ -166,7 +166,7 @@ class Monitor:
         self._record(state, values)
 
     def _values(self, state: TrainState) -> dict[str, float]:
-        """Return the means of the interval over all ranks.
+        """Return the values of the interval over all ranks, as name -> value. The names contain the units.
 
         Tokens are document tokens. `memory_gib` is the memory of the rank that uses most. `fill` is the packing
         efficiency, and `data_wait` the share of time in which rank 0 waited for data. Loss and accuracy are missing

@@ -35,7 +35,7 @@ _ADAM_OPTIONS = ("betas", "eps", "bias_correction", "step")  # options of a para
 
 
 def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
-    """Build Megatron's optimizer for all parameters of the model. Collective: all ranks."""
+    """Build Megatron's Adam, AdamW or Muon with AdamW for all parameters of the model. Collective: all ranks."""
     # Megatron then uses FusedAdam in the code path for Transformer Engine's optimizer.
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
@@ -69,7 +69,7 @@ def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
 
 
 def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamScheduler:
-    """Build Megatron's schedule of learning rate and weight decay. One scheduler step is one iteration."""
+    """Build Megatron's scheduler of the learning rate, and set the first rate. One scheduler step is one iteration."""
     cfg = settings.optimizer
     return OptimizerParamScheduler(
         optimizer,
@@ -90,10 +90,10 @@ def build_scheduler(settings: Settings, optimizer: Any) -> OptimizerParamSchedul
 
 
 def update_weights(run: Run, grad_norm: float) -> None:
-    """Clip the gradients and update the weights, after `compute_gradients`. Collective: all ranks.
+    """Clip the gradients in place and update the weights, after `compute_gradients`. Collective: all ranks.
 
     Args:
-        grad_norm: Norm of the gradients over all ranks.
+        grad_norm: Norm of the gradients over all ranks, before clipping.
     """
     # These are the remaining steps of ChainedOptimizer.step in megatron.core, once the norm is known.
     scale = run.settings.optimizer.clip_grad / (grad_norm + 1e-6)  # the epsilon of Megatron and torch
@@ -133,7 +133,7 @@ def _build_with_muon(build: Callable[[], ChainedOptimizer], model: torch.nn.Modu
 
 @contextmanager
 def _frozen(parameters: list[Parameter]) -> Iterator[None]:
-    """Exclude parameters from the optimizers that are built in the block: Megatron skips frozen parameters."""
+    """Set `requires_grad` to False in the block and True afterwards: Megatron's optimizers skip frozen parameters."""
     for parameter in parameters:
         parameter.requires_grad = False
     yield
@@ -171,7 +171,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, in place. `closure` is not used."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [param for param in group["params"] if param.grad is not None]

@@ -16,7 +16,8 @@ _WARM_UP = 1  # iterations before the trace, so that the start of the profiler i
 def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], None]) -> Iterator[StepBatches]:
     """Yield the same steps. On rank 0, write a trace of the iterations in --profile to SAVE/profile.
 
-    If this start resumes within these iterations, only the remaining ones are traced.
+    If this start resumes within these iterations, only the remaining ones are traced. The first iteration of a start is
+    never traced. Failures to write the trace are logged.
     """
     done = run.state.iteration
     first, last = run.settings.logging.profiled_iterations or (0, 0)

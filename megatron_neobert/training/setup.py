@@ -21,10 +21,14 @@ from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
 
 def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
-    """Open the data of all phases, join the process group, and return data and device.
+    """Open the data, join the process group, and return the data of each phase and the device of this rank.
+
+    From then on, a stop signal ends the run after the current iteration.
 
     Raises:
-        NeoBERTError: The data, or the settings of a rank, are wrong.
+        ConfigError: A rank has settings that differ from those of rank 0, or --data-path or --split is malformed.
+        MissingInputError, DataError, StorageError: Corpus or tokenizer cannot be used.
+        torch.distributed.DistError: A rank does not join in time.
 
     Collective: all ranks.
     """
@@ -36,7 +40,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
 
 
 def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
-    """Build the run of this rank, at iteration 0, from the results of `join`. Collective: all ranks."""
+    """Build this rank's run from the results of `join`, with initial weights, at iteration 0. Collective: all ranks."""
     training_stream = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
@@ -64,7 +68,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
 
 
 def build_model(settings: Settings, device: torch.device, *, vocab_size: int) -> DistributedDataParallel:
-    """Build this rank's pipeline stage on `device`, wrapped for training. Collective: all ranks."""
+    """Build this rank's pipeline stage with initial weights, wrapped for training. Collective: all ranks."""
     model = NeoBERTModel(
         settings,
         vocab_size=vocab_size,

@@ -29,6 +29,8 @@ _SUMS = len(fields(MetricSums))
 def train_step(run: Run, batches: StepBatches) -> StepResult:
     """Train on one global batch: forward, backward, and the update unless it is skipped. Collective: all ranks.
 
+    A skipped update only steps the scheduler. `run.state` does not change.
+
     Args:
         batches: Micro-batches of this rank.
     """
@@ -49,11 +51,11 @@ def skip_reason(loss: float, grad_norm: float) -> str | None:
 
 
 def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:
-    """Run forward and backward over this rank's micro-batches.
+    """Run forward and backward over this rank's micro-batches, from zero gradients.
 
     Returns:
-        The reports of `_compute_loss` for each micro-batch (an empty list on a pipeline stage without the head), and
-        the gradient norm over all ranks before clipping, a scalar on the device.
+        The report of `_compute_loss` for each micro-batch (an empty list on a pipeline stage without the head), and the
+        gradient norm over all ranks before clipping, a scalar on the device.
 
     Collective: all ranks.
     """
@@ -81,12 +83,12 @@ def share_status(run: Run) -> RankStatus:
 def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> tuple[MetricSums, float, RankStatus]:
     """Return the sums over all ranks, the mean gradient norm, and the largest status, bit-identical on all ranks.
 
-    The norms of the ranks are averaged because megatron.core computes them separately in each replica, unless the
-    optimizer is distributed, and they differ by rounding.
+    `run.read_status` gives the status of this rank. Norms are averaged because megatron.core computes them separately
+    in each replica, unless the optimizer is distributed, and they differ by rounding.
 
     Args:
-        sums: Values of this rank for MetricSums, fp64, in the order of its fields.
-        grad_norm: Gradient norm that this rank computed, a scalar on the device.
+        sums: MetricSums of this rank: fp64, [5], in the order of the fields.
+        grad_norm: Gradient norm that this rank computed, a scalar on the device; None for 0.
 
     Collective: all ranks.
     """
@@ -108,10 +110,10 @@ def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> 
 
 
 def run_schedule(run: Run, batches: StepBatches, *, forward_only: bool = False) -> list[Tensor]:
-    """Run Megatron's schedule over this rank's micro-batches.
+    """Run Megatron's schedule over this rank's micro-batches: forward, and backward unless `forward_only`.
 
     Returns:
-        One tensor per micro-batch on the last pipeline stage, as `_compute_loss` describes; otherwise an empty list.
+        The report of `_compute_loss` for each micro-batch; an empty list on a pipeline stage without the head.
 
     Collective: all ranks.
     """
@@ -128,7 +130,7 @@ def run_schedule(run: Run, batches: StepBatches, *, forward_only: bool = False) 
 
 
 def _sum_reports(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
-    """Return this rank's values for MetricSums: fp64, in the order of its fields."""
+    """Return MetricSums of this rank: fp64, [5], in the order of the fields; zeros without reports."""
     if not reports:  # a pipeline stage without the head
         return torch.zeros(_SUMS, dtype=torch.float64, device=device)
     # Filled on the device, because a copy from the host would wait for the device.
@@ -148,8 +150,8 @@ def _compute_loss(batch: PackedBatch, output: tuple[Tensor, Tensor]) -> tuple[Te
     """Compute the loss of a micro-batch, as Megatron's loss function.
 
     Returns:
-        Total loss in nats, number of predicted tokens, and the report: fp64 loss, predicted tokens, correct predictions
-        and attended pairs. All are on the device.
+        Total loss in nats, number of predicted tokens, and the report, all on the device. The report is fp64, [4]:
+        loss, predicted tokens, correct predictions and attended pairs.
     """
     losses_m, correct_m = output
     total = losses_m.sum()

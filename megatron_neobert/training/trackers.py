@@ -46,7 +46,7 @@ class Trackers:
         self.resumes_from = iteration if has_record else None
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
-        """Write the values to all trackers, except values that are not finite, which JSON cannot represent."""
+        """Write the values to all trackers, except values that are not finite. Failures are logged, not raised."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.save is not None:
             with self._logging_failures(str(self.save / _RECORD)):
@@ -64,7 +64,7 @@ class Trackers:
 
     @contextmanager
     def _logging_failures(self, tracker: str) -> Iterator[None]:
-        """Log the first error of a tracker, and suppress all its errors."""
+        """Log the first error of a tracker. Suppress every OSError, and every exception of "W&B"."""
         try:
             yield
         except Exception as error:
@@ -84,7 +84,7 @@ class Trackers:
             stream.write(json.dumps({**values, "time": now}) + "\n")
 
     def close(self, *, failed: bool) -> None:
-        """Close TensorBoard and W&B. W&B records whether the run failed."""
+        """Close TensorBoard and W&B, which records `failed` and uploads all values. Failures are logged, not raised."""
         if self.tensorboard is not None:
             with self._logging_failures(self.tensorboard.log_dir):
                 self.tensorboard.close()
@@ -111,7 +111,7 @@ def _open_tensorboard(settings: Settings, iteration: int) -> Any:
 
 
 def start_wandb(settings: Settings) -> Any:
-    """Start a run at W&B, or resume the W&B run of the save folder. Raise ConfigError if W&B does not start."""
+    """Start or resume the W&B run of the save folder, and return it. Raise ConfigError if W&B does not start."""
     import wandb
 
     project, save = settings.logging.wandb_project, settings.checkpoint.save

@@ -119,13 +119,13 @@ class Phase:
         Args:
             name: Part of the name of the log file, logs/PHASE_NAME.txt.
             arguments: Arguments of Python, or of bash if the first one is a shell script.
-            device: Overrides the device of the phase.
+            device: "cpu" hides the GPU. Empty: the device of the phase.
 
         Returns:
-            The output of the command, which is also in the log file.
+            The output of the command, with its errors, which is also in the log file.
 
         Raises:
-            Failed: The command failed, or the time of the phase is over.
+            Failed: The exit code is not 0, or the command was killed because the time of the phase is over.
         """
         command = ["bash" if str(arguments[0]).endswith(".sh") else sys.executable, *map(str, arguments)]
         self.commands.append(" ".join(command))
@@ -159,7 +159,7 @@ class Phase:
     def benchmark(self, name: str, *flags: str, lengths: tuple[int, ...]) -> dict[str, Any]:
         """Run benchmarks/benchmark_step.py on packed steps and return the content of its JSON file.
 
-        `name` names the log file of the command.
+        `name` names the log file. `flags` are added to the command. Raises Failed if the command fails.
         """
         figures, sizes = self.output / "figures.json", self.sizes
         batches = ("--micro-batch-tokens", sizes.tokens, "--global-batch-tokens", 2 * sizes.tokens)
@@ -169,7 +169,10 @@ class Phase:
         return dict(parse_json(figures.read_text(encoding="utf-8")))
 
     def train(self, name: str, iterations: int, *flags: object, bf16: bool = True, device: str = "") -> Curve:
-        """Train on the sample corpus, or resume the run, and return the metrics of the run in runs/NAME."""
+        """Train on the sample corpus up to `iterations`, or resume, and return the metrics of the run in runs/NAME.
+
+        `bf16` has an effect on a GPU only. `device` is that of `run`. Raises Failed if a command fails.
+        """
         corpus, tokenizer = self.prepare_corpus()
         folder, sizes = self.output / "runs" / name, self.sizes
         data = ("--data-path", corpus, "--tokenizer-model", tokenizer, "--seq-length", sizes.seq_length)
@@ -199,7 +202,7 @@ class Phase:
             shutil.rmtree(folder)
 
     def prepare_corpus(self) -> tuple[Path, Path]:
-        """Write a corpus of installed documentation if there is none; return its prefix and its tokenizer."""
+        """Return the sample corpus's prefix and tokenizer folder. Write it if missing; raise Failed if that fails."""
         folder = self.output / "corpus"
         corpus, tokenizer, shards = folder / "sample_content_document", folder / "tokenizer", folder / "shards"
         if not corpus.with_suffix(".json").exists():
@@ -233,14 +236,14 @@ def expect_small(gaps: list[float], limit: float, message: str) -> None:
 
 
 def check_environment(phase: Phase) -> None:
-    """Checks packages, driver and limits of the machine, and computes a product and a sum on the GPU."""
+    """Check packages, driver and limits of the machine, and compute a product and a sum on the GPU."""
     flags = ("--gpu-test",) if phase.device == "cuda" else ()
     printed = phase.run("check", "-m", "megatron_neobert", "check", "environment", "--save", phase.output, *flags)
     phase.notes += re.findall(r"^(?:ok|warning) .*(?:\n {8}.*)*", printed, flags=re.MULTILINE)
 
 
 def check_kernels(phase: Phase) -> None:
-    """Runs Transformer Engine alone, then tests/gpu."""
+    """Run Transformer Engine alone, then tests/gpu. The phase fails if either fails, or if no test passes."""
     with phase.case("Transformer Engine"):
         phase.run("engine", "-c", ENGINE_TEST)
     with phase.case("tests/gpu"):
@@ -253,7 +256,7 @@ def check_kernels(phase: Phase) -> None:
 
 
 def check_parity(phase: Phase) -> None:
-    """Compares logits, loss and gradients with the reference in fp32 on the CPU."""
+    """Compare logits, loss and gradients with the reference in fp32 on the CPU. Large differences fail the phase."""
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
     phase.run("parity", "-m", "megatron_neobert", "check", "parity", "--step", *flags)
@@ -268,7 +271,7 @@ def check_parity(phase: Phase) -> None:
 
 
 def measure_speed(phase: Phase) -> None:
-    """Measures steps at several sequence lengths with every attention kernel."""
+    """Measure steps at several sequence lengths with every attention kernel. The kernels' first losses must agree."""
     rows, first_loss = phase.tables.setdefault("steps", []), None
     for name, flags in KERNELS.items() if phase.device == "cuda" else [("local layers", LOCAL)]:
         if "flash" in flags and find_spec("flash_attn") is None:
@@ -307,8 +310,8 @@ def compare_fp8(phase: Phase) -> None:
 def check_resume(phase: Phase) -> None:
     """Train 20 iterations, resume a copy from the asynchronous checkpoint of iteration 10, and compare the two runs.
 
-    Raises:
-        Failed: The resumed run read other documents, or its losses differ (on a GPU: by more than RESUMED_LOSS).
+    The phase fails if the resumed run reads other documents, or if its losses differ (on a GPU: by more than
+    RESUMED_LOSS).
     """
     phase.remove_runs("whole", "resumed")
     every = ("--log-interval", 1, "--save-interval", 10, "--async-save")
@@ -326,7 +329,7 @@ def check_resume(phase: Phase) -> None:
 
 
 def check_move(phase: Phase) -> None:
-    """Resume an fp32 run from the GPU on the CPU, and then on the GPU again."""
+    """Resume an fp32 run from the GPU on the CPU, and then on the GPU again. The losses must agree."""
     phase.remove_runs("here", "on_cpu", "back")
     flags = ("--micro-batch-size", 2, "--global-batch-size", 2, "--log-interval", 1, "--save-interval", 2)
     here = phase.train("here", 6, *flags, bf16=False)
@@ -340,7 +343,7 @@ def check_move(phase: Phase) -> None:
 
 
 def profile_step(phase: Phase) -> None:
-    """Profiles a step: the time of each operation, and where the host waits for the GPU, which may happen once."""
+    """Profile a step: the time of each operation, and where the host waits for the GPU, which may happen once."""
     for name in ("local layers", "Transformer Engine") if phase.device == "cuda" else ("local layers",):
         with phase.case(name):
             figures = phase.benchmark(name, *KERNELS[name], "--profile", lengths=phase.sizes.lengths[1:2])

@@ -45,14 +45,15 @@ class Inputs:
 def open_inputs(data: DataConfig) -> Inputs:
     """Open corpora and tokenizer, and split the documents into training and validation.
 
-    --split applies to each component of a blend before its documents are filtered. A corpus that is in several
-    components therefore holds out the same documents in all of them.
+    --split divides each corpus of a blend before its documents are filtered. A corpus that is in several components
+    of the blend therefore holds out the same documents in all of them.
 
     Raises:
-        ConfigError: --data-path or --split is malformed.
+        ConfigError: --data-path, --split or --tokenizer-type is invalid.
         MissingInputError: A path does not exist.
         DataError: A file is damaged, a corpus was written with another tokenizer, or no document of a component is
             chosen.
+        StorageError: A remote corpus cannot be read, or its local cache cannot be written.
     """
     components = parse_data_path(data.data_path)
     storage = ObjectStorage(Path(data.object_storage_cache_path or ""))
@@ -84,10 +85,10 @@ def open_inputs(data: DataConfig) -> Inputs:
 
 
 def open_phases(settings: Settings) -> list[Inputs]:
-    """Open the inputs of each phase of a run. Phases with the same --data-path share them.
+    """Return the opened inputs of each phase of a run, in order. Phases with the same --data-path share one object.
 
     Raises:
-        ConfigError, MissingInputError, DataError: As `open_inputs`.
+        ConfigError, MissingInputError, DataError, StorageError: Under the conditions of `open_inputs`.
     """
     data_of_phases = [phase.settings.data for phase in resolve_phases(settings)]
     data_by_path = {data.data_path: data for data in data_of_phases}
@@ -96,7 +97,7 @@ def open_phases(settings: Settings) -> list[Inputs]:
 
 
 def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
-    """Return the settings that the batches of a run depend on."""
+    """Return the settings that decide the content of the batches of a phase, including the special token ids."""
     mask_share, random_share = _MASKING[settings.data.mask_replacement]
     token_ids = TokenIds(
         vocab_size=tokenizer.vocab_size,
@@ -123,7 +124,10 @@ def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bo
 def _split_sources(
     components: Sequence[Component], split: str, open_corpus: Callable[[str], Corpus]
 ) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """Return the sources for training and for validation. --split may give validation no documents."""
+    """Return the sources for training and for validation. The second tuple may be empty, or lack some components.
+
+    Raise ConfigError for a malformed `split`, and DataError if training would have no document of a component.
+    """
     training: list[Source] = []
     validation: list[Source] = []
     for component, weight in zip(components, whole_weights(components), strict=True):
@@ -146,7 +150,7 @@ def _split_sources(
 
 
 def _describe(component: Component, source: Source, data: DataConfig) -> str:
-    """Format the number of documents of a component, and of documents that --split holds out."""
+    """Return a line with the number of training documents of a component, and of documents that --split holds out."""
     corpus = source.corpus
     held_out = len(corpus) - len(split_ranges(len(corpus), data.share_of_data_path)[0])
     return (
@@ -158,7 +162,7 @@ def _describe(component: Component, source: Source, data: DataConfig) -> str:
 def _choose(
     component: Component, corpus: Corpus, bits: NDArray[np.uint8], documents: range, purpose: str
 ) -> ChosenDocuments:
-    """Return the chosen documents of a range, or raise DataError if there are none."""
+    """Return the documents of the range `documents` whose bit is set; raise DataError if there are none."""
     chosen = ChosenDocuments(bits, documents)
     if not chosen:
         statistics = corpus.manifest.statistics
@@ -171,7 +175,7 @@ def _choose(
 
 
 def _identity(components: Sequence[Component], sources: Sequence[Source], hash_of: Callable[[Manifest], str]) -> str:
-    """Return the hash of --data-path; `hash_of` returns the hash of one corpus."""
+    """Return a hexadecimal SHA-256 of documents and weights in --data-path. `hash_of` reads the hash of one corpus."""
     if len(components) == 1 and not components[0].is_filtered:
         return hash_of(sources[0].corpus.manifest)
     lines = []

@@ -65,9 +65,9 @@ def _raise_errors(steps: Iterator[Any]) -> Iterator[StepBatches]:
 
 @contextmanager
 def named_worker_deaths() -> Iterator[None]:
-    """Raise WorkerError instead of DataLoader's RuntimeError if a loader process is killed inside the block.
+    """Context manager: if a loader process is killed in the block, raise WorkerError instead of a RuntimeError.
 
-    DataLoader reports the death from a SIGCHLD handler, so the error can be raised at any line of the training loop.
+    DataLoader raises from a SIGCHLD handler, so the error can come at any line of the training loop.
     """
     try:
         yield
@@ -81,12 +81,14 @@ def named_worker_deaths() -> Iterator[None]:
 
 
 def build_loader(stream: Stream, *, num_workers: int) -> Iterator[StepBatches]:
-    """Start the workers and return the endless steps of `stream`, in pinned memory if CUDA is available.
+    """Start the workers, and return an endless iterator over the steps of `stream`, in order.
 
-    The workers end with this process or when the iterator is deleted. `named_worker_deaths` names a killed worker.
+    Tensors are on the CPU, in pinned memory if CUDA is available. The workers end with this process or when the
+    iterator is deleted. With num_workers 0, this process builds each step when it is requested.
 
     Raises:
-        NeoBERTError: Raised by the iterator when the step that a worker failed to build is due.
+        NeoBERTError: The iterator raises the error of a worker at the step that could not be built.
+        RuntimeError: A worker was killed. `named_worker_deaths` converts this error.
     """
     loader = DataLoader(
         _Steps(stream),
@@ -99,12 +101,12 @@ def build_loader(stream: Stream, *, num_workers: int) -> Iterator[StepBatches]:
 
 
 def _detach_worker(worker: int, *, parent: int) -> None:
-    """Replace the sockets that a forked worker inherited, ignore stop signals, and exit with the parent.
+    """Replace the network sockets that a forked worker inherited, ignore stop signals, and exit with the parent.
 
     Inherited listening sockets would outlive the parent, and connections to them would wait unanswered.
 
     torchrun and Slurm send stop signals to every process of a job. The trainer responds by finishing its step and
-    saving; DataLoader would interrupt it with an error if a worker died of the same signal.
+    saving. If a worker died of the same signal, DataLoader would interrupt the trainer with an error.
     """
     devnull = os.open(os.devnull, os.O_RDWR)
     for connection in psutil.Process().net_connections("inet"):
@@ -117,7 +119,7 @@ def _detach_worker(worker: int, *, parent: int) -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Exit this process at a SIGTERM of its parent, or within a second of its parent's end.
+    """Wait for a SIGTERM of the parent, or for its end (noticed within a second). Then exit this process with status 0.
 
     DataLoader's watchdog does not suffice: a worker that is sending a batch when its parent is killed waits forever,
     because other workers keep the read end of the pipe open.
@@ -148,12 +150,13 @@ ForkingPickler.register(PackedBatch, _reduce_packed_batch)
 
 
 def build_dali_loader(stream: Stream, *, num_workers: int, device: torch.device) -> Iterator[StepBatches]:
-    """Return the steps of `build_loader`, bit for bit, with their tensors on `device`: the CPU or a GPU with an index.
+    """Return an iterator over the same steps as `build_loader`, with their tensors on `device`.
 
-    The caller owns the tensors of a step.
+    The device is the CPU or a GPU with an index. The tensors of a step stay valid for as long as the caller keeps them.
 
     Raises:
-        ConfigError: DALI is not installed.
+        ConfigError: DALI is not installed. Raised by the call, not by the iterator.
+        NeoBERTError, RuntimeError: Raised by the iterator, as described in `build_loader`.
     """
     # Imported here, so that the error comes before the first step.
     try:

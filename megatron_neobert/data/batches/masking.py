@@ -84,14 +84,14 @@ def mask_tokens(
     ids: TokenIds,
     seed: int,
 ) -> MaskedTokens:
-    """Select tokens of a micro-batch and draw their replacements; `tokens_t` is not changed.
+    """Select tokens of a micro-batch and draw their replacements, without changing `tokens_t`.
 
-    Special tokens and tokens outside the segments are never selected.
+    Special tokens, including [UNK], and tokens outside the segments are never selected. The result can be empty.
 
     Args:
         tokens_t: Token ids of the micro-batch.
-        segments: Segments of the micro-batch with at least one token each.
-        positions_n: Index in tokens_t of each segment's first token after [CLS].
+        segments: Segments of the micro-batch in order, with at least one token each.
+        positions_n: Index in tokens_t of each segment's first text token, which follows its [CLS] if it has one.
         seed: In [0, 2^64).
     """
     # Draws come in blocks of 8 neighbouring tokens, aligned to the start of the document. The blocks of all segments
@@ -146,7 +146,7 @@ def mask_tokens(
 def _draw_ordinary_ids(
     segments: Segments, index_in_document_n: NDArray[np.int64], *, ids: TokenIds, seed: int
 ) -> NDArray[np.int64]:
-    """Draw an id, uniform over all ids that are not special, for one token of each segment's document."""
+    """Return one random id per segment, uniform over the ids that are not special, for the token at the given index."""
     words_n4 = draw_words(
         Stream.REPLACEMENT, seed=seed, epoch=segments.epochs_n, item=segments.documents_n, index=index_in_document_n
     )

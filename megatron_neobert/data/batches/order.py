@@ -60,7 +60,7 @@ class DocumentOrder:
         return max(1, self.window_documents // self.block_size)
 
     def window(self, number: int, *, epoch: int) -> NDArray[np.int64]:
-        """Return the indices of a window's documents, in [0, documents), in the order of an epoch."""
+        """Return the document indices of window `number` of an epoch, each in [0, documents), in random order."""
         blocks, per_window, block_size = self._blocks, self._blocks_per_window, self.block_size
         item = self.component << COMPONENT_SHIFT
         spread = min(_SPREAD_WINDOWS, self.windows, block_size)
@@ -90,14 +90,14 @@ class DocumentOrder:
         return indices[np.lexsort((group_of, index_in_share))]
 
     def between(self, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return documents [first, stop) of the endless order, which is one epoch after another.
+        """Return the documents at positions [first, stop) of the endless order, which is one epoch after another.
 
-        An epoch has the order of `window`, except that the documents after the last whole window come last and are
-        shuffled among themselves. All other windows then have the same size, so a division finds any position. Whole
-        windows are computed: `window_documents` should be about stop - first.
+        In each epoch, the whole windows come first, in the order of `window`. The remaining documents follow and are
+        shuffled among themselves. As all windows have the same size, a division finds any position. Whole windows are
+        computed, so `window_documents` should be about stop - first.
 
         Returns:
-            Indices in [0, documents), and the epoch of each.
+            Document indices in [0, documents), and the epoch of each, from 0. Both have shape [stop - first].
         """
         window_documents = self._blocks_per_window * self.block_size
         whole = self.documents if self.block_size == 1 else self.documents - self.documents % window_documents
@@ -125,18 +125,17 @@ def permute(
 ) -> NDArray[np.int64]:
     """Return the document at each position in `indices` of a random order of [0, size).
 
-    Uses a Feistel network on pairs (x // width, x % width) of a grid with at least `size` cells. Images outside
+    Uses a Feistel network on pairs (x // width, x % width) of a grid with at least `size` cells. Results outside
     [0, size) go through the network again until they are inside (cycle walking). The grid exceeds `size` by less than
-    its height, so this happens to about one image in sqrt(size).
+    its height, so this happens to about one result in sqrt(size).
 
     Args:
         indices: Positions in [0, size).
-        size: Number of documents, below 2^62.
-        item: Number of the order, in [0, 2^62): one for all indices or one per index. One seed and epoch have an order
-            per item.
+        size: Number of documents, from 1 to below 2^62.
+        item: In [0, 2^62): one for all indices or one per index. Each item has another order for one seed and epoch.
 
     Returns:
-        Array of the same shape as `indices`. Distinct indices give distinct documents.
+        int64 array of the same shape as `indices`. In one order, distinct positions give distinct documents.
 
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method "generalised Feistel".
     """
@@ -159,9 +158,10 @@ def permute(
 def _shuffle_grid(
     cells: NDArray[np.uint64], *, height: int, width: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Permute the cells [0, height * width) of a grid.
+    """Return the image of each cell under a permutation of the cells [0, height * width) of a grid.
 
-    Each round shifts the row of a cell by a hash of its column, then the column by a hash of the row.
+    Each pair of keys shifts the row of a cell by a hash of its column, then the column by a hash of the row. `keys` has
+    shape [rounds, 1] or [rounds, cells].
     """
     y, x = np.divmod(cells, np.uint64(width))
     for row_key, column_key in zip(keys[0::2], keys[1::2], strict=True):
@@ -171,7 +171,7 @@ def _shuffle_grid(
 
 
 def _hash_below(limit: int, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash each value into [0, limit); `limit` is at most 2^31.
+    """Return a hash in [0, limit) of each 64-bit value; `limit` is at most 2^31.
 
     Source: Steele et al. 2014, SplitMix64's finaliser.
     """
@@ -181,14 +181,14 @@ def _hash_below(limit: int, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def split_ranges(documents: int, split: str) -> list[range]:
-    """Return the contiguous ranges of documents for training, validation and test, split as Megatron splits them.
+    """Return consecutive ranges of documents for training, validation and test, split as Megatron splits them.
 
     Args:
         documents: Number of documents in the corpus.
         split: One to three weights with any sum, such as `99,1` or `969,30,1`; weight 0 gives an empty range.
 
     Returns:
-        One range per weight; together they cover all documents. Bounds are rounded to the nearest document, halves to
+        One range per weight. Together they cover [0, documents). Bounds are rounded to the nearest document, halves to
         even.
 
     Raises:

@@ -81,7 +81,7 @@ class PackedSequences:
         return PackedSequences(self.segments[first:end], self.offsets[start : stop + 1] - first)
 
     def shuffle(self, *, seed: int, epoch: int, window: int) -> "PackedSequences":
-        """Return the sequences in a random order that depends on seed, epoch and window."""
+        """Return a copy with the sequences in a random order, the same for the same seed, epoch and window."""
         keys = draw_words(Stream.SEQUENCE_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(len(self)))
         order = np.argsort(keys.view(np.uint64)[:, 0], kind="stable")
         counts = np.diff(self.offsets)[order]
@@ -91,7 +91,7 @@ class PackedSequences:
 
 
 def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
-    """Return the sequences of all groups, in their order."""
+    """Return the sequences of all groups as one new object, group after group. There must be at least one group."""
     segments_per_sequence = np.concatenate([np.diff(group.offsets) for group in groups])
     columns = zip(*(vars(group.segments).values() for group in groups), strict=True)
     return PackedSequences(
@@ -100,7 +100,7 @@ def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
 
 
 def cut_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> Segments:
-    """Cut documents into segments of at most `seq_length` tokens, including [CLS] and [SEP].
+    """Cut documents, in order, into segments that fit into `seq_length` tokens together with their [CLS] and [SEP].
 
     Args:
         long_documents: `truncate` keeps the first segment of each document, `chunk` keeps all.
@@ -123,9 +123,9 @@ def cut_documents(documents: Documents, *, seq_length: int, long_documents: Long
 
 
 def pack_segments(segments: Segments, *, seq_length: int) -> PackedSequences:
-    """Pack the segments of one window into sequences of at most `seq_length` tokens.
+    """Pack the segments of one window, at least one, into sequences of at most `seq_length` tokens.
 
-    Sequences of long segments come first, because best-fit decreasing opens them first; shuffle the result.
+    Sequences of long segments come first, because best-fit decreasing opens them first. The caller must shuffle.
     """
     by_decreasing_length = np.argsort(-segments.lengths_n, kind="stable")
     sizes = segments.lengths_n[by_decreasing_length] + ADDED_TOKENS
@@ -137,7 +137,7 @@ def pack_segments(segments: Segments, *, seq_length: int) -> PackedSequences:
 
 
 def concatenate_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> PackedSequences:
-    """Join the documents of one window end to end, and cut them into sequences of `seq_length` tokens.
+    """Join the documents of one window, at least one, end to end, and cut them into sequences of `seq_length` tokens.
 
     Each document has one [CLS] and one [SEP], even if it is cut. Only the last sequence of the window can be shorter.
 
@@ -171,9 +171,9 @@ def concatenate_documents(documents: Documents, *, seq_length: int, long_documen
 
 
 def best_fit_decreasing(sizes: list[int], *, capacity: int) -> list[int]:
-    """Return the index of the sequence that each segment is packed into.
+    """Return for each segment the index of its sequence. Sequences are numbered from 0 as they are opened.
 
-    A segment goes into the fullest sequence that has room for it, or else into a new one.
+    A segment goes into the fullest sequence that has room for it. If none has room, a new sequence is opened.
 
     Args:
         sizes: Tokens of each segment, in decreasing order, at most `capacity`. At least one segment.

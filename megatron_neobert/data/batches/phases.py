@@ -40,12 +40,15 @@ class TrainingStream:
         return self.identities[phase_at(self.settings, iteration).number]
 
     def cursor_in(self, phase: Phase, cursor: Cursor, previous: Settings, *, identity: str) -> Cursor:
-        """Return the cursor at which the batches of a phase begin.
+        """Return the cursor at which the batches of `phase` begin after batches of another phase or run.
+
+        If documents, weights, seed or block size differ, this is the start of the data, `Cursor()`. If only
+        `seq_length`, `long_documents` or `batch_layout` differ, this is the first unread window. Otherwise `cursor`.
 
         Args:
             cursor: Position after the previous batches.
             previous: Settings of the previous batches, with phases resolved.
-            identity: Hash of the data of the previous batches.
+            identity: Hash of the data of the previous batches, see Inputs.identities.
         """
         has_other_data = identity not in self.identities[phase.number]
         if has_other_data or _order_settings(previous) != _order_settings(phase.settings):
@@ -56,7 +59,11 @@ class TrainingStream:
         return cursor
 
     def global_batches(self) -> Iterator[tuple[BatchStream, PackedSequences, Cursor]]:
-        """Yield the global batch of each iteration: its stream, its packed sequences and the cursor after it."""
+        """Yield for each iteration the stream of its phase, its packed sequences, and the cursor after it, without end.
+
+        The first iteration is `self.iteration` + 1. While iterating, raise CheckpointError if the documents have no
+        packed sequence at the cursor, and DataError if an index is damaged.
+        """
         done, cursor, previous = self.iteration, self.cursor, phase_at(self.settings, self.iteration)
         for phase in resolve_phases(self.settings)[previous.number :]:
             if phase != previous:
@@ -72,7 +79,10 @@ class TrainingStream:
         return replace(self, streams=tuple(replace(stream, **ranks) for stream in self.streams))  # type: ignore[arg-type]
 
     def from_iteration(self, iteration: int) -> "TrainingStream":
-        """Return the batches from a later iteration on. The batches before it are packed, which reads only lengths."""
+        """Return a copy whose first batch is that of `iteration`, counted from 1 and above `self.iteration`.
+
+        The skipped batches are packed, which reads lengths but no tokens.
+        """
         skipped = iteration - 1 - self.iteration
         if skipped == 0:
             return self
@@ -86,7 +96,10 @@ class TrainingStream:
 
 
 def build_training_stream(settings: Settings, inputs: list[Inputs], *, fixed_shapes: bool = False) -> TrainingStream:
-    """Return all training batches of a run, for a single rank; `inputs` is the result of `open_phases`."""
+    """Return all training batches of a run, from iteration 1 on, for a single rank.
+
+    `inputs` is the result of `open_phases`. `TrainingStream.on_rank` selects the batches of another rank.
+    """
     streams = [
         BatchStream(
             phase_inputs.training, batch_settings(phase.settings, phase_inputs.tokenizer, fixed_shapes=fixed_shapes)

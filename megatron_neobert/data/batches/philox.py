@@ -43,7 +43,7 @@ def draw_words(
     item: int | NDArray[np.int64],
     index: NDArray[np.int64],
 ) -> NDArray[np.uint32]:
-    """Draw four random 32-bit words for every (stream, seed, epoch, item, index).
+    """Draw four random 32-bit words for every (stream, seed, epoch, item, index). Equal arguments give equal words.
 
     Args:
         seed: In [0, 2^64).
@@ -65,11 +65,11 @@ def draw_words(
 
 
 def philox4x32(counter_4n: NDArray[np.uint64], *, key: int) -> NDArray[np.uint32]:
-    """Apply ten rounds of Philox4x32 to each of n counters.
+    """Apply ten rounds of Philox4x32 to each of n counters, which are not changed.
 
     Args:
-        counter_4n: Words 0 to 3 of each counter, below 2^32.
-        key: 64-bit key: word 0 is the low half, word 1 the high half.
+        counter_4n: Words 0 to 3 of each counter, below 2^32; shape [4, n].
+        key: 64-bit key. Its low half is key word 0, its high half key word 1.
 
     Returns:
         Random words, shape [n, 4], in the order of Random123.

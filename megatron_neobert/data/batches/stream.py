@@ -108,18 +108,25 @@ class BatchStream:
     context_parallel_size: int = 1
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
-        """Yield steps first, first + every, ..., counted from the cursor. Skipped steps are packed, but not read.
+        """Yield steps first, first + every, ..., without end. Step 0 begins at `self.cursor`.
+
+        Skipped steps are packed, but their tokens are not read.
 
         Raises:
-            CheckpointError: The sources have no packed sequence at the cursor.
+            CheckpointError: While iterating: the sources have no packed sequence at the cursor.
+            DataError, StorageError: While iterating: a corpus is damaged, or a remote corpus cannot be read.
         """
         batches = ((self, packed, cursor_after) for packed, cursor_after in self.global_batches())
         return build_steps(islice(batches, first, None, every), ahead=self.steps_ahead)
 
     def global_batches(self) -> Iterator[tuple[PackedSequences, Cursor]]:
-        """Yield the packed sequences of each global batch and the cursor after it.
+        """Yield the packed sequences of each global batch, for all ranks, and the cursor after it, without end.
 
-        A batch may extend over several windows and epochs.
+        A batch may extend over several windows and epochs. No token is read.
+
+        Raises:
+            CheckpointError: While iterating: the sources have no packed sequence at the cursor.
+            DataError: While iterating: the index of a corpus is damaged.
         """
         cursor, window = self.cursor, None
         while True:
@@ -190,7 +197,9 @@ class BatchStream:
 
 
 def build_steps(batches: Iterator[StreamBatch], *, ahead: int) -> Iterator[StepBatches]:
-    """Yield the step of each global batch. Different batches may come from different streams.
+    """Yield for each global batch the micro-batches of one rank. Different batches may come from different streams.
+
+    While iterating, raise DataError if a corpus is damaged, and StorageError if a remote corpus cannot be read.
 
     Args:
         ahead: Number of following batches whose documents are prefetched before a step is built.
@@ -207,7 +216,10 @@ def build_steps(batches: Iterator[StreamBatch], *, ahead: int) -> Iterator[StepB
 
 
 def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, settings: BatchSettings) -> PackedBatch:
-    """Read, mask and lay out micro_batch_size packed sequences, without padding to fixed shapes."""
+    """Read, mask and lay out micro_batch_size packed sequences on the CPU, without padding to fixed shapes.
+
+    Raise DataError if a corpus is damaged, and StorageError if a remote corpus cannot be read.
+    """
     ids, segments, capacity = settings.token_ids, packed.segments, settings.tokens_per_micro_batch
     ends_n = np.cumsum(segments.packed_lengths_n)
     starts_n = ends_n - segments.packed_lengths_n
@@ -244,7 +256,7 @@ def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, s
 
 
 def _group_by_corpus(sources: tuple[Source, ...], segments: Segments) -> list[tuple[Corpus, slice | NDArray[np.int64]]]:
-    """Return each corpus with the indices of its segments. Several sources may have the same corpus."""
+    """Return each corpus with the indices of its segments, if it has any. Several sources may have the same corpus."""
     corpora = list({id(source.corpus): source.corpus for source in sources}.values())
     if len(corpora) == 1:
         return [(corpora[0], slice(None))]
@@ -259,7 +271,7 @@ def _read_text(
     text_starts_n: NDArray[np.int64],
     tokens_t: NDArray[np.int64],
 ) -> None:
-    """Copy the tokens of every segment into tokens_t, from text_starts_n on."""
+    """Read the tokens of every segment i, and write them to `tokens_t` from index text_starts_n[i] on."""
     for corpus, members in _group_by_corpus(sources, segments):
         of_corpus = segments[members]
         text = corpus.gather(of_corpus.numbers_n, of_corpus.starts_n, of_corpus.lengths_n)
@@ -270,7 +282,10 @@ def _read_text(
 
 
 def _take_tokens(batch: PackedBatch, *, first: int, count: int) -> PackedBatch:
-    """Return tokens [first, first + count) of a micro-batch: the share of one context-parallel rank."""
+    """Return tokens [first, first + count) of a micro-batch, which are the share of one context-parallel rank.
+
+    Masked positions count from `first`; cu_seqlens_n still describes the whole micro-batch.
+    """
     positions = batch.masked_positions_m
     inside = (positions >= first) & (positions < first + count)
     return replace(

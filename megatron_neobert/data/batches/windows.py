@@ -92,7 +92,7 @@ class Cursor:
 def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
     """Return the number of windows in an epoch of a single source.
 
-    A blend has no epochs. Its number of windows is the limit of the random draws, and more than any run reads.
+    A blend has no epochs. For a blend, return 2^48: the limit of the random draws, and more than any run reads.
     """
     if len(sources) > 1:
         return 1 << COMPONENT_SHIFT
@@ -120,12 +120,13 @@ def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: in
 
 
 def documents_in_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> Documents:
-    """Return the documents of a window, in the order of the window.
+    """Return the documents of a window, in random order. Raise DataError if the index of a corpus is damaged.
 
     Their numbers include the component, so that the masks of a document differ between components.
 
-    A single source gives its window of `epoch`. In a blend, each source has an endless order, one epoch after another.
-    With the share s, it gives documents floor(k n s) to floor((k + 1) n s) of this order to window k of n documents:
+    A single source gives its window of `epoch`. In a blend, each source has an endless order, one epoch after another,
+    and `epoch` is not used. From a source with the share s, window k of n documents takes documents floor(k n s) to
+    floor((k + 1) n s) of this order:
 
     - Any m consecutive windows have floor or ceil of m n s documents of the source, whatever the other sources are.
     - The documents of a window are computed directly, without the windows before it.
@@ -173,8 +174,9 @@ def masked_capacity(tokens: int, *, probability: float) -> int:
 def document_capacity(sources: Sequence[Source], settings: BatchSettings) -> int:
     """Return the number of documents, including dummies, that a micro-batch is padded to with fixed shapes.
 
-    Estimated from the first window, because the number of documents per packed sequence varies a hundredfold between
-    corpora of web pages and of single sentences, and empty documents cost time in attention kernels.
+    The number is a multiple of 64. In the packed layout, it is estimated from the first window. Documents per packed
+    sequence vary a hundredfold between corpora of web pages and of single sentences, and empty documents cost time in
+    attention kernels.
     """
     if settings.batch_layout == "concatenated":
         return _round_up(settings.micro_batch_size + 1, _DOCUMENTS_MULTIPLE)

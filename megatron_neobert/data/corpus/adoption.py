@@ -45,7 +45,8 @@ class AdoptOptions:
 def adopt_corpora(options: AdoptOptions) -> None:
     """Make a corpus from .bin and .idx files that Megatron-LM wrote.
 
-    The command checks sizes, the index, and every id against the vocabulary. Megatron's files do not change.
+    The command checks sizes, the index, and every id against the vocabulary, and prints a summary of each corpus.
+    Megatron's files do not change. For a wrong or missing tokenizer or file, raise the errors of `adopt`.
     """
     tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
     for prefix in options.prefixes:
@@ -59,16 +60,18 @@ def adopt_corpora(options: AdoptOptions) -> None:
 
 
 def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
-    """Make the corpus PREFIX_documents from PREFIX.bin and PREFIX.idx, unless one of both is a corpus already.
+    """Write the corpus PREFIX_documents from Megatron's PREFIX.bin and PREFIX.idx, and open it.
+
+    If PREFIX or PREFIX_documents is a corpus already, open that corpus and write nothing.
 
     Returns:
-        The corpus, and the end-of-document id that was removed, or None.
+        The corpus, and the end-of-document id that was removed. The id is None if none was removed.
 
     Raises:
         MissingInputError: The .bin or the .idx does not exist.
         DataError: A file is damaged or was written with another tokenizer, or only some documents end with a special
             token.
-        OutputError: A file that is not part of a corpus has the name of a new file.
+        OutputError: A file that is not part of a corpus has the name of a new file, or another process writes them.
     """
     source, files = corpus_files(prefix), corpus_files(f"{prefix}_documents")
     for candidate in (source, files):
@@ -129,7 +132,7 @@ class _MegatronIndex:
             self.empty += int(np.count_nonzero(document_lengths == 0))
 
     def document_lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the number of tokens of each document, 0 for an empty one, in consecutive arrays."""
+        """Yield the number of tokens of each document, in consecutive arrays. An empty document has 0."""
         for first in range(0, len(self._boundaries) - 1, _STEP):
             boundaries = self._boundaries[first : first + _STEP + 1]
             has_pointer = boundaries < len(self._pointers)
@@ -141,10 +144,10 @@ class _MegatronIndex:
 def _write_chunk(
     folder: Path, source: CorpusFiles, megatron: _MegatronIndex, tokenizer: Tokenizer
 ) -> tuple[ChunkFiles, str, int | None]:
-    """Write all documents as one chunk.
+    """Write all documents as one chunk of files 0.KIND in `folder`; raise DataError if an id may not occur.
 
     Returns:
-        The chunk, the SHA-256 of Megatron's .bin, and the end-of-document id or None.
+        The chunk, the SHA-256 of Megatron's .bin, and the end-of-document id that was removed, or None.
     """
     allowed = AllowedIds(tokenizer.special_ids, unknown=tokenizer.unk_id, vocab_size=tokenizer.vocab_size)
     digest, documents, tokens, unknown_tokens, eod_id = hashlib.sha256(), 0, 0, 0, None

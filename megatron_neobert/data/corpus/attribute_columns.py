@@ -26,7 +26,7 @@ _LONGEST_TEXT_CHARACTERS = 1000
 
 
 def attribute_name(key: str) -> str:
-    """Return the attribute name of a record key: characters other than letters, digits and _ become _.
+    """Return the attribute name of a record key: characters other than ASCII letters, digits and _ become _.
 
     Keywords of Python, `length` and `input` get a trailing _, because expressions use them otherwise.
     """
@@ -35,7 +35,7 @@ def attribute_name(key: str) -> str:
 
 
 def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
-    """Yield an error message for each record key whose attribute name is not a unique identifier."""
+    """Yield an error message for each key whose attribute name is no Python identifier, or is that of another key."""
     names = [attribute_name(key) for key in keys]
     for key, name in zip(keys, names, strict=True):
         if not name.isidentifier() or names.count(name) > 1:
@@ -46,7 +46,7 @@ def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
 
 
 def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
-    """Return the attributes of a chunk as an Arrow file.
+    """Return the attributes of a chunk as the bytes of an Arrow IPC file.
 
     Args:
         columns: By record key, one value or None for each document of the chunk.
@@ -61,12 +61,12 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
 
 
 def join_columns(path: Path, chunks: Sequence[Path], is_chosen: Iterable[NDArray[np.bool_]]) -> None:
-    """Write PREFIX.attributes.parquet with the rows of the chosen documents of all chunks.
+    """Write PREFIX.attributes.parquet with the rows of the chosen documents of all chunks, in order.
 
     Args:
-        path: The file to write.
+        path: The file to write, replaced if it exists.
         chunks: Files with the content of `pack_columns`.
-        is_chosen: For each chunk, one value per document.
+        is_chosen: For each chunk, one value per document, True to keep its row.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -107,7 +107,10 @@ def _to_array(values: Sequence[Plain]) -> "pa.Array":
 
 
 def plain_value(value: object) -> Plain:
-    """Return a field of a record as an attribute value; NaN, lists and objects become None."""
+    """Return a field of a record as an attribute value; NaN, lists and objects become None.
+
+    Integers beyond 64 bits become floats, or texts from 10^308 on. Texts are cut at 1,000 characters.
+    """
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     if value is None or isinstance(value, list | dict) or value != value:
@@ -121,7 +124,7 @@ def plain_value(value: object) -> Plain:
 
 
 def _common_type(first: "pa.DataType", second: "pa.DataType") -> "pa.DataType":
-    """Return the type to which columns of both types are cast."""
+    """Return the common type: the same type, the other type if one is null, float64 for numbers, otherwise string."""
     import pyarrow as pa
 
     if first == second or pa.types.is_null(second):

@@ -71,7 +71,7 @@ class ChosenDocuments:
         return self._count
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the document numbers in the corpus of the chosen documents `indices`, each in [0, len(self))."""
+        """Return the document numbers in the corpus of the chosen documents at `indices`, each in [0, len(self))."""
         ranks = indices + self._first
         blocks = np.searchsorted(self._before, ranks, side="right") - 1
         ranks_in_block = ranks - self._before[blocks]
@@ -91,18 +91,19 @@ class ChosenDocuments:
 def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None) -> NDArray[np.uint8]:
     """Return one bit per document, set if all conditions hold and the drop list does not drop the document.
 
-    Bits are packed lowest first and padded to whole blocks of 256. A missing value satisfies neither a comparison nor
-    its negation.
+    Each byte has eight documents, the first in its lowest bit. Bits after the last document pad the array to whole
+    blocks of 256 bits; their values have no meaning. A missing value satisfies neither a comparison nor its negation.
 
     Args:
         corpus: The corpus.
         conditions: Expressions of config/expressions.py.
-        drop: Path of a drop list.
+        drop: Path of a drop list, or None.
 
     Raises:
         ConfigError: A condition is malformed, names an unknown attribute, or compares different types.
         DataError: The attributes or the drop list are damaged or belong to another corpus.
         MissingInputError: The drop list does not exist.
+        StorageError: The attributes of a remote corpus cannot be read.
     """
     bits = np.full(-(-len(corpus) // _BLOCK) * _BLOCK // 8, 0 if conditions else 255, dtype=np.uint8)
     if conditions:
@@ -118,7 +119,10 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None
 
 
 def attribute_types(corpus: Corpus) -> dict[str, str]:
-    """Return the type of each attribute of a corpus, in words, by name."""
+    """Return {name: type} of all attributes, and of `length` and `input`, which every corpus has.
+
+    A type is "a number", "a text", "true or false" or an Arrow type. Raise DataError if the attributes are damaged.
+    """
     stored: dict[str, str] = {}
     if corpus.manifest.attributes is not None:
         with _open_attributes(corpus) as file:
@@ -141,10 +145,10 @@ def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile
 
 
 def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
-    """Yield the number of the first document and the attributes `names` of a batch of consecutive documents.
+    """Yield batches of consecutive documents: the number of the first document, and the attributes `names` by name.
 
     Raises:
-        ConfigError: The corpus has no such attribute.
+        ConfigError: The corpus has no such attribute, or expressions cannot compare its type.
         DataError: The file of attributes is damaged.
     """
     stored = sorted(names - DERIVED.keys())
@@ -172,7 +176,7 @@ def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[
 
 
 def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":
-    """Return the columns `length` and `input` of documents [first, stop), as far as `names` has them."""
+    """Return columns of documents [first, stop): `length` (tokens) and `input` (file name), if they are in `names`."""
     import pyarrow as pa
 
     columns: dict[str, pa.Array] = {}
@@ -188,7 +192,10 @@ def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "
 
 
 def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Return the truth of a condition for each row; null if it depends on a missing value."""
+    """Return the truth of a condition for each row, null if it depends on a missing value.
+
+    Raise ConfigError if the condition compares different types.
+    """
     import pyarrow.compute as pc
 
     match node:
@@ -208,7 +215,10 @@ def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
 
 
 def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
-    """Compare two operands row by row; raise ConfigError if their types differ or have no order."""
+    """Compare two operands (attribute names or literals) row by row; the result is null where a value is missing.
+
+    Raise ConfigError if their types differ or have no order.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -247,7 +257,7 @@ def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dic
 
 
 def _type_of(arrow_type: "pa.DataType") -> str:
-    """Return "a number", "a text" or "true or false"; for any other type, its name in Arrow."""
+    """Return "a number", "a text" or "true or false". For any other type, return its name in Arrow."""
     from pyarrow import types
 
     if types.is_dictionary(arrow_type):

@@ -51,12 +51,12 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
 
     Args:
         path: The drop list.
-        manifest: Manifest of the corpus.
-        prefix: Prefix of the corpus, for error messages.
+        manifest: Manifest of the corpus, whose checksum identifies the part.
+        prefix: Prefix of the corpus, for error messages only.
 
     Returns:
-        The entry of the corpus, and its mask: one bit per document, lowest bit of a byte first, 1 if the document is
-        dropped. The mask is mapped into memory.
+        The entry of the corpus, and its mask: one bit per document, 1 if the document is dropped. Each byte has eight
+        documents, the first in its lowest bit. The mask is read-only and mapped into memory.
 
     Raises:
         MissingInputError: The file does not exist.
@@ -98,13 +98,13 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
 def write_drop_list(
     path: Path, corpora: Sequence[tuple[str, Manifest, NDArray[np.bool_], int]], settings: dict[str, Any]
 ) -> list[DropListEntry]:
-    """Write a drop list atomically, and return its entries.
+    """Write a drop list, replacing an existing file atomically, and return its entries, one per corpus.
 
     Args:
         path: The file to write.
         corpora: For each corpus, its prefix, its manifest, True for each dropped document, and the number of tokens in
             the dropped documents.
-        settings: JSON values for the header, which say how the list was made.
+        settings: JSON values for the header that record how the list was made.
     """
     masks = [np.packbits(is_dropped, bitorder="little") for _, _, is_dropped, _ in corpora]
     entries = [

@@ -17,13 +17,13 @@ _BUCKET_DOCUMENTS = 12_000_000
 
 
 def find_exact_duplicates(hash_files: Sequence[Path], folder: Path) -> NDArray[np.bool_]:
-    """Return True for each document whose hash has occurred before, in the order of the files.
+    """Return one value per document, in the order of the files: True if an earlier document has the same hash.
 
     Memory: one bucket, and a byte per document. Disk: 24 bytes per document in `folder`, until the function returns.
 
     Args:
         hash_files: Files of 16-byte hashes, one hash per document.
-        folder: Folder for the bucket files.
+        folder: Existing folder for temporary bucket files.
     """
     documents = sum(path.stat().st_size for path in hash_files) // HASH_DTYPE.itemsize
     is_duplicate = np.zeros(documents, dtype=np.bool_)
@@ -52,10 +52,10 @@ def find_exact_duplicates(hash_files: Sequence[Path], folder: Path) -> NDArray[n
 
 
 def find_repeats(hashes: NDArray[np.void]) -> NDArray[np.int64]:
-    """Return the positions of all hashes that also occur at an earlier position, in no particular order.
+    """Return the position of every hash that also occurs at an earlier position. The result is not sorted.
 
     Args:
-        hashes: Array of HASH_DTYPE.
+        hashes: Array of HASH_DTYPE, shape [n]; may be empty.
     """
     if not hashes.size:
         return np.zeros(0, dtype=np.int64)

@@ -70,10 +70,10 @@ class CorpusFiles(NamedTuple):
         return self.bin.with_name(f"{name}.bin"), self.bin.with_name(f"{name}.idx")
 
     def existing_files(self) -> list[Path]:
-        """Return the existing .bin, .idx and attributes files of the corpus with this prefix.
+        """Return the existing .bin, .idx and attributes files of the corpus with this prefix, without the manifest.
 
-        A readable manifest decides the number of shards. Without one, PREFIX_00012.bin counts if the files of all lower
-        numbers exist and PREFIX_00012 is not a corpus of its own (has no manifest).
+        A readable manifest decides the number of shards. Otherwise shards are counted from 0, up to the first number
+        without files, or the first PREFIX_NUMBER that is a corpus of its own (has a manifest).
         """
         try:
             pairs = self.shard_files(len(read_manifest(self.manifest).shards))
@@ -115,7 +115,7 @@ class Statistics(msgspec.Struct, frozen=True):
     tokens_above: dict[str, float]
 
     def describe(self) -> dict[str, str]:
-        """Return table rows to print, as {name: value}."""
+        """Return table rows about document lengths, as {label: formatted values}."""
         percentiles = ", ".join(f"{rank} % {length:,}" for rank, length in self.percentiles.items())
         lengths = f"mean {self.mean:,.1f}, shortest {self.shortest:,}, {percentiles}, longest {self.longest:,}"
         table = {"tokens/document": lengths}
@@ -127,7 +127,7 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 def length_statistics(documents_by_length: Mapping[int, int]) -> Statistics:
-    """Return the statistics of at least one document, given the number of documents of each length."""
+    """Return the statistics of at least one document, given {length in tokens: number of documents}."""
     lengths, counts = (np.array(column) for column in zip(*sorted(documents_by_length.items()), strict=True))
     documents, tokens, cumulative = int(counts.sum()), int(lengths @ counts), np.cumsum(counts)
     positions = {rank: np.searchsorted(cumulative, -(-rank * documents // 100)) for rank in PERCENTS}
@@ -234,7 +234,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def describe(self) -> dict[str, str]:
-        """Return table rows to print, as {name: value}."""
+        """Return table rows about records, documents and tokens, as {label: formatted values}."""
         return {
             "records": f"{self.records:,}",
             "documents": f"{self.documents:,}"
@@ -296,7 +296,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def draft_manifest(tokenizer: "Tokenizer", **fields: Any) -> Manifest:
-    """Return a manifest with these fields and those of the tokenizer; `write_corpus` fills in the rest."""
+    """Return a manifest with these fields and those of the tokenizer. Counts are 0 until `write_corpus` sets them."""
     return Manifest(
         format_version=FORMAT_VERSION,
         project_version=__version__,
@@ -317,7 +317,7 @@ def draft_manifest(tokenizer: "Tokenizer", **fields: Any) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest, replacing an existing one atomically."""
+    """Write a manifest as JSON, replacing an existing file atomically."""
     content = msgspec.to_builtins(manifest)
     if manifest.attributes is None:
         del content["attributes"]
@@ -326,7 +326,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield a clause for each contradiction within the manifest."""
+    """Yield a message part for each contradiction within the manifest: special ids, and sums of counts."""
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
     if "unk" not in manifest.special_tokens or not all(id_ < manifest.vocab_size for id_ in special):
         yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"

@@ -38,9 +38,15 @@ class ValidateOptions(_CorpusOptions):
 
 
 def validate(options: ValidateOptions) -> None:
-    """Check a corpus; exit with code 65 if it is damaged, and print the file, the byte and both values.
+    """Check a corpus, and print a summary if it is sound. Exit with code 65 and a message if it is damaged.
 
     Without --full, the command reads the manifest and the indexes (sizes, lengths, pointers).
+
+    Raises:
+        DataError: The corpus is damaged. The message has file, byte offset, and expected and found value.
+        MissingInputError: The corpus does not exist.
+        ConfigError: A URL is given without --object-storage-cache-path.
+        StorageError: A remote corpus cannot be read.
     """
     from megatron_neobert.data.corpus.reader import check_content, check_indexes
 
@@ -70,9 +76,10 @@ def inspect_data(options: InspectDataOptions) -> None:
     """Print a summary of a corpus, its input files (--inputs), or documents as text and token ids (--document).
 
     Raises:
-        MissingInputError: The corpus does not exist.
+        MissingInputError: The corpus or the tokenizer does not exist.
         ConfigError: There is no such document, or an option is missing.
-        DataError: The corpus is damaged.
+        DataError: The corpus is damaged, or was written with another tokenizer.
+        StorageError: A remote corpus cannot be read.
     """
     corpus = _open(options)
     if options.inputs:
@@ -99,7 +106,7 @@ def _open(options: _CorpusOptions) -> "Corpus":
 
 
 def print_summary(corpus: "Corpus") -> None:
-    """Print the manifest of a corpus as a table."""
+    """Print the manifest of a corpus, and the types of its attributes, as a table."""
     from megatron_neobert.data.corpus.attributes import attribute_types
 
     manifest = corpus.manifest
@@ -121,7 +128,7 @@ def print_summary(corpus: "Corpus") -> None:
 
 
 def print_inputs(corpus: "Corpus") -> None:
-    """Print one line per input file, in the order of the corpus, with the number of its first document."""
+    """Print a table of the input files in order: first document, documents, tokens, share of the tokens, name."""
     first, total = 0, corpus.manifest.tokens
     print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
     for name, record in corpus.manifest.inputs.items():
@@ -131,11 +138,12 @@ def print_inputs(corpus: "Corpus") -> None:
 
 
 def print_documents(corpus: "Corpus", numbers: tuple[int, ...], options: InspectDataOptions) -> None:
-    """Print documents as text and token ids.
+    """Print documents, numbered from 0, as text and token ids, at most `options.tokens` tokens of each.
 
     Raises:
         ConfigError: A document does not exist, or --tokenizer-model is missing.
-        DataError: The corpus was written with another tokenizer.
+        MissingInputError: The tokenizer does not exist.
+        DataError: The corpus or the tokenizer is damaged, or the corpus was written with another tokenizer.
     """
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 

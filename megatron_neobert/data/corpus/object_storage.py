@@ -99,7 +99,8 @@ class ObjectStorage:
         Raises:
             MissingInputError: There is no manifest at this URL.
             StorageError: A remote file cannot be read, or the cache cannot be written.
-            DataError: A file contradicts the manifest.
+            DataError: The manifest is damaged, or a file contradicts it.
+            ConfigError, MissingPackageError: The protocol of the URL is unknown, or needs a package.
         """
         parent, _, name = prefix.rpartition("/")
         url = f"{prefix}.json"
@@ -129,7 +130,10 @@ class ObjectStorage:
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[None]:
-        """Hold the lock of a file of the cache, and create its folder. Other threads and processes wait."""
+        """Context manager: hold the lock of a file of the cache, and create its folder. Other holders wait.
+
+        Any OSError, also one from inside the block, becomes a StorageError.
+        """
         lock = self.folder / "locks" / str(zlib.crc32(os.fsencode(path)) % _LOCKS)
         try:
             for folder in (path.parent, lock.parent):
@@ -147,7 +151,7 @@ class ObjectStorage:
             ) from error
 
     def copy(self, url: str, path: Path, recorded: FileRecord) -> None:
-        """Copy a whole file to the cache, unless the cache has it. Hashing the local copy takes 1 s per GB.
+        """Copy a whole remote file to `path`, unless the cache has it. Hashing the local copy takes 1 s per GB.
 
         Raises:
             DataError: Size or checksum of the remote file differ from the manifest.
@@ -167,7 +171,7 @@ class ObjectStorage:
                     )
 
     def add_written(self, size: int) -> None:
-        """Count the bytes of a new block, and remove old blocks if the cache exceeds LIMIT_BYTES.
+        """Count `size` bytes of a new block, and remove old blocks if the cache exceeds LIMIT_BYTES.
 
         The blocks used longest ago are removed until 80 % of the limit is in use. A process measures the size of all
         blocks, which takes 5 us per block, after its first block and then after each 1/32 of the limit.
@@ -219,7 +223,10 @@ class RemoteFile:
         return memoryview(content)[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
     def prefetch(self, offsets: NDArray[np.int64]) -> None:
-        """Start fetching the blocks of the bytes at these offsets in threads."""
+        """Start threads that fetch the blocks with these byte offsets, and return without waiting.
+
+        An error of a thread is raised later, when the block is read.
+        """
         fetching = self.storage.fetching
         for number in np.unique(offsets // BLOCK_BYTES).tolist():
             path = self.path(number)
@@ -231,11 +238,11 @@ class RemoteFile:
         return self._folder / str(number)
 
     def load(self, number: int) -> bytes:
-        """Return a block from the cache; fetch it into the cache first if it is missing or damaged there.
+        """Return block `number` from the cache. Fetch it into the cache first if it is missing or damaged there.
 
         Raises:
-            DataError: The remote file was replaced after it had been opened.
-            StorageError: It cannot be read, or the cache cannot be written.
+            DataError: The remote file was replaced after this object had been created.
+            StorageError: The remote file cannot be read, or the cache cannot be written.
         """
         if (cached := self._read_cached(number)) is not None:
             return cached
@@ -257,7 +264,7 @@ class RemoteFile:
         return content
 
     def _read_cached(self, number: int) -> bytes | None:
-        """Return a block from the cache, or None if it is missing or damaged there."""
+        """Return a block from the cache and mark it as used now. Return None if it is missing or damaged there."""
         # Another process may remove the block at any time.
         try:
             stored = self.path(number).read_bytes()
@@ -272,7 +279,7 @@ class RemoteFile:
 
 @lru_cache(maxsize=_BLOCKS_IN_MEMORY)
 def _load_block(file: RemoteFile, number: int) -> bytes:
-    """Return a block from memory, from the cache or from the remote file. On an error, cancel all prefetching."""
+    """Return a block from memory, cache or remote file. On an error, cancel all prefetching and raise the error."""
     try:
         if (prefetched := file.storage.fetching.prefetched.pop(file.path(number), None)) is not None:
             prefetched.result()
@@ -283,7 +290,7 @@ def _load_block(file: RemoteFile, number: int) -> bytes:
 
 
 def _read(url: str, begin: int, end: int) -> bytes:
-    """Return the bytes [begin, end) of a remote file; an incomplete answer counts as a failed attempt."""
+    """Return the bytes [begin, end) of a remote file. Raise StorageError if every attempt fails or is incomplete."""
 
     def read(file_system: Any, path: str, limits: dict[str, float]) -> bytes:
         content: bytes = file_system.cat_file(path, start=begin, end=end, **limits)
@@ -299,7 +306,7 @@ def _version_of(url: str) -> InputVersion:
 
 
 def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, retry_missing: bool = True) -> _Result:
-    """Return the result of `action`, which is called again after a failure.
+    """Return the result of `action`. After an OSError, wait and call it again, five times in all.
 
     Args:
         url: The remote file.
@@ -309,6 +316,7 @@ def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *,
     Raises:
         MissingInputError: The file is missing, and `retry_missing` is not set.
         StorageError: All attempts failed.
+        ConfigError, MissingPackageError: The protocol of the URL is unknown, or needs a package.
     """
     waits = list(_WAITS_SECONDS)
     while True:

@@ -87,12 +87,13 @@ class Corpus:
     def gather(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[Any]:
-        """Return the token ids of segments of documents, concatenated in one new array.
+        """Return the token ids of segments of documents, concatenated in one new array of the corpus's dtype.
 
-        Segment i has lengths[i] tokens of documents[i], from token starts[i] on.
+        Segment i has lengths[i] tokens of documents[i], from token starts[i] on, and must be within its document.
 
         Raises:
             DataError: The index contradicts itself about a document, or an id may not occur in a document.
+            StorageError: A remote corpus cannot be read.
         """
         item = self.dtype.itemsize
         locations = self._locate(documents)
@@ -123,7 +124,10 @@ class Corpus:
         return self._locate(documents).lengths
 
     def lengths_between(self, first: int, stop: int) -> NDArray[np.int32]:
-        """Return the number of tokens of documents [first, stop), unchecked and much faster than `lengths_of`."""
+        """Return the number of tokens of each document in [first, stop), which must not be empty.
+
+        The lengths are not checked, so this is much faster than `lengths_of`.
+        """
         bounds = zip(self.shards, self._firsts.tolist(), self._ends.tolist(), strict=True)
         return np.concatenate(
             [
@@ -146,6 +150,7 @@ class Corpus:
 
         Raises:
             DataError: The checksum of the file differs from the manifest.
+            StorageError: A remote file cannot be read.
         """
         path, recorded = self.files.attributes, self.manifest.attributes
         assert recorded is not None, f"{self.prefix} has no attributes"
@@ -156,7 +161,7 @@ class Corpus:
         return path
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
-        """Raise DataError if the corpus was written with another tokenizer."""
+        """Raise DataError if the corpus was written with another tokenizer, or its manifest was changed."""
         manifest = self.manifest
         if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
             raise DataError(
@@ -174,7 +179,7 @@ class Corpus:
                 )
 
     def _locate(self, documents: NDArray[np.int64]) -> _Locations:
-        """Return the locations of documents; raise DataError if the index contradicts itself about one of them."""
+        """Return the location of each document. Raise DataError if the index contradicts itself about one of them."""
         if documents.size and not 0 <= documents.min() <= documents.max() < len(self):
             raise IndexError(f"documents {documents.min()} to {documents.max()} of {len(self)}")
         # A faster path for the usual corpus.
@@ -195,7 +200,10 @@ def check_indexes(corpus: Corpus) -> None:
 
 
 def check_content(corpus: Corpus) -> None:
-    """Read all files of a corpus; raise DataError if an index entry, a token id or a checksum is wrong."""
+    """Read all files of a corpus, with a progress bar on a terminal.
+
+    Raise DataError if an index entry, a token id or a checksum is wrong, and StorageError if a remote read fails.
+    """
     from tqdm import tqdm
 
     check_indexes(corpus)
@@ -215,7 +223,7 @@ def _compare_sha256(files: CorpusFiles, path: Path | RemoteFile, expected: str, 
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:
-    """Return the manifest of a local corpus; raise an error that explains which of its files are missing."""
+    """Return a local corpus's manifest. Raise MissingInputError if no file exists, DataError if it is incomplete."""
     prefix = files.manifest.parent / files.name
     if not files.manifest.is_file():
         if not files.existing_files():
@@ -250,7 +258,7 @@ def _incomplete(prefix: Path, missing: Sequence[Path], *, suggest_adopt: bool = 
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise the process's limit of open files: every mapped file stays open, and 1,024 is a common limit."""
+    """Increase the limit of open files to `count` and a reserve, if it is lower. Every mapped file stays open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _SPARE_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -38,7 +38,10 @@ def write_index(
     documents: int,
     dtype: np.dtype[Any],
 ) -> None:
-    """Write an .idx. `read_lengths` is called twice; it returns the document lengths in consecutive arrays."""
+    """Write the content of an .idx to `index`, which the caller commits.
+
+    `read_lengths` is called twice. It returns the lengths of all documents in consecutive arrays, none of them empty.
+    """
     code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
     index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
     for lengths in read_lengths():
@@ -55,7 +58,7 @@ def read_items(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]
 
 
 def _pointers_and_boundaries(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> Iterator[NDArray[np.int64]]:
-    """Yield the pointers that follow from the lengths, one array for each array of lengths, and then the boundaries."""
+    """Yield the byte offsets of n documents, one array per array of lengths, and then the boundaries 0 to n."""
     end = documents = 0
     for step in lengths:
         sizes = step.astype("<i8") * dtype.itemsize
@@ -109,7 +112,7 @@ class MappedShard:
         self.content = np.memmap(bin_, np.uint8, "r").data if isinstance(bin_, Path) else bin_
 
     def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return the byte offset in the .bin and the length in tokens of each document.
+        """Return the byte offset in the .bin and the length in tokens of each document, numbered within the shard.
 
         Raises:
             DataError: A document does not end where the next one begins.
@@ -137,7 +140,7 @@ class MappedShard:
             self.bin.prefetch(np.append(begins, lasts))
 
     def read_ids(self) -> Iterator[NDArray[Any]]:
-        """Yield all token ids of the .bin in consecutive arrays."""
+        """Yield all token ids of the .bin in arrays, unchecked. Raise StorageError if a remote file is unreadable."""
         if isinstance(self.bin, Path):
             yield from read_items(self.bin, self.dtype)
             return
@@ -158,7 +161,7 @@ class AllowedIds:
         self._longest_range = max(ranges, key=lambda bounds: bounds[1] - bounds[0])
 
     def first_forbidden(self, ids: NDArray[Any]) -> int | None:
-        """Return the position of the first id that may not occur in a document, or None."""
+        """Return the index in `ids` of the first id that may not occur in a document, or None if all may."""
         # This runs for every token of a run. Three cheap comparisons nearly always leave no suspect; they take 1 % of
         # building a micro-batch.
         first, end = self._longest_range
@@ -173,10 +176,11 @@ class AllowedIds:
         return "no special token" if 0 <= forbidden_id < self._vocab_size else f"an id below {self._vocab_size}"
 
     def scan(self, shard: MappedShard) -> str:
-        """Read all token ids of a shard, and return the SHA-256 of its .bin.
+        """Read all token ids of a shard, and return the hexadecimal SHA-256 of its .bin.
 
         Raises:
-            DataError: An id may not occur in a document.
+            DataError: An id may not occur in a document. The message has its byte offset.
+            StorageError: A remote .bin cannot be read.
         """
         digest, first = hashlib.sha256(), 0
         for ids in shard.read_ids():
@@ -229,9 +233,9 @@ def check_index(path: Path, lengths: NDArray[np.int32], entries: NDArray[np.int6
 
     Args:
         path: The .idx, for error messages.
-        lengths: Its lengths.
-        entries: Its pointers, or its pointers and boundaries.
-        dtype: Dtype of the token ids.
+        lengths: Tokens of each document.
+        entries: Pointers of the index, or its pointers followed by its boundaries.
+        dtype: Dtype of the token ids, whose size decides the pointers.
 
     Raises:
         DataError: An entry is wrong; the message has its byte offset.

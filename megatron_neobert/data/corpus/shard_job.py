@@ -148,7 +148,7 @@ class ShardJob(Job[ShardCounts]):
         return (window.lengths[window.is_chosen] for window in self._windows() if window.is_chosen.any())
 
     def _read_ids(self) -> Iterator[bytes]:
-        """Yield the ids of the chosen documents. Consecutive documents are read with one system call."""
+        """Yield the ids of the chosen documents in pieces. Consecutive documents are read with one system call."""
         item, end = np.dtype(self.dtype).itemsize, 0
         for window in self._windows():
             begin = end if window.first else 0

@@ -93,7 +93,10 @@ class _NewCorpus:
             self.total.add(record.result)
 
     def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int | None) -> Manifest:
-        """Write the manifest and the file of attributes to the work folder, and return the complete manifest."""
+        """Write the manifest and the file of attributes to the work folder, and return the complete manifest.
+
+        `choice` selects the documents of `chunks` that this corpus has: KEPT, HELD_OUT, or None for all.
+        """
         total, attributes = self.total, None
         if "attributes" in chunks[0].sha256:
             path = work / f"{self.name}_attributes"
@@ -123,7 +126,7 @@ class _NewCorpus:
         return manifest
 
     def move(self, work: Path, manifest: Manifest) -> None:
-        """Give all files their final names, the manifest last."""
+        """Move all files from the work folder to their final names, the manifest last."""
         for job, pair in zip(self.shards, self.files.shard_files(len(self.shards)), strict=True):
             for target in pair:
                 (work / job).with_suffix(target.suffix).replace(target)
@@ -142,14 +145,14 @@ def write_corpus(
     folder: Path,
     workers: int | None = None,
 ) -> WrittenCorpus:
-    """Write the corpus of these chunks, replacing an existing corpus with the same prefix.
+    """Write the corpus of these chunks and its validation corpus, if any, replacing corpora with the same prefix.
 
     Args:
         chunks: In the order of the input files; the chunks of an input file are consecutive and in order.
         output: Settings of the corpus.
         draft: Manifest from `draft_manifest`.
         folder: PREFIX.partial, which no other process may use. Its sub-folder `output-HASH` is created and removed.
-        workers: Number of processes.
+        workers: Number of processes; None for one.
 
     Raises:
         DataError: The training or the validation corpus would have no document.
@@ -196,7 +199,7 @@ def write_corpus(
 
 
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
-    """Raise OutputError if files of a training or validation corpus exist, unless `overwrite` is set."""
+    """Raise OutputError if a file of the training or validation corpus exists, unless `overwrite` is set."""
     corpora = (files, validation_files(files))
     paths = [path for corpus in corpora for path in (*corpus.existing_files(), corpus.manifest)]
     existing = [str(path) for path in paths if path.exists()]
@@ -216,9 +219,10 @@ def _refuse_foreign_files(files: CorpusFiles, shards: int) -> None:
 
 
 def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> Path:
-    """Create the work folder with the file of choices, remove leftovers of killed calls, and return its path.
+    """Create the work folder, write the file of choices into it if documents are chosen, and return its path.
 
-    The folder's name is a hash of everything that decides the bytes of the corpus shards.
+    The folder's name is a hash of everything that decides the bytes of the corpus shards. Leftovers of killed calls
+    are removed, but finished shards for the same hash are kept.
     """
     settings = {name: value for name, value in vars(output).items() if name != "files"}
     decisive = [msgspec.to_builtins(chunks), settings, draft.dtype, draft.special_tokens["unk"]]
@@ -240,7 +244,7 @@ def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSe
 
 
 def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> list[ShardJob]:
-    """Return one job per corpus shard, the job that may take longest first."""
+    """Return one job per corpus shard. The job of the validation corpus comes first, as it may take longest."""
     firsts = [*accumulate((chunk.documents for chunk in chunks), initial=0)]
 
     def job(name: str, numbers: range, choice: int | None) -> ShardJob:
@@ -254,7 +258,7 @@ def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings,
 
 
 def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, item_bytes: int) -> list[range]:
-    """Return the range of chunks in each corpus shard. Dropped and held-out documents count towards its size."""
+    """Return the range of chunk indices of each corpus shard. Dropped and held-out documents count towards its size."""
     starts, shard_bytes = [0], 0
     for number, chunk in enumerate(chunks):
         chunk_bytes = chunk.tokens * item_bytes
@@ -267,10 +271,10 @@ def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, it
 
 
 def _choose_corpus(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> Iterator[NDArray[np.uint8]]:
-    """Yield KEPT, HELD_OUT or DROPPED for each document, in the order of the files of hashes.
+    """Yield KEPT, HELD_OUT or DROPPED for each document, in consecutive arrays in the order of the files of hashes.
 
     The hash of a text alone decides whether it is held out. So equal texts are never in both corpora, and the decision
-    does not change when documents are added.
+    does not change when documents are added. `folder` gets temporary files.
     """
     is_duplicate = find_exact_duplicates(hash_files, folder) if output.deduplicate else None
     threshold = np.uint64(min(math.ceil(output.validation_fraction * 2**64), 2**64 - 1))
@@ -284,7 +288,7 @@ def _choose_corpus(hash_files: Sequence[Path], folder: Path, output: OutputSetti
 
 
 def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> None:
-    """Concatenate the rejects of all chunks, with record numbers that count from the beginning of each input file."""
+    """Write the rejects of all chunks to `target`, with record numbers counted from the start of each input file."""
     with target.open("wb") as stream:
         for chunk in chunks:
             unit, before = chunk.records_before or ("", 0)
@@ -297,7 +301,7 @@ def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> N
 
 
 def _remove_old_corpus(files: CorpusFiles) -> None:
-    """Remove the training and validation corpus with this prefix, their manifests first.
+    """Remove the training and validation corpus with this prefix, and the file of rejects. Manifests go first.
 
     Without a manifest, a mixture of new and old files is never taken for a corpus.
     """

@@ -68,7 +68,8 @@ class FindSettings:
 def print_duplicates(options: FindSettings) -> None:
     """Find near-duplicates in finished corpora, and write a drop list of all but the first document of each cluster.
 
-    Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied.
+    Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied. With --resume, nothing
+    is done if the list is complete. Raise the errors of `find_duplicates`, such as OutputError for an existing file.
     """
     if options.resume and is_complete(options):
         _job_folder(options).sweep()
@@ -105,9 +106,9 @@ class Documents:
         return [range(at, min(at + step, end)) for start, end in pairwise(bounds) for at in range(start, end, step)]
 
     def by_corpus(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Corpus, NDArray[np.int64]]]:
-        """Yield, for each corpus of these documents, a mask of its documents, the corpus, and their numbers in it.
+        """Yield for each corpus of these documents a mask of its documents, the corpus, and their numbers in it.
 
-        The mask has the shape of `numbers`.
+        The mask has the shape of `numbers`. Raise DataError if a corpus has changed since the run began.
         """
         bounds = np.append(0, np.cumsum(self.sizes))
         corpus_of = np.searchsorted(bounds, numbers, side="right") - 1
@@ -146,7 +147,7 @@ class SignatureJob(Job[None]):
             files["keys"].write(order.astype("<u4").data)
 
     def read_keys(self, band: int, low: int, high: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return the sorted keys of a band that are in [low, high), and the numbers of their documents."""
+        """Return the sorted keys of a band in [low, high), and the document number of each. `high` may be 2^64."""
         count = len(self.numbers)
         at = band * count * 12
         keys: NDArray[np.uint64] = np.memmap(self.file("keys"), "<u8", "r", at, count)
@@ -181,10 +182,10 @@ class PairJob(Job[None]):
                 files["pairs"].write(similar.astype(_PAIR_DTYPE).tobytes())
 
     def _candidates(self) -> NDArray[np.int64]:
-        """Pair each document with the first and with the previous document that have its key, [pairs, 2].
+        """Return pairs of document numbers with equal keys, shape [pairs, 2], the lower number first.
 
-        All pairs of n documents would be n^2 / 2, and one text may occur a million times. A similar pair that is not
-        among these pairs may be found in another band.
+        Each document is paired with the first and with the previous document that have its key. All n^2 / 2 pairs would
+        be too many, as one text may occur a million times. Another band may find a similar pair that is missing here.
         """
         low, high = (number * 2**64 // self.buckets for number in (self.bucket, self.bucket + 1))
         columns = [job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents)]
@@ -202,7 +203,7 @@ class PairJob(Job[None]):
         return np.concatenate([with_first, with_previous[firsts < repeats - 1]])
 
     def _are_similar(self, pairs: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return True for each pair whose exact Jaccard index reaches the threshold.
+        """Return True for each pair whose exact Jaccard index is at least the threshold.
 
         Cost on one core: 2 us for a pair of equal documents; 0.1 us per token of the two documents for other pairs.
         """
@@ -230,15 +231,16 @@ def signature_jobs(folder: Path, documents: Documents) -> list[SignatureJob]:
 
 
 def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
-    """Find near-duplicates and write the drop list.
+    """Find near-duplicates, write the drop list to `settings.output`, and remove OUTPUT.partial.
 
     Returns:
         The entries of the drop list, one per corpus.
 
     Raises:
-        ConfigError: The threshold is out of range, a corpus is named twice, or the unfinished work belongs to a run
-            with other settings.
-        OutputError: The output or unfinished work exists, and neither `resume` nor `overwrite` allows to use it.
+        ConfigError: The threshold is out of range, a corpus is named twice, Ray does not start, or OUTPUT.partial
+            belongs to a run with other settings.
+        OutputError: OUTPUT or finished work exists without `resume` or `overwrite` that allows its use, or another
+            process uses OUTPUT.partial.
         MissingInputError: A corpus does not exist.
         DataError: A corpus is damaged, or the corpora were written with different tokenizers.
         ChildProcessError: A worker process died.
@@ -288,7 +290,10 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
 
 
 def is_complete(settings: FindSettings) -> bool:
-    """Return True if the drop list for these corpora and settings exists and is sound."""
+    """Return True if a sound drop list for these corpora and settings exists, and no run is unfinished.
+
+    Raise MissingInputError, DataError or ConfigError if the corpora cannot be opened or compared.
+    """
     if _job_folder(settings).has_begun:
         return False
     corpora = _open_corpora(settings.prefixes)
@@ -310,7 +315,10 @@ def _job_folder(settings: FindSettings) -> JobFolder:
 
 
 def find_dropped(documents: int, pair_files: Sequence[Path]) -> NDArray[np.bool_]:
-    """Return True for each document that is not the first of its cluster, by union-find over all pairs."""
+    """Return True for each document that is not the first of its cluster, by union-find over all pairs.
+
+    `pair_files` contain pairs of document numbers as int64.
+    """
     parents = np.arange(documents, dtype=np.uint32 if documents < 2**32 else np.int64)
 
     def find_roots(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -360,7 +368,8 @@ def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
     """Open the corpora.
 
     Raises:
-        DataError: The corpora were written with different tokenizers.
+        MissingInputError: A corpus does not exist.
+        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
         ConfigError: Two corpora have the same documents.
     """
     corpora = [Corpus(prefix) for prefix in prefixes]
@@ -379,7 +388,7 @@ def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
 
 
 def _write(settings: FindSettings, corpora: Sequence[Corpus], is_dropped: NDArray[np.bool_]) -> list[DropListEntry]:
-    """Write the drop list, and return its entries."""
+    """Write the drop list, and return its entries. `is_dropped` has one value per document of all corpora."""
     entries = []
     ends = np.cumsum(list(map(len, corpora)))
     for prefix, corpus, mask in zip(settings.prefixes, corpora, np.split(is_dropped, ends[:-1]), strict=True):

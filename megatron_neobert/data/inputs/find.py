@@ -30,17 +30,18 @@ class InputVersion(NamedTuple):
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Return the input files that paths, globs (`**` descends), folders, URLs and `@lists` name.
+    """Return the paths and URLs of the input files that `patterns` name, in the order of the patterns.
 
-    The files of each glob and folder are sorted. A folder stands for all files below it, except hidden files, files
-    that begin with an underscore (`_SUCCESS`), and files about the data (README, LICENSE, checksums, metadata of
-    `datasets`). `@list.txt` stands for the patterns in the lines of list.txt. A file that several patterns or symbolic
-    links name is returned once.
+    A pattern is a path, a glob (`**` descends), a folder, a URL, or `@list.txt`, whose lines are patterns. The files of
+    each glob and folder are sorted. A folder stands for all files below it, except files and folders that begin with
+    `.` or `_` (`_SUCCESS`), and files about the data (README, LICENSE, checksums, metadata of `datasets`). A file that
+    several patterns or symbolic links name is returned once.
 
     Raises:
-        MissingInputError: A pattern matches no file, or a match is neither a file nor a folder (a broken link).
+        MissingInputError: A pattern matches no input file, a URL or list does not exist, or a symbolic link is broken.
         ConfigError: fsspec does not support an address.
-        OSError: A folder cannot be read.
+        MissingPackageError: A URL needs a package that is not installed.
+        OSError: A folder, list or server cannot be read.
     """
     inputs: dict[str, str] = {}  # by the path after all symbolic links
     for pattern in _with_lists(patterns):
@@ -53,7 +54,10 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def input_version(path: str) -> InputVersion:
-    """Return the version of an input file. Raise DataError if a server does not report the size."""
+    """Return the size in bytes and the version of an input file or URL, to detect later changes.
+
+    Raise DataError if a server does not report the size, and MissingInputError or OSError if the file is unreadable.
+    """
     if not is_url(path):
         status = Path(path).stat()
         return InputVersion(status.st_size, str(status.st_mtime_ns))
@@ -72,10 +76,10 @@ def version_from_info(info: dict[str, Any], url: str) -> InputVersion:
 
 
 def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield the patterns. Replace each `@list` by the lines of the file or URL `list`, unless a file `@list` exists.
+    """Yield the patterns, with the lines of the file or URL `list` in place of each `@list`. Skip blank lines.
 
-    Raises:
-        MissingInputError: The list does not exist.
+    A pattern `@list` is not replaced if a file `@list` exists. Raise MissingInputError if `list` does not exist, and
+    OSError if `list` cannot be read.
     """
     for pattern in patterns:
         if not pattern.startswith("@") or Path(pattern).exists():
@@ -100,7 +104,10 @@ def _local_files(pattern: str) -> list[str]:
 
 
 def _walk(top: Path) -> Iterator[str]:
-    """Yield the path relative to `top` of every file below it. Links are followed; each folder is read once."""
+    """Yield the paths of all files below `top`, relative to it and unsorted. Raise OSError if a folder is unreadable.
+
+    Folders that begin with `.` or `_` are skipped. Symbolic links are followed, but each folder is read only once.
+    """
 
     def fail(error: OSError) -> None:
         raise error
@@ -116,9 +123,9 @@ def _walk(top: Path) -> Iterator[str]:
 
 
 def file_system_of(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in this file system.
+    """Return the fsspec file system of a URL, which all threads of a process share, and the path in this file system.
 
-    fsspec caches file systems, so all threads of a process share one.
+    Raise ConfigError if fsspec does not support the address, and MissingPackageError if a package is not installed.
     """
     with named_errors(url):
         import fsspec
@@ -156,7 +163,7 @@ def _remote_files(url: str) -> list[str]:
 
 
 def _select_data_files(names: Iterable[str]) -> list[str]:
-    """Return the input files of a folder, sorted, from the paths of all its files relative to the folder."""
+    """Return the sorted `names` (files below a folder, relative to it) without those that `find_inputs` excludes."""
     paths = sorted(path for path in map(PurePosixPath, names) if not any(part[0] in "._" for part in path.parts))
     saved_datasets = {path.parent for path in paths if path.name == "dataset_info.json"}
     return [

@@ -69,14 +69,16 @@ _LARGEST_INVALID_SHARE = 0.1
 
 
 def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """Return the chunks of an input file in order. Only tables and uncompressed files of lines have several chunks.
+    """Return the chunks of an input file in order. Only Parquet files and uncompressed files of lines have several.
 
     Args:
         chunk_bytes: Approximate size of the text in a chunk.
 
     Raises:
-        DataError: The format is not supported, the file is damaged, or a table has no text column --text-key.
+        DataError: The format is not supported, the file is damaged, or a table has no text column --text-key. Damage is
+            only found in the first bytes of a file and in the metadata of a table.
         ConfigError: A table has no column --record-key.
+        MissingInputError, OSError: The URL or file does not exist, or cannot be read.
     """
     whole = recognise(path, settings)
     cuts: list[int] = []  # in units of Chunk.start
@@ -90,14 +92,16 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
 
 
 def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Yield the records of a chunk in order.
+    """Yield batches of the records of a chunk, in file order. Malformed records are in the `rejected` of their batch.
 
     Args:
-        digest: Receives the bytes that are read, except those of a table, which is not read in order.
+        digest: Updated with the file's bytes as they are read, but not for a table, which is not read in order.
 
     Raises:
-        DataError: The file is damaged, or a table has no text column --text-key.
+        DataError: The file is damaged, or a table has no text column --text-key. Earlier batches have been yielded.
         ConfigError: A table has no column --record-key.
+        MissingInputError, OSError: The URL or file does not exist, or cannot be read.
+        ModuleNotFoundError: The chunk has HTTP responses, and the extra [warc] is not installed.
     """
     numbers = 0
     try:
@@ -115,7 +119,11 @@ def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
 
 
 def recognise(path: str, settings: ReadSettings) -> Chunk:
-    """Return the whole input file as one chunk. Raise DataError if its format is not supported."""
+    """Return the whole input file as one chunk, with its format and compression.
+
+    Raise DataError if the format is not supported or not that of --input-format, or if the first bytes are damaged.
+    Raise MissingInputError or OSError if the URL or file does not exist or cannot be read.
+    """
     with named_errors(path), open_input(path) as file:
         head = file.read(_HEAD_BYTES)
     if not head and PurePosixPath(path).suffix.lower() in _NEVER_EMPTY:
@@ -149,14 +157,14 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 
 
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
-    """Return "jsonl" or "text", the format of an input file that is neither a table nor a web archive.
-
-    Raises:
-        DataError: The content is binary, is markup or a CSV table, or JSON objects span lines.
+    """Return "jsonl" or "text", the format of a file without the magic bytes of a table or web archive.
 
     Args:
-        path: Name of the file. An ending such as .jsonl or .csv decides as well.
+        path: Its ending, such as .jsonl or .csv, decides if the content is ambiguous.
         head: First _HEAD_BYTES of the decompressed file.
+
+    Raises:
+        DataError: The content is binary, a PDF, markup, a CSV table, or JSON whose objects span lines.
     """
     for magic, (kind, remedy) in _REFUSED_CONTENT.items():
         if head.startswith(magic):
@@ -206,7 +214,7 @@ def _begins_with_object(content: bytes) -> bool:
 
 
 def _refuse_binary(path: str, head: bytes) -> None:
-    """Raise DataError if the file is binary or a text in another encoding."""
+    """Raise DataError if over 10 % of `head` is invalid UTF-8 or control characters, or if it has a NUL."""
     # The head may end within a character, which has at most four bytes.
     text = (head[:-3] if len(head) == _HEAD_BYTES else head).decode(errors="replace")
     invalid = text.count("\ufffd") + len(_CONTROL.findall(text))

@@ -35,7 +35,7 @@ _UNIT_BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT"
 
 
 def read_size(text: str) -> int:
-    """Return the number of bytes for a text such as 10GB or 64MiB. Raise ValueError if it is not a size."""
+    """Return the bytes of a size: 500, 10GB (10^10) or 64MiB (2^26). Raise ValueError if it is invalid or below 1."""
     number = text.rstrip("BKMGTi")
     try:
         size = int(float(number) * _UNIT_BYTES[text[len(number) :]])
@@ -47,7 +47,7 @@ def read_size(text: str) -> int:
 
 
 def read_separator(text: str) -> str:
-    """Return the text with escapes such as \\n replaced. Raise ValueError for an invalid escape."""
+    """Return the text with escapes such as \\n replaced by their characters. Raise ValueError if one is invalid."""
     try:
         separator = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
         separator.encode()
@@ -133,7 +133,7 @@ class RecordBatch:
     def add_value(
         self, value: object, number: int, *, raw: bytes, repaired: bool = False, origin: Origin | None = None
     ) -> None:
-        """Add the value that record `number` has for the text key, or reject it if it is not a string."""
+        """Add `value` like `add_text`. If it is None or not a string, reject record `number` with the bytes `raw`."""
         if value is None:
             self.reject(NULL_TEXT, number, "null", raw)
         elif not isinstance(value, str):
@@ -149,11 +149,12 @@ class RecordBatch:
     def add_text(
         self, text: str, *, repaired: bool = False, origin: Origin | None = None, size: int | None = None
     ) -> None:
-        """Add a text, or drop it if it is only white space. U+FFFD replaces lone surrogates.
+        """Add a text, or count it in `dropped` if it is only white space. U+FFFD replaces lone surrogates.
 
         Args:
             repaired: U+FFFD has replaced invalid UTF-8 in the text.
-            size: Bytes of the text in UTF-8, if known.
+            origin: Record of the text. None if ReadSettings.record_keys is None.
+            size: Bytes of the text in UTF-8. None computes them.
         """
         if not text or text.isspace():
             self.dropped[EMPTY_TEXT] += 1

@@ -78,12 +78,12 @@ def is_url(path: str) -> bool:
 
 @contextmanager
 def named_errors(path: str) -> Iterator[None]:
-    """Add the input file's name to errors, and convert errors of fsspec and its clients.
+    """Add the input file's name to OSErrors of the `with` block, and convert errors of fsspec and its clients.
 
     Raises:
         MissingInputError: A URL does not exist.
         MissingPackageError: The file system of a URL needs a package that is not installed.
-        OSError: Any other error of a local file or of a URL.
+        OSError: A local file does not exist or cannot be read, or a URL has any other error.
     """
     try:
         yield
@@ -111,7 +111,10 @@ def named_errors(path: str) -> Iterator[None]:
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file or URL for reading, unbuffered because it is read in large blocks."""
+    """Open a file or URL for reading bytes. A local file is unbuffered, because callers read large blocks.
+
+    Raise OSError if it cannot be opened. A URL may also raise MissingInputError or MissingPackageError.
+    """
     if not is_url(path):
         return Path(path).open("rb", buffering=0)
     with named_errors(path):
@@ -154,7 +157,7 @@ class _Inflate:
 
 
 def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
-    """Return a decompressor for one member of a stream, and the exception that it raises for damaged data."""
+    """Return a decompressor like bz2.BZ2Decompressor, and the exception that it raises for damaged data."""
     if compression == "gzip":
         return _Inflate(), zlib.error
     if compression == "bzip2":
@@ -210,10 +213,11 @@ class ChunkStream(io.RawIOBase):
         return min(1.0, (self._position - self._chunk.start) / length) if length > 0 else 1.0
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
-        """Return at most `size` bytes: fewer only at the end of the chunk or before damage.
+        """Return the next `size` decompressed bytes: fewer before damage and at the end of the chunk, then b"".
 
         Raises:
             DamagedStream: The stream is damaged here. Earlier calls have returned all bytes before the damage.
+            OSError: The file or server cannot be read.
         """
         if self._damage is not None:
             raise self._damage
@@ -256,7 +260,7 @@ class ChunkStream(io.RawIOBase):
             yield block
 
     def _decompressed(self) -> Iterator[bytes]:
-        """Yield the decompressed bytes of all concatenated streams; zeros between or after streams are padding."""
+        """Yield the decompressed bytes of all streams, skipping zeros around them. Raise DamagedStream at damage."""
         compression = cast(Compression, self._chunk.compression)
         blocks, unread = self._file_blocks(_COMPRESSED_READ_BYTES), b""
         while True:

@@ -30,10 +30,13 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> list[int]:
-    """Return the rows at which to cut a Parquet file; each begins a row group. An Arrow file is not cut.
+    """Return the rows (from 0) at which to cut a Parquet file, in ascending order. An Arrow file has no cuts.
+
+    Each cut is the first row of a row group, except row 0. A chunk has at most `chunk_bytes` of text, unless a single
+    row group has more.
 
     Raises:
-        DataError: The file is damaged, or has no text column --text-key.
+        DataError: The footer is damaged, or the file has no text column --text-key.
         ConfigError: The file has no column --record-key.
     """
     with _named_damage(chunk), ExitStack() as stack:
@@ -58,7 +61,7 @@ def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> 
 
 
 def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
-    """Yield the texts of a chunk of a Parquet or Arrow file, and the fields of --record-key.
+    """Yield batches of the texts of a Parquet or Arrow chunk with their --record-key fields. Nulls are in `rejected`.
 
     Raises:
         DataError: The file is damaged, or has no text column --text-key.
@@ -90,7 +93,7 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
 
 def _raw_values(column: "pa.Array") -> Iterator[bytes | None]:
-    """Yield the values of a text column as bytes, which may be invalid UTF-8."""
+    """Yield each value of a text column as bytes, which may be invalid UTF-8, or None for a null."""
     import pyarrow as pa
 
     for first in range(0, len(column), _DECODED_ROWS):
@@ -101,7 +104,7 @@ def _raw_values(column: "pa.Array") -> Iterator[bytes | None]:
 
 
 def _as_bytes(column: "pa.Array") -> "pa.Array":
-    """Return a text column as a column of bytes."""
+    """Return a column of strings as a column of bytes, without a copy. Other columns are returned unchanged."""
     import pyarrow as pa
 
     # A view copies nothing. A cast takes longer than decoding short texts.
@@ -110,7 +113,7 @@ def _as_bytes(column: "pa.Array") -> "pa.Array":
 
 
 def _python_values(column: "pa.Array") -> list[Any]:
-    """Return the values of a column as Python objects; dates and times become texts, durations become integers."""
+    """Return the values of a column: dates and times as texts, durations as integers in the column's unit."""
     import pyarrow as pa
 
     if pa.types.is_duration(column.type):
@@ -137,9 +140,10 @@ def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
 
 
 def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
-    """Yield consecutive rows, and the share of the chunk that has been read (0 to 1).
+    """Yield consecutive rows of the chunk in batches: the columns, and the share of the chunk read so far (0 to 1).
 
-    The rows are a list with one array for the text column and one for each column of --record-key.
+    The columns are one array for --text-key, then one for each --record-key. Raise DataError if rows are missing at the
+    end, and the DataError and ConfigError of `_find_columns`.
     """
     import pyarrow as pa
 
@@ -161,7 +165,7 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[
 
 @contextmanager
 def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
-    """Open an Arrow file or stream, memory-mapped if it is local.
+    """Open an Arrow file or stream, memory-mapped if it is local. Raise ArrowInvalid if a stream is truncated.
 
     Yields:
         The source, the pyarrow function that opens a reader for it, and its size in bytes.
@@ -183,7 +187,7 @@ def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 
 
 def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
-    """Yield consecutive rows of an Arrow file like `_parquet_rows`: one array per column, and the share read."""
+    """Yield the file's rows in batches like `_parquet_rows`: the columns, and the share of the file read (0 to 1)."""
     import pyarrow as pa
 
     with _open_arrow(chunk.path) as (source, open_reader, size):
@@ -205,7 +209,7 @@ def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa
 
 
 def _check_offsets(column: "pa.Array") -> None:
-    """Raise ArrowInvalid if the column has values outside its buffers, which would crash the process.
+    """Raise ArrowException if an offset or dictionary index of the column is invalid, which would crash the process.
 
     Only Arrow files need this check: pyarrow builds the buffers of Parquet columns itself.
     """
@@ -221,7 +225,7 @@ def _check_offsets(column: "pa.Array") -> None:
 
 @contextmanager
 def _named_damage(chunk: Chunk) -> Iterator[None]:
-    """Convert errors of pyarrow to DataError, and add the file's name to errors of the file system."""
+    """Convert errors of pyarrow in the `with` block to DataError, and errors of the file system like `named_errors`."""
     import pyarrow as pa
 
     with named_errors(chunk.path):
@@ -246,13 +250,14 @@ def _take_column(batch: "pa.RecordBatch", path: Sequence[str]) -> "pa.Array":
 
 
 def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "list[tuple[list[str], pa.DataType]]":
-    """Return the columns of --text-key and --record-key, each as its path through structs and its type.
+    """Return the column of --text-key, then the column of each --record-key, as pairs of path and type.
 
-    For the key `a.b`, a column named `a.b` takes precedence over the field `b` of the struct `a`.
+    The path has the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
+    named `a.b` takes precedence over the field `b` of the struct `a`.
 
     Raises:
-        DataError: There is no text column --text-key.
-        ConfigError: There is no column --record-key. --quarantine must not leave the file out for this.
+        DataError: The column --text-key does not exist in the file `path`, or is not text.
+        ConfigError: There is no column --record-key. A DataError would let --quarantine leave the file out.
     """
     import pyarrow as pa
 
@@ -280,7 +285,7 @@ def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "li
 
 
 def _is_text(arrow_type: Any) -> bool:
-    """Return True for strings, bytes, and dictionaries of them."""
+    """Return True for the string and binary types, and for dictionary types with such values."""
     import pyarrow as pa
 
     value_type = arrow_type.value_type if pa.types.is_dictionary(arrow_type) else arrow_type

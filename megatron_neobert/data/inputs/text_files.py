@@ -62,7 +62,7 @@ def read_lines(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
 
 
 def _read_objects(records: Records, first_number: int, settings: ReadSettings) -> RecordBatch:
-    """Parse lines of JSON. A blank line is not a record, but it has a number."""
+    """Return a batch of JSON lines, malformed ones in `rejected`. Blank lines are skipped, but have a number."""
     batch = RecordBatch(numbers=len(records))
     key, keys = settings.text_key, settings.record_keys
     get_text = partial(_look_up, key=key) if "." in key else itemgetter(key)
@@ -79,7 +79,7 @@ def _read_objects(records: Records, first_number: int, settings: ReadSettings) -
 
 
 def _read_with_standard_library(batch: RecordBatch, line: bytes | TooLong, number: int, settings: ReadSettings) -> None:
-    """Add the text of a line to the batch, or reject the line."""
+    """Add the text of a JSON line to the batch, or reject a malformed line. A blank line is skipped."""
     if isinstance(line, TooLong):
         return batch.reject(TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
     if not line or line.isspace():
@@ -114,7 +114,7 @@ def _origin(record: dict[str, object], number: int, keys: Sequence[str]) -> Orig
 
 
 def _look_up(record: dict[str, object], key: str) -> object:
-    """Return the value of a key, or of the key `b` in the object `a` for `a.b`. Raise KeyError if there is none."""
+    """Return `record[key]`, or `record["a"]["b"]` if the key is `a.b` and not in the record, or raise KeyError."""
     if key in record:
         return record[key]
     first, dot, rest = key.partition(".")
@@ -125,9 +125,9 @@ def _look_up(record: dict[str, object], key: str) -> object:
 
 
 def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Yield the documents of plain text. White space between two separators is not a record, but it has a number.
+    """Yield the documents of plain text in batches. Without --text-separator, the file is one document.
 
-    Raises DamagedStream if the file is damaged.
+    Documents of only white space are left out, but have a number. Raise DamagedStream if the file is damaged.
     """
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     with ChunkStream(chunk, digest) as stream:
@@ -154,9 +154,10 @@ def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None =
 
 
 def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterator[Records]:
-    """Yield the records between the separators in groups, and the record after the last separator unless it is empty.
+    """Yield the records between the separators in groups. An empty record at the end of the stream is left out.
 
     A record of more than `limit` bytes is replaced by TooLong while it is read, so it is never in memory as a whole.
+    Raise DamagedStream if the stream is damaged.
     """
     rest = b""  # beginning of the next record
     # Beginning of a record that is too long. Meanwhile `rest` has only the bytes that may begin its separator.
@@ -180,7 +181,7 @@ def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterat
 
 
 def find_cuts(path: str, *, chunk_bytes: int) -> list[int]:
-    """Return positions in bytes at which to cut an uncompressed file: line starts, about `chunk_bytes` apart."""
+    """Return byte positions at which to cut an uncompressed file: line starts after 0, about `chunk_bytes` apart."""
     cuts: list[int] = []
     with named_errors(path), open_input(path) as raw:
         size, file = file_size(raw, path), io.BufferedReader(cast(io.RawIOBase, raw), _LINE_BUFFER_BYTES)

@@ -44,7 +44,11 @@ class ArchiveRecord(NamedTuple):
 
 
 def read_archive(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Yield the texts of HTTP responses and of WET records. Raise DamagedStream if the archive is damaged."""
+    """Yield the texts of HTTP responses and WET records in batches. Other records are counted in `dropped`.
+
+    Raise DamagedStream after the last undamaged record if the archive is damaged. Raise ModuleNotFoundError if there
+    are HTTP responses, and the extra [warc] is not installed.
+    """
     batch = RecordBatch()
     with ChunkStream(chunk, digest) as stream:
         try:
@@ -83,10 +87,10 @@ def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings
 
 
 def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, origin: Origin | None) -> None:
-    """Add the text of an HTTP response to the batch.
+    """Add the text of an HTTP response (`block`: status line, headers, body) to the batch, or drop or reject it.
 
-    A response whose status is not 200, or whose content is neither HTML nor text, is dropped. A malformed one, and one
-    whose body is longer than `limit` bytes, is rejected.
+    A response whose status is not 200, or whose content is neither HTML nor text, is dropped. A malformed response, and
+    a response whose decoded body is longer than `limit` bytes, is rejected.
     """
     from fastwarc.warc import WarcRecord
 
@@ -120,8 +124,8 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, 
 def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str, bool]:
     """Return the text of a page, and True if U+FFFD replaced invalid bytes.
 
-    The encoding is UTF-8 if the body is valid UTF-8 without NUL and escape bytes. Otherwise a byte order mark of
-    UTF-16, the server's `charset`, the page's declaration and a guess are tried in this order.
+    The encoding is UTF-8 if the body is valid UTF-8 without NUL and escape bytes. Otherwise these are tried in order: a
+    byte order mark of UTF-16, the server's `charset`, the declaration in an HTML page, and a guess.
     """
     from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 
@@ -142,8 +146,7 @@ def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str
 def main_text(html: str) -> str:
     """Return the main text of a page without navigation and forms, with one line per paragraph or list item.
 
-    Raises:
-        ValueError: The elements are nested too deeply.
+    Raise ValueError if elements are nested more than _MAX_DEPTH deep.
     """
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.html import HTMLTree
@@ -164,10 +167,10 @@ def _nesting_depth(tree: Any) -> int:
 
 
 def cut_records(archive: BinaryIO, *, limit: int) -> Iterator[ArchiveRecord]:
-    """Yield all records of an archive. Only the beginning of a record of more than `limit` bytes stays in memory.
+    """Yield all records of a decompressed archive. Only the beginning of a record of more than `limit` bytes is kept.
 
     Raises:
-        DamagedStream: The archive ends within a record, or a record does not begin where the previous one ends.
+        DamagedStream: The archive ends within a record, has an invalid header, or has other data between two records.
     """
     while line := archive.readline(_LONGEST_HEADER_BYTES):
         if not line.strip():  # between two records

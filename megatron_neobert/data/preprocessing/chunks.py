@@ -112,12 +112,13 @@ class ChunkJob(Job[ChunkResult]):
         return ["ids", "lengths", "rejects", *(kind for kind, is_used in optional.items() if is_used)]
 
     def work(self, files: Mapping[str, NewFile]) -> ChunkResult:
-        """Tokenize the chunk and write its files.
+        """Tokenize the chunk, write its files, and return its counts and the back end.
 
         Raises:
             DamagedInput: The input file is damaged, or has changed since the run was planned.
             DataError: The tokenizer or a filter has changed since the run was planned.
-            BackendMismatch: A fast back end differs from the reference tokenizer.
+            BackendMismatch: A fast back end failed, or differs from the reference tokenizer.
+            MissingInputError, OSError: The input file cannot be read, or an output cannot be written.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use the cores, threads would compete
         tokenizer, encoder = _load(self.settings)
@@ -177,7 +178,10 @@ class _ChunkWriter:
         self._dtype, self._unknown = token_dtype(tokenizer.vocab_size), tokenizer.unk_id
 
     def add(self, batch: RecordBatch) -> Counts:
-        """Tokenize and write a batch, and return its counts. Raise BackendMismatch like `Encoder.encode_batch`."""
+        """Tokenize and write a batch, and return its counts. Texts without tokens are added to `batch.dropped`.
+
+        Raise BackendMismatch if a fast back end failed or gave other ids than the reference.
+        """
         for record in batch.rejected:
             self._write_reject(record)
         counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=batch.dropped)
@@ -224,7 +228,7 @@ def cache_tokenizer(tokenizer: Tokenizer, encoder: Encoder) -> None:
 
 
 def _load(settings: ChunkSettings) -> tuple[Tokenizer, Encoder]:
-    """Return the tokenizer and back end of a run. Raise DataError if the tokenizer has changed since the plan."""
+    """Return the run's tokenizer and encoder, loaded once per process. Raise DataError if the tokenizer has changed."""
     key = settings.fingerprint, settings.backend == "reference"
     if key not in _loaded:
         tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)

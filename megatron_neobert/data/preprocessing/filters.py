@@ -46,7 +46,7 @@ class FilterSource(NamedTuple):
 
 
 def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
-    """Load filters given as FILE.py:FUNCTION, and record the sha256 of their files.
+    """Import the filters given as FILE.py:FUNCTION, and return one FilterSource for each, in the same order.
 
     Raises:
         ConfigError: A file or function does not exist or cannot be imported, or two filters have the same label.
@@ -75,7 +75,7 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
 
 @cache
 def load_filter(source: FilterSource) -> Filter:
-    """Import the function. Raise DataError if its file has changed since the run was planned."""
+    """Import and return the function, once per process. Raise DataError if its file changed since `source` was made."""
     if sha256_of(Path(source.file)) != source.sha256:
         raise DataError(f"--filter {source.label} has changed since the run started; start again")
     # The user names this file on the command line, so its code may be executed.
@@ -90,9 +90,10 @@ def load_filter(source: FilterSource) -> Filter:
 
 
 def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_name: str) -> RecordBatch:
-    """Return the batch after all filters, which apply in order.
+    """Return a batch with the texts that all filters keep or rewrite. The filters apply in order.
 
-    A record whose filter raises an exception or returns a wrong type is rejected.
+    A record whose filter raises an exception or returns a wrong type is rejected. The new batch shares `rejected` and
+    `dropped` with the argument, so rejected and dropped records are added to both.
 
     Args:
         input_name: Path or URL of the input file.

@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def chunk_settings(self) -> dict[str, Any]:
-        """Settings that decide the content of finished chunks, as JSON."""
+        """Settings that decide the content of finished chunks, by name. A resumed run must have the same settings."""
         settings = self.settings
         return {
             "tokenizer": self.tokenizer.fingerprint,
@@ -138,7 +138,7 @@ class Plan:
         return self.settings.deduplicate is not None or self.settings.split_validation > 0
 
     def jobs(self) -> list[ChunkJob]:
-        """Return one job per chunk, in order."""
+        """Return one job per chunk, in the order of `chunks`. The paths in a job are absolute."""
         settings = self.settings
         # Paths are absolute, because workers on other machines have another current folder.
         shared = ChunkSettings(
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def filters(self) -> dict[str, int | float | str | None]:
-        """Settings that decide which documents the corpus has, for the manifest."""
+        """Settings that decide which documents the corpus has, by name, and the SHA-256 of each filter, by label."""
         settings = self.settings
         return {
             **{source.label: f"sha256 {source.sha256}" for source in self.filter_sources},
@@ -192,9 +192,13 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     Raises:
         MissingInputError: An input file or the tokenizer does not exist.
         OutputError: The corpus exists, and the settings neither resume nor overwrite.
-        DataError: The tokenizer is damaged, or the format, schema or footer of input files is; all of them are named.
+        DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. All
+            of them are named. With --quarantine, they are an error only if all input files are damaged.
         ConfigError: The output of an earlier run is among the inputs, a table has no column --record-key, two URLs
-            have the same label, a filter cannot be loaded, or --tokenizer-backend fast cannot be used.
+            have the same label, a filter cannot be loaded, --tokenizer-type does not fit, or --tokenizer-backend fast
+            cannot be used.
+        OSError: An input file cannot be read.
+        MissingPackageError, ModuleNotFoundError: A URL or a SentencePiece model needs a package that is not installed.
     """
     if not settings.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
@@ -235,7 +239,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
 
 
 def _refuse_own_output(settings: PreprocessSettings, paths: list[str]) -> None:
-    """Raise ConfigError if the corpus is one of the input files, or would be in a later run."""
+    """Raise ConfigError if a file of the corpus is an input file, or if the corpus is below a folder of --input."""
     output = settings.files.manifest.resolve()
     for folder in (Path(name).resolve() for name in settings.inputs if Path(name).is_dir()):
         if folder in output.parents:
@@ -249,7 +253,7 @@ def _refuse_own_output(settings: PreprocessSettings, paths: list[str]) -> None:
 
 
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
-    """Raise DataError if input files are damaged, unless --quarantine is set and some files are not damaged.
+    """Raise DataError if `damaged` is not empty. With --quarantine, raise it only if all input files are damaged.
 
     Args:
         damaged: Reason for each damaged input file, by label.
@@ -264,7 +268,7 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 
 
 def is_complete(plan: Plan) -> bool:
-    """Return True if the complete corpora of this plan exist, so that --resume has nothing to do."""
+    """Return True if the corpora of this plan exist and match its settings and input files. Hashes are not compared."""
     files, settings = plan.files, plan.settings
     manifest = None if JobFolder(files.partial).has_begun else _read_complete(files)
     if manifest is None or (settings.split_validation and not _read_complete(validation_files(files))):
@@ -283,7 +287,7 @@ def is_complete(plan: Plan) -> bool:
 
 
 def _read_complete(files: CorpusFiles) -> Manifest | None:
-    """Return the manifest of a corpus, or None if a file is missing or has another size than the manifest records."""
+    """Return a corpus's manifest, or None if it is missing or invalid, or if a file is missing or has another size."""
     try:
         manifest = read_manifest(files.manifest)
     except (FileNotFoundError, DataError):

@@ -44,14 +44,19 @@ class PreprocessReport:
 
 
 def preprocess(plan: Plan) -> PreprocessReport:
-    """Tokenize the unfinished chunks, and write the corpus of all chunks.
+    """Tokenize the unfinished chunks, write the corpus of all chunks, and remove PREFIX.partial.
+
+    After an error, finished chunks stay in PREFIX.partial for --resume.
 
     Raises:
         DataError: Too many records are in error, there is no document, or input files are damaged. Damaged files are
             reported together after all other files are finished.
-        ConfigError: A fast back end differs from the reference tokenizer, or finished chunks have other settings.
-        OutputError: The corpus or finished chunks exist, and the settings neither resume nor overwrite.
+        ConfigError: A fast back end differs from the reference tokenizer, finished chunks have other settings, or Ray
+            cannot be used.
+        OutputError: The corpus or finished chunks exist, and the settings neither resume nor overwrite. Or
+            PREFIX.partial is used by another process, or cannot be created.
         ChildProcessError: A worker process died.
+        OSError: An input file cannot be read, or an output cannot be written.
     """
     started = time.monotonic()
     settings = plan.settings
@@ -87,11 +92,13 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
     """Tokenize the unfinished chunks.
 
     Returns:
-        Records of all finished chunks by name, and the reason for each damaged input file, by label. If several chunks
-        of a file are damaged, the reason is that of the first chunk.
+        Records of all finished chunks by name of the job, and the reason for each damaged input file, by label. If
+        several chunks of a file are damaged, the reason is that of the first chunk.
 
     Raises:
-        DataError: There are too many errors even if the rest of the input has none.
+        DataError: There are too many errors even if the rest has none. Or the tokenizer or a filter has changed.
+        ConfigError: A fast back end differs from the reference tokenizer, or Ray cannot be used.
+        ChildProcessError: A worker process died.
     """
     settings, jobs, counts, done_bytes = plan.settings, plan.jobs(), Counts(), 1.0
     chunks_per_file = Counter(job.input_name for job in jobs)
@@ -125,7 +132,7 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
 
 
 def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None, *, records: float) -> None:
-    """Raise DataError if more records are in error than `max_error_rate * records`.
+    """Raise DataError if `counts.errors` exceeds `max_error_rate * records`. The rate is a fraction, 0 to 1.
 
     Args:
         first_error: Example for the message, from `Rejected.describe`.
@@ -147,13 +154,15 @@ def _join_chunks(
     counts: Counts,
     damaged: Mapping[str, str],
 ) -> WrittenCorpus:
-    """Write the corpus of finished jobs in this order, with processes of this machine.
+    """Write the corpus of finished jobs in this order, with processes of this machine. An existing corpus is replaced.
 
     Args:
+        records: Records of the jobs, in the same order. `counts` is their sum.
         damaged: Reason for each input file that is left out, by label.
 
     Raises:
         DataError: No document is left for the corpus, or no document is held out for validation.
+        OutputError: A new file would replace a file of another corpus.
         ChildProcessError: A worker process died.
     """
     settings = plan.settings
@@ -199,7 +208,7 @@ def _join_chunks(
 
 
 def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResult]]) -> list[ChunkFiles]:
-    """Return the entry of each finished job for the corpus. `records` must be in the order of `jobs`."""
+    """Return one ChunkFiles per finished job, for `write_corpus`. `records` must be in the order of `jobs`."""
     files, records_before = [], 0
     for job, record in zip(jobs, records, strict=True):
         result = record.result

@@ -91,10 +91,11 @@ class Encoder:
         self._first_characters = 0
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Return the ids of texts like `Tokenizer.encode_batch`, in any integer dtype.
+        """Return the concatenated ids (any integer dtype) and the lengths of the texts, like `Tokenizer.encode_batch`.
 
         Raises:
             BackendMismatch: The fast back end failed, or gave other ids than the reference for a verified document.
+            DataError: The reference cannot encode a text, because the tokenizer's file is damaged.
         """
         if self._fast is None:
             return self._tokenizer.encode_batch(texts)
@@ -104,7 +105,7 @@ class Encoder:
         return batch
 
     def _select(self, texts: Sequence[str]) -> list[int]:
-        """Count the documents of a batch, and return the indices of the documents to verify."""
+        """Return the ascending indices in `texts` of the documents to verify, and count all documents of the batch."""
         selected = []
         start = self._documents
         self._documents += len(texts)
@@ -129,11 +130,11 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
     """Return an encoder for the tokenizer.
 
     Args:
-        backend: "reference", "fast", or "auto": fast if possible, else the reference with a note.
+        backend: "reference", "fast" or "auto": fast if possible, else the reference with the reason in `note`.
         probe: Compare a fast back end with the reference on `probe_strings`, which takes 0.1 s. Workers can skip this.
 
     Raises:
-        ConfigError: `backend` is "fast", and no fast back end can be used.
+        ConfigError: `backend` is "fast", and no installed back end supports the tokenizer and gives its ids.
     """
     if backend == "reference":
         return Encoder(tokenizer, name=_REFERENCE)
@@ -148,7 +149,7 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
 
 
 def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
-    """Return the fast encoder of a tokenizer. Raise BackendMismatch if no back end supports it and gives its ids."""
+    """Return the fast encoder. Raise BackendMismatch if none fits, or if it is not installed or gives other ids."""
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
 
     model = tokenizer.backend.model
@@ -199,7 +200,7 @@ def _build_gigatoken(tokenizer: Tokenizer) -> EncodeTexts:
 
 
 def _json_without_special_tokens(tokenizer: Tokenizer) -> str:
-    """Return a tokenizer.json without special tokens, so that their texts are ordinary, as in `encode_batch`."""
+    """Return the text of a tokenizer.json without special tokens, so that "[MASK]" is encoded as ordinary text."""
     backend = tokenizer.backend
     # If all added tokens are special, a copy without them is ten times faster than parsing the JSON.
     if all(token.special for token in backend.get_added_tokens_decoder().values()):
@@ -213,7 +214,7 @@ def _json_without_special_tokens(tokenizer: Tokenizer) -> str:
 
 
 def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function of a back end. Raise BackendMismatch if it fails, also by a panic in Rust."""
+    """Call `function` and return its result. Raise BackendMismatch if it fails, also for a panic in Rust."""
     try:
         return function(*arguments)
     except BaseException as error:
@@ -223,7 +224,7 @@ def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Res
 
 
 def _encode(name: str, fast: EncodeTexts, texts: Sequence[str]) -> EncodedBatch:
-    """Encode with a fast back end. Raise BackendMismatch if it fails, or if lengths and ids do not match the texts."""
+    """Return the encoded texts. Raise BackendMismatch if `fast` fails, or if its lengths do not match texts and ids."""
     batch = _guarded(name, fast, texts)
     if len(batch.lengths) != len(texts) or int(batch.lengths.sum()) != len(batch.ids):
         raise BackendMismatch(
@@ -234,7 +235,7 @@ def _encode(name: str, fast: EncodeTexts, texts: Sequence[str]) -> EncodedBatch:
 
 
 def check_on_probe(name: str, tokenizer: Tokenizer, encode: EncodeTexts) -> None:
-    """Raise BackendMismatch if a back end differs from the reference on `probe_strings`."""
+    """Raise BackendMismatch if the back end `name` fails, or differs from the reference on `probe_strings`."""
     texts = probe_strings(tokenizer)
     expected = tokenizer.encode_batch(texts)
     # The second time verifies the words that fast back ends cache.
@@ -245,7 +246,7 @@ def check_on_probe(name: str, tokenizer: Tokenizer, encode: EncodeTexts) -> None
 def _compare(
     name: str, tokenizer: Tokenizer, texts: Sequence[str], batch: EncodedBatch, expected: EncodedBatch
 ) -> None:
-    """Raise BackendMismatch with the first difference between the ids of a fast back end and the reference."""
+    """Raise BackendMismatch with the first difference if `batch` differs from `expected`, the reference's batch."""
     if np.array_equal(batch.lengths, expected.lengths) and np.array_equal(batch.ids, expected.ids):
         return
     split = (np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]) for encoded in (batch, expected))
@@ -262,7 +263,7 @@ def _compare(
 
 
 def probe_strings(tokenizer: Tokenizer) -> list[str]:
-    """Return about 3,000 valid Unicode strings, always the same for a tokenizer. The reference takes 0.1 s for them."""
+    """Return about 3,000 difficult strings, always the same for a tokenizer. The reference encodes them in 0.1 s."""
     generator = np.random.default_rng(_SEED)
     # Code points next to each other, between letters and after spaces.
     runs = [np.arange(start, start + 32) for start in range(0, _DENSE_END, 32)]

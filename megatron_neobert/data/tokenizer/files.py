@@ -41,11 +41,11 @@ _FILE_NAMES = {
 
 
 def find_tokenizer_file(path: Path, tokenizer_type: str) -> Path:
-    """Return the path of the tokenizer file: the path itself, or the first of _FILE_NAMES in a folder.
+    """Return `path` if it is a file. For a folder, return the first of the type's _FILE_NAMES in it.
 
     Raises:
-        ConfigError: The type does not exist, or the file has another type.
-        MissingInputError: The path does not exist, or the folder has no suitable file.
+        ConfigError: The type does not exist, or a file has another type.
+        MissingInputError: The path does not exist, or the folder has no file for this type.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         raise ConfigError(f"--tokenizer-type {tokenizer_type} does not exist; use one of {', '.join(TOKENIZER_TYPES)}")
@@ -84,7 +84,7 @@ def is_sentencepiece(path: Path) -> bool:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a tokenizer file. Raise DataError if it is larger than any tokenizer."""
+    """Return the content of a tokenizer file. Raise DataError if the file is larger than 512 MiB."""
     if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
         raise DataError(
             f"{path} has {size:,} bytes; a tokenizer file has at most {_LARGEST_FILE_BYTES:,}. Name a tokenizer file"
@@ -162,7 +162,7 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
 
 
 def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tokenizer_type: str) -> bool:
-    """Return True if text is lower-cased before it is split into pieces.
+    """Return True if text must be lower-cased. The type decides, else `declared`, else the case of the pieces.
 
     Raises:
         ConfigError: The type contradicts `declared` (do_lower_case of tokenizer_config.json) or the pieces.
@@ -220,7 +220,7 @@ def raise_unless_library(error: BaseException) -> None:
 
 
 def _find_character_maps(normalizer: Any) -> list[bytes]:
-    """Return SentencePiece's compiled rules in a normalizer. Rules that are not base64 become b"", which is invalid."""
+    """Return each precompiled_charsmap in the normalizer of a tokenizer.json, decoded, or b"" if it is not base64."""
     maps = []
     stack = [normalizer]
     while stack:
@@ -246,7 +246,7 @@ def is_character_map(rules: bytes) -> bool:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of special_tokens_map.json and tokenizer_config.json; the latter takes precedence.
+    """Return special_tokens_map.json, updated by tokenizer_config.json. A missing file counts as empty.
 
     Raises:
         DataError: A file is damaged, needs Python code of the tokenizer, or has a setting of the wrong type.
@@ -280,7 +280,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """Raise DataError if two pieces have the same id, or if the ids have gaps."""
+    """Raise DataError if two pieces (or added tokens) have the same id, or if the ids are not 0 to n - 1."""
     pieces: dict[int, str] = {}
     for piece, id_ in backend.get_vocab(with_added_tokens=True).items():
         if pieces.setdefault(id_, piece) != piece:
@@ -296,10 +296,10 @@ def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
 def choose_special_names(
     pieces: Collection[str], folder: Path, candidates: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the names of the special tokens by role, and the required names that are not in `pieces`.
+    """Return the name of each role's special token, and for a message the names that are missing in `pieces`.
 
-    The name of a role is the one in the folder's tokenizer_config.json, else the first candidate in `pieces`, else the
-    last candidate. Raise DataError for an invalid name in tokenizer_config.json.
+    The name of a role is the one in the folder's tokenizer_config.json, else the first of its `candidates` in `pieces`,
+    else its last candidate. Raise DataError if tokenizer_config.json is damaged or has an invalid name.
     """
     config = read_tokenizer_config(folder)
     names: dict[str, str] = {}

@@ -44,7 +44,7 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     Special tokens that the model lacks are added after its vocabulary, with RoBERTa's names.
 
     Raises:
-        DataError: The file is not a SentencePiece model, or its kind is not supported.
+        DataError: The file is not a SentencePiece model, its kind is not supported, or tokenizer_config.json is wrong.
         ModuleNotFoundError: The package sentencepiece, or protobuf, is not installed.
     """
     model = _read_model(path)
@@ -95,7 +95,7 @@ def _build_backend(model: Any, symbols: list[str]) -> tokenizers.Tokenizer:
 
 
 def _normalization(spec: Any, symbols: list[str]) -> list[Any]:
-    """Return SentencePiece's normalisation steps in its order. The only white space is the space."""
+    """Return SentencePiece's normalisation steps in order. `symbols` stay unchanged. Only " " counts as white space."""
     before_prefix: list[Any] = []
     if spec.precompiled_charsmap:
         before_prefix.append(normalizers.Precompiled(spec.precompiled_charsmap))
@@ -119,7 +119,7 @@ def _normalization(spec: Any, symbols: list[str]) -> list[Any]:
 
 
 def _dummy_prefix(symbols: list[str]) -> Any:
-    """Return the step that puts a space before a text.
+    """Return the normalizer that puts "▁" (SentencePiece's space) before a text.
 
     A text that is one symbol gets no space, because the back end also normalises the texts of its added tokens.
     """
@@ -130,7 +130,7 @@ def _dummy_prefix(symbols: list[str]) -> Any:
 
 
 def _build_bpe(model: Any) -> models.BPE:
-    """Return the BPE model. Its merges are all pairs of pieces that form a third, by descending score of the third.
+    """Return the BPE model. Two ordinary pieces merge if they form a third, in descending order of the third's score.
 
     For equal scores, SentencePiece merges from left to right. Sorting the longer left part first has this effect.
     """
@@ -153,7 +153,7 @@ def _build_bpe(model: Any) -> models.BPE:
 
 
 def _build_unigram(model: Any) -> models.Unigram:
-    """Return the Unigram model. Pieces that are not ordinary get a very low score, so that no text contains them."""
+    """Return the Unigram model. All but ordinary pieces get a very low score, so that no text contains them."""
     lowest = 100 * min(-1.0, *(entry.score for entry in model.pieces))
     # Nine digits represent a 32-bit number exactly. The reader of a tokenizer.json may round the seventeenth digit.
     scored = [(entry.piece, float(f"{entry.score if entry.type == _NORMAL else lowest:.9g}")) for entry in model.pieces]
@@ -162,7 +162,7 @@ def _build_unigram(model: Any) -> models.Unigram:
 
 
 def _read_model(path: Path) -> Any:
-    """Return the file as sentencepiece's ModelProto. Raise DataError if it is damaged or not supported."""
+    """Return the file as sentencepiece's ModelProto. Raise DataError if it is damaged or its kind is not supported."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     content = read_whole(path)
@@ -176,7 +176,7 @@ def _read_model(path: Path) -> Any:
 
 
 def _find_problem(model: Any) -> str | None:
-    """Return the reason why the library would reject the model or give other ids, or None."""
+    """Return the reason why the model is damaged or not supported, with what to do, or None if it can be used."""
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     texts = [entry.piece for entry in model.pieces]
     # protobuf returns bytes for a text that is not UTF-8.

@@ -95,10 +95,10 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over everything that decides the ids of a text, and over the special tokens.
+        """Hexadecimal SHA-256 over everything that decides the ids of a text, and over the special tokens.
 
-        A vocab.txt, the folder saved from it, and Hugging Face's tokenizer.json of the same vocabulary have the same
-        fingerprint, because the post-processor and the decoder do not count.
+        The post-processor and the decoder are not included. So a vocab.txt, the folder saved from it, and Hugging
+        Face's tokenizer.json of the same vocabulary have the same fingerprint.
         """
         state = parse_json(self.backend.to_str())
         # Reading a tokenizer.json may change the last bits of a score.
@@ -119,7 +119,7 @@ class Tokenizer:
 
     @cached_property
     def is_bert_wordpiece(self) -> bool:
-        """True if a vocab.txt and the three settings of BERT's normalizer define the tokenizer."""
+        """True for BERT's WordPiece, which a vocab.txt and three settings of the normalizer define completely."""
         return (
             isinstance(self.backend.normalizer, normalizers.BertNormalizer)
             and isinstance(self.backend.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
@@ -128,10 +128,10 @@ class Tokenizer:
         )
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Return the ids of texts without special tokens.
+        """Return the concatenated ids of all texts (int32) and the length of each text. No special tokens are added.
 
-        The text of a special token, such as "[MASK]", is encoded as ordinary text. If the model has it as a piece, as
-        Unigram models do, it becomes the unknown token: no other special id is ever returned.
+        The text of a special token, such as "[MASK]", is encoded as ordinary text. If the text is a piece of the model,
+        as in Unigram models, the unknown id replaces it. No other special id is in the result.
 
         Raises:
             DataError: The library cannot encode a text, because the tokenizer's file is damaged.
@@ -166,7 +166,7 @@ class Tokenizer:
         return self.backend.decode([int(id_) for id_ in ids], skip_special_tokens=False)
 
     def save_tokenizer_files(self, folder: Path, *, model_max_length: int) -> None:
-        """Write the files that Hugging Face's `AutoTokenizer` loads; it encodes a text as [CLS] text [SEP].
+        """Write the files that Hugging Face's `AutoTokenizer` loads. They encode a text as [CLS] text [SEP].
 
         Args:
             folder: Created if it does not exist. Existing files are replaced.
@@ -174,6 +174,7 @@ class Tokenizer:
 
         Raises:
             OutputError: The folder cannot be created.
+            OSError: A file cannot be written.
         """
         names = {f"{role}_token": name for role, name in self.special_names.items()}
         config: dict[str, Any] = {
@@ -212,7 +213,7 @@ class Tokenizer:
 
     @cached_property
     def _literals_may_be_pieces(self) -> bool:
-        """True if the model may have the text of a special token as a piece.
+        """True if encoding the text of a special token may give a special id, because the text is a piece of the model.
 
         False for BERT's "[MASK]", because the pre-tokenizer splits at the brackets.
         """
@@ -230,7 +231,7 @@ class Tokenizer:
         return table
 
     def _split_into_calls(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-        """Yield the texts of one backend call, and the number of the text that each is a part of.
+        """Yield two lists per backend call: the index in `texts` of each part, and the parts to encode.
 
         Only BERT's WordPiece gives the same ids for a text and for its parts, so only it splits long texts.
         """
@@ -260,9 +261,10 @@ def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
         tokenizer_type: One of config.schema.TOKENIZER_TYPES. "auto" determines the type from the file.
 
     Raises:
-        ConfigError: The type does not fit the file.
+        ConfigError: The type does not exist, or does not fit the file.
         MissingInputError: The file or folder does not exist, or the folder has no tokenizer.
-        DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
+        DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing or not usable.
+        ModuleNotFoundError: The file is a SentencePiece model, and the package sentencepiece is not installed.
     """
     file = find_tokenizer_file(Path(path), tokenizer_type)
     if is_sentencepiece(file):
@@ -275,7 +277,7 @@ def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
 
 
 def _check_use(tokenizer: Tokenizer, file: Path) -> None:
-    """Raise DataError for a tokenizer that would fail during a run, or that shares the mask token with another role."""
+    """Raise DataError if the tokenizer cannot encode text, or if its mask or unknown token is not usable."""
     shared = [role for role, id_ in tokenizer.special_tokens.items() if role != "mask" and id_ == tokenizer.mask_id]
     if shared:
         raise DataError(
@@ -298,11 +300,11 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
     """Train a WordPiece tokenizer in BERT's layout. The same texts always give the same vocabulary.
 
     Args:
-        texts: Iterated over twice, for the characters and for the words. Memory grows with the number of distinct
-            words.
+        texts: Read twice, for the characters and for the words, so not an iterator. Memory grows with the number of
+            distinct words.
         vocab_size: Largest number of ids. Small texts give fewer.
         lowercase: Lower-case and strip accents, in training and in use.
-        min_frequency: Pairs of pieces that are rarer are not merged.
+        min_frequency: Least number of occurrences of two pieces that are merged into one.
 
     Raises:
         ConfigError: The special tokens and characters need more ids than `vocab_size`.
@@ -336,7 +338,7 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
 
 
 def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
-    """Return the characters that cover _CHARACTER_COVERAGE of the normalised texts, and printable ASCII, sorted."""
+    """Return, sorted, the frequent characters (_CHARACTER_COVERAGE of the normalised texts) and printable ASCII."""
     normalize = backend.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for text in texts:
@@ -372,7 +374,7 @@ def _split_at_spaces(text: str) -> Iterator[str]:
 
 
 def _canonical(value: Any) -> Any:
-    """Return the value with keys sorted and without null and false entries.
+    """Return a JSON value with sorted keys and without null and false entries, also inside nested values.
 
     Null and false are the defaults of settings that later versions of the backend add.
     """

@@ -44,11 +44,14 @@ class TrainTokenizerOptions:
 def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """Train a WordPiece vocabulary on raw text files, for languages without a suitable published vocabulary.
 
+    Write the tokenizer's files to the folder --output, and print a summary.
+
     Raises:
         ConfigError: A number is out of range, or --vocab-size is too small for the characters of the texts.
-        DataError: Too many records are in error, or there is no document.
+        DataError: An input file is damaged or not supported, too many records are in error, or there is no document.
         MissingInputError: An input file does not exist.
         OutputError: The folder already has a tokenizer, or cannot be created.
+        OSError: An input file cannot be read, or an output file cannot be written.
     """
     for name in ("vocab_size", "min_frequency"):
         if (number := getattr(options, name)) >= 2**31:
