@@ -1,4 +1,5 @@
-"""Fixes for four defects of megatron.core, on CPU and GPU: two give wrong numbers, two make the host wait for the GPU.
+"""Fixes for five defects of megatron.core: two give wrong numbers, two make the host wait for the GPU, one delays the
+start of large runs.
 
 1. The `fully_reshardable` checkpoint format cuts optimizer state at wrong offsets if a gradient buffer has several
    buckets and a bucket before the last one is padded. This happens with overlap_grad_reduce and a hidden size that is
@@ -9,6 +10,8 @@
 3. The gradient norm is a Python number, so the host waits for the device; without Transformer Engine and Apex it waits
    once more per parameter. `norm_on_device` returns a tensor. 0.19 does so with some versions of Transformer Engine.
 4. `finalize_model_grads` reads the number of tokens from the device. `finalize_gradients` does not, nor does 0.19.
+5. All ranks wait in the store for each group of the run: 11,270 groups with 1,024 ranks, which would take about half an
+   hour (benchmarks/benchmark_store.py). With `use_local_synchronization` a rank waits only for the 17 groups it is in.
 
 tests/distributed/test_resume.py tests the first two fixes, tests/gpu_path the others.
 """
@@ -39,6 +42,7 @@ _EXPECTED_SOURCE = (
     (DistributedOptimizer, "load_state_dict", "if not HAVE_APEX_OR_TE:"),
     (megatron_optimizer, "_get_megatron_optimizer_based_on_param_groups", "if USING_PYTORCH_OPTIMIZER:"),
     (megatron_optimizer, "_get_megatron_optimizer_based_on_param_groups", "adam_cls = Adam"),
+    (parallel_state, "create_group", '"use_local_synchronization": use_local_synchronization,'),
     (base_optimizer.MegatronOptimizer, "get_grad_norm", "total_norm = get_grad_norm_fp32("),
     (base_optimizer.MegatronOptimizer, "clip_grad_norm", "grad_norm = get_grad_norm_fp32("),
     (base_optimizer.ChainedOptimizer, "get_grad_norm", "grad_norm = get_grad_norm_fp32("),
@@ -48,7 +52,7 @@ _NORM_ELEMENTS = 1 << 15
 
 
 def install() -> None:
-    """Patch offsets of optimizer checkpoints (fix 1) and the gradient norm (fix 3) in megatron.core.
+    """Patch offsets of optimizer checkpoints (fix 1), the gradient norm (fix 3) and `create_group` (fix 5).
 
     The other fixes are called by name. A second call does nothing.
 
@@ -63,6 +67,7 @@ def install() -> None:
         DistributedOptimizer.sharded_param_state_fully_reshardable
     )
     clip_grads.get_grad_norm_fp32 = base_optimizer.get_grad_norm_fp32 = norm_on_device
+    parallel_state.create_group = functools.partial(parallel_state.create_group, use_local_synchronization=True)
 
 
 def check_sources() -> None:

@@ -3,6 +3,7 @@
 import datetime
 import errno
 import os
+import resource
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # slow to import
 
+_OPEN_FILES = 1 << 16  # limit of a process that serves the store
 _BACKLOG = 4096  # connections waiting to be accepted: all ranks of a large run connect at the same time
 
 
@@ -61,6 +63,7 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
     interfaces, because no other node could connect otherwise.
 
     The caller must keep the returned store until all ranks have ended: torchrun uses the same server (multi_tenant).
+    Raises this process's limit of open files to 65,536, or to its hard limit.
 
     Args:
         port: Port number; 0 to let the system choose.
@@ -71,6 +74,11 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
     """
     from torch.distributed import TCPStore
 
+    # Each rank has two connections. A limit of 1,024 open files, which is common, would end at 512 ranks.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     try:
         family, *_, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         host = str(resolved[0])
