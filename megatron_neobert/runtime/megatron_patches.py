@@ -48,9 +48,7 @@ _NORM_ELEMENTS = 1 << 15
 
 
 def install() -> None:
-    """Patch offsets of optimizer checkpoints (fix 1) and the gradient norm (fix 3) in megatron.core.
-
-    The other fixes are called by name. A second call does nothing.
+    """Patch megatron.core: the offsets in optimizer checkpoints, and the gradient norm. A second call does nothing.
 
     Raises:
         ConfigError: The installed megatron.core is not one that the patches were written for.
