@@ -64,7 +64,7 @@ def main() -> int:
 
 @contextmanager
 def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
-    """Yield a `state.Run` of one rank on a new corpus in `folder`, as a context manager. Then end the process group."""
+    """Write a corpus to `folder` and yield a `state.Run` of one rank for a `with` block; then end the process group."""
     from benchmarks.shared import write_corpus
     from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, Settings, TrainingConfig
     from megatron_neobert.runtime import distributed
@@ -88,10 +88,10 @@ def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _train(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
-    """Train, and save after the first iteration unless `mode` is "none". The weights and the iteration of `run` change.
+    """Train `run` further. Write one checkpoint, after the first iteration, unless `mode`, an item of MODES, is "none".
 
     Returns:
-        Wall seconds of the call, and wall seconds in calls of the saver.
+        Wall seconds until all iterations and the checkpoint have ended, and wall seconds in calls of the saver.
     """
     from megatron_neobert.checkpoint.save import Saver
     from megatron_neobert.training.step import train_step
@@ -112,7 +112,7 @@ def _train(run: Any, iterations: int, *, mode: str) -> tuple[float, float]:
 
 
 def _verify(run: Any) -> tuple[float, int]:
-    """Return the seconds of verifying the newest checkpoint, and its bytes. Raise CheckpointError if it is damaged."""
+    """Verify the newest checkpoint; return the wall seconds and its bytes. Raise CheckpointError if it is damaged."""
     from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 
     checkpoint = latest_checkpoint(Path(run.settings.checkpoint.save))

@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
-    """Write a generated corpus to `folder`, print its size, and return it, opened, as the input of the loaders."""
+    """Write a generated corpus to `folder`, print its number of documents and tokens, and return it as an open Job."""
     from benchmarks.shared import write_corpus
     from megatron_neobert.data.corpus.reader import Corpus
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -135,7 +135,7 @@ def our_stream(job: Job) -> Any:
 
 
 def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Size]:
-    """Yield the size of each batch of this project's loader, without end. With 0 workers, this process builds them."""
+    """Yield the sizes of this project's batches, without end. With 0 workers, this process builds the batches."""
     import torch
 
     from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
@@ -169,7 +169,7 @@ def full_examples(job: Job) -> list[list[int]]:
 def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[Size]:
     """Yield the size of each batch of transformers' DataCollatorForLanguageModeling, without end.
 
-    `examples` returns the token ids of each row, which are shuffled. A tokenizer is written to `job.folder`.
+    `examples` returns the token ids of each row; every epoch shuffles the rows. A tokenizer is written to `job.folder`.
     """
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
@@ -193,7 +193,7 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
 
 
 def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
-    """Return functions that start the installed loaders, by name. Print how to install DALI if it is missing.
+    """Return {name: function that starts a loader}. Without DALI, leave its loaders out and print how to install it.
 
     This project's loaders come first, because their workers must be forked before other libraries start threads.
     """
@@ -213,7 +213,7 @@ def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
 
 
 def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: float) -> list[Turn]:
-    """Measure each loader for `seconds` per round, after one batch that is not counted. Print and return the turns."""
+    """Warm up each loader with one batch, and measure it for `seconds` in every round. Print and return the turns."""
     from benchmarks.shared import in_turns
 
     for batches in loaders.values():
@@ -226,7 +226,7 @@ def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: fl
 
 
 def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
-    """Take batches for `seconds` of wall time, at least one. Return their total size and the CPU seconds."""
+    """Take batches for `seconds` of wall time, at least one. Return total sizes and CPU seconds, workers included."""
     time.sleep(SETTLE_SECONDS)
     cpu, end = tree_cpu_seconds(), time.perf_counter() + seconds
     taken = [next(batches)]
@@ -246,7 +246,7 @@ def tree_cpu_seconds() -> float:
 
 
 def summarise(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return a table row per loader: medians of its turns, and how many times faster OURS was in the same rounds."""
+    """Return a row per loader: median speeds, % of padding, and the median factor by which OURS was faster."""
     by_loader: dict[str, list[Turn]] = {}
     for turn in turns:
         by_loader.setdefault(turn.loader, []).append(turn)

@@ -79,11 +79,12 @@ class Measured:
 
 
 def main() -> int:
-    """Prepare the inputs, measure every tool in turns, print the table, and write --output. Return exit code 0.
+    """Measure every tool in turns, print the table, and write the figures to --output if given. Return exit code 0.
 
     Raises:
         ConfigError: No tool can run.
         DataError: A tool fails, or the tools wrote different tokens.
+        SystemExit: A step fails, such as reading the inputs or counting the tokens of a tool.
     """
     arguments = parse_arguments()
     tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
@@ -122,11 +123,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def available_tools(names: Sequence[str], *, megatron_lm: str = "") -> list[str]:
-    """Return the tools in `names` that can run, in the same order; print what the others need.
-
-    Raises:
-        ConfigError: No tool can run.
-    """
+    """Return the tools in `names` that can run; print what the others need. Raise ConfigError if none can run."""
     available = []
     for name in names:
         if missing := [package for package in TOOLS[name].packages if importlib.util.find_spec(package) is None]:
@@ -146,7 +143,7 @@ def step_command(step: str, **arguments: Any) -> list[str]:
 
 
 def run_step(step: str, **arguments: Any) -> Any:
-    """Run a step as a process and return its result, parsed from JSON. If it fails, exit with its exit code."""
+    """Run a step as a new process and return its result. If the step fails, this process exits with the same code."""
     command = step_command(step, **arguments)
     result = subprocess.run(command, stdout=subprocess.PIPE, env=tool_environment(), check=False)
     if result.returncode != 0:
@@ -189,7 +186,7 @@ TOOLS = {
 def run_in_turns(
     turns: Sequence[tuple[str, int]], job: Job, files: Sequence[str], *, folder: str, rounds: int, title: str = "round"
 ) -> list[Measured]:
-    """Run every tool once per round, print a line per run, and return the figures in the order of the runs.
+    """Run all `turns` once per round, print a line per run, and return the figures of the runs in the order they ran.
 
     Args:
         turns: Pairs of a tool and its number of workers.
@@ -219,7 +216,7 @@ def run_in_turns(
 
 
 def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
-    """Run a tool on as many cores as it has workers. Return its figures and the number of tokens that it wrote.
+    """Run the tool `name` on as many cores as it has workers, and return its figures. Delete its output in `folder`.
 
     Raises:
         DataError: The tool fails.
@@ -241,7 +238,7 @@ def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> 
     """Run a command to its end, on the first `cores` cores that this process may use.
 
     Args:
-        log: File for the output of the command.
+        log: File for the output and the errors of the command.
         scratch: Folder for caches and temporary files of the command.
 
     Returns:
@@ -274,7 +271,10 @@ def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> 
 
 
 def tool_environment(scratch: str | None = None) -> dict[str, str]:
-    """Return os.environ with one thread per process, no downloads from the Hub and, if given, caches in `scratch`."""
+    """Return os.environ with this repository on PYTHONPATH, one thread per process and no downloads from the Hub.
+
+    With `scratch`, a folder, caches and temporary files go there.
+    """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",  # also read by Arrow
@@ -287,7 +287,7 @@ def tool_environment(scratch: str | None = None) -> dict[str, str]:
 
 
 def verify(runs: Sequence[Measured]) -> None:
-    """Raise DataError if runs have different `tokens`, or different `ids_sha256` apart from None."""
+    """Raise DataError if runs have different `tokens`, or different `ids_sha256` among those that are not None."""
     counts = [(run.name, f"{run.tokens:,}") for run in runs]
     hashes = [(run.name, run.ids_sha256[:12]) for run in runs if run.ids_sha256]
     for compared, values in (("numbers of tokens", counts), ("ids, by sha256", hashes)):
@@ -300,7 +300,7 @@ def verify(runs: Sequence[Measured]) -> None:
 
 
 def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, Any]]:
-    """Return a row per tool and workers: medians, peak memory, and the wall times of COMPARED divided by the row's."""
+    """Return a row per tool and workers: medians, peak memory, and how many times faster than each of COMPARED."""
     groups: dict[tuple[str, int], list[Measured]] = {}
     for run in runs:
         groups.setdefault((run.tool, run.workers), []).append(run)

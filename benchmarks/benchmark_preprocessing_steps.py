@@ -44,7 +44,8 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
         "text_bytes". "job": all fields of `Job` except `folder` and `megatron_lm`.
 
     Raises:
-        MissingInputError, DataError: An input file or the tokenizer does not exist, or the tokenizer is damaged.
+        MissingInputError: An input file or the tokenizer does not exist.
+        DataError: The tokenizer is damaged.
         ConfigError: An input file is not parquet, or has no column `text_key`.
     """
     import pyarrow as pa
@@ -82,10 +83,10 @@ def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str) -> 
 
 
 def save_plain_tokenizer(model: str, folder: Path) -> dict[str, Any]:
-    """Write a tokenizer.json that treats names of special tokens in a text, such as "[MASK]", as text.
+    """Write the tokenizer `model`, a file or folder, to `folder`, changed so that "[MASK]" in a text is ordinary text.
 
     Returns:
-        "tokenizer_json": path of the file. "special_tokens": number of special tokens that are added to each text.
+        "tokenizer_json": path of the new file. "special_tokens": number of special tokens that it adds to each text.
     """
     import tokenizers
 
@@ -101,7 +102,10 @@ def save_plain_tokenizer(model: str, folder: Path) -> dict[str, Any]:
 
 
 def write_json_lines(folder: str, text_key: str) -> None:
-    """Write the parquet files of FOLDER as FOLDER.jsonl, and the folder FOLDER.performance, for Megatron-LM's tool."""
+    """Write the texts of the parquet files in `folder` to FOLDER.jsonl, for Megatron-LM's tool.
+
+    Also create the folder FOLDER.performance, which must not exist, with the file of timings that the tool reads.
+    """
     import pyarrow.parquet as pq
 
     with Path(f"{folder}.jsonl").open("w", encoding="utf-8") as lines:
@@ -116,7 +120,7 @@ def write_json_lines(folder: str, text_key: str) -> None:
 
 
 def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Tokenize the parquet files in `folder` with datatrove into .bin and .idx files in the folder `output`."""
+    """Tokenize the parquet files in `folder` with datatrove. Write .bin and .idx files to `output`, logs beside it."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.tokens import MegatronDocumentTokenizer
@@ -131,7 +135,7 @@ def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, 
 
 
 def run_datasets(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Tokenize parquet files with datasets as NeoBERT's authors do, but without truncation. Save to folder `output`."""
+    """Tokenize parquet files in `folder` with datasets as NeoBERT's authors do, but untruncated. Save to `output`."""
     from datasets import load_dataset
     from transformers import PreTrainedTokenizerFast
 
@@ -156,10 +160,10 @@ def count(output: str, special_tokens: int) -> dict[str, Any]:
         special_tokens: Number of special tokens around each document. They are not counted.
 
     Returns:
-        "documents"; "tokens"; "ids_sha256": sha256 of all .bin files, or None if there are special tokens.
+        "documents"; "tokens"; "ids_sha256": sha256 of all .bin files, or None if `special_tokens` is not 0.
 
     Raises:
-        DataError: An .idx and its .bin have different sizes.
+        DataError: A .bin file does not have the size that follows from its .idx file.
     """
     import numpy as np
     import pyarrow as pa

@@ -89,8 +89,8 @@ def main() -> int:
 def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> int:
     """Train the layouts in turns at every length, and print their speeds. Return exit code 0.
 
-    The figures are written to `arguments.output`, and the benchmark's corpus to `folder`. `flags` are flags of `neobert
-    train`, which replace settings.
+    The figures are written to `arguments.output` (None: not written), and a corpus is written to `folder`. `flags` are
+    flags of `neobert train`, which replace settings.
 
     Raises:
         ConfigError: A flag or the settings are not valid, or this machine cannot run them.
@@ -152,7 +152,7 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
 
 
 def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the result of `passes_in_each_layout` for a warm-up step, and then for one step per round."""
+    """Yield `arguments.rounds` + 1 steps, the first for warming up, each in the layouts of `passes_in_each_layout`."""
     from benchmarks.step_layouts import passes_in_each_layout
 
     micro, total = batch_sizes(seq_length, arguments)
@@ -169,9 +169,9 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
 
     Args:
         run: megatron_neobert.state.Run.
-        reference: benchmarks.step_layouts.Reference. Before a step of another layout, its weights are copied to `run`.
-            With None, `run` keeps its own.
-        passes: An item of `steps_in_each_layout`.
+        reference: benchmarks.step_layouts.Reference or None. If given, its weights are copied to `run` before a step in
+            another layout than "reference".
+        passes: Batches of the step in every layout, from `steps_in_each_layout`.
     """
     import torch
 
@@ -218,7 +218,7 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
 
 
 def find_waits(step: Callable[[], Any]) -> dict[str, int]:
-    """Run a step on a GPU. Return how often each "FILE.py:LINE" waits for it, without explicit synchronize calls."""
+    """Run a step on a GPU. Return {"FILE.py:LINE": number of waits for the GPU}, without explicit synchronize calls."""
     import torch
 
     torch.cuda.set_sync_debug_mode("warn")
@@ -235,11 +235,11 @@ def find_waits(step: Callable[[], Any]) -> dict[str, int]:
 
 
 def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> list[dict[str, Any]]:
-    """Run a step, and return the 30 operations that take longest, without the time of operations that they call.
+    """Run a step in torch's profiler. Return the 30 operations that take longest, without operations that they call.
 
     Returns:
-        Rows with "operation", "calls", "ms" (on the GPU with `on_gpu`) and "% of all", the longest first. With
-        `on_gpu`, CUDA functions that wait for the GPU follow.
+        Rows with "operation", "calls", "ms" (with `on_gpu`, GPU time) and "% of all", the longest first. With `on_gpu`,
+        rows of CUDA functions that wait for the GPU follow; only their "calls" are meaningful.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -269,7 +269,7 @@ def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> list[dict[str, Any
 
 
 def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[str, Any]]:
-    """Return a row per length and layout: medians, and how many times faster the packed step of the same round was."""
+    """Return a row per length and layout: medians, and the median factor by which packed was faster in a round."""
     table = []
     for seq_length, layout in dict.fromkeys((timing.seq_length, timing.layout) for timing in timings):
         of_length = [timing for timing in timings if timing.seq_length == seq_length]

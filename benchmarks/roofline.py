@@ -64,10 +64,10 @@ def main() -> None:
 
 
 def counted_bytes(layers: str) -> dict[str, float]:
-    """Return the bytes that a step moves per token, by part: the keys of PARTS and "elementwise".
+    """Return the bytes that a step moves per token, by part of the step: the keys of PARTS, and "elementwise".
 
     Args:
-        layers: "local" or "Transformer Engine", as in the table of docs/performance.md, which is read.
+        layers: "local" or "Transformer Engine". The numbers are read from the table of docs/performance.md.
     """
     text = PERFORMANCE.read_text(encoding="utf-8")
     count = text.split("<!-- counted by tests/gpu_path -->")[1].split("<!-- end of the count -->")[0]
@@ -92,7 +92,7 @@ def steps() -> list[Step]:
 
 
 def microseconds(step: Step, document_tokens: int, bandwidth: float) -> dict[str, float]:
-    """Return the microseconds per token of each part of the step. `bandwidth` is in bytes/s."""
+    """Return microseconds per token by part of a step on documents of `document_tokens`. `bandwidth` is in bytes/s."""
     settings = Settings()
     model, headless = settings.model, settings.with_section("data", mask_prob=0.0)
     products = training_flops_per_token(headless, vocab_size=VOCAB_SIZE, document_tokens=0)

@@ -21,7 +21,7 @@ SIGMA = math.sqrt(2 * math.log(640 / 368))
 
 
 def describe_machine(packages: Iterable[str]) -> dict[str, str]:
-    """Return "cpu", "cores" (usable ones), "date", "python", and the version of each package that is installed."""
+    """Return "cpu", "cores" that this process may use, "date", "python", and versions of the installed `packages`."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -36,7 +36,7 @@ def describe_machine(packages: Iterable[str]) -> dict[str, str]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows as a text table. Its columns are the keys of the first row, which must exist."""
+    """Print rows, at least one, as a text table. The keys of the first row are the columns; all rows must have them."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
@@ -64,12 +64,12 @@ def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any
 
 
 def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int) -> tuple[str, str]:
-    """Write documents of random words, the same in every call, to `folder`, and preprocess them.
+    """Write documents of random words to the existing `folder`, the same in every call, and preprocess them.
 
-    Each word is one token. Lengths are log-normal, about as those of web pages, with at most `longest` words.
+    Each word is one token. Lengths in words are log-normal with median `median_tokens`, cut at `longest`.
 
     Returns:
-        The corpus prefix and the path of the vocabulary.
+        The corpus prefix, and the path of the vocabulary of `vocab_size` tokens, special tokens included.
     """
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
     from megatron_neobert.data.preprocessing.run import preprocess

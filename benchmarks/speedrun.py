@@ -38,11 +38,11 @@ class Finish:
 
 
 def main() -> None:
-    """Print a line per recipe, and a line per comparison with the first recipe; write both to --output.
+    """Print a line per recipe, and a line per comparison with the first recipe. Write both to --output if given.
 
     Raises:
         MissingInputError: A run has no log.
-        DataError: The number of runs is wrong, a run has no last validation, or recipes have runs of different names.
+        DataError: A recipe has fewer than 2 or more than 16 runs, a run is unfinished, or recipes have different runs.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -63,11 +63,11 @@ def main() -> None:
 
 
 def read_recipe(folder: Path) -> dict[str, Finish]:
-    """Return the results of all runs of a recipe, by name. The runs are the subfolders of `folder`.
+    """Return the result of each run of a recipe. The runs are the subfolders of `folder`, whose names are the keys.
 
     Raises:
         MissingInputError: A run has no log.
-        DataError: There are fewer than 2 or more than 16 runs, a log is empty, or a run has no last validation.
+        DataError: There are fewer than 2 or more than 16 runs, a log is empty, or a run has no validation at its end.
     """
     runs = sorted(path for path in folder.glob("*") if path.is_dir())
     if not 2 <= len(runs) <= MOST_SEEDS:
@@ -76,10 +76,10 @@ def read_recipe(folder: Path) -> dict[str, Finish]:
 
 
 def finish_of(run: RunLog) -> Finish:
-    """Return the last validation loss, the tokens and the training time of a run.
+    """Return the last validation loss, the tokens and the training seconds (without validation and saving) of a run.
 
     Raises:
-        DataError: The run was not validated after its last logged iteration.
+        DataError: The last iteration in the log has no validation loss.
     """
     last = max(run.values)
     if "validation_loss" not in run.values[last]:
@@ -94,7 +94,7 @@ def finish_of(run: RunLog) -> Finish:
 
 
 def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[str, Any]:
-    """Return a table row of texts: mean loss, p-value that it is below the target, mean tokens and mean seconds."""
+    """Return a table row: number of runs, mean loss, p-value for a mean below `target`, mean tokens, mean seconds."""
     losses = [finish.loss for finish in finishes.values()]
     seconds = [finish.seconds for finish in finishes.values()]
     return {
@@ -108,10 +108,10 @@ def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[st
 
 
 def compare(first: str, baseline: dict[str, Finish], name: str, finishes: dict[str, Finish]) -> dict[str, Any]:
-    """Return a row of texts: the time of `name` divided by that of `first`, as geometric mean, extremes and p-value.
+    """Return the ratios of training seconds, `name` to `first`, as a row of texts: geometric mean, extremes, p-value.
 
     Raises:
-        DataError: The recipes have runs of different names.
+        DataError: The two recipes have runs of different names.
     """
     if baseline.keys() != finishes.keys():
         names = f"{name} has the runs {', '.join(finishes)}, {first} has {', '.join(baseline)}"

@@ -33,7 +33,7 @@ class Reference:
         )
 
     def step(self, passes: list[Padded]) -> float:
-        """Train one step on all passes together; return the mean loss per masked token, in nats."""
+        """Update the weights once with the gradients of all passes; return the mean loss per masked token, in nats."""
         self.optimizer.zero_grad()
         masked = sum(int((labels_bs != IGNORED_LABEL).sum()) for *_, labels_bs in passes)
         loss = torch.zeros((), device=self.device)
@@ -62,8 +62,8 @@ def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[
     tokens, at least one.
 
     Returns:
-        "lengths": tokens of each document. "packed": `batches`. "padded": StepBatches with one document per row.
-        "reference": list of `Padded`, inputs of the reference model.
+        "lengths": tokens of each document. "packed": `batches`, unchanged. "padded": StepBatches with one document per
+        row. "reference": list of `Padded`, inputs of the reference model.
     """
     documents = split_documents(batches.micro_batches)
     width = max(len(tokens) for tokens, _ in documents)
@@ -103,7 +103,7 @@ def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
 
 
 def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> PackedBatch:
-    """Return a result of `to_padded` as a micro-batch of this project. The padding of a row is a dummy document."""
+    """Convert a result of `to_padded` to a PackedBatch, in which the padding of each row is a separate document."""
     rows, width = tokens_bs.shape
     starts_b = torch.arange(rows) * width
     bounds = torch.cat([starts_b, starts_b + present_bs.sum(1), torch.tensor([rows * width])])

@@ -29,7 +29,7 @@ def average(options: AverageOptions) -> None:
     --continue-from, or as --load of `neobert convert`. The command needs the memory of two models.
 
     Raises:
-        MissingInputError: The folder has fewer than --last checkpoints, or none of --iteration.
+        MissingInputError: The folder has no checkpoint of --iteration, or fewer than --last up to it.
         CheckpointError: A checkpoint is damaged or incomplete.
         ConversionError: The checkpoints are of different models, or their layers are not NeoBERT's.
         DataError: The tokenizer of a checkpoint cannot be used.

@@ -88,13 +88,13 @@ class CardOptions:
 def rewrite_model_card(options: CardOptions) -> None:
     """Write the model card of a converted model, with the facts that its owner declares.
 
-    The new card keeps the values of flags that are not given, and the text below the marker line.
+    The new card keeps the present card's values of flags that are not given, and its text below the line `MARKER`.
 
     Raises:
         MissingInputError: A folder or a file of the model does not exist, or --results has no scores of this model.
         ConversionError: The model's files are not as a conversion writes them.
         DataError: A record of --results, or the front matter of the present card, cannot be read.
-        OutputError: The present card has no marker line.
+        OutputError: The present card has no line `MARKER`.
     """
     require_folder("--model", options.model)
     for folder in options.results:
@@ -104,16 +104,16 @@ def rewrite_model_card(options: CardOptions) -> None:
 
 
 def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -> None:
-    """Write README.md of `options.model`, or replace it. Options that are not given keep their present values.
+    """Write README.md of `options.model`, or replace it. Keep its text below `MARKER` and values of options not given.
 
     Args:
-        results: Results to add to the present card. A result replaces an older one of the same task and metric.
+        results: Results to add. A result replaces an older one that differs only in its value.
 
     Raises:
         MissingInputError: A file of the folder is missing.
         ConversionError: A file of the folder is not as a conversion writes it.
         DataError: The front matter of the present card cannot be read.
-        OutputError: The present card has no marker line, and its text would be lost.
+        OutputError: The present card has no line `MARKER`, and its text would be lost.
     """
     folder = options.model
     present = _read_card(folder / CARD)
@@ -151,16 +151,16 @@ def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -
 
 
 def read_results(records: Sequence[Path], model: Path) -> list[EvalResult]:
-    """Return the GLUE and named-entity scores of a model, for the Hub's model index: means over seeds.
+    """Return the GLUE and named-entity scores of a model, each the mean over seeds, for the Hub's model index.
 
     Args:
         records: --output folders of evaluations. Records of other models are ignored.
         model: Folder of the model.
 
     Raises:
-        MissingInputError: The folders have no such scores of this model.
+        MissingInputError: The folders have no such scores of this model, or `model` has no config.json.
         DataError: A record cannot be read.
-        ConversionError: `model` is not a valid folder of a model.
+        ConversionError: A file of `model` refers to something outside of its folder, or is not valid.
     """
     from megatron_neobert.evaluation.models import fingerprint  # imports torch, which takes seconds
     from megatron_neobert.evaluation.report import find_records
@@ -232,10 +232,10 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def count_parameters(folder: Path) -> int:
-    """Return the number of parameters in a folder's weight files, without subfolders. Only headers are read.
+    """Return the number of parameters in the *.safetensors of `folder`, without subfolders. Only headers are read.
 
     Raises:
-        MissingInputError: There are no weight files.
+        MissingInputError: There are no such files.
         ConversionError: A file is damaged.
     """
     total = 0
@@ -254,7 +254,7 @@ def _read_card(path: Path) -> ModelCard:
     """Return the card in a file, or an empty card if there is no file.
 
     Raises:
-        OutputError: The card has no marker line.
+        OutputError: The card has no line `MARKER`.
         DataError: The front matter cannot be read.
     """
     if not path.exists():

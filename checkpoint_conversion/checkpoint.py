@@ -63,7 +63,7 @@ class MegatronCheckpoint:
         return min(phase_at(self.settings, self.iteration).settings.data.seq_length, context)
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
-        """Return the reference model in evaluation mode. Its weights are rounded to `dtype` and stored in fp32.
+        """Return the plain PyTorch model with these weights, rounded to `dtype` and stored in fp32, in evaluation mode.
 
         Raises:
             ConversionError: A weight is missing, has a shape that does not fit the settings, or is not finite.
@@ -85,7 +85,7 @@ def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
 
 
 def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
-    """Return the settings of a reference model that computes the same function as a run's model."""
+    """Return settings with which ReferenceNeoBERT computes the function of a run's model with `vocab_size` tokens."""
     model = settings.model
     return ReferenceConfig(
         num_layers=model.num_layers,
@@ -105,7 +105,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     Raises:
         MissingInputError: The folder has no such checkpoint.
         CheckpointError: The checkpoint is damaged or incomplete.
-        ConversionError: The checkpoint's layers are not NeoBERT's, or their number is not that of its settings.
+        ConversionError: The checkpoint's layers are not NeoBERT's, or their number is not the number in its settings.
         DataError: The tokenizer cannot be used.
     """
     folder = latest_checkpoint(save, iteration=iteration)
@@ -135,7 +135,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
 
 
 def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer) -> Path:
-    """Write a checkpoint of iteration 0 without optimizer state, replacing an older one, and return its folder.
+    """Write a checkpoint of iteration 0 without optimizer state. Return its folder; replace an existing iteration 0.
 
     Args:
         save: Existing save folder.
@@ -185,7 +185,7 @@ def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def stored_name(name: str) -> str:
-    """Return the name of a Megatron parameter in a checkpoint. Only norms of local layers have another name there."""
+    """Return a Megatron parameter's name in checkpoints. It differs only for the norms of local layers."""
     # Imports megatron.core, which conversion does not need.
     from megatron_neobert.model.transformer_config import NORM_NAMES
 

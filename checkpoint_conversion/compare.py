@@ -123,7 +123,7 @@ def to_table(comparisons: Mapping[str, Comparison]) -> str:
 
 
 def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
-    """Return a padded batch of four prompts of 7 to 128 random token ids, cut at `longest`, the same in every call."""
+    """Return four prompts of 7, 23, 64 and 128 random tokens, cut at `longest`, padded, and the same in every call."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([min(tokens, longest) for tokens in PROMPT_TOKENS])
     tokens_bs = torch.randint(vocab_size, (len(lengths), int(lengths.max())), generator=generator)
@@ -138,7 +138,7 @@ def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
 def compare_models(first: LogitModel, second: LogitModel) -> Checks:
     """Return how the second model's logits, "padded" and "packed", differ from the first model's padded logits.
 
-    Attention across documents would make the packed logits differ from the padded ones.
+    Both models run on the same fixed prompts, and must have vocabularies of the same size.
     """
     prompts = build_prompts(first.vocab_size, longest=min(first.max_tokens, second.max_tokens))
     expected_bsv = first.padded(*prompts)
@@ -147,7 +147,7 @@ def compare_models(first: LogitModel, second: LogitModel) -> Checks:
 
 
 def compare_logits(first_bsv: Tensor, second_bsv: Tensor, attention_mask_bs: Tensor) -> Comparison:
-    """Return the differences between two sets of logits. Tokens with mask 0 are padding and are not compared."""
+    """Return how the second logits differ from the first. Tokens with mask 0 are padding and are not compared."""
     present = attention_mask_bs.bool()
     first, second = first_bsv[present].double(), second_bsv[present].double()
     max_abs, largest = (first - second).abs().max(), first.abs().max()
@@ -169,10 +169,10 @@ def differing_settings(first: LogitModel, second: LogitModel) -> list[str]:
 
 @torch.no_grad()
 def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference in every tensor that is not equal bit for bit in fp32, by name.
+    """Return {name: largest difference} of the tensors that are not equal bit for bit in fp32.
 
-    The difference is relative to the largest absolute value of the tensor on either side. It is infinite if one side
-    lacks the tensor or has another shape.
+    The difference is relative to the largest absolute value in the two tensors. It is infinite if one side lacks the
+    tensor or has another shape.
     """
     differing: dict[str, float] = {}
     for name in {**first, **second}:
@@ -187,13 +187,13 @@ def differing_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 
 
 def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, stored: torch.dtype, name: str) -> Checks:
-    """Compare the result of a conversion with its source, and return the comparisons of logits.
+    """Compare logits, settings and weights of a converted model with its source. Return the comparisons of the logits.
 
     Args:
-        source: Model in fp32, with weights rounded to `stored`.
-        load: Loads the result so that it computes in the given dtype: first float32, then `stored`.
-        stored: Dtype of the weights in the result's files.
-        name: Name of the result for messages.
+        source: Model that computes in fp32. Its weights are already rounded to `stored`.
+        load: Loads the converted model in a dtype; called with float32 and, if that is another dtype, with `stored`.
+        stored: Dtype of the weights in the converted model's files.
+        name: Name of the converted model for messages.
 
     Raises:
         ConversionError: Logits differ by more than the tolerance of their dtype, or settings or weights differ.
@@ -228,8 +228,8 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
 def make_loud(model: ReferenceNeoBERT, *, seed: int = 0) -> ReferenceNeoBERT:
     """Set random weights with which every parameter affects the logits. Return the same model in evaluation mode.
 
-    With initial weights, errors stay invisible: logits are about 0.05, attention is almost uniform under any rotary
-    convention, and norms of one and biases of zero have no effect. With these weights, logits reach several units.
+    Initial weights hide errors: logits are about 0.05, attention is almost uniform under any rotary convention, norms
+    are one and biases zero. With the new weights, logits reach several units.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -247,7 +247,7 @@ def make_loud(model: ReferenceNeoBERT, *, seed: int = 0) -> ReferenceNeoBERT:
 def checkpoint_model(
     checkpoint: MegatronCheckpoint, dtype: torch.dtype = torch.float32, *, description: str = "reference"
 ) -> LogitModel:
-    """Return the reference model with the weights of a checkpoint, rounded to `dtype`. The model computes in fp32.
+    """Return a checkpoint's model in plain PyTorch for comparisons, in fp32 with weights rounded to `dtype`.
 
     `description` is the model's name in messages. Raises ConversionError if the weights do not fit the settings.
     """
@@ -279,7 +279,7 @@ def load_model(
 
     Args:
         kind: Model class. With AutoModel, weights of a head in the folder are ignored.
-        weights: Weights to use instead of those in the folder, under the names of the class.
+        weights: Weights to use instead of those in the folder, under the names of the class (no auto class).
         changes: Values to use instead of those in config.json.
 
     Raises:
@@ -308,7 +308,7 @@ def load_model(
 
 
 def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitModel:
-    """Load a Hugging Face folder as a side of a comparison that computes in `dtype`. A llama folder's head is included.
+    """Load a Hugging Face folder's model, with the head of a llama folder, for a comparison that computes in `dtype`.
 
     Raises:
         MissingInputError: The folder has no config.json.
@@ -320,7 +320,7 @@ def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitM
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
-    """Return the model of a folder's config.json, in fp32, with the given weights, as one side of a comparison.
+    """Return the model that a folder's config.json describes, with the given weights, in fp32 for a comparison.
 
     The folder's weights are not used, because transformers would initialize missing biases randomly.
 
@@ -340,7 +340,7 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
 
 
 def to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> LogitModel:
-    """Wrap the model of a folder for a comparison; `head` has the decoder if the class has none, else is empty."""
+    """Wrap a loaded model for a comparison. `head` has the decoder if the class of `model` has none, else is empty."""
     config, parsed = model.config, read_model_config(check_folder(folder), folder / "config.json")
     decoder = {name: head[name].to(model.dtype) for name in HEAD_NAMES if head}
 

@@ -88,7 +88,7 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
         layout: A name in mapping.TABLES.
 
     Raises:
-        ConversionError: The neobert layout cannot express the feed-forward width.
+        ConversionError: The layout is neobert, and the feed-forward width is not a multiple of 8.
     """
     if layout == "neobert":
         return neobert_config(spec)
@@ -282,10 +282,10 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
 
 
 def read_rotary_base(fields: _Fields) -> int | None:
-    """Return the base of the rotary angles under the key of any transformers version, or None if there is none.
+    """Return the base of the rotary angles, or None if there is none. The keys of all transformers versions are read.
 
     Raises:
-        ConversionError: A base is not a whole number of at least 2, two keys differ, or the angles are scaled.
+        ConversionError: A base is not a whole number >= 2, two bases differ, or the angles are scaled or partial.
     """
     bases = {"rope_theta": fields.config.get("rope_theta")}
     plain = {"rope_type": (None, "default"), "type": (None, "default"), "partial_rotary_factor": (None, 1, 1.0)}

@@ -69,11 +69,13 @@ class VerifyOptions:
 def megatron_to_hf(options: ExportOptions) -> None:
     """Write a Megatron checkpoint as a Hugging Face folder and compare it with the reference model.
 
+    The reference is a plain PyTorch model with the checkpoint's weights. --no-verification skips the comparison.
+
     Raises:
         MissingInputError: --load has no such checkpoint.
         CheckpointError: The checkpoint is damaged or incomplete.
         DataError: The tokenizer cannot be used.
-        ConversionError: The layout cannot hold the model, or the output differs from the checkpoint.
+        ConversionError: The layout cannot hold the model, or the output differs from the reference.
         OutputError, SaveError: The output exists, cannot be created or cannot be written.
     """
     from megatron_neobert.checkpoint.folder import latest_checkpoint
@@ -124,7 +126,7 @@ def hf_to_megatron(options: ImportOptions) -> None:
 
 
 def print_result(output: Path, checks: "Checks", *, source: str, start: float) -> None:
-    """Print a table of `checks`, unless it is empty, and the seconds since `start`, a value of time.monotonic()."""
+    """Print a table of `checks` if there are any, and the seconds since `start`, an earlier time.monotonic()."""
     if checks:
         from checkpoint_conversion.compare import to_table
 
@@ -135,9 +137,9 @@ def print_result(output: Path, checks: "Checks", *, source: str, start: float) -
 def verify(options: VerifyOptions) -> int:
     """Compare two models, each a checkpoint or a Hugging Face folder: exit 0 if they are equal, else 1.
 
-    Both run in fp32 on the same fixed prompts. The logits of B, padded and packed, must be close to those of A, padded.
-    The settings that affect the function must be equal. Weights must be equal bit for bit, or within --tolerance if
-    given.
+    Both run in fp32 on the same fixed prompts. The logits of B, padded and packed, may differ from A's padded logits by
+    --tolerance (default 1e-4) of A's largest logit. Settings that affect the function must be equal. Weights must be
+    equal bit for bit or, if --tolerance is given, within it.
 
     Raises:
         MissingInputError: A folder does not exist, or has no model.

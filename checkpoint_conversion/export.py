@@ -48,7 +48,7 @@ def export(
     sentence_transformers: bool = False,
     verified: bool = True,
 ) -> "Checks":
-    """Write `output` as a Hugging Face folder with weights, tokenizer, report and model card, and verify it.
+    """Write `output` as a Hugging Face folder with weights, tokenizer, report and model card. Verify it if `verified`.
 
     Args:
         layout: A name in mapping.TABLES.
@@ -56,7 +56,7 @@ def export(
         sentence_transformers: Add the files that `SentenceTransformer(output)` reads.
 
     Returns:
-        Differences between the written model and the reference model, by input; empty if not `verified`.
+        Differences of the logits from those of the checkpoint in plain PyTorch, by input; empty if not `verified`.
 
     Raises:
         OutputError: The folder exists and is not empty, or cannot be created.
@@ -92,7 +92,7 @@ def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str,
         tensors: Weights under the internal names of mapping.py. They are rounded to the dtype of `spec`.
 
     Raises:
-        ConversionError: The tensors are not those of the model or not finite, or the layout cannot hold it.
+        ConversionError: The tensors do not fit the model or are not finite, or the layout cannot hold the model.
         OSError, SafetensorError: A file cannot be written.
     """
     config = {**build_config(layout, spec), "transformers_version": version("transformers")}
@@ -122,7 +122,6 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
     """Write the files that `SentenceTransformer(folder)` reads.
 
     A text's embedding is the mean of the last hidden states of its tokens, including [CLS] and [SEP], without padding.
-    A pre-trained encoder has not learnt such embeddings yet; contrastive fine-tuning starts from them.
 
     Args:
         layout: Determines the required version of transformers. A `neobert` folder must be loaded with
@@ -159,7 +158,7 @@ def write_sentence_transformers_files(folder: Path, layout: str, model: ModelCon
 
 
 def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", *, layout: str, dtype: str) -> None:
-    """Write `folder`/conversion_report.json: the source checkpoint, its settings without paths, and `checks`."""
+    """Write `folder`/conversion_report.json: source checkpoint, its training settings without paths, and `checks`."""
     compared: dict[str, Any] = {}
     if checks:  # the folder exists only if settings and weights were equal
         from checkpoint_conversion.compare import COMPARED_SETTINGS

@@ -63,8 +63,6 @@ class OnnxOptions:
 def export_onnx(options: OnnxOptions) -> None:
     """Write a Hugging Face folder as ONNX and compare it with PyTorch.
 
-    The output is for onnxruntime, transformers.js and optimum.
-
     Raises:
         MissingInputError: The folder has no config.json or no tokenizer.json.
         ConversionError: The model is not a NeoBERT, has no head for the task, or a graph differs from PyTorch.
@@ -111,10 +109,10 @@ def load_for_task(folder: Path, task: str) -> Any:
 
 
 def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Path, Checks]":
-    """Create `folder` and write model.onnx into it and, with `int8`, model_quantized.onnx.
+    """Create `folder` and write model.onnx into it and, with `int8`, model_quantized.onnx. The folder must not exist.
 
     Returns:
-        The differences from PyTorch for the path of each file; see `check_graph`.
+        For the path of each graph, differences from PyTorch's output by "rows x tokens" of a test batch.
 
     Raises:
         ConversionError: A graph cannot be run, or differs from PyTorch by more than its tolerance.
@@ -163,13 +161,13 @@ def trace(model: Any, output: str) -> Any:
 
 
 def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
-    """Return the differences between a graph's output in onnxruntime and PyTorch's, by "rows x tokens" of a batch.
+    """Run a graph in onnxruntime on test batches. Return how it differs from PyTorch, by "rows x tokens" of the batch.
 
     Args:
-        tolerance: Largest accepted difference, relative to the largest value.
+        tolerance: Largest accepted difference, relative to the largest value of PyTorch's output.
 
     Raises:
-        ConversionError: onnxruntime cannot run the graph, or a batch differs by more or is not finite.
+        ConversionError: onnxruntime cannot run the graph, or an output differs by more or is not finite.
     """
     import onnxruntime
     import torch
@@ -211,10 +209,10 @@ def _mask(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "
 
 
 def copy_companions(model: Path, folder: Path, task: str) -> None:
-    """Write config.json, the tokenizer and other files that libraries read into `folder`, the parent of the graphs.
+    """Write config.json, the tokenizer and LICENSE of `model` to `folder`, the parent of the folder with the graphs.
 
-    For feature extraction, these are also the files of sentence-transformers (modules, pooling). Code in `model` is
-    never copied. If auto_map of config.json names modeling_neobert.py, this package's version is written. Otherwise the
+    For feature extraction, also copy the files of sentence-transformers (modules, pooling). Code in `model` is never
+    copied. If auto_map of config.json names only modeling_neobert.py, this package's version is written. Otherwise the
     new config.json has no auto_map.
 
     Raises:
@@ -240,10 +238,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Python warnings, and log messages up to WARNING, while the context lasts.
-
-    The exporter warns about packages that are not needed and about axes with equal names.
-    """
+    """Suppress log messages up to WARNING and Python warnings in a `with` block: the exporter's are harmless."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -76,7 +76,7 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tupl
 
 
 def load_as_read(folder: Path) -> "LogitModel":
-    """Return the model of a Hugging Face folder in fp32 for a comparison, with the weights of `read_weights`.
+    """Return the model of a Hugging Face folder in fp32 for a comparison. Biases that its files lack are zero.
 
     Raises:
         MissingInputError: config.json or a weight file is missing.
@@ -89,9 +89,9 @@ def load_as_read(folder: Path) -> "LogitModel":
 
 
 def read_folder(folder: Path) -> ImportedModel:
-    """Read a folder of one of the three layouts, without rows of zeros that pad the vocabulary.
+    """Read a Hugging Face folder of a layout in mapping.TABLES. Rows of zeros that pad the vocabulary are removed.
 
-    Prints a warning if config.json and the tokenizer have different mask tokens.
+    Print a warning if config.json and the tokenizer have different mask tokens.
 
     Raises:
         MissingInputError: The folder, its config.json, tokenizer or weights are missing.
@@ -139,7 +139,7 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
     """Read the weights of a folder whose config.json was parsed to `config`.
 
     Returns:
-        Tensors in fp32 or bf16 under all published names of the layout, and notes on omitted and added tensors.
+        Tensors in fp32 or bf16 for all names in the layout's table, and notes on omitted and added tensors.
 
     Raises:
         MissingInputError: A weight file is missing.
@@ -197,10 +197,10 @@ def find_zero_biases(
     Args:
         tensors: Tensors in the files.
         shapes: Shapes of all tensors of the layout, by published name.
-        decoder: Published name of the weight of the masked-language-model head.
+        decoder: Published name of the weight of the head, which may be missing if embeddings are tied.
 
     Raises:
-        ConversionError: The files lack another tensor, or have one that the model does not have.
+        ConversionError: Another tensor is missing, or the files have a tensor that is not in `shapes` or not used.
     """
     biases = [name for name in shapes if name.endswith(".bias") and not config.has_biases]
     if config.layout == "eurobert" and (ignored := [name for name in biases if name in tensors]):
@@ -269,7 +269,7 @@ def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
 
 
 def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
-    """Memory-map the tensors of all files in an index, `weight_map`, which names the file of each tensor.
+    """Memory-map the tensors of all files in an index. `weight_map` is its {tensor name: file name}.
 
     Raises:
         MissingInputError: A file is missing.

@@ -143,12 +143,12 @@ NEOBERT: Table = (
 
 
 def llama_like_table(prefix: str, head: str, *, has_biases: bool) -> Table:
-    """Return the table of a layout with Llama's names, which EuroBERT uses as well.
+    """Return the table of the llama or the eurobert layout, which differ in prefixes and biases only.
 
     Args:
         prefix: Prefix of the encoder's names.
         head: Prefix of the names of the masked-language-model head.
-        has_biases: The feed-forward layers have biases, which must be zero.
+        has_biases: The layout has feed-forward biases. NeoBERT has none, so only zeros can be converted.
     """
     layer = prefix + "layers.{i}."
     qkv = tuple(f"{layer}self_attn.{letter}_proj.weight" for letter in "qkv")
@@ -178,7 +178,7 @@ TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT, "llama": LLAMA}
 
 
 def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
-    """Return a Megatron model's weights under a layout's names and in their dtypes. Unchanged tensors are not copied.
+    """Return a Megatron model's weights under a layout's names, with the same dtypes. Unchanged tensors are not copied.
 
     Raises:
         ConversionError: A tensor is missing, unknown, of the wrong shape or not finite, or the rows that pad the
@@ -224,7 +224,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
 
 
 def published_shapes(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a folder of this layout, by name."""
+    """Return the shape of every tensor of the layout with this table, by published name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in expand_table(table, shape.model.num_layers):
         resolved = shape.resolve(entry.published_shape)
@@ -247,7 +247,7 @@ def without_padding(internal: Mapping[str, Tensor], shape: ModelShape) -> dict[s
 
 
 def join_halves(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors after joining the gate and the value of each SwiGLU matrix, the gate first."""
+    """Return a checkpoint's tensors with the gate and the value of each SwiGLU matrix joined. The gate comes first."""
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith((_GATE, _VALUE))}
     for name, gate in stored.items():
         joined = name.removesuffix(_GATE)
@@ -278,7 +278,7 @@ def check_tensors(
 
     Args:
         expected: Shapes by name.
-        remedy: Advice about values that are not finite, for the message.
+        remedy: Advice at the end of the message about values that are not finite.
     """
     if missing := [name for name in expected if name not in tensors]:
         raise ConversionError(

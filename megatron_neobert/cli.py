@@ -63,10 +63,9 @@ def run_function(
     """Parse the arguments of a command, call its function with the options, and return the function's exit code.
 
     Args:
-        function: Takes `options`, annotated with the dataclass of its flags. The first paragraph of its docstring is
-            the description in --help. If it has a parameter `flags`, it also receives all arguments that are not its
-            own.
-        run_flags: Returns the flags of `neobert train`. Called only for a function with the parameter `flags`.
+        function: Has a parameter `options`, annotated with the dataclass of its flags. The first paragraph of its
+            docstring is the description in --help. If it has a parameter `flags`, it also receives all other arguments.
+        run_flags: Returns the flags of `neobert train`. It is called only if `function` has the parameter `flags`.
 
     Raises:
         ConfigError: With every problem of the command line. Errors of `function` propagate too.
@@ -140,11 +139,11 @@ excerpt = _Excerpt().repr
 def assign(
     values: dict[str, Any], item: Field, item_type: Any, value: Any, *, source: str, is_file_name: bool = False
 ) -> list[str]:
-    """Store `value`, converted to the type of its field, as `values[item.name]`. Return [], or one error message.
+    """Store `value`, converted to the type of its field, as `values[item.name]`. Return [], or a list of one error.
 
     Args:
-        source: Start of the message: the flag, or the file and key.
-        is_file_name: See `convert`.
+        source: Start of the error message: the flag, or the file and key.
+        is_file_name: Allow bytes that are not UTF-8 in a text.
     """
     read = item.metadata.get("read")
     try:
@@ -177,15 +176,15 @@ def value_problem(item: Field, item_type: Any, value: Any, *, source: str) -> st
 def convert(value: Any, item_type: Any, *, is_file_name: bool = False) -> Any:
     """Convert the text of a flag, or a YAML value, to the type of a field. Choices are not checked.
 
-    The field's type decides how text is parsed, because YAML 1.1 reads `1e-4` as text. A list becomes a tuple, and
-    "none" becomes None if the type allows None. An int can be written as `1e6`.
+    Text is parsed as the type requires, also in YAML, which reads `1e-4` as text. An int can be written as `1e6`. For a
+    tuple, the value is a list or a single entry. "none" and "null" become None if the type allows None.
 
     Args:
         is_file_name: Allow bytes that are not UTF-8, which file names can contain. Texts that are written to a file
             again, such as the settings of a run, must be UTF-8.
 
     Raises:
-        ValueError, OverflowError: The value does not have this type.
+        ValueError, OverflowError: The value does not have this type, or is an empty text or has a line break.
     """
     plain, optional = plain_type(item_type)
     if optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
@@ -329,7 +328,7 @@ def add_flags(
     """Add the flags of a dataclass to a parser. A nested dataclass becomes a group in the help.
 
     Args:
-        is_shown: Returns True for the names of the fields that the help lists. Flags of other fields exist, too.
+        is_shown: Returns True for the name of a field that the help lists. The parser accepts all other flags, too.
         negatable: Also add `--no-FLAG` for switches that are off by default, because a YAML file can switch them on. A
             repeated list flag then replaces the list instead of extending it.
     """

@@ -143,9 +143,7 @@ def suggestion(word: str, known: Iterable[str], *, otherwise: str = "; see --hel
     """Return the end of an error message about an unknown name, such as `; did you mean '--lr'?`.
 
     Args:
-        word: Name that the user typed.
-        known: Valid names.
-        otherwise: Returned if no valid name is similar.
+        otherwise: Returned if no name in `known` is similar to `word`.
     """
     # Without their hyphens, because these would make all flags similar.
     names = {name.lstrip("-"): name for name in known}
@@ -159,7 +157,7 @@ def short_reason(error: BaseException) -> str:
 
 
 def yaml_reason(error: Exception) -> str:
-    """Return line, column (from 1) and message of a PyYAML error, on one line and without excerpts of the file."""
+    """Return message, and line and column from 1, of a PyYAML error, on one line and without excerpts of the file."""
     text, mark = str(error), getattr(error, "problem_mark", None)
     if mark is not None:
         problem = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
@@ -170,9 +168,9 @@ def yaml_reason(error: Exception) -> str:
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Run the `main` of a command, print its error to stderr as one sentence, and end the process with the exit code.
 
-    The code is the result of `main` (None: 0), `exit_code` of a NeoBERTError, 69 for a missing package, 74 for an
-    OSError, 130 for Ctrl-C, or 1 with a traceback. Under torchrun, an error of all ranks is printed once per node. Slow
-    imports and optional packages belong into `main`, so that Ctrl-C and a missing package are reported here.
+    The code is the result of `main` (0 for None), `exit_code` of a NeoBERTError, 69 for a missing package, 74 for an
+    OSError, 130 for Ctrl-C, 141 (silently) for a closed stdout, or 1 with a traceback for any other exception. Under
+    torchrun, an error of all ranks is printed once per node. `main` should import slow and optional packages itself.
     """
     print_warnings_as_sentences()
     try:

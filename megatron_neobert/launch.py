@@ -92,7 +92,7 @@ def _default_processes() -> int:
 def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds: int) -> int:
     """Run `script`, a file and its arguments, on the ranks of this node, and return the exit code of the node.
 
-    The code is 0, that of `exit_code_of_node`, or 128 + N if the launcher receives signal N (SIGHUP, SIGQUIT).
+    The code is 0, that of the rank that failed first, or 128 + N if the launcher receives signal N, SIGHUP or SIGQUIT.
 
     Raises:
         ConnectionError: The nodes do not find each other within `timeout_seconds`, or a port cannot be used.
@@ -168,10 +168,10 @@ def exit_code_of_node(codes: Mapping[int, int]) -> int:
 
     A rank that was ended by signal N gives 128 + N, or EXIT_STOPPED_EARLY if the launcher forwarded the signal. After a
     second Ctrl-C the result is EXIT_INTERRUPTED. Ranks with EXIT_UNAVAILABLE only lost the connection to another rank,
-    so they count only if no rank has another code. Prints the failed rank on standard error.
+    so they count only if no rank has another code. The failed rank is printed on standard error.
 
     Args:
-        codes: Exit codes by rank, in the order in which torchrun noticed them; negative for a signal.
+        codes: Exit codes by rank, in the order in which torchrun noticed them; -N for signal N. Must not be empty.
     """
     if len(signals.interrupts) > 1:
         return EXIT_INTERRUPTED

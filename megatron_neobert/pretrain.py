@@ -17,7 +17,7 @@ def main() -> int:
     """Train with the settings in `sys.argv`, or print the plan with --dry-run. Collective: all ranks.
 
     Returns:
-        0 at the end of training or after the plan; otherwise the exit code of a run that stopped early.
+        0 at the end of training or after the plan, 75 after a stop with a checkpoint, 130 after a stop without one.
 
     Raises:
         NeoBERTError: Settings, environment, data or checkpoint are wrong, or the run has diverged.

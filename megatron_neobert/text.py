@@ -25,7 +25,7 @@ _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """Return the text with control, format and line-separator characters, except `keep`, escaped like `\\x1b`."""
+    """Escape control, format, surrogate and line-separator characters like `\\x1b`, except joiners and `keep`."""
     return "".join(
         ascii(character)[1:-1]
         if unicodedata.category(character) in _ESCAPED and character not in (*_JOINERS, *keep)
@@ -43,7 +43,7 @@ def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], An
     """Return the value of a JSON text.
 
     Args:
-        pairs: Builds each object from its (key, value) pairs. Default: a dict, in which the last value of a key counts.
+        pairs: Function that builds each object from its (key, value) pairs. By default, the last value of a key counts.
 
     Raises:
         ValueError: The text is not JSON, is nested too deeply, or has an integer of more than 4,300 digits.
@@ -71,7 +71,7 @@ def percent(share: float, *, digits: int = 1) -> str:
 
 
 def with_prefix(rate: float, unit: str) -> str:
-    """Return `151 k tokens/s` for 151_234 and ` tokens/s`, `950 tokens/s` for 950: three digits and an SI prefix."""
+    """Format a rate with three digits and an SI prefix: `151 k tokens/s` for 151_234 and the unit ` tokens/s`."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * factor:
             scaled = rate / factor
@@ -85,7 +85,7 @@ def in_bytes(size: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units, such as `9 d 2 h` or `3 min 5 s`; from ten days on in days."""
+    """Return a duration in its two largest units, such as `9 d 2 h` or `3 min 5 s`; from 10 days on, only in days."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -42,9 +42,9 @@ print(json.dumps({"GPU": gpu, "CUDA": torch.version.cuda, "cuDNN": torch.backend
 
 
 def main() -> int:
-    """Run the phases and update the report after each. Return 0 if all requested phases passed, else 1.
+    """Run the requested phases that have not passed on this machine, and update the report after each.
 
-    Raises OutputError if --output cannot be created.
+    Return 0 if all requested phases passed, now or before, else 1. Raise OutputError if --output cannot be created.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report; can exist")
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Return the device, the GPU ("none" without one) and versions. Results of another machine are not reused."""
+    """Return facts that identify a machine: the device, the GPU ("none" without one), and the versions of software."""
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
     # In its own process, because torch would keep GPU memory in this one.
     ended = subprocess.run(
@@ -89,7 +89,7 @@ def describe_machine(device: str) -> dict[str, str]:
 
 
 def run_phase(phase: Phase, machine: dict[str, str]) -> None:
-    """Run a phase and write phases/NAME.json, also if the phase fails. An interrupted phase writes nothing."""
+    """Run a phase and write its status (passed, failed, not run) to phases/NAME.json. If interrupted, write nothing."""
     print(f"{phase.name}: {PHASES[phase.name].__doc__}", flush=True)
     started, status = time.monotonic(), PASSED
     if machine["GPU"] == "none" and (phase.device == "cuda" or phase.name in NEEDS_CUDA):
@@ -126,7 +126,7 @@ def read_results(output: Path, machine: dict[str, str]) -> dict[str, dict[str, A
 
 
 def verdict(results: dict[str, dict[str, Any]], requested: list[str], machine: dict[str, str]) -> str:
-    """Return one line: the GPU is accepted, or the requested phases that failed or have not run."""
+    """Return one line: the GPU is accepted, or which phases failed, did not run or are missing. No CPU is accepted."""
     failures = [
         f"{status}: {', '.join(names)}"
         for status in (FAILED, NOT_RUN)
@@ -143,7 +143,7 @@ def verdict(results: dict[str, dict[str, Any]], requested: list[str], machine: d
 
 
 def write_report(output: Path, machine: dict[str, str]) -> None:
-    """Write report.md and report.json to `output`, with all phases that ended on this machine."""
+    """Write report.md and report.json to `output`, about all phases with a result from this machine."""
     from megatron_neobert.evaluation.pages import code, heading, paragraph
 
     results = read_results(output, machine)
@@ -167,7 +167,7 @@ def write_report(output: Path, machine: dict[str, str]) -> None:
 
 
 def to_table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table whose columns are the keys of the first row."""
+    """Return a Markdown table whose columns are the keys of the first row. There must be at least one row."""
     from megatron_neobert.evaluation.pages import table
 
     def cell(value: Any) -> str:

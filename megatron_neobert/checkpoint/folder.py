@@ -1,4 +1,4 @@
-"""Files and folders of checkpoints: find, verify, publish and delete them. Needs no torch.
+"""Files and folders of checkpoints: find, verify, publish and delete them. This module needs no torch.
 
     SAVE/latest_checkpointed_iteration.txt      the newest iteration
     SAVE/iter_0001000/                          settings.yaml  tokenizer/  train_state.json  rank_*.safetensors
@@ -87,10 +87,11 @@ def check_folders(config: CheckpointConfig) -> None:
     """Check --save, --load and --continue-from before a start, without creating --save.
 
     Raises:
-        ConfigError: --save has a file STOP.
-        OutputError: --save has checkpoints of another run, or cannot be created.
-        CheckpointError: --load has remains of checkpoints, but no complete one.
-        MissingInputError: --continue-from, or a --load that is not --save, has no checkpoint.
+        ConfigError: --save contains a file named STOP.
+        OutputError: --save has checkpoints and is not --load, or cannot be created.
+        CheckpointError: --load has remains of checkpoints, but no complete checkpoint.
+        MissingInputError: --continue-from has no checkpoint; or there is no --continue-from, and --load has no
+            checkpoint and is not --save.
     """
     if config.save is not None and (Path(config.save) / "STOP").exists():
         raise ConfigError(
@@ -117,7 +118,10 @@ def check_folders(config: CheckpointConfig) -> None:
 
 
 def _check_fresh_start(config: CheckpointConfig, load: Path | None) -> None:
-    """Check that a run without a checkpoint in --load may start; see `check_folders`."""
+    """Raise CheckpointError if --load, which must have no complete checkpoint, has remains of checkpoints.
+
+    Raise MissingInputError if --continue-from has no checkpoint, or if it is not set and --load is not --save.
+    """
     if load is not None:
         remains = sorted(path.name for path in (*load.glob("iter_*"), *load.glob(POINTER)))
         if remains:
@@ -138,10 +142,10 @@ def _check_fresh_start(config: CheckpointConfig, load: Path | None) -> None:
 def claim(save: str | None) -> Iterator[None]:
     """Create the folder of --save and lock it against other runs until the context ends. Only rank 0 calls this.
 
-    Prints a warning if the file system has no locks. Does nothing without --save.
+    On a file system without locks, a warning is printed. Without --save, nothing is done.
 
     Raises:
-        OutputError: Another run holds the lock for 10 seconds.
+        OutputError: Another run still holds the lock after 10 seconds.
         OSError: The folder cannot be created.
     """
     if save is None:
@@ -170,7 +174,7 @@ def claim(save: str | None) -> Iterator[None]:
 
 
 def verify_files(checkpoint: Path, *, with_tensors: bool = True) -> None:
-    """Raise CheckpointError if a file is missing or differs from the manifest in size or sha256.
+    """Raise CheckpointError if the manifest is not valid, or if a file is missing or has another size or sha256.
 
     Args:
         with_tensors: Also check the safetensors files, which takes seconds per GB.
@@ -240,7 +244,7 @@ def leftovers(save: Path) -> list[Path]:
 
 
 def prepare_folder(temporary: Path) -> None:
-    """Create the temporary folder of a new checkpoint, and delete unfinished files and folders of crashed runs."""
+    """Create `temporary` in the save folder for a new checkpoint, and delete what crashed saves left beside it."""
     save = temporary.parent
     save.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(save):
@@ -251,14 +255,13 @@ def prepare_folder(temporary: Path) -> None:
 
 
 def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
-    """Flush every file and folder of a checkpoint to disk, then write the manifest.
+    """Flush the files and folders of a checkpoint to disk, then write the manifest.
 
     Args:
-        folder: Folder with all files of the checkpoint.
-        written: Files that are already on disk, by name.
+        written: Files that have already been flushed, by name.
 
     Raises:
-        OSError: A file in `written` is not visible, or a file cannot be read or written.
+        OSError: A file in `written` is missing or has another size, or a file cannot be read or written.
     """
     for name, expected in written.items():
         path = folder / name
@@ -282,7 +285,7 @@ def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Rename a folder with a manifest to its final name, which makes it a checkpoint, and update the pointer file.
 
-    A folder of the same iteration, which could not be read when the run resumed, is replaced.
+    If there is a folder with the final name, it is replaced.
     """
     replaced = _rename_to_old(final) if final.exists() else None
     temporary.rename(final)

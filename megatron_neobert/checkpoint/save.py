@@ -177,7 +177,7 @@ class Saver:
         return None
 
     def _raise_on_all_ranks(self, problem: str | None) -> None:
-        """Raise SaveError on all ranks if any rank has a problem. Collective: all ranks."""
+        """Delete the temporary folder and raise SaveError on all ranks, if any has a problem. Collective: all ranks."""
         problem = _first_problem(problem)
         if problem is not None:
             self._remove_temporary()

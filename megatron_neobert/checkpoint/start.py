@@ -1,4 +1,4 @@
-"""Checks before ranks start: the newest checkpoint fits the settings, and there is disk space. Needs no torch."""
+"""Checks before ranks start: the newest checkpoint fits the settings, and there is disk space, without torch."""
 
 import shutil
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from megatron_neobert.text import in_bytes, parse_json
 
 
 def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
-    """Check that settings, data and tokenizer fit the newest checkpoint, without reading its tensors.
+    """Check that settings, data and tokenizer fit the newest checkpoint of --load, or else of --continue-from.
 
-    A damaged checkpoint is not checked, because loading skips it and may use an older one.
+    Tensors are not read. A damaged checkpoint is not checked, because loading skips it and may use an older one.
 
     Args:
         inputs: Data of each phase of the run.
@@ -53,7 +53,10 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
 
 
 def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
-    """Raise SaveError if the file system of --save has no space for one checkpoint of this run."""
+    """Raise SaveError if the file system of --save has no space for one checkpoint of this run.
+
+    Space of unfinished checkpoints counts as free. Without --save, or if no iteration is left, nothing is checked.
+    """
     checkpoint = settings.checkpoint
     if checkpoint.save is None or first_iteration(checkpoint) >= settings.training.train_iters:
         return

@@ -73,9 +73,10 @@ class ParityOptions:
 
 
 def check_parity(options: ParityOptions) -> int:
-    """Compare the trained model with the reference and the exported models: exit 0 if they are equal, else 1.
+    """Compare the Megatron model with the reference and the exported models: exit 0 if they are equal, else 1.
 
-    Prints the differences, and writes `options.json`. A deliberately wrong model that is not detected also gives 1.
+    The differences are printed, and written to the file `options.json` if it is given. All weights are random. If a
+    deliberately wrong model is not detected, the exit code is also 1.
 
     Raises:
         ConfigError: Rotary embeddings do not support heads of this width.
@@ -126,13 +127,13 @@ def check_parity(options: ParityOptions) -> int:
 
 
 def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str, Comparison, float]]":
-    """Build all models with the same random weights, and compare the logits of each with the padded reference.
+    """Give all models the same random weights, and compare their logits with those of the reference on a padded batch.
 
-    Switches gradients off in this process. Creates and destroys process groups of one rank, because Megatron needs one.
+    Gradients are switched off in this process. Process groups of one rank are created for Megatron and destroyed again.
 
     Yields:
-        Name of the comparison, its result, and the tolerance of its precision. Names that start with CONTROL are wrong
-        models, whose result must be worse than 100 times the tolerance.
+        Name of the comparison, its result, and the tolerance of its precision. Comparisons whose names start with
+        CONTROL are of wrong models, and must differ by more than 100 times the tolerance.
     """
     import copy
 
@@ -208,7 +209,7 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str
 
     Yields:
         Name of the kernel, the difference (or the reason why this machine cannot run the kernel), and the tolerance.
-        The last name starts with CONTROL. It has wrong weights and must be worse than 100 times the tolerance.
+        The last item, whose name starts with CONTROL, has wrong weights and must exceed 100 times the tolerance.
     """
     import torch
 
@@ -273,7 +274,7 @@ def run_step(
 
 @contextmanager
 def megatron_model(settings: Settings, tensors: "Mapping[str, Tensor]", vocab_size: int) -> "Iterator[tuple[Any, Any]]":
-    """Yield the Megatron model with the weights `tensors`, and its device. The process group ends with the context."""
+    """Yield the Megatron model with the weights `tensors`, and its device. The block has its own process group."""
     from checkpoint_conversion.checkpoint import load_into_megatron
     from megatron_neobert.model.neobert import NeoBERTModel
     from megatron_neobert.runtime import distributed
@@ -308,7 +309,7 @@ def in_float64() -> AbstractContextManager[Any]:
 
 @contextmanager
 def exported(settings: Settings, tensors: "dict[str, Tensor]", vocab_size: int, layout: str) -> Iterator[Path]:
-    """Yield a temporary folder with `tensors` exported as a Hugging Face model in a layout of mapping.TABLES."""
+    """Yield a temporary Hugging Face folder of the model `tensors`, in the layout named `layout` in mapping.TABLES."""
     from checkpoint_conversion.checkpoint import model_shape
     from checkpoint_conversion.config_json import FolderSpec
     from checkpoint_conversion.export import write_folder

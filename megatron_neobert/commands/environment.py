@@ -121,7 +121,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def run_probe(*flags: str) -> list[Any]:
-    """Run the probe in its own process and return its JSON answers. If it is killed or hangs, the last is a problem."""
+    """Run environment_probe.py with `flags` and return its JSON answers. A crash or hang adds a problem at the end."""
     command = [sys.executable, str(PROBE), *flags]
     try:
         ended = subprocess.run(
@@ -197,7 +197,7 @@ def conflict_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Findi
 
 
 def machine_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a warning if the environment `variables` contain RANK, and a warning if /dev/shm is smaller than 1 GiB."""
+    """Yield a warning if `variables` (the environment) has RANK, and one if /dev/shm is below 1 GiB or missing."""
     if "RANK" in variables:
         detail = "is set by a launcher for one rank; a command started from this shell takes itself for that rank"
         yield Finding(

@@ -61,7 +61,9 @@ def probe() -> None:
 
 
 def gpu_findings(nvidia_smi: str) -> Iterator[list[str]]:
-    """Yield [level, subject, detail, remedy] for each GPU that torch can use, or once the reason why it can use none.
+    """Yield [level, subject, detail, remedy] for each GPU that torch can use, or once if it can use none.
+
+    A warning of torch, such as that it has no kernels for a GPU, is yielded as a problem.
 
     Args:
         nvidia_smi: The GPUs that nvidia-smi lists, one per line; empty if there is none.

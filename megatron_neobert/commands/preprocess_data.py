@@ -43,7 +43,8 @@ def preprocess_data(options: PreprocessSettings) -> int:
     """Tokenize raw input files into a corpus that training and Megatron-LM read.
 
     The corpus is byte for byte the same for any --workers and --executor, and after any restart with --resume.
-    Returns 0, or 75 after SIGTERM or SIGUSR1. Raises ConfigError, DataError, MissingInputError, OutputError or OSError.
+    Return 0, or 75 if SIGTERM or SIGUSR1 ended the command; finished chunks are kept for --resume. Raise ConfigError,
+    DataError, MissingInputError, OutputError or OSError if settings, inputs or outputs are wrong.
     """
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGUSR1, _stop)
@@ -69,7 +70,7 @@ def preprocess_data(options: PreprocessSettings) -> int:
 
 
 def run(settings: PreprocessSettings) -> None:
-    """Preprocess and print a report. With --dry-run, print the plan and write nothing.
+    """Preprocess and print a report, unless --resume finds a complete corpus. With --dry-run, only print the plan.
 
     Raises:
         ConfigError, DataError, MissingInputError, OutputError, OSError: Settings, inputs or outputs are wrong.
@@ -98,7 +99,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print what a run would read and write. Then call `print_sample`, which can raise DataError or ConfigError."""
+    """Print what a run would read and write, including `print_sample`, which can raise DataError or ConfigError."""
     files = [(path, list(chunks)) for path, chunks in groupby(plan.chunks, key=lambda chunk: chunk.path)]
     for path, chunks in files[:_FILES_SHOWN]:
         compression = f", {chunks[0].compression}" if chunks[0].compression else ""

@@ -66,10 +66,10 @@ def write_sample_corpus(options: SampleCorpusOptions) -> None:
 
 
 def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Document]:
-    """Read files in a fixed pseudo-random order until their texts reach the budget, and return the shuffled documents.
+    """Read whole files in a fixed pseudo-random order until their texts have `budget_bytes` of UTF-8, or none is left.
 
-    The texts exceed `budget_bytes` (UTF-8) by the rest of the last file, or are fewer if there are no more files. Of
-    texts that differ only in case or white space, the first is kept.
+    The documents are returned in another pseudo-random order. Of texts that differ only in case or white space, only
+    the first is kept.
     """
     files = {path.relative_to(folder).as_posix(): path for folder in folders for path in _documented_files(folder)}
     chosen: dict[bytes, Document] = {}
@@ -88,8 +88,7 @@ def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Docu
 def read_documents(path: Path, *, name: str) -> Iterator[Document]:
     """Yield the documents of a Python source file, or the README in a METADATA file, with `name` in their URLs.
 
-    Texts of less than 200 or more than 20,000 characters are skipped. Files that cannot be parsed yield nothing: some
-    packages contain templates, Python 2, or other encodings than UTF-8.
+    Texts of less than 200 or more than 20,000 characters are skipped. Unreadable or invalid files yield nothing.
     """
     try:
         source = path.read_bytes().decode("utf-8")

@@ -109,8 +109,8 @@ def read_settings(path: Path, *, is_record: bool = False) -> Settings:
     """Return the settings of a YAML file. Each value is checked for its type only.
 
     Args:
-        is_record: The file was written by a run. Settings of earlier versions are then allowed. Most are ignored, but
-            `muon_momentum` must have the value that is fixed now.
+        is_record: The file was written by a run. Settings of earlier versions are then ignored, except `muon_momentum`,
+            which must be 0.95.
 
     Raises:
         ConfigError: The file has problems, such as unknown settings. The error lists all of them.
@@ -175,7 +175,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: bool = False) -> list[str]:
     """Add the settings of a YAML file to `values[section][name]`, and return error messages about the file.
 
-    Raises MissingInputError if there is no such file. See `read_settings` for `is_record`.
+    Raise MissingInputError if there is no such file. With `is_record`, most settings of earlier versions are ignored.
     """
     if not path.is_file():
         if path.is_dir():

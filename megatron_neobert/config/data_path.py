@@ -108,7 +108,7 @@ def whole_weights(components: Sequence[Component]) -> tuple[int, ...]:
 
 
 def curve_names(entries: Sequence[str]) -> list[str]:
-    """Return a distinct name (letters, digits, `_`) for each `--valid-data-path` entry, from the end of its path."""
+    """Return a name per `--valid-data-path` entry: the end of its path in letters, digits and `_`, distinct."""
     names = [re.sub(r":drop=[^:]*", "", _WHERE.sub("", entry)).rsplit("/", 1)[-1] for entry in entries]
     names = [re.sub(r"[^A-Za-z0-9]+", "_", name)[-40:] for name in names]
     if len(set(names)) == len(names):

@@ -153,7 +153,7 @@ def refuse_other_run(
     """Raise CheckpointError if a setting that must not change differs from the checkpoint. The message lists them all.
 
     Args:
-        has_new_data: The run continues another run, so only weights and optimizer state must fit.
+        has_new_data: The checkpoint is that of --continue-from, so only weights and optimizer state must fit.
         weights_only: The checkpoint has no optimizer state, so only the model must fit.
     """
     must_fit = {"model": _MUST_FIT["model"]} if weights_only else dict(_MUST_FIT)

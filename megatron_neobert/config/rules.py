@@ -56,7 +56,7 @@ REQUIREMENTS = (
 
 
 def find_problems(settings: Settings, *, world_size: int) -> list[str]:
-    """Return an error message for each reason why a run with these settings cannot start on `world_size` ranks."""
+    """Return error messages why these settings cannot run on `world_size` ranks. Invalid values hide other problems."""
     if problems := list(value_problems(settings)):  # the rules below compute with the values
         return problems
     if settings.training.phases:
@@ -90,7 +90,7 @@ def value_problems(settings: Settings) -> Iterator[str]:
 
 
 def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
-    """Yield error messages, without duplicates, about --phases (must not be empty) and the settings of each phase."""
+    """Yield error messages, each once, about --phases and the settings of each phase. Call this only with phases."""
     counts = [phase.after_iters for phase in settings.training.phases]
     if counts != sorted(set(counts)) or counts[0] < 1:
         yield (
@@ -166,7 +166,7 @@ def _neighbours(size: int, heads: int) -> str:
 
 
 def division_problems(settings: Settings) -> Iterator[str]:
-    """Yield error messages if the model cannot be split evenly among tensor-, context- and pipeline-parallel ranks."""
+    """Yield error messages if tensor-, context- or pipeline-parallel ranks cannot share the model or its loss."""
     parallel, model = settings.parallel, settings.model
     tp, cp, heads = parallel.tensor_model_parallel_size, parallel.context_parallel_size, model.num_attention_heads
     pp, layers = parallel.pipeline_model_parallel_size, model.num_layers
@@ -254,7 +254,7 @@ def kernel_problems(settings: Settings) -> Iterator[str]:
 def fp8_problems(settings: Settings) -> Iterator[str]:
     """Yield an error message for each matrix dimension whose share per rank is not a multiple of the FP8 block.
 
-    Checks hidden size, feed-forward width and tokens of a micro-batch. All other dimensions are multiples of these.
+    Hidden size, feed-forward width and tokens of a micro-batch are checked; other dimensions are multiples of these.
     """
     model, parallel, compute = settings.model, settings.parallel, settings.compute
     if compute.fp8_format is None:

@@ -23,7 +23,7 @@ _FETCH = "on a machine with network: neobert fetch"
 def evaluate_glue(options: GlueOptions) -> None:
     """Fine-tune and evaluate an encoder on GLUE with the paper's protocol, from local files.
 
-    Writes OUTPUT/MODEL/glue.json and glue.md, and prints the page. Raises a NeoBERTError if an input cannot be used.
+    Write OUTPUT/MODEL/glue.json and glue.md, and print glue.md. Raises a NeoBERTError if an input cannot be used.
     """
     choose_glue_tasks(options.tasks)
     _prepare(options.model, options.data_dir, FETCH_GLUE)
@@ -43,7 +43,8 @@ def evaluate_ner(options: NerOptions) -> None:
 def evaluate_ppl(options: PerplexityOptions) -> None:
     """Measure the pseudo-perplexity of encoders as a function of document length.
 
-    Writes a record per model, a page and a figure into OUTPUT. Raises a NeoBERTError if an input cannot be used.
+    Write OUTPUT/MODEL/pseudo_perplexity.json for each model, and OUTPUT/pseudo_perplexity.md and .png for all models.
+    Raises a NeoBERTError if an input cannot be used.
     """
     name_models(options.model)
     go_offline()
@@ -55,7 +56,8 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
 def evaluate_throughput(options: ThroughputOptions) -> None:
     """Measure the tokens per second of encoders as a function of document length and batch size.
 
-    Writes a record per model, a page and a figure into OUTPUT. Raises a NeoBERTError if an input cannot be used.
+    Write OUTPUT/MODEL/throughput.json for each model, and OUTPUT/throughput.md and .png for all models. Print the .md.
+    Raises a NeoBERTError if an input cannot be used.
     """
     name_models(options.model)
     go_offline()
@@ -83,7 +85,8 @@ def finetune(options: ContrastiveOptions) -> None:
 def report(options: ReportOptions) -> None:
     """Write one page with all results, next to the paper's numbers.
 
-    Writes OUTPUT/report.md. Raises MissingInputError if there is no folder or no record, DataError if one is invalid.
+    Write OUTPUT/report.md and its figures. Raises MissingInputError if a folder does not exist or there are no records,
+    and DataError if a record is invalid.
     """
     for folder in options.results:
         require_folder("--results", folder, remedy="name the --output of an evaluation")
@@ -107,7 +110,7 @@ def _print_page(folder: Path, kind: str) -> None:
 
 
 def go_offline() -> None:
-    """Set HF_HUB_OFFLINE and HF_DATASETS_OFFLINE. Hugging Face libraries, imported or not, read only local files."""
+    """Set HF_HUB_OFFLINE and HF_DATASETS_OFFLINE. Hugging Face libraries, even if imported, then stay offline."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     # These modules read the variables only once, when they are imported.
     for name in ("huggingface_hub.constants", "datasets.config"):

@@ -37,11 +37,10 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Call `check_data`, then run the `with` block, and turn errors of libraries in both into DataError.
+    """Check a path with `check_data`, then run the `with` block.
 
-    Raises:
-        DataError: `check_data` refuses the path, or a library raised an error, for example for damaged data.
-        NeoBERTError: Raised by the block and not changed.
+    Raises DataError if the path has a pipe, a socket or a device, or refers to data elsewhere. A NeoBERTError of
+    the block is not changed. Every other exception of the check or the block becomes a DataError.
     """
     try:
         check_data(path)
@@ -53,12 +52,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_data(path: Path) -> None:
-    """Check that a file or folder of data has no pipe, socket or device, and that its files name no data elsewhere.
+    """Raise DataError if `path` is or contains a pipe, a socket or a device, or if a file refers to data elsewhere.
 
-    Reads cards of data sets (README.md) and state.json of saved data sets. Errors of their parsers are not translated.
-
-    Raises:
-        DataError: There is a pipe, a socket or a device; or a file names a URL, or a path outside its folder.
+    The data files that README.md, .huggingface.yaml and state.json name must be relative paths without `..`. Errors of
+    the parsers of these files pass through. A path that does not exist is accepted.
     """
     for entry in (path, *sorted(path.rglob("*"))):
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
@@ -74,7 +71,7 @@ def check_data(path: Path) -> None:
 
 
 def _check_names(file: Path, value: Any) -> None:
-    """Raise DataError if a string in nested lists and dict values is a URL, an absolute path, or has a part `..`."""
+    """Raise DataError if a string in nested lists and dict values is a URL, starts with / or ~, or has a part `..`."""
     if isinstance(value, str) and (
         "://" in value or value.startswith(("/", "~")) or ".." in PurePosixPath(value).parts
     ):
@@ -91,16 +88,15 @@ def read_split(
 ) -> datasets.Dataset | None:
     """Return one split of a data set, or None if the folder does not exist or does not have the split.
 
-    The split is in NAME.parquet (or NAME-00000-of-00002.parquet and so on), NAME.jsonl or NAME.csv with a header, or in
-    a data set that `datasets` saved. The first of these is read.
+    One name after the other is tried. The first of these that exists is read: NAME.parquet, NAME.jsonl, NAME.csv with a
+    header, or a folder NAME that `datasets` saved. Files NAME-00000-of-00002.parquet and so on are joined. Otherwise,
+    the split is read from `folder` itself if `datasets` saved all splits there. Raises DataError if a file is damaged,
+    is a pipe, a socket or a device, or refers to files elsewhere.
 
     Args:
         names: Names under which the split may be stored, the preferred one first.
         texts: Columns that are read as strings even if a CSV file has numbers there.
-        tagged: Read CoNLL text instead of CSV, see `_read_tagged_text`.
-
-    Raises:
-        DataError: A file is damaged, or refers to files elsewhere.
+        tagged: Instead of CSV, read CoNLL text from NAME, NAME.txt, .conll, .bio, .iob, .iob2 or .tsv.
     """
     if not folder.is_dir():
         return None
@@ -160,9 +156,10 @@ def columns_of(rows: datasets.Dataset, names: Sequence[str], where: str) -> list
 
 
 def _read_tagged_text(path: Path) -> datasets.Dataset:
-    """Return one row per sentence of CoNLL text (word first, tag last), with the list columns tokens and ner_tags.
+    """Return one row per sentence of a CoNLL file: tokens has the first field of each line, ner_tags the last one.
 
-    Empty lines and -DOCSTART- separate sentences. Raises DataError if a line has one field or the file is not UTF-8.
+    Empty lines, and lines that begin with -DOCSTART- or `# id `, separate sentences. Raises DataError if another line
+    has only one field, or the file is not UTF-8.
     """
     try:
         # str.splitlines would also split at line separators inside words.
@@ -199,7 +196,7 @@ def spread(rows: Sequence[T], limit: int | None) -> Sequence[T]:
 
 
 def digest_of(rows: datasets.Dataset, names: Sequence[str]) -> str:
-    """Return 16 hexadecimal digits of a hash over the values of columns. The split of rows into files has no effect."""
+    """Return 16 hexadecimal digits of a hash of columns (names and values), however the rows are split into files."""
     digest = hashlib.sha256(json.dumps(list(names)).encode())
     table = rows.with_format("arrow")
     for start in range(0, len(rows), _ROWS_PER_HASH):

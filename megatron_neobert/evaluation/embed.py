@@ -59,13 +59,13 @@ from megatron_neobert.text import parse_json
 def finetune(options: ContrastiveOptions) -> None:
     """Fine-tune an encoder. Write OUTPUT/MODEL/MODEL-contrastive, and contrastive.json and .md next to that folder.
 
-    An interrupted run resumes from its newest checkpoint. A finished run is not repeated. Collective: all processes of
-    a torchrun.
+    A second call resumes an interrupted run from its newest checkpoint, and does not repeat a finished run. Checkpoints
+    are deleted at the end. Collective: all processes of a torchrun.
 
     Raises:
         ConfigError: A setting is invalid, or this process sees several GPUs.
         MissingInputError, DataError, ConversionError: The model or the data cannot be used.
-        OutputError: The final folder was made with other settings or data, or another command is writing.
+        OutputError: The folder exists, but was made with other settings or data; or another command is writing.
     """
     config, model = read_config(find_config(options.config)), options.model
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
@@ -148,7 +148,7 @@ def build_arguments(
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the subfolder `checkpoint-*` of the complete checkpoint with the most steps, or None if there is none.
+    """Return the complete checkpoint with the most steps, a subfolder `checkpoint-*`, or None if there is none.
 
     A checkpoint is complete if its `trainer_state.json` is readable, because the trainer writes this file last.
     """
@@ -187,8 +187,8 @@ def train(
 ) -> dict[str, Any] | None:
     """Train, or resume from the newest checkpoint in `arguments.output_dir`. Rank 0 then writes the folder `final`.
 
-    Sets the batch sampler and the prompts of `arguments`, and ends the process group. Collective: all processes of a
-    torchrun.
+    An existing folder `final` is replaced. The call sets the batch sampler and the prompts of `arguments`, and ends the
+    process group. Collective: all processes of a torchrun.
 
     Returns:
         On rank 0 the results for the JSON record, with losses in nats; on other ranks None.
@@ -256,8 +256,8 @@ def train(
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
     """Write the model to the folder `final`, whole or not at all, replacing an existing folder.
 
-    Copies the modeling code of `source`, the folder before fine-tuning. Switches off truncation and padding of the
-    model's tokenizer.
+    The modeling code is copied from `source`, the folder before fine-tuning. Truncation and padding of a fast tokenizer
+    are switched off, in `model` too.
     """
     temporary = temporary_path(final)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -296,7 +296,7 @@ class SamplingPlan:
         return generator.choice(len(self.sizes), size=self.batches, p=weights / weights.sum())
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Return rows (pairs), pairs_per_batch and batches (of all processes, in the whole run) by dataset name."""
+        """Return {name: {"rows": pairs, "pairs_per_batch": pairs, "batches": batches of all processes in the run}}."""
         drawn = np.bincount(self.draw_datasets(), minlength=len(self.sizes)).tolist()
         return {
             name: {"rows": size, "pairs_per_batch": batch_size, "batches": batches}
@@ -349,8 +349,8 @@ class _TextColumns:
 def distinct_batches(pairs: Any, batch_size: int, *, seed: Sequence[int], name: str) -> Iterator[list[int]]:
     """Yield batches of `batch_size` indices into `pairs`, without end. Every pass over the pairs has a new order.
 
-    No two pairs of a batch share a text, in any column. Pairs that do not fill a last batch are left out of a pass.
-    Raises DataError if a pass does not fill one batch.
+    No two pairs of a batch share a text, in any column. Pairs that do not fill a last batch are left out of a pass. If
+    many pairs share texts, a pass may repeat pairs. Raises DataError if a pass does not fill one batch.
 
     Args:
         pairs: Dataset or list of mappings with the keys query, positive and negatives.

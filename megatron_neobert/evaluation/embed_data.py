@@ -84,9 +84,7 @@ class ContrastiveConfig(Struct, frozen=True, forbid_unknown_fields=True):
 def read_config(path: Path) -> ContrastiveConfig:
     """Read and validate the YAML file of contrastive fine-tuning.
 
-    Raises:
-        MissingInputError: The file does not exist.
-        ConfigError: The file is not YAML, or a setting is unknown or out of range.
+    Raises MissingInputError if the file does not exist, and ConfigError if it is not YAML or has an invalid setting.
     """
     if not path.is_file():
         raise MissingInputError(f"--config {path}: no such file (working folder {Path.cwd()}); check the path.")
@@ -106,7 +104,7 @@ _FEATURES = datasets.Features({"query": _TEXT, "positive": _TEXT, "negatives": [
 
 
 def find_local(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
-    """Return the file KEY.parquet of each dataset, or KEY.jsonl if there is no Parquet file, sorted by key.
+    """Return {key: file}, sorted by key. The file is KEY.parquet in `data_dir`, or KEY.jsonl if that does not exist.
 
     Raises MissingInputError if a dataset has no file.
     """
@@ -125,11 +123,10 @@ def find_local(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
 def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
     """Return the pairs of a Parquet or JSON Lines file, with the columns query, positive and negatives (a list).
 
-    Texts are stripped. Rows without query or positive are dropped, and their number is printed. Negatives are dropped
-    if they are empty, repeated, or equal to query or positive. With `limit`, only the first pairs are returned.
-
-    Raises:
-        DataError: The file cannot be read, lacks columns, or has no row with a query and a positive.
+    The file needs the columns query and positive; negatives is optional. Texts are stripped. Rows without query or
+    positive are dropped, and their number is printed. Negatives are dropped if they are empty, repeated, or equal to
+    query or positive. Then the first `limit` pairs (None: all) are returned. The rows are cached in HF_DATASETS_CACHE.
+    Raises DataError if the file cannot be read, lacks columns, or has no row with a query and a positive.
     """
     if not sys.stderr.isatty():  # every update of a bar would be a line of the log
         datasets.disable_progress_bars()
@@ -163,10 +160,10 @@ def _clean(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def fetch_pairs(key: str, source: DatasetSource) -> datasets.Dataset:
-    """Download one dataset and return its pairs, cleaned and with the columns of `load_pairs`.
+    """Download one dataset and return its pairs, with the columns query, positive and negatives (a list).
 
-    Rows whose score is not above `source.above` are dropped. Raises DataError if the dataset cannot be read, lacks
-    columns, or has no row with a query and a positive. `key` names it in the message.
+    Texts are stripped. Rows without query or positive, or with a score that is not above `source.above`, are dropped.
+    Raises DataError if the dataset cannot be read, lacks columns, or has no pairs. `key` names it in the message.
     """
     try:
         return datasets.Dataset.from_generator(
@@ -227,10 +224,10 @@ def _paths(columns: _Columns) -> tuple[str, ...]:
 
 
 def _first_text(row: dict[str, Any], columns: _Columns, label: str) -> str | None:
-    """Return the first text of a row at these column paths (see `DatasetSource`) that is not empty, or None.
+    """Return the first non-empty text of a row at the paths `columns` (such as `a`, `a.b`, `a.0` or `a.*`), or None.
 
-    Skips paths whose column the row lacks. Raises DataError if the row has none of the columns, if a key of a path is
-    missing, or if a value is not a text. `label` names the dataset in the message.
+    Paths whose column the row lacks are skipped. Raises DataError if the row has none of the columns, a key of a path
+    is missing, or a value is not a text. `label` names the dataset in the message.
     """
     present = [path for path in _paths(columns) if path.split(".")[0] in row]
     if not present:
@@ -253,9 +250,9 @@ def _texts(row: dict[str, Any], path: str, label: str) -> list[str]:
 
 
 def _values(row: dict[str, Any], path: str, label: str) -> list[Any]:
-    """Return all values of a row at a column path such as `a.0` or `a.*`, see `DatasetSource`.
+    """Return the values of a row at a path: `a` (column), `a.b` (key), `a.0` (entry of a list) or `a.*` (all entries).
 
-    None on the path, or an index beyond the end of a list, gives no value. Raises DataError if a key is missing.
+    None within the path, or an index beyond the end of a list, gives no value. Raises DataError if a key is missing.
     """
     values: list[Any] = [row]
     for step in path.split("."):

@@ -20,8 +20,8 @@ def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -
     """Call `fetch` for every name, and print one line per name. After a failure, the remaining names are still fetched.
 
     Args:
-        output: Folder to create. It may exist.
-        fetch: Downloads one dataset or task, and returns the text to print.
+        output: Folder to create. It may exist. If a download fails, a new folder that is empty is removed.
+        fetch: Downloads one dataset or task, and returns the text to print. Any exception is a failed download.
 
     Raises:
         OutputError: The folder cannot be created.
@@ -51,11 +51,11 @@ def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -
 def fetch_contrastive(options: FetchContrastiveOptions) -> None:
     """Download the datasets of contrastive fine-tuning as Parquet files, for machines without network access.
 
-    Writes DATA_DIR/KEY.parquet, prints a line for each dataset, and keeps existing files.
+    Write DATA_DIR/KEY.parquet for each dataset, unless the file exists, and print a line for each dataset.
 
     Raises:
         ConfigError: The YAML file is invalid, or has no `hub` for a dataset.
-        MissingInputError: There is no YAML file, or a download failed.
+        MissingInputError: There is no YAML file; or a download failed, and the others were still fetched.
         OutputError: The folder cannot be created.
     """
     from megatron_neobert.evaluation.embed_data import fetch_pairs, read_config
@@ -83,12 +83,12 @@ def fetch_contrastive(options: FetchContrastiveOptions) -> None:
 def fetch_mteb(options: FetchMtebOptions) -> None:
     """Download the data of MTEB tasks, for machines without network access.
 
-    Writes OUTPUT/tasks/NAME, and prints a line per task. Data of the current revision is kept. With HF_HUB_OFFLINE=1,
-    the data is read from the cache of the Hugging Face libraries.
+    Write OUTPUT/tasks/NAME and print a line for each task. Data is kept if it has the revision of the installed mteb,
+    and replaced otherwise. With HF_HUB_OFFLINE=1, it comes from the cache of the Hugging Face libraries.
 
     Raises:
-        ConfigError: A task is local, or mteb has no such task, benchmark or language.
-        MissingInputError: A download failed.
+        ConfigError: A task is local or repeated, or mteb has no such task, benchmark or language.
+        MissingInputError: A download failed. The other tasks were still fetched.
         OutputError: The folder cannot be created.
     """
     from megatron_neobert.evaluation.mteb_tasks import LOCAL_PREFIX, choose_tasks, flatten, store_task, stored_revision

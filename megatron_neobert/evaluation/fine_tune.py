@@ -109,7 +109,7 @@ class Outcome:
 def fine_tune(run: Run) -> Outcome:
     """Fine-tune, write the best weights and their tokenizer to `run.folder / WEIGHTS`, and return their scores.
 
-    Deletes `run.folder` first. Raises MissingInputError, DataError or ConversionError if model or data cannot be used.
+    `run.folder` is deleted first. Raises MissingInputError, DataError or ConversionError if an input cannot be used.
     """
     start = time.monotonic()
     shutil.rmtree(run.folder, ignore_errors=True)  # a killed run may have left it
@@ -180,7 +180,7 @@ class PaperTrainer(transformers.Trainer):
 
 
 def rate_factor(step: int, *, total: int) -> float:
-    """Return the learning rate at a step (0-based) of `total` steps, as a fraction of the peak: 0 to 1."""
+    """Return the learning rate at a 0-based step, as a fraction of the peak: linear warm-up, linear decay to FLOOR."""
     warmup, decayed = round(WARMUP * total), round(DECAYED * total)
     if step < warmup:
         return step / warmup
@@ -237,9 +237,9 @@ def _arguments(run: Run, *, interval: int) -> transformers.TrainingArguments:
 
 
 def resolve_device(options: Options) -> Options:
-    """Return a copy of the options with `device` "cuda" or "cpu". None becomes "cuda" if there is a GPU.
+    """Return a copy of the options with `device` "cuda" or "cpu". None becomes "cuda" if there is a GPU, else "cpu".
 
-    Does not initialize CUDA. Raises ConfigError if the device is cuda without a GPU, or the dtype is float16 on a CPU.
+    CUDA is not initialized. Raises ConfigError if the device is cuda without a GPU, or the dtype is float16 on a CPU.
     """
     # Not choose_device, which initializes CUDA. After that a run could no longer choose its GPU.
     gpus = visible_gpus()
@@ -261,12 +261,12 @@ def visible_gpus() -> list[str]:
 def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     """Yield every run with its outcome, in the order in which they finish.
 
-    With `jobs` > 1, that many worker processes execute runs, each on one GPU. Otherwise this process executes them. If
-    a run fails or the generator is closed, all workers are killed.
+    With several runs and `jobs` > 1, up to `jobs` worker processes execute them, each on one GPU. Otherwise, this
+    process executes them. If a run fails or the generator is closed, all workers are killed.
 
     Raises:
         ChildProcessError: A worker died, most often because memory ran out.
-        MissingInputError, DataError, ConversionError: Raised by `fine_tune`.
+        MissingInputError, DataError, ConversionError: The model or the data of a run cannot be used.
     """
     try:
         yield from run_jobs(_fine_tune_on_gpu, runs, workers=jobs)  # type: ignore[type-var]  # only a Run is needed

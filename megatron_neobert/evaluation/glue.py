@@ -65,7 +65,7 @@ class GlueTask(Task):
 
         Raises:
             ConversionError: The folder cannot be loaded with such a head, or the head reads only the last token.
-            MissingInputError: The folder does not exist.
+            MissingInputError: The folder does not exist or has no config.json.
         """
         model = load_model(
             folder,
@@ -83,7 +83,7 @@ class GlueTask(Task):
         return model
 
     def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
-        """Return a split of at most `options.limit` rows, truncated to `length` tokens per row.
+        """Return a tokenized split: at most `options.limit` evenly spaced rows, each truncated to `length` tokens.
 
         Splits other than train are sorted by length. Raises MissingInputError or DataError if the split cannot be read.
         """
@@ -140,7 +140,7 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
 
     Raises:
         MissingInputError: The folder of the task is missing, or does not have the split.
-        DataError: A file is damaged, has no rows, lacks columns, or has labels of another task.
+        DataError: A file is damaged, has no rows, lacks columns, or has an invalid label.
     """
     folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
     if folder is None:
@@ -164,7 +164,7 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
-    """Return the class index (int) of a label, or its score (float) in a regression. Raise DataError if invalid."""
+    """Return the class index of a label, or in a regression its value as float. Raises DataError if it is invalid."""
     if task.is_regression:
         try:
             return float(value)
@@ -191,9 +191,10 @@ _METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]]
 
 
 def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
-    """Return the scores of one split by metric, as fractions of 1. MNLI has "accuracy" for either validation set.
+    """Return the scores of one split by metric, as fractions of 1. MNLI's key is "accuracy" for both validation sets.
 
-    Scores that are undefined count as 0. If a logit is not finite, all scores are 0.
+    An undefined score is 0. All scores are 0, with a warning, if a logit is not finite, or if all predictions of a task
+    with correlations are equal.
 
     Args:
         logits: [rows, classes]; [rows, 1] for regression.
@@ -216,14 +217,14 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 
 
 def evaluate(options: GlueOptions) -> Path:
-    """Execute the runs that the ledgers (files of finished runs) lack. After each task, write glue.json and glue.md.
+    """Execute the runs that no earlier command has finished. After each task, write glue.json and glue.md.
 
     Returns:
-        OUTPUT/MODEL, the folder with these files. They also have the results of earlier commands.
+        OUTPUT/MODEL, the folder with these files. They also contain the results of earlier commands.
 
     Raises:
-        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used. No
-            run was started.
+        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used.
+            Most problems are found before the first run.
         OutputError: Another command is writing the output.
         ChildProcessError: A worker process died.
     """
@@ -262,12 +263,10 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
 
 
 def _best_mnli(folder: Path, model_fingerprint: str) -> Path:
-    """Return the folder of the best weights of a model's last finished MNLI sweep. `folder` has MNLI's ledger.
+    """Return the folder with the best weights of the last MNLI sweep that a model finished. The ledger is in `folder`.
 
-    Raises:
-        ConfigError: No sweep of this model has finished.
-        MissingInputError: The user has removed the weights.
-        DataError: The ledger is damaged.
+    Raises ConfigError if the model has finished no MNLI sweep, MissingInputError if the weights were removed, and
+    DataError if the ledger is damaged.
     """
     ledger = Ledger(folder)
     if (line := last_sweep(ledger, model_fingerprint)) is None:
@@ -291,10 +290,10 @@ def _describe_model(options: GlueOptions) -> dict[str, Any]:
 
 
 def average_tasks(results: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the average score (a fraction of 1, or None), the reason why there is none, and the missing tasks.
+    """Return "average" (a fraction of 1, or None), "no_average" (the reason for None) and "missing" (names of tasks).
 
-    There is no average if a task is missing, or if tasks differ in protocol, seeds or the use of transfer from MNLI.
-    Grids may differ, as the paper's best points do. The arguments are keyed by task.
+    The average is None if a task is missing, or if tasks differ in protocol, seeds or the use of transfer from MNLI.
+    Grids may differ. The arguments are keyed by task.
     """
     finished = [task for task in TASKS if task in results]
     compared = [

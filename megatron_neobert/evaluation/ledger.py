@@ -80,10 +80,10 @@ class Ledger:
         return None if line is None else line["result"]
 
     def add(self, unit: Unit, result: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Append a finished unit to the file and to `lines`, and wait until the line is on disk.
+        """Append a finished unit to the file and to `lines`, wait until it is on disk, and return its result.
 
-        Returns the result as JSON would read it back, with lists for tuples. By default, `origin` is the machine and
-        the versions of this process.
+        The returned result has passed through JSON, so tuples are lists. An earlier line of the unit stays in the file,
+        but not in `lines`. By default, `origin` is the machine and the package versions of this process.
         """
         line = {"key": key_of(unit), "unit": unit, "result": result, "origin": origin or self.origin}
         text = json.dumps(line)
@@ -109,13 +109,11 @@ class Ledger:
 
 @contextmanager
 def open_ledger(folder: Path, device: torch.device | str | None = None) -> Iterator[Ledger]:
-    """Yield the ledger of a folder, locked during the `with` block: other commands can only read it.
+    """Yield the ledger of a folder, locked against other writers in the `with` block if the file system has locks.
 
-    Creates a missing folder, and removes an incomplete last line. The device is recorded in added lines, see `Ledger`.
-
-    Raises:
-        OutputError: Another command holds the lock.
-        DataError: A complete line is not an entry of a ledger.
+    A missing folder is created, and an incomplete last line is removed from the file. Lines that are added name the
+    machine of `device`; None is the GPU if there is one, else the CPU. Raises OutputError if another command holds the
+    lock, and DataError if a complete line is not an entry of a ledger.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("ab") as file:
@@ -144,14 +142,14 @@ def write_record(
     results: Mapping[str, Any],
     lines: Iterable[Line],
 ) -> None:
-    """Write the JSON record of one evaluation of one model, whole or not at all; create its folder if it is missing.
+    """Write the JSON record of one evaluation of one model, whole or not at all. Replace an existing file.
 
     Args:
         kind: pseudo_perplexity, throughput, glue, ner, mteb or contrastive.
-        folder: The model's folder. Raises MissingInputError or ConversionError if it has no model.
+        path: File to write. Its folder is created if it is missing.
+        folder: The model's folder. Raises MissingInputError or ConversionError if it cannot be used.
         settings: Everything needed to repeat the measurement, including the seed.
-        results: JSON values.
-        lines: Ledger lines behind the results; the record names all their machines and versions.
+        lines: Ledger lines of the results. The record names their machines and package versions.
     """
     record = {
         "kind": kind,
@@ -166,7 +164,7 @@ def write_record(
 
 
 def origin_of(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return {"machine": ..., "versions": {package: ...}} of ledger lines. Distinct values are joined in a string."""
+    """Return {"machine": ..., "versions": {package: ...}} of ledger lines. Several values are joined in one string."""
     machines, versions = dict[str, None](), dict[str, dict[str, None]]()
     for line in lines:
         machines[line["origin"]["machine"]] = None
@@ -179,9 +177,7 @@ def origin_of(lines: Iterable[Line]) -> dict[str, Any]:
 def read_record(path: Path) -> dict[str, Any]:
     """Return the JSON value in a record file. Its structure is not checked.
 
-    Raises:
-        ValueError: The file is not a regular file, not UTF-8 or not JSON.
-        OSError: The file cannot be opened.
+    Raises OSError if the file cannot be opened, and ValueError if it is not a regular file, not UTF-8 or not JSON.
     """
     content: dict[str, Any] = parse_json(read_text(path))
     return content
@@ -199,7 +195,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def _describe_machine(device: torch.device | str | None) -> str:
-    """Return the name of the GPU, or "x86_64 CPU, 8 threads" for a CPU. Without a device: the GPU if there is one."""
+    """Return the name of the GPU, or "x86_64 CPU, 8 threads" for a CPU. None means the GPU if there is one."""
     device = choose_device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -68,9 +68,7 @@ class Scorer:
     def score(self, documents: Sequence[MaskedDocument]) -> list[float]:
         """Mask one token in each document of a batch, and return the losses of these tokens: -log p(token), in nats.
 
-        Raises:
-            DivergenceError: A loss is not finite.
-            ConfigError: The batch does not fit into GPU memory.
+        Raises DivergenceError if a loss is not finite, and ConfigError if the batch does not fit into GPU memory.
         """
         targets_b = torch.stack([document.ids_s[document.position] for document in documents])
         try:

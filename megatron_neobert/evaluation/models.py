@@ -68,9 +68,9 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
         changes: Settings that replace those of config.json, such as num_labels.
 
     Raises:
-        MissingInputError: There is no such folder.
-        ConversionError: transformers cannot load the folder, or another weight is missing or has another shape than in
-            config.json.
+        MissingInputError: The folder does not exist or has no config.json.
+        ConversionError: transformers cannot load the folder, a file refers to code or weights elsewhere, or another
+            weight is missing or has another shape than in config.json.
     """
     check_folder(folder, attention=_ATTENTION)
     if options.attention is not None:
@@ -108,8 +108,8 @@ def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a folder.
 
     Raises:
-        MissingInputError: There is no such folder, or no tokenizer in it.
-        ConversionError: transformers cannot load the tokenizer, or `check_folder` refuses the folder.
+        MissingInputError: The folder does not exist, or has no config.json or no tokenizer.
+        ConversionError: transformers cannot load the tokenizer, or a file refers to code or weights elsewhere.
     """
     check_folder(folder, attention=_ATTENTION)
     # Without any of these files, transformers would return an empty tokenizer.
@@ -122,16 +122,15 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
-    """Return the SentenceTransformer of a folder with its prompts; without modules.json it has mean pooling.
+    """Return the SentenceTransformer of a folder, with its prompts, on `options.device`.
 
-    The model is on `options.device`. Its modules are built from checked JSON and safetensors (`sentence_modules`), not
-    by the library's own loader.
+    Its modules are those of modules.json, or the encoder and mean pooling without this file.
 
     Args:
         max_length: Maximum number of tokens per text, special tokens included; the model or the folder may lower it.
 
     Raises:
-        MissingInputError: There is no such folder, or no tokenizer in it.
+        MissingInputError: The folder does not exist, or has no config.json or no tokenizer.
         ConversionError: The folder cannot be loaded as an encoder, or modules.json lists a module that is not allowed.
     """
     from sentence_transformers import SentenceTransformer
@@ -187,13 +186,11 @@ def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return 12 hexadecimal digits that change with every file that influences a model's outputs.
+    """Return 12 hexadecimal digits of a hash over the names and contents of all files that influence a model's outputs.
 
-    The files are weights, config and tokenizer, and sentence-transformers' modules, pooling and prompts.
-
-    Raises:
-        MissingInputError: The folder does not exist, or has no config.json.
-        ConversionError: A file refers to code, weights or a model outside the folder.
+    These are the weights, config and tokenizer, and the modules, pooling and prompts of sentence-transformers. Raises
+    MissingInputError if the folder does not exist or has no config.json, and ConversionError if a file is invalid or
+    refers to code, weights or a model outside the folder.
     """
     check_folder(folder, attention=_ATTENTION)
     files = {path.relative_to(folder): path for pattern in _FILES_OF_OUTPUT for path in folder.glob(pattern)}

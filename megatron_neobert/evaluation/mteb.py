@@ -52,10 +52,10 @@ _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that c
 
 
 def evaluate(options: MtebOptions) -> None:
-    """Evaluate the tasks that the ledger lacks. Write OUTPUT/MODEL/mteb.json and mteb.md, and print the tables.
+    """Evaluate the tasks without a score in the ledger. Write OUTPUT/MODEL/mteb.json and mteb.md, and print mteb.md.
 
     Raises:
-        ConfigError: mteb has no such benchmark, task or language, or a task has no instruction.
+        ConfigError: The benchmark, tasks, languages or device are invalid, or a task has no instruction.
         MissingInputError, DataError, ConversionError: The model, the data or the instructions cannot be used.
         OutputError: Another command is writing the output.
     """
@@ -118,14 +118,16 @@ def run_tasks(
     options: MtebOptions,
     build: Callable[[], Any],
 ) -> list["TaskScore"]:
-    """Evaluate the tasks that the ledger lacks, and print a line per task. Raise DataError if stored data is damaged.
+    """Evaluate the tasks that the ledger lacks, add them to the ledger, and print a line for each task.
+
+    Raises DataError if stored data is damaged.
 
     Args:
-        units: Ledger unit of each task, None for a task without data.
+        units: Ledger unit of each task, or of each subtask of an aggregate, by name. None means that it has no data.
         build: Builds the encoder. It is called at most once, before the first evaluation; its errors pass through.
 
     Returns:
-        The score of each task (0 to 100), or the reason why it is missing, in the order of `tasks`.
+        For each task, 100 x mteb's main score, or the reason why it is missing.
     """
     subtasks, encoder = flatten(tasks), None
     cache = mteb.ResultCache(ledger.path.parent)
@@ -169,15 +171,15 @@ def run_tasks(
 
 
 def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: Any) -> dict[str, str]:
-    """Return the prompts of a YAML file. Keys are a task or task type, and the same with `-document` for documents.
+    """Return the prompts of a YAML file. For each task or task type NAME, the keys are NAME and NAME-document.
 
-    Style `prefix` ends an instruction with a space, and has empty prompts for documents. Style `paper` ends it with the
-    separator and the first token of `tokenizer`, for documents too.
+    In style `prefix`, a prompt is the instruction and a space, and prompts of documents are empty. In style `paper`, a
+    prompt is the instruction, the separator and the first special token of `tokenizer`, for documents too.
 
     Raises:
         MissingInputError: The file does not exist.
         DataError: The content is not YAML in the expected form.
-        ConfigError: The style is `paper`, and the tokenizer has no such tokens.
+        ConfigError: The style is `paper`, and the tokenizer lacks one of these tokens.
     """
     if not path.is_file():
         raise MissingInputError(f"--instructions {path}: no such file; name a YAML file, or none.")
@@ -201,7 +203,7 @@ def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: 
 
 
 def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> None:
-    """Raise ConfigError if `prompts` has neither the name nor the type of a task."""
+    """Raise ConfigError if, for any task, `prompts` has neither its name nor its type as a key."""
     names = {task.metadata.name for task in tasks if not {task.metadata.name, task.metadata.type} & prompts.keys()}
     if names:
         raise ConfigError(
@@ -213,10 +215,10 @@ def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> No
 def build_encoder(
     options: MtebOptions, prompts: dict[str, str], loading: LoadOptions
 ) -> SentenceTransformerEncoderWrapper:
-    """Return the model for `mteb.evaluate`, with `prompts` instead of those of its folder.
+    """Return the model for `mteb.evaluate`, with `prompts` instead of the prompts of its folder.
 
-    Prints a line if the model truncates texts earlier than `--max-length`. Raises MissingInputError or ConversionError
-    if the folder is missing, or cannot be loaded as an encoder.
+    Print a line if the model truncates texts to fewer than `options.max_length` tokens. Raises MissingInputError if the
+    folder is missing, or ConversionError if it cannot be loaded as an encoder.
     """
     folder = options.model
     model = load_sentence_transformer(folder, loading, max_length=options.max_length)
@@ -250,7 +252,7 @@ class TaskScore:
 
 
 def mean_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return the mean over tasks as "value", or None if a score is missing, and the numbers of scores and of tasks."""
+    """Return "value" (mean score, None if a score is missing), "there" (number of scores) and "expected" (of tasks)."""
     values = [task.score for task in scores if task.score is not None]
     is_complete = 0 < len(values) == len(scores)
     return {
@@ -261,7 +263,7 @@ def mean_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
 
 
 def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return average, categories (means by type, in table 4's order), tasks (scores) and missing, for the record."""
+    """Return "average", "categories" (mean by type), "tasks" (score by name) and "missing" (names without a score)."""
     types = [*MTEB_CATEGORIES, *sorted({task.type for task in scores} - set(MTEB_CATEGORIES))]
     groups = {type_: [task for task in scores if task.type == type_] for type_ in types}
     return {
@@ -273,7 +275,10 @@ def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
 
 
 def _score(task: AbsTask, results: Mapping[str, Any]) -> TaskScore:
-    """Return the score of a task x 100 (mean of the subtasks of an aggregate), or the reason why a score is missing."""
+    """Return 100 x the score of a task (mean of the subtasks of an aggregate), or the reason why a score is missing.
+
+    `results` has {"score": fraction of 1}, or None without data, by the name of the task or of each subtask.
+    """
     about: dict[str, Any] = {"name": task.metadata.name, "type": task.metadata.type, "metric": task.metadata.main_score}
     subtasks = [subtask.metadata.name for subtask in flatten([task])]
     scores = {name: float(results[name]["score"]) for name in subtasks if results[name] is not None}

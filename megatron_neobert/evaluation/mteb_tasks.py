@@ -40,8 +40,8 @@ _NOT_SETTINGS = {"dataset", "data_loaded", "rng_state", "np_rng", "seed", "hf_su
 def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str], data_dir: Path) -> list[AbsTask]:
     """Return copies of the tasks with these names. Without names, return all tasks of the benchmark.
 
-    With English as the only language, a task of an English MTEB benchmark has that benchmark's settings; MSMARCO, for
-    example, uses its dev split.
+    If English is the only language, a named task has the settings of the English MTEB benchmark that contains it.
+    MSMARCO, for example, uses its dev split.
 
     Args:
         names: Names of mteb's tasks, or `local:NAME` for the files in data_dir/NAME.
@@ -186,8 +186,8 @@ def local_task(name: str, data_dir: Path) -> AbsTask:
     """Return the task in data_dir/NAME, without its data. The names of the files determine the task type.
 
     Raises:
-        MissingInputError: The folder does not exist, or lacks files of every task type.
-        DataError: `check_data` refuses the folder.
+        MissingInputError: The folder does not exist, or does not have all files of any task type.
+        DataError: The folder has a pipe, a socket or a device, or refers to data elsewhere.
     """
     folder = data_dir / name
     check_data(folder)
@@ -227,7 +227,7 @@ def _to_score(path: Path, text: Any) -> float:
 
 
 def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
-    """Return the revision of a task's stored data, or None if a subset is missing. Raise DataError if it is damaged."""
+    """Return the revision of a task's stored data, None if any is missing. Raises DataError if task.json is damaged."""
     folder = data_dir / "tasks" / task.metadata.name
     if not (folder / _ABOUT).is_file():
         return None
@@ -237,10 +237,9 @@ def stored_revision(data_dir: Path, task: AbsTask) -> str | None:
 
 
 def digest_of_files(data_dir: Path, task: AbsTask) -> str | None:
-    """Return a hash of a task's stored data, 16 hexadecimal digits, or None if the data of a subset is missing.
+    """Return a hash of a task's stored data, 16 hexadecimal digits, or None if the data of any subset is missing.
 
-    Raises:
-        DataError: The data is damaged, or has another revision than the task of the installed mteb.
+    Raises DataError if task.json is damaged, or has another revision than the task of the installed mteb.
     """
     folder = data_dir / "tasks" / task.metadata.name
     if (revision := stored_revision(data_dir, task)) is None:
@@ -263,7 +262,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def store_task(data_dir: Path, task: AbsTask) -> None:
-    """Load a task's data with mteb, which may download it, replace DATA_DIR/tasks/NAME by it, and unload the task."""
+    """Let mteb load (or download) a task's data, replace DATA_DIR/tasks/NAME by this data, and unload the task."""
     settings_before = _settings(task)
     task.load_data()
     if isinstance(task, AbsTaskRetrieval):
@@ -293,10 +292,9 @@ def store_task(data_dir: Path, task: AbsTask) -> None:
 
 
 def load_task(data_dir: Path, task: AbsTask) -> None:
-    """Load the data that `store_task` wrote into a task, and set the settings of the task that loading changes.
+    """Load DATA_DIR/tasks/NAME into a task, and set the attributes that mteb would set when it loads the data.
 
-    Raises:
-        DataError: The data is missing or damaged.
+    Raises DataError if the data is missing or damaged.
     """
     folder = data_dir / "tasks" / task.metadata.name
     about = _read_about(folder)
@@ -319,7 +317,7 @@ def load_task(data_dir: Path, task: AbsTask) -> None:
 
 
 def _splits(task: AbsTask) -> Iterator[tuple[str | None, str, Any]]:
-    """Yield subset, split and content of every split that an evaluation reads. Without subsets, the subset is None."""
+    """Yield (subset, split, content) of every split that an evaluation reads. Without subsets, subset is None."""
     assert task.dataset is not None, task.metadata.name
     splits = {*task.eval_splits, getattr(task, "train_split", None)}
     has_subsets = not any(isinstance(content, Dataset) for content in task.dataset.values())

@@ -82,7 +82,7 @@ class NerTask(Task):
 
         Raises:
             ConversionError: The folder cannot be loaded with such a head.
-            MissingInputError: The folder does not exist.
+            MissingInputError: The folder does not exist or has no config.json.
         """
         return load_model(
             folder,
@@ -101,14 +101,14 @@ class NerTask(Task):
 
 
 def evaluate(options: NerOptions) -> Path:
-    """Execute the runs that the ledgers (files of finished runs) lack. After each dataset, write ner.json and ner.md.
+    """Execute the runs that no earlier command has finished. After each dataset, write ner.json and ner.md.
 
     Returns:
-        OUTPUT/MODEL, the folder with these files. They also have the results of earlier commands.
+        OUTPUT/MODEL, the folder with these files. They also contain the results of earlier commands.
 
     Raises:
-        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used. No
-            run was started.
+        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used.
+            Most problems are found before the first run.
         OutputError: Another command is writing the output.
         ChildProcessError: A worker process died.
     """
@@ -173,9 +173,8 @@ def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
 def to_sentences(rows: Dataset, split: str) -> list[Sentence]:
     """Return the sentences of a split, with tags as text. Rows without words are skipped. `split` is for messages.
 
-    Raises:
-        DataError: A column is missing, there are no rows, a row has more words or tags than the other, or a tag is
-            invalid.
+    The columns are `tokens` or `words`, and `ner_tags`, `tags` or `labels`. Raises DataError if a column is missing,
+    there are no rows, a row has different numbers of words and tags, or a tag is invalid.
     """
     columns = [
         next((name for name in names if name in rows.column_names), names[0]) for names in (_WORD_COLUMNS, _TAG_COLUMNS)

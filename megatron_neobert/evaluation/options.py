@@ -19,7 +19,7 @@ _ATTENTION = "attn_implementation of transformers, for example sdpa (default: ch
 
 
 def choose_glue_tasks(names: Sequence[str]) -> list[str]:
-    """Return the tasks with these names in the given order, in the spelling of GLUE_TASKS and without duplicates.
+    """Return the tasks in the order of `names`, in the spelling of GLUE_TASKS and without duplicates.
 
     Raises ConfigError if a name is not a GLUE task. Case and hyphens do not matter.
     """

@@ -42,9 +42,12 @@ def plot_curves(
     log_x: bool = False,
     log_y: bool = False,
 ) -> None:
-    """Draw at least one curve into a PNG, whole or not at all. The folder must exist; an existing file is replaced.
+    """Draw curves into a PNG file, whole or not at all. The folder must exist; an existing file is replaced.
 
     A value that is not finite leaves a gap in its line or band.
+
+    Args:
+        curves: At least one curve. Each curve must have at least one point.
     """
     assert curves and all(len(curve.x) for curve in curves), f"nothing to draw in {path}: {[c.name for c in curves]}"
     # pyplot would keep every figure until it is closed, and may need a display.
@@ -81,7 +84,7 @@ def plot_curves(
 
 
 def add_legend(parent: Any, lines: Sequence[Any], names: Sequence[str], **options: Any) -> None:
-    """Add a legend to axes or a figure, with the names of the lines shown as they are. `options` are matplotlib's."""
+    """Add a legend to axes or a figure. `names` are shown as they are, and `options` are passed to matplotlib."""
     # matplotlib hides a label that begins with "_", and reads text between two "$" as TeX. So the legend first gets
     # numbers, which are then replaced.
     legend = parent.legend(lines, [str(number) for number in range(len(names))], frameon=False, **options)

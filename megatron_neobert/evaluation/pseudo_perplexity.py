@@ -88,6 +88,8 @@ class DocumentResult:
 def evaluate(options: PerplexityOptions) -> None:
     """Measure each model; write a record per model, and a page and a figure of all models; print a line per model.
 
+    The files are OUTPUT/MODEL/pseudo_perplexity.json, and OUTPUT/pseudo_perplexity.md and .png.
+
     Raises:
         MissingInputError, ConversionError, DataError: A model or the texts cannot be used.
         ConfigError: There is no such device, a model does not support the maximum length, a batch does not fit into
@@ -112,7 +114,9 @@ def evaluate(options: PerplexityOptions) -> None:
 def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
     """Measure a model, write OUTPUT/MODEL/pseudo_perplexity.json, and return the `results` in this record.
 
-    Raises MissingInputError, ConversionError, DataError, ConfigError, DivergenceError and OutputError as `evaluate`.
+    Documents in the ledger are not measured again. Raises MissingInputError, ConversionError or DataError if the model
+    or the texts cannot be used, ConfigError if the device or maximum length is invalid or a batch does not fit into
+    memory, DivergenceError if a loss is not finite, and OutputError if another command is writing.
     """
     loading = LoadOptions(
         dtype=getattr(torch, options.dtype), device=choose_device(options.device), attention=options.attention
@@ -167,7 +171,7 @@ def measure(
     Raises DivergenceError if a loss is not finite, or ConfigError if a batch does not fit into GPU memory.
 
     Args:
-        batch_tokens: Maximum size of a batch, padding included; a longer document is a batch of its own.
+        batch_tokens: Maximum size of a batch, padding included. A longer document has one batch for each position.
         progress: Advanced by the tokens of each batch, padding excluded.
     """
     # Longest first: a batch that does not fit into memory fails at the start, and the first estimate of the remaining
@@ -204,10 +208,10 @@ def _score_positions(
 
 
 def average_by_length(results: Iterable[DocumentResult]) -> list[dict[str, Any]]:
-    """Return one point per bin of lengths that has documents, by increasing length.
+    """Return the curve: one point for each bin of lengths that has documents, by increasing length.
 
-    Bins end at 128, 256, 512, ... tokens (inclusive). Each document of a bin has the same weight in its mean loss.
-    `low` and `high` are None for a bin of fewer than five documents.
+    Bins end at 128, 256, 512, ... tokens (inclusive). All documents of a bin have the same weight. `low` and `high` are
+    the ends of the 95 % interval, or None if the bin has fewer than five documents.
     """
     bins: dict[int, list[DocumentResult]] = {}
     for result in results:
@@ -236,8 +240,8 @@ def average_by_length(results: Iterable[DocumentResult]) -> list[dict[str, Any]]
 def average_over_tokens(results: Sequence[DocumentResult]) -> dict[str, float | None]:
     """Return pseudo_perplexity, standard_error and nats_per_token of all documents together.
 
-    Each document has the weight of its tokens, masked or not. The standard error of the pseudo-perplexity is that of
-    drawing positions. It is None if a document has none.
+    The weight of a document is its number of tokens, masked or not. The standard error of the pseudo-perplexity comes
+    from drawing positions. It is 0 if all tokens were masked, and None if any document has no standard error.
     """
     tokens = sum(result.tokens for result in results)
     mean = math.fsum(result.tokens * result.mean_nll for result in results) / tokens
@@ -252,14 +256,14 @@ def average_over_tokens(results: Sequence[DocumentResult]) -> dict[str, float | 
 def select_documents(
     options: PerplexityOptions, tokenizer: Any, max_length: int
 ) -> tuple[list[Document], Counter[str]]:
-    """Read and tokenize documents in the order of the files, up to `--limit`, and draw the positions to mask.
+    """Read and tokenize documents in the order of the files, until `--limit` are kept, and draw the positions to mask.
 
     Returns:
-        The documents, truncated to `max_length` tokens, and the number of dropped records by reason.
+        The documents, truncated to `max_length` tokens, and the number of dropped records by reason, such as repeated.
 
     Raises:
         MissingInputError: An input does not exist.
-        DataError: A file is damaged or lacks the text key, or no document is long enough.
+        DataError: A file is damaged, a table lacks the text column, or no document remains.
     """
     documents, dropped, seen = list[Document](), Counter[str](), set[str]()
     for texts in _read(options, dropped):
@@ -304,7 +308,7 @@ def document_id(text: str) -> str:
 def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed: int) -> tuple[int, ...]:
     """Draw `count` of the scorable positions without replacement, and return them in increasing order.
 
-    Returns all positions if `count` is None or at least their number. Equal arguments give equal positions.
+    All positions are returned if `count` is None or at least their number. Equal arguments give equal positions.
     """
     if count is None or count >= len(scorable):
         return tuple(scorable)
@@ -322,7 +326,7 @@ def _nothing_to_measure(options: PerplexityOptions, dropped: Counter[str]) -> Da
 def _read(options: PerplexityOptions, dropped: Counter[str]) -> Iterator[list[str]]:
     """Yield the texts of all inputs in non-empty batches. Count rejected and dropped records by reason in `dropped`.
 
-    Raises MissingInputError if an input does not exist, or DataError if a file is damaged or lacks the text key.
+    Raises MissingInputError if an input does not exist, and DataError if a file is damaged or lacks the text column.
     """
     settings = ReadSettings(text_key=options.text_key)
     for path in find_inputs(options.data):

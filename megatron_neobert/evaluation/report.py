@@ -59,7 +59,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
 
     Raises:
         MissingInputError: There are no records.
-        DataError: A file with the name of a record is not a valid record, or its results are of another version.
+        DataError: A file KIND.json is not a valid record, or its results have the format of another version.
     """
     records = find_records(folders)
     output.mkdir(parents=True, exist_ok=True)
@@ -91,11 +91,8 @@ def write_page(kind: str, paths: Sequence[Path], output: Path) -> str:
 def find_records(folders: Sequence[Path]) -> list[Record]:
     """Return all records (files named KIND.json) below the folders, in the order of `KINDS`.
 
-    If several models of a kind have the same name, the folders of their records are added to the names.
-
-    Raises:
-        MissingInputError: There are no records.
-        DataError: A file with the name of a record is not a valid record.
+    If several records of a kind have the same model name, the folder of each record is added to its model name. Raises
+    MissingInputError if there are no records, and DataError if a file KIND.json is not a valid record of this kind.
     """
     records = list[Record]()
     for kind in KINDS:
@@ -136,7 +133,7 @@ def read(path: Path, kind: str) -> Record:
 
 
 def pseudo_perplexity(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown with the pseudo-perplexity over all tokens. Write curves to OUTPUT/pseudo_perplexity.png."""
+    """Return Markdown blocks with the pseudo-perplexity of each model. Write curves to OUTPUT/pseudo_perplexity.png."""
     rows, curves = [], []
     for record in records:
         results, points = record.results, record.results["curve"]
@@ -160,7 +157,7 @@ def pseudo_perplexity(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def throughput(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown with the tokens per second of the fastest batch size by length. Write OUTPUT/throughput.png."""
+    """Return Markdown blocks with the best tokens/s by length. If any batch fitted, draw OUTPUT/throughput.png."""
     machines = sorted({record.machine for record in records})
     warning = "; the machines differ, so do not compare the models" if len(machines) > 1 else ""
     first = records[0].settings
@@ -191,9 +188,9 @@ def throughput(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def fastest(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the row of the fastest batch size for each length, by increasing length. `rows` are those of a record.
+    """Return {length: row of the fastest batch size}, by increasing length. `rows` come from a throughput record.
 
-    If no batch size fitted into memory, the row is that of the smallest batch size, and its `measured` is None.
+    If no batch size of a length fitted into memory, its row has the smallest batch size, and `measured` is None.
     """
     best: dict[int, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (row["length"], row["batch_size"])):
@@ -220,7 +217,7 @@ def speed_cell(row: dict[str, Any] | None) -> str:
 
 
 def glue(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown with the measured rows above the paper's rows, in per cent, and the best points of the grids."""
+    """Return Markdown blocks: measured scores above the paper's, in per cent, and the best point of each grid."""
     reported, measured = paper.GLUE, []
     for record in records:
         tasks, average = record.results["tasks"], record.results["average"]
@@ -238,7 +235,7 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def ner(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown with the meaning of the metric, and the best point of the grid of each data set."""
+    """Return Markdown blocks: the meaning of the metric, and the best point of each dataset's grid."""
     return [
         paragraph(
             "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct. The validation "
@@ -250,7 +247,7 @@ def ner(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def _best_points(records: Sequence[Record]) -> list[str]:
-    """Return Markdown with the best point of every task of GLUE or NER, and a warning if settings differ.
+    """Return Markdown blocks: the best point of each task of GLUE or NER, and a warning if models have other settings.
 
     The column "weights kept" names the weights of the best single run, which may belong to another point.
     """
@@ -270,7 +267,7 @@ def _best_points(records: Sequence[Record]) -> list[str]:
 
 
 def mteb(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown with averages by category for each selection of tasks, then every task's score.
+    """Return Markdown blocks: a table of averages by category for each choice of tasks, then a table of all scores.
 
     The paper's rows are in the table of its benchmark. Tasks without a score are named below their table.
     """
@@ -309,7 +306,7 @@ def mteb(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def contrastive(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown with first and last losses and the datasets. Write the loss curves to OUTPUT/contrastive.png."""
+    """Return Markdown blocks with first and last losses (nats). If curves are recorded, draw OUTPUT/contrastive.png."""
     rows, curves, path = [], [], output / "contrastive.png"
     for record in records:
         first_and_last = [f"{record.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
@@ -331,7 +328,7 @@ SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {
 
 
 def _describe(record: Record) -> list[str]:
-    """Return Markdown that names the file, weights, machine, versions, command and settings of a measurement."""
+    """Return Markdown blocks with the file, weights, machine, versions, command and settings of a record."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     settings = [f"{name}: {json.dumps(value)}" for name, value in sorted(record.settings.items())]
     text = f"{record.path}; weights {record.model.fingerprint}; {record.machine}; {versions}."
@@ -343,7 +340,7 @@ def _describe(record: Record) -> list[str]:
 
 
 def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a Markdown warning that names the settings in which the runs of a group differ, or an empty list."""
+    """Return a list with a Markdown warning that names the settings that differ within a group, or an empty list."""
     differing = {
         name
         for group in groups
@@ -378,7 +375,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _reported_rows(reported: Reported) -> list[list[str]]:
-    """Return rows of a table of the paper: the model's name, then values with equal decimals, or dashes if missing."""
+    """Return the rows of a paper's table: model name, values with equal decimals, and a dash for each missing value."""
     decimals = max(len(str(value).partition(".")[2]) for values in reported.rows.values() for value in values)
     dashes = ["–"] * len(reported.columns)
     return [

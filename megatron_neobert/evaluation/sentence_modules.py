@@ -84,10 +84,11 @@ def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], i
         backbone: The encoder, already loaded.
 
     Returns:
-        The modules, and the maximum number of tokens that the folder allows (None: no limit).
+        The modules, and the maximum number of tokens in sentence_bert_config.json (None: no limit).
 
     Raises:
-        ConversionError: A module is not on the allow-list, or a setting is not accepted.
+        ConversionError: modules.json lists anything but a Transformer, a Pooling and optionally a Normalize, or a
+            setting is not accepted.
         MissingInputError: The pooling folder has no config.json.
     """
     settings = TransformerSettings()
@@ -115,7 +116,7 @@ def build_modules(folder: Path, backbone: Any) -> tuple[list[torch.nn.Module], i
 
 
 def read_prompts(folder: Path) -> dict[str, str]:
-    """Return the prompts of a folder by name; empty if it has no config_sentence_transformers.json.
+    """Return the prompts of a folder by name; {} if it has no config_sentence_transformers.json.
 
     Raises ConversionError if that file is not valid, or a prompt is not a string.
     """
@@ -124,7 +125,7 @@ def read_prompts(folder: Path) -> dict[str, str]:
 
 
 def _wrap(folder: Path, backbone: Any, settings: TransformerSettings) -> Transformer:
-    """Build sentence-transformers' Transformer of a folder, with `backbone` as encoder. Library errors pass through."""
+    """Build the Transformer module of a folder, with `backbone` as its encoder. Errors of libraries pass through."""
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     module = Transformer(
         str(folder),
@@ -150,7 +151,7 @@ def _build_pooling(folder: Path) -> Pooling:
 
 
 def _convert(content: Any, kind: Any, path: Path) -> Any:
-    """Return parsed JSON of the file `path` as an instance of `kind`. Raise ConversionError if it does not fit."""
+    """Return `content`, the parsed JSON of `path`, as a `kind`. Raises ConversionError if a value does not fit."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:

@@ -79,7 +79,7 @@ class Sweep:
 
     @cached_property
     def common_unit(self) -> dict[str, Any]:
-        """Entries of the ledger unit of every run: all that its result depends on, except its point."""
+        """Entries that the ledger units of all runs share: task, model, initial weights, data hashes and protocol."""
         protocol = {name: getattr(self.options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
         return {
             "task": self.task.name,
@@ -112,7 +112,8 @@ class Sweep:
 def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
     """Execute the runs that the ledger lacks, and write OUTPUT/MODEL/KIND.json and .md with all tasks of the model.
 
-    Raises OutputError if another command is writing, ChildProcessError if a worker died, or the errors of `fine_tune`.
+    `describe` returns further results for the record. Raises OutputError if another command is writing,
+    ChildProcessError if a worker died, or MissingInputError, DataError or ConversionError if an input cannot be used.
     """
     options = sweep.options
     folder = options.output / options.model.resolve().name
@@ -124,7 +125,8 @@ def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
 def _run_points(ledger: Ledger, sweep: Sweep) -> None:
     """Execute the runs that the ledger lacks, print progress on stderr, and add the sweep as the ledger's last line.
 
-    The weights of the best run so far and of earlier sweeps are kept; the weights of all other runs are deleted.
+    Of the runs of this sweep, only the best so far keeps its weights; the weights of the others are deleted. The best
+    run of each earlier sweep keeps its weights, too.
     """
     folder = ledger.path.parent
     units = {point: {**sweep.common_unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
@@ -172,11 +174,11 @@ def best_weights(ledger: Ledger, sweep: Line) -> Path | None:
 
 
 def write_results(kind: str, folder: Path, model: Path, describe: Describe | None = None) -> None:
-    """Write FOLDER/KIND.json and .md from the last sweep of every task of a model. Wait for other commands' writes.
+    """Write FOLDER/KIND.json and .md from a model's last finished sweep of every task. Wait for other writers.
 
     Args:
-        folder: Folder of the model's results; FOLDER/KIND has a folder with a ledger for each task.
-        describe: Returns further results for the record.
+        folder: Folder of the model's results. FOLDER/KIND/TASK has the ledger of each task.
+        describe: Returns further results for the record, given the results and the settings of all tasks.
     """
     model_fingerprint = fingerprint(model)
     with (folder / kind / "lock").open("ab") as file:
@@ -206,7 +208,7 @@ def show_progress(position: str, run: Run, outcome: Outcome) -> None:
 
 
 def summarise(outcomes: Mapping[Point, Outcome]) -> Result:
-    """Return the record entries of a finished grid: its best point, and the scores there (mean and sd over seeds)."""
+    """Return the results of a finished grid: its best point, and mean and standard deviation there over the seeds."""
     by_point: dict[Point, list[Point]] = {}
     for point in outcomes:
         by_point.setdefault(dataclasses.replace(point, seed=0), []).append(point)

@@ -36,7 +36,7 @@ _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
 def evaluate(options: ThroughputOptions) -> None:
-    """Measure each model; write a record per model, and a page and a figure of all models; print the page.
+    """Measure each model. Write OUTPUT/MODEL/throughput.json, and OUTPUT/throughput.md and .png. Print the .md.
 
     Raises:
         ConfigError: There is no such device, no length of a model can be measured, the attention does not support the
@@ -52,7 +52,10 @@ def evaluate(options: ThroughputOptions) -> None:
 def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: torch.device) -> Path:
     """Measure a model at each length and batch size, write its record, and return the record's path.
 
-    Raises ConfigError, MissingInputError, ConversionError and OutputError as `evaluate`.
+    Measurements in the ledger are reused. After a batch that does not fit into memory, larger batches of its length are
+    skipped. Lengths beyond learned positions are skipped, and on a CPU batches of more tokens than both CPU_MAX_TOKENS
+    and the longest length. Raises ConfigError if no length remains or flash attention is used with float32,
+    MissingInputError or ConversionError if the model cannot be loaded, and OutputError if another command is writing.
     """
     loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
     model = load_model(folder, "AutoModel", loading)
@@ -110,8 +113,8 @@ def measure(model: Any, options: ThroughputOptions, *, length: int, batch_size: 
     """Time forward passes of one batch. Errors other than a lack of memory pass through.
 
     Returns:
-        {"tokens_per_second": [lower quartile, median, upper quartile], "peak_bytes": bytes, on a CPU None}; or None if
-        the batch does not fit into memory, which is then free again.
+        {"tokens_per_second": [lower quartile, median, upper quartile], "peak_bytes": GPU memory, None on a CPU}. None
+        if the batch does not fit into memory, which is then free again.
     """
     try:
         return _run_steps(model, options, length=length, batch_size=batch_size)

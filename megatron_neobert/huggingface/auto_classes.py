@@ -26,7 +26,7 @@ def register_neobert() -> None:
 
 @contextmanager
 def loading(folder: Path, class_name: str) -> Iterator[None]:
-    """Run a `with` block that loads a local folder with transformers, and turn all its errors into ConversionError.
+    """Run a `with` block that loads a local folder with transformers, and convert its exceptions to ConversionError.
 
     In the block, `neobert` folders are loaded with this package's classes, the network is not used, and transformers
     prints no reports. Progress bars stay disabled afterwards. The class name is for messages.

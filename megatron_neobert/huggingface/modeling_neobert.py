@@ -197,9 +197,10 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return an output object (or a tuple) with logits and, with labels, the loss; see the class for the shapes.
+        """Return an output object with logits and, given labels, the loss. If `return_dict` is False, return a tuple.
 
-        See `NeoBERT.forward` for the other arguments and for errors.
+        The class documents the shapes, and `NeoBERT.forward` the other arguments. Raises ValueError if both or none of
+        input_ids and inputs_embeds are given, or if attention_mask or cu_seqlens is invalid.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.compute_logits(outputs.last_hidden_state, kwargs)
@@ -251,7 +252,7 @@ class NeoBERT(NeoBERTPreTrainedModel):
             output_attentions: Also return the attention weights of every block, computed with eager attention.
             output_hidden_states: Also return the embeddings and the output of each block, the last after the final
                 norm.
-            return_dict: If False, return a tuple.
+            return_dict: If False, return a tuple. For None here and in the two arguments above, config decides.
             cu_seqlens: Starts of the documents in a packed sequence (b = 1), and its length: 0, ..., s.
                 DataCollatorWithFlattening's `cu_seq_lens_q` is accepted too. Position ids that restart do not separate
                 documents.
@@ -259,8 +260,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
             kwargs: Inputs of other models, such as `token_type_ids`, are ignored.
 
         Raises:
-            ValueError: Both or none of input_ids and inputs_embeds are given, attention_mask is not [b, s], or `pack`
-                refuses cu_seqlens.
+            ValueError: Both or none of input_ids and inputs_embeds are given; attention_mask is not [b, s]; cu_seqlens
+                does not increase from 0 to s or is given with padding or b > 1; or max_seqlen is too small.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give exactly one of them.")
@@ -402,11 +403,10 @@ def rotate_pairs(heads_bnsd: Tensor, rotation: Rotation) -> Tensor:
 
 
 def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attention_mask: Tensor | None) -> Packing:
-    """Return the documents of a packed sequence, whose starts and end are in `cu_seqlens`.
+    """Return the documents of a packed sequence. `cu_seqlens` has their starts and then s: 0, ..., s.
 
-    Raises:
-        ValueError: There are several rows or padding, cu_seqlens does not increase from 0 to s, or max_seqlen is too
-            small. During tracing, values are not checked, and any attention_mask is refused.
+    Raises ValueError if there are several rows or padding, cu_seqlens does not increase from 0 to s, or max_seqlen is
+    below the longest document. During tracing, values are not checked, and any attention_mask is refused.
     """
     rows, length = hidden_bsh.shape[:2]
     if rows != 1:
@@ -437,7 +437,8 @@ def build_mask(
     """Return the mask in the format of an attention implementation, and further arguments for its function.
 
     The mask is True where a query may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to
-    [b, n, s, s]. None means everywhere. Raises ValueError if attention_mask is not [b, s].
+    [b, n, s, s]. None means everywhere; for flash, the further arguments separate packed documents. With `packing`,
+    attention_mask is ignored; otherwise, a shape other than [b, s] raises ValueError.
     """
     rows, length = hidden_bsh.shape[:2]
     mask = None
@@ -475,7 +476,7 @@ def attend_eagerly(
 ) -> tuple[Tensor, Tensor]:
     """Return the context [b, s, n, d] and the attention weights [b, n, s, s], computed with separate matrix products.
 
-    The inputs are [b, n, s, d], and the mask is True where a query may attend.
+    `query`, `key` and `value` are [b, n, s, d]. `mask` is True where a query may attend; None means everywhere.
     """
     scores = query @ key.transpose(-1, -2) * scaling
     if mask is not None:
@@ -485,10 +486,10 @@ def attend_eagerly(
 
 
 def mean_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """Return the cross-entropy (a scalar in fp32), summed over labels that are not -100 and divided by `num_items`.
+    """Return the cross-entropy in nats (fp32 scalar): the sum over labels that are not -100, divided by `num_items`.
 
-    Trainer sets `num_items` to the number of labels in all micro-batches of an update. By default, it is the number of
-    labels in this batch. Without labels the loss is 0.
+    Trainer sets `num_items` to the number of these labels in all micro-batches of an update. None means their number in
+    this batch. If all labels are -100, the loss is 0.
     """
     flat = logits.float().flatten(0, -2)
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")

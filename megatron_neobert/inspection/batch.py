@@ -44,7 +44,6 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
     run's newest checkpoint before the iteration, and takes the run's settings unless --config is given.
 
     Args:
-        options: Options of this command.
         flags: Flags of `neobert train`, which override settings of the run.
 
     Raises:
@@ -79,7 +78,7 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
 
 
 def choose_origin(options: InspectBatchOptions, flags: list[str]) -> tuple[Path | None, Settings]:
-    """Return the checkpoint to start from (None: the first iteration), and the settings of the run.
+    """Return the checkpoint to start from, or None to start at the first iteration, and the settings of the run.
 
     Raises:
         ConfigError: A flag is unknown, or the settings break a rule.

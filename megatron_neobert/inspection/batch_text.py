@@ -40,7 +40,7 @@ class Segment:
 
     @property
     def title(self) -> str:
-        """One line such as `document 7, epoch 0: 100 of 310 tokens from token 50 on, 20 predicted`. Counts from 0."""
+        """One line such as `document 7, epoch 0: 100 of 310 tokens from token 50 on, 20 predicted`, numbered from 0."""
         extent = f"{self.text_tokens:,} of {self.document_tokens:,} tokens from token {self.first_token:,} on"
         if self.text_tokens == self.document_tokens:
             extent = f"whole, {self.document_tokens:,} tokens"

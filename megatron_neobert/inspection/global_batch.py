@@ -1,4 +1,4 @@
-"""Rebuilds the global batch of an iteration of a run, with the code that builds it in training.
+"""Rebuild the global batch of an iteration of a run, with the code that builds it in training.
 
 The settings of a batch are those of the process that trained on it, and are in the first checkpoint after the batch.
 Tensors of checkpoints are not read.

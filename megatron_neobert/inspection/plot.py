@@ -31,8 +31,9 @@ class PlotOptions:
 def plot(options: PlotOptions) -> None:
     """Draw the curves of runs: loss, accuracy, learning rate, gradient norm and throughput against tokens.
 
-    Reads metrics.jsonl of each run, which may still be growing, and writes OUTPUT/curves.png. A tick marks where a run
-    resumed after a stop; the iterations that it repeated are drawn once, with their later values.
+    `options.metrics` selects other curves, and `options.x` iterations instead of tokens. The figure is
+    OUTPUT/curves.png. Logs may still be growing. A tick marks where a run resumed after a stop; the iterations that it
+    repeated are drawn once, with their later values.
 
     Raises:
         MissingInputError, DataError: A run has no log, or no values in it yet.
@@ -60,7 +61,7 @@ def plot(options: PlotOptions) -> None:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each run: its folder, relative to the common parent of all runs. A single run keeps its name.
+    """Return a name for each run: its folder, relative to the common parent of all runs.
 
     Raises:
         ConfigError: A run is named twice.

@@ -32,11 +32,12 @@ class ReplayOptions:
 def replay(options: ReplayOptions, flags: list[str]) -> None:
     """Compute losses and gradient of one iteration again; flags of `neobert train` replace the settings of the run.
 
-    Settings, weights and data position come from the newest checkpoint before that iteration. The batches in between
-    are packed, but not trained on. The results are printed. Weights are not updated and no file is written.
+    Settings, weights and data position come from the newest checkpoint before that iteration. If all checkpoints are
+    later, the run starts with initial weights at its first iteration. The batches in between are packed, but not
+    trained on. The results are printed. Weights are not updated and no file is written.
 
     --checkpoint-iteration takes weights and settings of another checkpoint. A run that ends because its last updates
-    were skipped saves the weights that these batches were computed with.
+    were skipped saves the weights with which the skipped batches were computed; use this checkpoint.
 
     Raises:
         ConfigError: The command runs under torchrun, a setting is wrong, or the run has no such iteration.
@@ -58,7 +59,7 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
 
 
 def replay_settings(load: Path, weights: Path | None, flags: list[str]) -> Settings:
-    """Return the settings in checkpoint `weights` (None: the newest) for a single rank, with values replaced by flags.
+    """Return the settings of checkpoint `weights`, or of the newest if None, changed by `flags` and for a single rank.
 
     Raises:
         ConfigError: A flag is unknown, or the result breaks a rule of the settings.

@@ -35,7 +35,10 @@ def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str], *, 
 
 
 def draw(runs: Sequence[RunLog], metrics: Sequence[str], *, x: str) -> Figure:
-    """Return a figure with a panel per metric. `x` is "tokens" or "iteration". Missing tokens raise DataError."""
+    """Return a figure with a panel per metric, drawn against `x`, "tokens" or "iteration".
+
+    Raise DataError if `x` is "tokens" and a run has not logged any tokens.
+    """
     lines = -(-len(metrics) // 2)
     size = 2 * _PANEL_INCHES[0], lines * _PANEL_INCHES[1] + _LEGEND_INCHES * (len(runs) + 2)
     # Not pyplot, which may look for a display.

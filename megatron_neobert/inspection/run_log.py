@@ -42,7 +42,7 @@ class RunLog:
         return list(dict.fromkeys(name for values in self.values.values() for name in values))
 
     def tokens_at(self, iterations: Sequence[int]) -> list[float]:
-        """Return the tokens consumed up to each iteration, interpolated between log lines and constant after the last.
+        """Return the tokens consumed up to each iteration, interpolated from 0 at iteration 0; constant after the last.
 
         Raises:
             DataError: No line of the log has a number of tokens yet.
@@ -56,7 +56,7 @@ class RunLog:
         return [float(tokens) for tokens in np.interp(iterations, [0, *counts], [0.0, *counts.values()])]
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Return increasing iterations and the values of a metric: NaN if an interval's updates were all skipped."""
+        """Return logged iterations, increasing, and the metric's values; NaN for intervals without an update."""
         pairs = [
             (iteration, values.get(metric, math.nan))
             for iteration, values in self.values.items()
@@ -70,7 +70,6 @@ def read_run(path: Path, *, name: str) -> RunLog:
 
     Args:
         path: Folder of the run (its --save), or the log file.
-        name: Name of the run in figures and messages.
 
     Raises:
         MissingInputError: There is no log.
@@ -114,7 +113,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _merge(entries: list[dict[str, float]], name: str, *, unreadable: int) -> RunLog:
-    """Merge log lines by iteration. A restart removes the values of later iterations. Changes `entries`."""
+    """Merge log lines by iteration. A restart removes the values of later iterations. This changes `entries`."""
     values: dict[int, dict[str, float]] = {}
     restarts: list[int] = []
     for entry in entries:

@@ -53,7 +53,7 @@ def rotate(query_tnd: Tensor, key_tnd: Tensor, cosines_t1e: Tensor, sines_t1e: T
 
 
 class CoreAttention(MegatronModule):
-    """Rotary embedding, context-parallel exchange and attention kernel. Has no parameters.
+    """Rotary embedding, context-parallel exchange and attention kernel, without parameters.
 
     Args:
         kernel: Class of the attention kernel, which computes all tokens for this rank's share of the heads.
@@ -98,8 +98,9 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         """Return the context of this rank's tokens, [t/c, n * d], in the dtype of the query.
 
-        With c context-parallel ranks, queries, keys and values are [t/c, n, d]. `packed_seq_params` has the documents
-        of all ranks, and is required. The arguments about masks and bias have no effect.
+        For t tokens on c context-parallel ranks, queries, keys and values are [t/c, n, d]: n heads of width d. The
+        caller must not rotate them; `packed_seq_params`, which is required, has the rotation and the documents of all
+        ranks. `attn_mask_type` goes to the kernel. `attention_mask` and `attention_bias` have no effect.
 
         Raises:
             ConfigError: Transformer Engine has no fused attention kernel for this model on this GPU.

@@ -26,11 +26,7 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelConfig, *, vocab_size: int) -> ParameterCount:
-    """Return the number of parameters of each part. For the default model and 30,522 tokens, `total` is 245,136,954.
-
-    Args:
-        vocab_size: Number of tokens, without padding.
-    """
+    """Return the number of parameters of each part. The default model with a vocabulary of 30,522 has 245,136,954."""
     hidden = model.hidden_size
     norm = 2 * hidden if model.normalization == "LayerNorm" else hidden  # LayerNorm also has a bias
     return ParameterCount(

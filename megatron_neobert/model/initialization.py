@@ -78,7 +78,10 @@ def _partition_of(name: str, *, gated: bool) -> tuple[int, int] | None:
 
 
 def _draw(name: str, shape: list[int], *, seed: int, init_range: float, vocab_size: int) -> Tensor:
-    """Return the initial values of a whole weight or bias, [*shape] fp32 on CPU. Biases and padding rows are zero."""
+    """Return initial values of a whole matrix or bias, fp32 on CPU. Do not use it for norm weights.
+
+    They are uniform in [-init_range, init_range), and zero in biases and in padding rows of the vocabulary.
+    """
     weights = torch.zeros(shape)
     if name.endswith("bias"):
         return weights

@@ -103,8 +103,8 @@ def logits_gradient(
 ) -> Tensor:
     """Return the gradient of the logits, in their dtype: (softmax - one-hot label) x `gradient_m`.
 
-    `gradient_m` is the gradient of the losses, `largest_m` the largest logit of the whole vocabulary, and `total_m` the
-    sum of exp(logit - largest_m).
+    `gradient_m` is the gradient of the losses, `largest_m` the largest logit of the whole vocabulary, `total_m` the sum
+    of exp(logit - largest_m). `column_m` is the label's column, where `is_local_m` is True.
     """
     softmax_mv = (logits_mv.float() - largest_m.unsqueeze(1)).exp() / total_m.unsqueeze(1)
     columns_v = torch.arange(logits_mv.size(1), device=logits_mv.device)

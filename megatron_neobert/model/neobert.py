@@ -79,7 +79,7 @@ class NeoBERTModel(GPTModel):
             labels_m: Original token ids at these positions; below 0 for a filler.
 
         Returns:
-            - With labels: (losses_m, correct_m), see `masked_token_losses`.
+            - With labels: (losses_m, correct_m), fp32: losses in nats, and 1 for a correct prediction, else 0.
             - With masked positions, but no labels: logits_mv of this rank's share of the vocabulary.
             - Without both: hidden states after the final norm, [t/c, h].
             - On a stage without the head, always: hidden states for the next stage, [t/c, 1, h]. With sequence
@@ -132,8 +132,7 @@ class NeoBERTModel(GPTModel):
     def _set_attention_backend(self) -> None:
         """Set NVTE_FLASH_ATTN, NVTE_FUSED_ATTN, NVTE_UNFUSED_ATTN: "1" if --attention-backend allows it, else "0".
 
-        The unfused kernel, which stores all scores, is always off. Megatron's method, which this one replaces, allows
-        it with `auto`, and fails an assertion if the environment forbids it.
+        The unfused kernel, which stores all scores, is always off. Megatron's own method can switch it on.
         """
         allowed = {"auto": ("FLASH", "FUSED"), "flash": ("FLASH",), "fused": ("FUSED",)}[
             self.config.attention_backend.name
@@ -152,7 +151,7 @@ class NeoBERTModel(GPTModel):
     def _prepare_head(self, vocab_size: int) -> None:
         """Give the output layer a bias of zeros. The layer returns the bias beside the logits, and `_decode` adds it.
 
-        Sets `padded_columns`: the number of this rank's columns that only pad the vocabulary.
+        Also set `padded_columns`, the number of this rank's columns that only pad the vocabulary.
         """
         # The layer is built without a bias, but has one in its checkpoints.
         layer = self.output_layer

@@ -32,9 +32,8 @@ from megatron_neobert.model.packed_kernels import FlashAttention, TorchAttention
 def to_transformer_config(settings: Settings) -> TransformerConfig:
     """Return Megatron's configuration of NeoBERT: pre-norm, no biases, no dropout.
 
-    The configuration has no rotary embedding, because CoreAttention (attention.py) rotates. CoreAttention rotates the
-    halves of a head, while the published weights rotate adjacent pairs of channels. Conversion
-    (checkpoint_conversion/mapping.py) permutes the channels of queries and keys.
+    It has no rotary embedding, because CoreAttention (attention.py) rotates the halves of each head. Published weights
+    rotate adjacent channels, so conversion (checkpoint_conversion/mapping.py) permutes those of queries and keys.
     """
     model, training = settings.model, settings.training
     kernels = choose_kernels(settings)

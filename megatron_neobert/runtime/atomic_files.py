@@ -24,8 +24,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = "check the path") -> None:
     """Raise MissingInputError if `folder`, or the file `holding` in it, does not exist.
 
-    The message begins with `flag` and ends with `remedy`. Commands call this before they import torch, so that a wrong
-    path is reported at once.
+    The message begins with `flag` and ends with `remedy`.
     """
     if not (folder / holding).exists():
         without = f", or one without {holding}" if holding else ""
@@ -85,7 +84,7 @@ def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """Yield a temporary path, where the block must write a file. Rename this file to `path` at the end of the block.
+    """Yield a temporary path, at which the block must write a file. Rename the file to `path` when the block ends.
 
     Readers see the complete old or the complete new content. If several processes write the same path, the last one
     wins. If the block raises, or renaming raises OSError, the temporary file is removed.
@@ -159,8 +158,8 @@ def refuse_existing(output: Path) -> None:
 def build_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder. Rename it to `output` if the block ends without an error, and remove it otherwise.
 
-    SIGTERM raises KeyboardInterrupt in the block, like Ctrl-C. Temporary folders of earlier processes are printed and
-    not removed, because a process on another machine may still write there.
+    SIGTERM raises KeyboardInterrupt in the block, like Ctrl-C, if this is the main thread. Temporary folders of other
+    processes are printed and not removed, because a process on another machine may still write there.
 
     Raises:
         OutputError: `output` is a file, a link or a folder with files, or the temporary folder cannot be created.

@@ -21,7 +21,7 @@ class Node:
 def whole_number(name: str, default: str = "", *, minimum: int = 1) -> int:
     """Return an environment variable, or `default` if it is not set, as an integer.
 
-    Raise LauncherError if it is not a whole number from `minimum` to 2**31 - 1 (MASTER_PORT: to 65535).
+    Raise LauncherError if it is not a whole number from `minimum` to 2**31 - 1, or to 65535 for MASTER_PORT.
     """
     text = os.environ.get(name, default)
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST))
@@ -38,8 +38,8 @@ def world_size() -> int:
     """Return WORLD_SIZE, the number of ranks, or 1 if neither RANK nor WORLD_SIZE is set.
 
     Raises:
-        LauncherError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing, a number (also LOCAL_RANK) is not in
-            range, or RANK is not below WORLD_SIZE.
+        LauncherError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing, a number, including LOCAL_RANK, is not
+            in range, or RANK is not below WORLD_SIZE.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 1

@@ -43,7 +43,7 @@ class WorkerPool:
             return self._pool.submit(function, job)
 
     def result(self, future: Future[Any], job: Any) -> Any:
-        """Return the result of a job that has ended.
+        """Return the result of a future that has ended. `job` is named in the message of ChildProcessError.
 
         Raises:
             ChildProcessError: A worker of the pool died, at this job or another one.
@@ -120,7 +120,7 @@ class _TrackingContext(SpawnContext):
         return process
 
     def describe_death(self) -> str:
-        """Return how a worker process died, such as "worker process 12 was killed by SIGKILL"."""
+        """Return how a worker process died, such as "worker process 12 was killed by SIGKILL", or that one died."""
         for process in self.processes:
             if not process.was_terminated and process.pid is not None and wait([process.sentinel], timeout=0):
                 process.join()
@@ -207,7 +207,7 @@ class RayCluster:
         return future
 
     def result(self, future: Future[Any], job: Any) -> Any:
-        """Return the result of a job that has ended.
+        """Return the result of a future that has ended. `job` is named in the message of ChildProcessError.
 
         Raises:
             NeoBERTError, OSError, ModuleNotFoundError: The exception that the job raised.

@@ -96,7 +96,7 @@ def run_job(job: Job[Result]) -> Finished[Result]:
 
 
 def read_finished(job: Job[Result]) -> Finished[Result] | None:
-    """Return the record of a finished job, or None if it is missing, damaged or stale, or a file's SHA-256 differs."""
+    """Return a finished job's record; None if it is missing or damaged, or its key or a file's SHA-256 differs."""
     try:
         finished: Finished[Result] = msgspec.convert(
             parse_json(read_text(job.file("done"))),
@@ -141,7 +141,8 @@ def run_jobs(
         ChildProcessError: A worker died, most often because memory ran out.
         ConfigError: Ray does not start, or no cluster answers.
         ModuleNotFoundError: Ray is not installed.
-        Exception: The exception that the function raised; with Ray, see `RayCluster.result`.
+        Exception: The exception that the function raised. With Ray, other exceptions than NeoBERTError, OSError and
+            ModuleNotFoundError become ChildProcessError.
     """
     count = min(workers or 1, len(jobs))
     if not jobs or (executor == "local" and count == 1):
@@ -169,14 +170,14 @@ def run_jobs(
 def finish_jobs(
     jobs: Sequence[Job[Any]], *, label: str, function: Callable[[Any], Any] = run_job, **executor_options: Any
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Run the jobs that are not finished. Yield each job and its record, finished jobs first.
+    """Run the jobs that are not finished. Yield pairs (job, record), finished jobs first, the others as they end.
 
-    Nothing runs before the first item is requested. Draws a progress bar on standard error. Raises as `run_jobs`:
-    ChildProcessError, ConfigError, ModuleNotFoundError, and the exceptions of jobs.
+    Nothing runs before the first item is requested. A progress bar is drawn on standard error. Raise ChildProcessError
+    if a worker dies, ConfigError or ModuleNotFoundError if Ray cannot start, or the exception that a job raised.
 
     Args:
         label: Name of the jobs on the progress bar.
-        function: Function that runs a job, as in `run_jobs`.
+        function: `run_job`, or a function at module level that calls it. Its result is yielded as the record.
         executor_options: `workers` (required), `executor` and `ray_address` of `run_jobs`.
     """
     # Reading a record hashes all files of its job.

@@ -52,9 +52,7 @@ _NORM_ELEMENTS = 1 << 15
 
 
 def install() -> None:
-    """Patch offsets of optimizer checkpoints (fix 1), the gradient norm (fix 3) and `create_group` (fix 5).
-
-    The other fixes are called by name. A second call does nothing.
+    """Patch megatron.core: offsets in optimizer checkpoints, the gradient norm, and `create_group`. May be repeated.
 
     Raises:
         ConfigError: The installed megatron.core is not one that the patches were written for.

@@ -45,7 +45,7 @@ class NewFile:
         self._bytes += memoryview(content).nbytes
 
     def link(self, source: Path, *, sha256: str) -> None:
-        """Replace the content by a hard link to `source`, or a copy. Record its hash, `sha256`, without a check."""
+        """Replace the content by a hard link to `source`, or a copy. `sha256` is its hash, which is not checked."""
         self._temporary.unlink()
         try:
             os.link(source, self._temporary)
@@ -54,7 +54,7 @@ class NewFile:
         self._bytes, self._sha256 = source.stat().st_size, sha256
 
     def commit(self, *, sync: bool = True) -> FileRecord:
-        """Close the file, rename it to `path`, and return its size and SHA-256. See `replacing` for `sync`."""
+        """Close the file, rename it to `path`, and return its size and SHA-256. `sync` waits until it is on disk."""
         self._stream.close()
         if sync:
             sync_to_disk(self._temporary)

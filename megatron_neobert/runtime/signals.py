@@ -88,8 +88,7 @@ def finish_iteration_at_signals() -> None:
 def watch_signals(handle: Callable[[int], None]) -> None:
     """Start a thread that calls `handle(number)` for each stop or abort signal of this process that has a handler.
 
-    Call this in the main thread. Python runs signal handlers in this thread, which may be waiting in C++ for another
-    rank. The wake-up pipe receives the number of a signal at once, and another thread can read it.
+    Call this in the main thread. `handle` is called even while that thread waits in C++, unlike a Python handler.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -105,10 +104,8 @@ def watch_signals(handle: Callable[[int], None]) -> None:
 
 
 def _end_with_launcher(launcher: int) -> None:
-    """Wait until the parent process `launcher` has ended, then end this rank with exit code 69.
-
-    The rank would otherwise wait for other ranks, or write to the folder of the restarted run.
-    """
+    """Wait until the parent process `launcher` has ended, then end this rank with exit code 69."""
+    # The rank would otherwise wait for other ranks, or write to the folder of the restarted run.
     while os.getppid() == launcher:
         time.sleep(1.0)
     rank = os.environ.get("RANK", "0")

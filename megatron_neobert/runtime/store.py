@@ -60,14 +60,12 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
     """Start a store that listens on one address, unlike torch's own store, which listens on all. Return the store.
 
     If `address` is not an address of this machine (NAT), or /etc/hosts maps it to loopback, the store listens on all
-    interfaces, because no other node could connect otherwise.
-
-    The caller must keep the returned store until all ranks have ended: torchrun uses the same server (multi_tenant).
-    Raises this process's limit of open files to 65,536, or to its hard limit.
+    interfaces, because no other node could connect otherwise. The caller must keep the returned store until all ranks
+    have ended, because torchrun uses the same server (multi_tenant). Raises this process's limit of open files to
+    65,536, or to the hard limit.
 
     Args:
         port: Port number; 0 to let the system choose.
-        nodes: Number of nodes in the run.
 
     Raises:
         ConnectionError: The address or port cannot be used.

@@ -159,7 +159,7 @@ class Phase:
     def benchmark(self, name: str, *flags: str, lengths: tuple[int, ...]) -> dict[str, Any]:
         """Run benchmarks/benchmark_step.py on packed steps and return the content of its JSON file.
 
-        `name` names the log file. `flags` are added to the command. Raises Failed if the command fails.
+        `name` is part of the log file's name. `flags` are added to the command. Raises Failed if the command fails.
         """
         figures, sizes = self.output / "figures.json", self.sizes
         batches = ("--micro-batch-tokens", sizes.tokens, "--global-batch-tokens", 2 * sizes.tokens)
@@ -171,7 +171,7 @@ class Phase:
     def train(self, name: str, iterations: int, *flags: object, bf16: bool = True, device: str = "") -> Curve:
         """Train on the sample corpus up to `iterations`, or resume, and return the metrics of the run in runs/NAME.
 
-        `bf16` has an effect on a GPU only. `device` is that of `run`. Raises Failed if a command fails.
+        `bf16` has no effect on a CPU. `device` "cpu" hides the GPU; "" means the phase's. Raises Failed if it fails.
         """
         corpus, tokenizer = self.prepare_corpus()
         folder, sizes = self.output / "runs" / name, self.sizes
@@ -202,7 +202,7 @@ class Phase:
             shutil.rmtree(folder)
 
     def prepare_corpus(self) -> tuple[Path, Path]:
-        """Return the sample corpus's prefix and tokenizer folder. Write it if missing; raise Failed if that fails."""
+        """Return the sample corpus's prefix and its tokenizer folder. Write both if missing; raise Failed on errors."""
         folder = self.output / "corpus"
         corpus, tokenizer, shards = folder / "sample_content_document", folder / "tokenizer", folder / "shards"
         if not corpus.with_suffix(".json").exists():
@@ -256,7 +256,7 @@ def check_kernels(phase: Phase) -> None:
 
 
 def check_parity(phase: Phase) -> None:
-    """Compare logits, loss and gradients with the reference in fp32 on the CPU. Large differences fail the phase."""
+    """Compare logits, loss and gradients with plain PyTorch in fp32 on the CPU. Large differences fail the phase."""
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
     phase.run("parity", "-m", "megatron_neobert", "check", "parity", "--step", *flags)
@@ -271,7 +271,7 @@ def check_parity(phase: Phase) -> None:
 
 
 def measure_speed(phase: Phase) -> None:
-    """Measure steps at several sequence lengths with every attention kernel. The kernels' first losses must agree."""
+    """Measure steps of several lengths with each attention kernel. Their first losses must agree within KERNEL_LOSS."""
     rows, first_loss = phase.tables.setdefault("steps", []), None
     for name, flags in KERNELS.items() if phase.device == "cuda" else [("local layers", LOCAL)]:
         if "flash" in flags and find_spec("flash_attn") is None:
@@ -290,7 +290,7 @@ def measure_speed(phase: Phase) -> None:
 def compare_fp8(phase: Phase) -> None:
     """Train in bf16, again in bf16, and in FP8, on the same data with the same seed.
 
-    The second run in bf16 shows the noise. A run fails if its losses differ from the first by more than FP8_LOSS.
+    The second run in bf16 shows the noise. A run fails if its losses differ from the first run's by more than FP8_LOSS.
     """
     total, rows = phase.sizes.iterations, phase.tables.setdefault("runs", [])
     bf16: Curve = {}
@@ -310,8 +310,8 @@ def compare_fp8(phase: Phase) -> None:
 def check_resume(phase: Phase) -> None:
     """Train 20 iterations, resume a copy from the asynchronous checkpoint of iteration 10, and compare the two runs.
 
-    The phase fails if the resumed run reads other documents, or if its losses differ (on a GPU: by more than
-    RESUMED_LOSS).
+    The phase fails if the resumed run reads other documents, or if its losses differ: on a CPU at all, on a GPU by more
+    than RESUMED_LOSS.
     """
     phase.remove_runs("whole", "resumed")
     every = ("--log-interval", 1, "--save-interval", 10, "--async-save")
@@ -329,7 +329,7 @@ def check_resume(phase: Phase) -> None:
 
 
 def check_move(phase: Phase) -> None:
-    """Resume an fp32 run from the GPU on the CPU, and then on the GPU again. The losses must agree."""
+    """Resume an fp32 run from the GPU on the CPU, and then on the GPU again. Losses must agree within MOVED_LOSS."""
     phase.remove_runs("here", "on_cpu", "back")
     flags = ("--micro-batch-size", 2, "--global-batch-size", 2, "--log-interval", 1, "--save-interval", 2)
     here = phase.train("here", 6, *flags, bf16=False)
@@ -343,7 +343,7 @@ def check_move(phase: Phase) -> None:
 
 
 def profile_step(phase: Phase) -> None:
-    """Profile a step: the time of each operation, and where the host waits for the GPU, which may happen once."""
+    """Profile a step: the time of each operation, and where the host waits for the GPU, which must happen once."""
     for name in ("local layers", "Transformer Engine") if phase.device == "cuda" else ("local layers",):
         with phase.case(name):
             figures = phase.benchmark(name, *KERNELS[name], "--profile", lengths=phase.sizes.lengths[1:2])

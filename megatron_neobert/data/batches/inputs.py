@@ -45,14 +45,13 @@ class Inputs:
 def open_inputs(data: DataConfig) -> Inputs:
     """Open corpora and tokenizer, and split the documents into training and validation.
 
-    --split divides each corpus of a blend before its documents are filtered. A corpus that is in several components
-    of the blend therefore holds out the same documents in all of them.
+    --split divides a corpus before filtering, so all components with this corpus hold out the same documents.
 
     Raises:
         ConfigError: --data-path, --split or --tokenizer-type is invalid.
         MissingInputError: A path does not exist.
-        DataError: A file is damaged, a corpus was written with another tokenizer, or no document of a component is
-            chosen.
+        DataError: A file is damaged, a corpus was written with another tokenizer, or the filters of a component leave
+            no document for training, or none of those held out.
         StorageError: A remote corpus cannot be read, or its local cache cannot be written.
     """
     components = parse_data_path(data.data_path)
@@ -87,8 +86,8 @@ def open_inputs(data: DataConfig) -> Inputs:
 def open_phases(settings: Settings) -> list[Inputs]:
     """Return the opened inputs of each phase of a run, in order. Phases with the same --data-path share one object.
 
-    Raises:
-        ConfigError, MissingInputError, DataError, StorageError: Under the conditions of `open_inputs`.
+    Raise ConfigError for an invalid setting, MissingInputError for a missing path, DataError for a damaged or
+    unsuitable file, and StorageError if a remote corpus cannot be read.
     """
     data_of_phases = [phase.settings.data for phase in resolve_phases(settings)]
     data_by_path = {data.data_path: data for data in data_of_phases}
@@ -97,7 +96,7 @@ def open_phases(settings: Settings) -> list[Inputs]:
 
 
 def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
-    """Return the settings that decide the content of the batches of a phase, including the special token ids."""
+    """Return the settings, including special token ids, that decide the batches of the phase with these `settings`."""
     mask_share, random_share = _MASKING[settings.data.mask_replacement]
     token_ids = TokenIds(
         vocab_size=tokenizer.vocab_size,
@@ -124,9 +123,10 @@ def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bo
 def _split_sources(
     components: Sequence[Component], split: str, open_corpus: Callable[[str], Corpus]
 ) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """Return the sources for training and for validation. The second tuple may be empty, or lack some components.
+    """Return the sources for training and for validation. Components that hold out nothing have no validation source.
 
-    Raise ConfigError for a malformed `split`, and DataError if training would have no document of a component.
+    Raise ConfigError for a malformed `split`, and DataError if a component has no document for training, or if its
+    filters choose none of its held-out documents.
     """
     training: list[Source] = []
     validation: list[Source] = []
@@ -150,7 +150,7 @@ def _split_sources(
 
 
 def _describe(component: Component, source: Source, data: DataConfig) -> str:
-    """Return a line with the number of training documents of a component, and of documents that --split holds out."""
+    """Return a log line: the number of training documents of a component, and how many documents --split holds out."""
     corpus = source.corpus
     held_out = len(corpus) - len(split_ranges(len(corpus), data.share_of_data_path)[0])
     return (
@@ -175,7 +175,7 @@ def _choose(
 
 
 def _identity(components: Sequence[Component], sources: Sequence[Source], hash_of: Callable[[Manifest], str]) -> str:
-    """Return a hexadecimal SHA-256 of documents and weights in --data-path. `hash_of` reads the hash of one corpus."""
+    """Return a SHA-256 (hex) of the corpora, filters and weights; for one corpus without filters, its `hash_of`."""
     if len(components) == 1 and not components[0].is_filtered:
         return hash_of(sources[0].corpus.manifest)
     lines = []

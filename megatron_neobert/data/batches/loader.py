@@ -65,7 +65,7 @@ def _raise_errors(steps: Iterator[Any]) -> Iterator[StepBatches]:
 
 @contextmanager
 def named_worker_deaths() -> Iterator[None]:
-    """Context manager: if a loader process is killed in the block, raise WorkerError instead of a RuntimeError.
+    """Context manager: replace DataLoader's RuntimeError for a killed or crashed loader process with a WorkerError.
 
     DataLoader raises from a SIGCHLD handler, so the error can come at any line of the training loop.
     """
@@ -87,8 +87,8 @@ def build_loader(stream: Stream, *, num_workers: int) -> Iterator[StepBatches]:
     iterator is deleted. With num_workers 0, this process builds each step when it is requested.
 
     Raises:
-        NeoBERTError: The iterator raises the error of a worker at the step that could not be built.
-        RuntimeError: A worker was killed. `named_worker_deaths` converts this error.
+        NeoBERTError: Raised by the iterator at the first step that could not be built.
+        RuntimeError: Raised while the iterator is used: a worker was killed. `named_worker_deaths` converts this error.
     """
     loader = DataLoader(
         _Steps(stream),
@@ -103,10 +103,9 @@ def build_loader(stream: Stream, *, num_workers: int) -> Iterator[StepBatches]:
 def _detach_worker(worker: int, *, parent: int) -> None:
     """Replace the network sockets that a forked worker inherited, ignore stop signals, and exit with the parent.
 
-    Inherited listening sockets would outlive the parent, and connections to them would wait unanswered.
-
-    torchrun and Slurm send stop signals to every process of a job. The trainer responds by finishing its step and
-    saving. If a worker died of the same signal, DataLoader would interrupt the trainer with an error.
+    Inherited listening sockets would outlive the parent, and connections to them would wait unanswered. torchrun and
+    Slurm send stop signals to every process of a job. The trainer responds by finishing its step and saving, but the
+    death of a worker would interrupt it with an error of DataLoader.
     """
     devnull = os.open(os.devnull, os.O_RDWR)
     for connection in psutil.Process().net_connections("inet"):
@@ -156,7 +155,7 @@ def build_dali_loader(stream: Stream, *, num_workers: int, device: torch.device)
 
     Raises:
         ConfigError: DALI is not installed. Raised by the call, not by the iterator.
-        NeoBERTError, RuntimeError: Raised by the iterator, as described in `build_loader`.
+        NeoBERTError, RuntimeError: Raised by the iterator: a step could not be built, or a worker was killed.
     """
     # Imported here, so that the error comes before the first step.
     try:

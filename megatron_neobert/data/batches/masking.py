@@ -146,7 +146,7 @@ def mask_tokens(
 def _draw_ordinary_ids(
     segments: Segments, index_in_document_n: NDArray[np.int64], *, ids: TokenIds, seed: int
 ) -> NDArray[np.int64]:
-    """Return one random id per segment, uniform over the ids that are not special, for the token at the given index."""
+    """Return one id per segment, uniform over all that are not special, for the token at `index_in_document_n`."""
     words_n4 = draw_words(
         Stream.REPLACEMENT, seed=seed, epoch=segments.epochs_n, item=segments.documents_n, index=index_in_document_n
     )

@@ -60,7 +60,7 @@ class DocumentOrder:
         return max(1, self.window_documents // self.block_size)
 
     def window(self, number: int, *, epoch: int) -> NDArray[np.int64]:
-        """Return the document indices of window `number` of an epoch, each in [0, documents), in random order."""
+        """Return the document indices of window `number` of an epoch, in random order, each in [0, documents)."""
         blocks, per_window, block_size = self._blocks, self._blocks_per_window, self.block_size
         item = self.component << COMPONENT_SHIFT
         spread = min(_SPREAD_WINDOWS, self.windows, block_size)
@@ -92,9 +92,8 @@ class DocumentOrder:
     def between(self, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the documents at positions [first, stop) of the endless order, which is one epoch after another.
 
-        In each epoch, the whole windows come first, in the order of `window`. The remaining documents follow and are
-        shuffled among themselves. As all windows have the same size, a division finds any position. Whole windows are
-        computed, so `window_documents` should be about stop - first.
+        In each epoch, the full windows come first, in the order of `window`. The remaining documents follow, shuffled
+        among themselves. Whole windows are computed, so `window_documents` should be about stop - first.
 
         Returns:
             Document indices in [0, documents), and the epoch of each, from 0. Both have shape [stop - first].
@@ -125,20 +124,17 @@ def permute(
 ) -> NDArray[np.int64]:
     """Return the document at each position in `indices` of a random order of [0, size).
 
-    Uses a Feistel network on pairs (x // width, x % width) of a grid with at least `size` cells. Results outside
-    [0, size) go through the network again until they are inside (cycle walking). The grid exceeds `size` by less than
-    its height, so this happens to about one result in sqrt(size).
-
     Args:
         indices: Positions in [0, size).
         size: Number of documents, from 1 to below 2^62.
-        item: In [0, 2^62): one for all indices or one per index. Each item has another order for one seed and epoch.
+        item: In [0, 2^62), one for all indices or one per index. The order depends on seed, epoch and item.
 
     Returns:
         int64 array of the same shape as `indices`. In one order, distinct positions give distinct documents.
-
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method "generalised Feistel".
     """
+    # A Feistel network permutes a grid of at least `size` cells. About one result in sqrt(size) is outside [0, size)
+    # and goes through the network again until it is inside (cycle walking).
+    # Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method "generalised Feistel".
     height = isqrt(size - 1) + 1
     width = -(-size // height)
     items, item_of = np.unique(item, return_inverse=True)
@@ -171,10 +167,8 @@ def _shuffle_grid(
 
 
 def _hash_below(limit: int, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash in [0, limit) of each 64-bit value; `limit` is at most 2^31.
-
-    Source: Steele et al. 2014, SplitMix64's finaliser.
-    """
+    """Return a hash in [0, limit) of each 64-bit value. `limit` must be at most 2^31."""
+    # SplitMix64's finaliser (Steele et al. 2014), scaled to the limit.
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((values >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32)
@@ -193,10 +187,9 @@ def split_ranges(documents: int, split: str) -> list[range]:
 
     Raises:
         ConfigError: The weights are malformed, or a range with a weight above 0 would be empty.
-
-    Source: megatron-core 0.16.1 datasets/blended_megatron_dataset_config.py (cumulative weights) and
-        blended_megatron_dataset_builder.py (rounding).
     """
+    # Source: megatron-core 0.16.1 datasets/blended_megatron_dataset_config.py (cumulative weights) and
+    # blended_megatron_dataset_builder.py (rounding).
     try:
         weights = [float(weight) for weight in split.split(",")]
     except ValueError:

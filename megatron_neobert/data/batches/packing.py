@@ -81,7 +81,7 @@ class PackedSequences:
         return PackedSequences(self.segments[first:end], self.offsets[start : stop + 1] - first)
 
     def shuffle(self, *, seed: int, epoch: int, window: int) -> "PackedSequences":
-        """Return a copy with the sequences in a random order, the same for the same seed, epoch and window."""
+        """Return a copy with the sequences in a random order, which depends on seed, epoch and window only."""
         keys = draw_words(Stream.SEQUENCE_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(len(self)))
         order = np.argsort(keys.view(np.uint64)[:, 0], kind="stable")
         counts = np.diff(self.offsets)[order]
@@ -91,7 +91,7 @@ class PackedSequences:
 
 
 def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
-    """Return the sequences of all groups as one new object, group after group. There must be at least one group."""
+    """Return the sequences of all groups (at least one) as one new object, group after group."""
     segments_per_sequence = np.concatenate([np.diff(group.offsets) for group in groups])
     columns = zip(*(vars(group.segments).values() for group in groups), strict=True)
     return PackedSequences(
@@ -123,9 +123,9 @@ def cut_documents(documents: Documents, *, seq_length: int, long_documents: Long
 
 
 def pack_segments(segments: Segments, *, seq_length: int) -> PackedSequences:
-    """Pack the segments of one window, at least one, into sequences of at most `seq_length` tokens.
+    """Pack at least one segment, each with [CLS] and [SEP], into sequences of at most `seq_length` tokens.
 
-    Sequences of long segments come first, because best-fit decreasing opens them first. The caller must shuffle.
+    The order is not random: sequences with long segments come first. The caller must shuffle the result.
     """
     by_decreasing_length = np.argsort(-segments.lengths_n, kind="stable")
     sizes = segments.lengths_n[by_decreasing_length] + ADDED_TOKENS

@@ -40,10 +40,11 @@ class TrainingStream:
         return self.identities[phase_at(self.settings, iteration).number]
 
     def cursor_in(self, phase: Phase, cursor: Cursor, previous: Settings, *, identity: str) -> Cursor:
-        """Return the cursor at which the batches of `phase` begin after batches of another phase or run.
+        """Return the cursor at which `phase` begins, after batches of another phase or run that ended at `cursor`.
 
-        If documents, weights, seed or block size differ, this is the start of the data, `Cursor()`. If only
-        `seq_length`, `long_documents` or `batch_layout` differ, this is the first unread window. Otherwise `cursor`.
+        If documents, weights, split, seed or block size differ, return the start of the data, `Cursor()`. If only
+        `seq_length`, `long_documents` or `batch_layout` differ, return the start of the next unread window. Otherwise
+        return `cursor`.
 
         Args:
             cursor: Position after the previous batches.
@@ -79,7 +80,7 @@ class TrainingStream:
         return replace(self, streams=tuple(replace(stream, **ranks) for stream in self.streams))  # type: ignore[arg-type]
 
     def from_iteration(self, iteration: int) -> "TrainingStream":
-        """Return a copy whose first batch is that of `iteration`, counted from 1 and above `self.iteration`.
+        """Return a stream whose first batch is that of `iteration`, which is 1-based and above `self.iteration`.
 
         The skipped batches are packed, which reads lengths but no tokens.
         """

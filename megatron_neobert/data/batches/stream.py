@@ -202,7 +202,8 @@ def build_steps(batches: Iterator[StreamBatch], *, ahead: int) -> Iterator[StepB
     While iterating, raise DataError if a corpus is damaged, and StorageError if a remote corpus cannot be read.
 
     Args:
-        ahead: Number of following batches whose documents are prefetched before a step is built.
+        ahead: Number of following batches whose documents are prefetched before a step is built. If `batches` ends, its
+            last `ahead` batches are not built.
     """
     waiting = deque[StreamBatch]()
     for batch in batches:
@@ -256,7 +257,7 @@ def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, s
 
 
 def _group_by_corpus(sources: tuple[Source, ...], segments: Segments) -> list[tuple[Corpus, slice | NDArray[np.int64]]]:
-    """Return each corpus with the indices of its segments, if it has any. Several sources may have the same corpus."""
+    """Return each corpus that has segments, and the indices of these segments. Sources of one corpus share an entry."""
     corpora = list({id(source.corpus): source.corpus for source in sources}.values())
     if len(corpora) == 1:
         return [(corpora[0], slice(None))]

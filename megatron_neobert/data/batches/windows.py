@@ -122,17 +122,14 @@ def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: in
 def documents_in_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> Documents:
     """Return the documents of a window, in random order. Raise DataError if the index of a corpus is damaged.
 
-    Their numbers include the component, so that the masks of a document differ between components.
+    The document numbers contain the component's index, so that the masks of a document differ between components.
 
     A single source gives its window of `epoch`. In a blend, each source has an endless order, one epoch after another,
     and `epoch` is not used. From a source with the share s, window k of n documents takes documents floor(k n s) to
-    floor((k + 1) n s) of this order:
+    floor((k + 1) n s) of this order, spread evenly over the window:
 
     - Any m consecutive windows have floor or ceil of m n s documents of the source, whatever the other sources are.
-    - The documents of a window are computed directly, without the windows before it.
     - n is a multiple of the sum of the weights if the sum is at most 4,096. Then every window has exact shares.
-
-    Within a window, the documents of each source are spread evenly.
     """
     period = sum(source.weight for source in sources)
     size = WINDOW_DOCUMENTS // period * period or WINDOW_DOCUMENTS
@@ -174,9 +171,8 @@ def masked_capacity(tokens: int, *, probability: float) -> int:
 def document_capacity(sources: Sequence[Source], settings: BatchSettings) -> int:
     """Return the number of documents, including dummies, that a micro-batch is padded to with fixed shapes.
 
-    The number is a multiple of 64. In the packed layout, it is estimated from the first window. Documents per packed
-    sequence vary a hundredfold between corpora of web pages and of single sentences, and empty documents cost time in
-    attention kernels.
+    The number is a multiple of 64. In the packed layout, it is estimated from the first window, and a micro-batch with
+    more documents is padded to a multiple of the number.
     """
     if settings.batch_layout == "concatenated":
         return _round_up(settings.micro_batch_size + 1, _DOCUMENTS_MULTIPLE)

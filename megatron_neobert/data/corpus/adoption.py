@@ -46,7 +46,8 @@ def adopt_corpora(options: AdoptOptions) -> None:
     """Make a corpus from .bin and .idx files that Megatron-LM wrote.
 
     The command checks sizes, the index, and every id against the vocabulary, and prints a summary of each corpus.
-    Megatron's files do not change. For a wrong or missing tokenizer or file, raise the errors of `adopt`.
+    Megatron's files do not change. Raise MissingInputError for a missing file, DataError for a damaged one or another
+    tokenizer, ConfigError for a wrong --tokenizer-type, and OutputError if a file with a new name exists.
     """
     tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
     for prefix in options.prefixes:
@@ -65,13 +66,13 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
     If PREFIX or PREFIX_documents is a corpus already, open that corpus and write nothing.
 
     Returns:
-        The corpus, and the end-of-document id that was removed. The id is None if none was removed.
+        The corpus, and the end-of-document id that this call removed from each document, or None.
 
     Raises:
         MissingInputError: The .bin or the .idx does not exist.
         DataError: A file is damaged or was written with another tokenizer, or only some documents end with a special
             token.
-        OutputError: A file that is not part of a corpus has the name of a new file, or another process writes them.
+        OutputError: A file without a manifest has the name of a new file, or another process writes the corpus.
     """
     source, files = corpus_files(prefix), corpus_files(f"{prefix}_documents")
     for candidate in (source, files):
@@ -144,10 +145,10 @@ class _MegatronIndex:
 def _write_chunk(
     folder: Path, source: CorpusFiles, megatron: _MegatronIndex, tokenizer: Tokenizer
 ) -> tuple[ChunkFiles, str, int | None]:
-    """Write all documents as one chunk of files 0.KIND in `folder`; raise DataError if an id may not occur.
+    """Write all documents that are not empty as one chunk: 0.ids, 0.lengths and an empty 0.rejects in `folder`.
 
-    Returns:
-        The chunk, the SHA-256 of Megatron's .bin, and the end-of-document id that was removed, or None.
+    Return the chunk, the SHA-256 of Megatron's .bin, and the end-of-document id that was removed, or None. Raise
+    DataError if an id may not occur in a document, or if some documents, but not all, end with a special token.
     """
     allowed = AllowedIds(tokenizer.special_ids, unknown=tokenizer.unk_id, vocab_size=tokenizer.vocab_size)
     digest, documents, tokens, unknown_tokens, eod_id = hashlib.sha256(), 0, 0, 0, None

@@ -28,14 +28,14 @@ _LONGEST_TEXT_CHARACTERS = 1000
 def attribute_name(key: str) -> str:
     """Return the attribute name of a record key: characters other than ASCII letters, digits and _ become _.
 
-    Keywords of Python, `length` and `input` get a trailing _, because expressions use them otherwise.
+    Keywords of Python, `length` and `input` get a trailing _, because they have another meaning in expressions.
     """
     name = re.sub(r"\W", "_", key, flags=re.ASCII)
     return f"{name}_" if keyword.iskeyword(name) or name in DERIVED else name
 
 
 def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
-    """Yield an error message for each key whose attribute name is no Python identifier, or is that of another key."""
+    """Yield an error message for each key whose attribute name is no identifier, or is the name of another key, too."""
     names = [attribute_name(key) for key in keys]
     for key, name in zip(keys, names, strict=True):
         if not name.isidentifier() or names.count(name) > 1:
@@ -49,7 +49,7 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
     """Return the attributes of a chunk as the bytes of an Arrow IPC file.
 
     Args:
-        columns: By record key, one value or None for each document of the chunk.
+        columns: For each record key, one value per document of the chunk. None stands for a missing value.
     """
     import pyarrow as pa
 
@@ -61,7 +61,7 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
 
 
 def join_columns(path: Path, chunks: Sequence[Path], is_chosen: Iterable[NDArray[np.bool_]]) -> None:
-    """Write PREFIX.attributes.parquet with the rows of the chosen documents of all chunks, in order.
+    """Write a Parquet file with the attributes of the chosen documents, in the order of the chunks.
 
     Args:
         path: The file to write, replaced if it exists.
@@ -109,7 +109,8 @@ def _to_array(values: Sequence[Plain]) -> "pa.Array":
 def plain_value(value: object) -> Plain:
     """Return a field of a record as an attribute value; NaN, lists and objects become None.
 
-    Integers beyond 64 bits become floats, or texts from 10^308 on. Texts are cut at 1,000 characters.
+    Integers beyond 64 bits become floats, or texts from 10^308 on. Texts are cut at 1,000 characters. Values of other
+    types, such as decimals, become texts.
     """
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
@@ -124,7 +125,7 @@ def plain_value(value: object) -> Plain:
 
 
 def _common_type(first: "pa.DataType", second: "pa.DataType") -> "pa.DataType":
-    """Return the common type: the same type, the other type if one is null, float64 for numbers, otherwise string."""
+    """Return the type for both: the same one, the other if one is null, float64 for int64 and float64, else string."""
     import pyarrow as pa
 
     if first == second or pa.types.is_null(second):

@@ -71,7 +71,7 @@ class ChosenDocuments:
         return self._count
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the document numbers in the corpus of the chosen documents at `indices`, each in [0, len(self))."""
+        """Return, for each index in [0, len(self)), the number in the corpus of the chosen document at this index."""
         ranks = indices + self._first
         blocks = np.searchsorted(self._before, ranks, side="right") - 1
         ranks_in_block = ranks - self._before[blocks]
@@ -145,10 +145,10 @@ def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile
 
 
 def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
-    """Yield batches of consecutive documents: the number of the first document, and the attributes `names` by name.
+    """Yield for each batch of consecutive documents the number of its first document, and {name: column} for `names`.
 
     Raises:
-        ConfigError: The corpus has no such attribute, or expressions cannot compare its type.
+        ConfigError: The corpus lacks an attribute, or an attribute has neither numbers, texts, nor true and false.
         DataError: The file of attributes is damaged.
     """
     stored = sorted(names - DERIVED.keys())
@@ -176,7 +176,7 @@ def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[
 
 
 def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":
-    """Return columns of documents [first, stop): `length` (tokens) and `input` (file name), if they are in `names`."""
+    """Return the columns `length` (tokens) and `input` (file name) of documents [first, stop), if `names` has them."""
     import pyarrow as pa
 
     columns: dict[str, pa.Array] = {}
@@ -217,7 +217,8 @@ def _evaluate(node: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
 def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, columns: "dict[str, pa.Array]") -> "pa.Array":
     """Compare two operands (attribute names or literals) row by row; the result is null where a value is missing.
 
-    Raise ConfigError if their types differ or have no order.
+    With == and !=, `*` in a text matches any characters. A text without "/" is compared with the file name of `input`.
+    Raise ConfigError if the types differ, or if truth values are compared with < or >.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -19,11 +19,11 @@ _BUCKET_DOCUMENTS = 12_000_000
 def find_exact_duplicates(hash_files: Sequence[Path], folder: Path) -> NDArray[np.bool_]:
     """Return one value per document, in the order of the files: True if an earlier document has the same hash.
 
-    Memory: one bucket, and a byte per document. Disk: 24 bytes per document in `folder`, until the function returns.
+    Memory: a byte per document, and one temporary file. Disk: up to 24 bytes per document, until the function returns.
 
     Args:
         hash_files: Files of 16-byte hashes, one hash per document.
-        folder: Existing folder for temporary bucket files.
+        folder: Existing folder for temporary files.
     """
     documents = sum(path.stat().st_size for path in hash_files) // HASH_DTYPE.itemsize
     is_duplicate = np.zeros(documents, dtype=np.bool_)

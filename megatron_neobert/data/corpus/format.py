@@ -326,7 +326,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield a message part for each contradiction within the manifest: special ids, and sums of counts."""
+    """Yield part of an error message for each contradiction in a manifest: special ids out of range, or a wrong sum."""
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
     if "unk" not in manifest.special_tokens or not all(id_ < manifest.vocab_size for id_ in special):
         yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"

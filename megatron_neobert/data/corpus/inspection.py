@@ -40,10 +40,10 @@ class ValidateOptions(_CorpusOptions):
 def validate(options: ValidateOptions) -> None:
     """Check a corpus, and print a summary if it is sound. Exit with code 65 and a message if it is damaged.
 
-    Without --full, the command reads the manifest and the indexes (sizes, lengths, pointers).
+    Without --full, the command reads the manifest and the indexes (sizes, lengths, pointers), but no token ids.
 
     Raises:
-        DataError: The corpus is damaged. The message has file, byte offset, and expected and found value.
+        DataError: The corpus is damaged. The message has the file, the byte offset, and the expected and found value.
         MissingInputError: The corpus does not exist.
         ConfigError: A URL is given without --object-storage-cache-path.
         StorageError: A remote corpus cannot be read.
@@ -77,7 +77,7 @@ def inspect_data(options: InspectDataOptions) -> None:
 
     Raises:
         MissingInputError: The corpus or the tokenizer does not exist.
-        ConfigError: There is no such document, or an option is missing.
+        ConfigError: A document does not exist, or --tokenizer-model or --object-storage-cache-path is missing.
         DataError: The corpus is damaged, or was written with another tokenizer.
         StorageError: A remote corpus cannot be read.
     """
@@ -128,7 +128,7 @@ def print_summary(corpus: "Corpus") -> None:
 
 
 def print_inputs(corpus: "Corpus") -> None:
-    """Print a table of the input files in order: first document, documents, tokens, share of the tokens, name."""
+    """Print a table with a row per input file: its first document, documents, tokens, share of all tokens, and name."""
     first, total = 0, corpus.manifest.tokens
     print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
     for name, record in corpus.manifest.inputs.items():

@@ -91,7 +91,7 @@ class ObjectStorage:
         self._fetching = None
 
     def open_corpus(self, prefix: str) -> "tuple[CorpusFiles, Manifest, list[tuple[RemoteFile, Path]]]":
-        """Copy the manifest and the indexes of a remote corpus to the cache.
+        """Copy the manifest and the indexes of a remote corpus to the cache. Indexes in the cache are kept.
 
         Returns:
             The local files of the corpus, its manifest, and for each corpus shard the remote .bin and the local .idx.
@@ -130,9 +130,9 @@ class ObjectStorage:
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[None]:
-        """Context manager: hold the lock of a file of the cache, and create its folder. Other holders wait.
+        """Context manager: create the folder of a cache file, and hold the file's lock if the file system has locks.
 
-        Any OSError, also one from inside the block, becomes a StorageError.
+        Other processes and threads wait for the lock. Any OSError, also from inside the block, becomes a StorageError.
         """
         lock = self.folder / "locks" / str(zlib.crc32(os.fsencode(path)) % _LOCKS)
         try:
@@ -151,7 +151,7 @@ class ObjectStorage:
             ) from error
 
     def copy(self, url: str, path: Path, recorded: FileRecord) -> None:
-        """Copy a whole remote file to `path`, unless the cache has it. Hashing the local copy takes 1 s per GB.
+        """Copy a remote file to `path`, unless `path` has the recorded size and checksum. Hashing takes 1 s per GB.
 
         Raises:
             DataError: Size or checksum of the remote file differ from the manifest.
@@ -173,8 +173,8 @@ class ObjectStorage:
     def add_written(self, size: int) -> None:
         """Count `size` bytes of a new block, and remove old blocks if the cache exceeds LIMIT_BYTES.
 
-        The blocks used longest ago are removed until 80 % of the limit is in use. A process measures the size of all
-        blocks, which takes 5 us per block, after its first block and then after each 1/32 of the limit.
+        The blocks used longest ago are removed until 80 % of the limit is in use. A process measures the cache after
+        its first block, and then each time it has written 1/32 of the limit. This takes 5 us per block.
         """
         fetching = self.fetching
         fetching.written_bytes += size
@@ -223,7 +223,7 @@ class RemoteFile:
         return memoryview(content)[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
     def prefetch(self, offsets: NDArray[np.int64]) -> None:
-        """Start threads that fetch the blocks with these byte offsets, and return without waiting.
+        """Start threads that fetch the blocks with these byte offsets, unless they are cached. Return without waiting.
 
         An error of a thread is raised later, when the block is read.
         """
@@ -306,7 +306,7 @@ def _version_of(url: str) -> InputVersion:
 
 
 def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *, retry_missing: bool = True) -> _Result:
-    """Return the result of `action`. After an OSError, wait and call it again, five times in all.
+    """Return the result of `action`. After an OSError, wait and call `action` again, up to five calls in all.
 
     Args:
         url: The remote file.

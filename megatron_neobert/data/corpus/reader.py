@@ -124,7 +124,7 @@ class Corpus:
         return self._locate(documents).lengths
 
     def lengths_between(self, first: int, stop: int) -> NDArray[np.int32]:
-        """Return the number of tokens of each document in [first, stop), which must not be empty.
+        """Return the number of tokens of each document in [first, stop), a range of at least one document.
 
         The lengths are not checked, so this is much faster than `lengths_of`.
         """
@@ -179,7 +179,7 @@ class Corpus:
                 )
 
     def _locate(self, documents: NDArray[np.int64]) -> _Locations:
-        """Return the location of each document. Raise DataError if the index contradicts itself about one of them."""
+        """Locate each document. Raise IndexError for a number out of range, and DataError if the index is damaged."""
         if documents.size and not 0 <= documents.min() <= documents.max() < len(self):
             raise IndexError(f"documents {documents.min()} to {documents.max()} of {len(self)}")
         # A faster path for the usual corpus.
@@ -223,7 +223,7 @@ def _compare_sha256(files: CorpusFiles, path: Path | RemoteFile, expected: str, 
 
 
 def _read_complete(files: CorpusFiles) -> Manifest:
-    """Return a local corpus's manifest. Raise MissingInputError if no file exists, DataError if it is incomplete."""
+    """Return a corpus's manifest. Raise MissingInputError without any file, DataError for missing or damaged files."""
     prefix = files.manifest.parent / files.name
     if not files.manifest.is_file():
         if not files.existing_files():
@@ -258,7 +258,7 @@ def _incomplete(prefix: Path, missing: Sequence[Path], *, suggest_adopt: bool = 
 
 
 def _allow_open_files(count: int) -> None:
-    """Increase the limit of open files to `count` and a reserve, if it is lower. Every mapped file stays open."""
+    """Increase the limit of open files to at least `count` plus a reserve, but not above the system's hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _SPARE_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -40,7 +40,7 @@ def write_index(
 ) -> None:
     """Write the content of an .idx to `index`, which the caller commits.
 
-    `read_lengths` is called twice. It returns the lengths of all documents in consecutive arrays, none of them empty.
+    `read_lengths` is called twice. It returns the lengths of all documents in arrays of at least one length each.
     """
     code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
     index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
@@ -58,7 +58,7 @@ def read_items(path: Path, dtype: str | np.dtype[Any]) -> Iterator[NDArray[Any]]
 
 
 def _pointers_and_boundaries(lengths: Iterable[NDArray[np.int32]], dtype: np.dtype[Any]) -> Iterator[NDArray[np.int64]]:
-    """Yield the byte offsets of n documents, one array per array of lengths, and then the boundaries 0 to n."""
+    """Yield the byte offset of each document, one array per array of lengths, and then the boundaries 0 to n."""
     end = documents = 0
     for step in lengths:
         sizes = step.astype("<i8") * dtype.itemsize
@@ -115,7 +115,7 @@ class MappedShard:
         """Return the byte offset in the .bin and the length in tokens of each document, numbered within the shard.
 
         Raises:
-            DataError: A document does not end where the next one begins.
+            DataError: A document has no token, or does not end where the next one begins.
         """
         begins, lengths = self.pointers[documents], self.lengths[documents]
         # After the last pointer comes the first boundary, which is 0.
@@ -204,7 +204,7 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     """Read the header of an .idx.
 
     Returns:
-        Dtype of the token ids, number of sequences, number of document boundaries.
+        Dtype of the token ids, number of sequences, and number of document boundaries, one more than documents.
 
     Raises:
         DataError: The header is malformed, or the size of the file contradicts it.
@@ -229,13 +229,13 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def check_index(path: Path, lengths: NDArray[np.int32], entries: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
-    """Check that all lengths are positive, and that the other entries of the index follow from the lengths.
+    """Check that all lengths are positive, and that pointers and boundaries follow from the lengths.
 
     Args:
         path: The .idx, for error messages.
-        lengths: Tokens of each document.
-        entries: Pointers of the index, or its pointers followed by its boundaries.
-        dtype: Dtype of the token ids, whose size decides the pointers.
+        lengths: Number of tokens of each document.
+        entries: Pointers (byte offsets of documents in the .bin), with or without the document boundaries after them.
+        dtype: Dtype of the token ids. Pointers depend on its size.
 
     Raises:
         DataError: An entry is wrong; the message has its byte offset.

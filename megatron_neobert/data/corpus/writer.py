@@ -93,7 +93,7 @@ class _NewCorpus:
             self.total.add(record.result)
 
     def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int | None) -> Manifest:
-        """Write the manifest and the file of attributes to the work folder, and return the complete manifest.
+        """Write the manifest, and the attributes if any, to the work folder, and return the complete manifest.
 
         `choice` selects the documents of `chunks` that this corpus has: KEPT, HELD_OUT, or None for all.
         """
@@ -151,7 +151,8 @@ def write_corpus(
         chunks: In the order of the input files; the chunks of an input file are consecutive and in order.
         output: Settings of the corpus.
         draft: Manifest from `draft_manifest`.
-        folder: PREFIX.partial, which no other process may use. Its sub-folder `output-HASH` is created and removed.
+        folder: PREFIX.partial, which no other process may use. Its sub-folder `output-HASH` is removed after
+            success and after a DataError, but kept after other errors.
         workers: Number of processes; None for one.
 
     Raises:
@@ -219,10 +220,10 @@ def _refuse_foreign_files(files: CorpusFiles, shards: int) -> None:
 
 
 def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> Path:
-    """Create the work folder, write the file of choices into it if documents are chosen, and return its path.
+    """Create `folder`/output-HASH, write the choice of each document to it unless all are kept, and return its path.
 
-    The folder's name is a hash of everything that decides the bytes of the corpus shards. Leftovers of killed calls
-    are removed, but finished shards for the same hash are kept.
+    HASH is a hash of everything that decides the bytes of the corpus shards. Folders with another hash and temporary
+    files of killed calls are removed. Finished shards of the same hash are kept.
     """
     settings = {name: value for name, value in vars(output).items() if name != "files"}
     decisive = [msgspec.to_builtins(chunks), settings, draft.dtype, draft.special_tokens["unk"]]
@@ -244,7 +245,7 @@ def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSe
 
 
 def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> list[ShardJob]:
-    """Return one job per corpus shard. The job of the validation corpus comes first, as it may take longest."""
+    """Return one job per corpus shard. The job of the validation corpus, if any, is first, as it may take longest."""
     firsts = [*accumulate((chunk.documents for chunk in chunks), initial=0)]
 
     def job(name: str, numbers: range, choice: int | None) -> ShardJob:
@@ -258,7 +259,7 @@ def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings,
 
 
 def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, item_bytes: int) -> list[range]:
-    """Return the range of chunk indices of each corpus shard. Dropped and held-out documents count towards its size."""
+    """Return the range of chunk indices of each corpus shard. Dropped and held-out documents count in its size."""
     starts, shard_bytes = [0], 0
     for number, chunk in enumerate(chunks):
         chunk_bytes = chunk.tokens * item_bytes
@@ -271,7 +272,7 @@ def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, it
 
 
 def _choose_corpus(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> Iterator[NDArray[np.uint8]]:
-    """Yield KEPT, HELD_OUT or DROPPED for each document, in consecutive arrays in the order of the files of hashes.
+    """Yield KEPT, HELD_OUT or DROPPED for each document, in consecutive arrays in the order of `hash_files`.
 
     The hash of a text alone decides whether it is held out. So equal texts are never in both corpora, and the decision
     does not change when documents are added. `folder` gets temporary files.

@@ -38,7 +38,7 @@ class MinHashSettings:
 
 
 def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHashSettings) -> NDArray[np.uint32]:
-    """Return the smallest n-gram hash of each document under each random order, shape [permutations, documents].
+    """Return each document's smallest n-gram hash under each fixed permutation, shape [permutations, documents].
 
     Args:
         ids: Concatenated token ids of the documents.
@@ -60,7 +60,7 @@ def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHa
 
 
 def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
-    """Return one hash per document of its minima in each band of `rows` permutations, shape [bands, documents]."""
+    """Return a 64-bit hash of each document's minima in each band of `rows` permutations, shape [bands, documents]."""
     keys = np.zeros((len(minima_pn) // rows, minima_pn.shape[1]), dtype=np.uint64)
     for number, minima_n in enumerate(minima_pn):
         key = keys[number // rows]
@@ -87,8 +87,8 @@ def _hash_ngrams(
 ) -> NDArray[np.uint32]:
     """Return for each token a 32-bit hash of the n-gram that begins there, shape [tokens].
 
-    A document of fewer than n tokens has the hash of all its tokens. No n-gram begins at the last n - 1 tokens of a
-    document. These tokens get the hash of the document's first token, which changes no minimum.
+    In a document of fewer than n tokens, the first token gets a hash of the whole document. The last n - 1 tokens of a
+    document, where no n-gram begins, get the hash of its first token, which changes no minimum.
     """
     # Ids are shifted by one, so that 0 pads short documents.
     tokens = ids.astype(np.uint32) + np.uint32(1)

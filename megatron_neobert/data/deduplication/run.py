@@ -69,7 +69,8 @@ def print_duplicates(options: FindSettings) -> None:
     """Find near-duplicates in finished corpora, and write a drop list of all but the first document of each cluster.
 
     Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied. With --resume, nothing
-    is done if the list is complete. Raise the errors of `find_duplicates`, such as OutputError for an existing file.
+    is done if the list is complete. Raise OutputError if the list exists and may not be replaced, MissingInputError or
+    DataError for a missing or damaged corpus, and ConfigError for unsuitable settings.
     """
     if options.resume and is_complete(options):
         _job_folder(options).sweep()
@@ -106,7 +107,7 @@ class Documents:
         return [range(at, min(at + step, end)) for start, end in pairwise(bounds) for at in range(start, end, step)]
 
     def by_corpus(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Corpus, NDArray[np.int64]]]:
-        """Yield for each corpus of these documents a mask of its documents, the corpus, and their numbers in it.
+        """Yield for each corpus with documents in `numbers` a mask of them, the corpus, and their numbers in it.
 
         The mask has the shape of `numbers`. Raise DataError if a corpus has changed since the run began.
         """
@@ -147,7 +148,7 @@ class SignatureJob(Job[None]):
             files["keys"].write(order.astype("<u4").data)
 
     def read_keys(self, band: int, low: int, high: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return the sorted keys of a band in [low, high), and the document number of each. `high` may be 2^64."""
+        """Return this chunk's keys of a band in [low, high), sorted, and their document numbers. `high` may be 2^64."""
         count = len(self.numbers)
         at = band * count * 12
         keys: NDArray[np.uint64] = np.memmap(self.file("keys"), "<u8", "r", at, count)
@@ -239,8 +240,8 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
     Raises:
         ConfigError: The threshold is out of range, a corpus is named twice, Ray does not start, or OUTPUT.partial
             belongs to a run with other settings.
-        OutputError: OUTPUT or finished work exists without `resume` or `overwrite` that allows its use, or another
-            process uses OUTPUT.partial.
+        OutputError: OUTPUT exists, without `overwrite` or an unfinished run to resume. Or OUTPUT.partial has finished
+            work, without `resume` or `overwrite`. Or another process uses OUTPUT.partial.
         MissingInputError: A corpus does not exist.
         DataError: A corpus is damaged, or the corpora were written with different tokenizers.
         ChildProcessError: A worker process died.
@@ -290,9 +291,9 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
 
 
 def is_complete(settings: FindSettings) -> bool:
-    """Return True if a sound drop list for these corpora and settings exists, and no run is unfinished.
+    """Return True if an undamaged drop list for these corpora and settings exists, and no run is unfinished.
 
-    Raise MissingInputError, DataError or ConfigError if the corpora cannot be opened or compared.
+    Raise MissingInputError, DataError or ConfigError if a corpus is missing, damaged or named twice.
     """
     if _job_folder(settings).has_begun:
         return False
@@ -388,7 +389,7 @@ def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
 
 
 def _write(settings: FindSettings, corpora: Sequence[Corpus], is_dropped: NDArray[np.bool_]) -> list[DropListEntry]:
-    """Write the drop list, and return its entries. `is_dropped` has one value per document of all corpora."""
+    """Write the drop list, and return its entries. `is_dropped` has the documents of all corpora, one after another."""
     entries = []
     ends = np.cumsum(list(map(len, corpora)))
     for prefix, corpus, mask in zip(settings.prefixes, corpora, np.split(is_dropped, ends[:-1]), strict=True):

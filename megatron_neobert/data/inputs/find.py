@@ -34,8 +34,8 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
     A pattern is a path, a glob (`**` descends), a folder, a URL, or `@list.txt`, whose lines are patterns. The files of
     each glob and folder are sorted. A folder stands for all files below it, except files and folders that begin with
-    `.` or `_` (`_SUCCESS`), and files about the data (README, LICENSE, checksums, metadata of `datasets`). A file that
-    several patterns or symbolic links name is returned once.
+    `.` or `_`, and files about the data (README, LICENSE, checksums, metadata of `datasets`). A file that several
+    patterns or symbolic links name is returned once.
 
     Raises:
         MissingInputError: A pattern matches no input file, a URL or list does not exist, or a symbolic link is broken.
@@ -123,7 +123,7 @@ def _walk(top: Path) -> Iterator[str]:
 
 
 def file_system_of(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, which all threads of a process share, and the path in this file system.
+    """Return the fsspec file system of a URL, shared by all threads of the process, and the URL's path in it.
 
     Raise ConfigError if fsspec does not support the address, and MissingPackageError if a package is not installed.
     """
@@ -163,7 +163,7 @@ def _remote_files(url: str) -> list[str]:
 
 
 def _select_data_files(names: Iterable[str]) -> list[str]:
-    """Return the sorted `names` (files below a folder, relative to it) without those that `find_inputs` excludes."""
+    """Return the sorted paths, without hidden files and folders (`.` or `_`), and without files about the data."""
     paths = sorted(path for path in map(PurePosixPath, names) if not any(part[0] in "._" for part in path.parts))
     saved_datasets = {path.parent for path in paths if path.name == "dataset_info.json"}
     return [

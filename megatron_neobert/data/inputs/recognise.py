@@ -98,7 +98,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
         digest: Updated with the file's bytes as they are read, but not for a table, which is not read in order.
 
     Raises:
-        DataError: The file is damaged, or a table has no text column --text-key. Earlier batches have been yielded.
+        DataError: The file is damaged, or a table has no text column --text-key. Batches before the damage are yielded.
         ConfigError: A table has no column --record-key.
         MissingInputError, OSError: The URL or file does not exist, or cannot be read.
         ModuleNotFoundError: The chunk has HTTP responses, and the extra [warc] is not installed.
@@ -160,7 +160,7 @@ def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     """Return "jsonl" or "text", the format of a file without the magic bytes of a table or web archive.
 
     Args:
-        path: Its ending, such as .jsonl or .csv, decides if the content is ambiguous.
+        path: If the content is ambiguous, the file's ending, such as .jsonl or .csv, decides.
         head: First _HEAD_BYTES of the decompressed file.
 
     Raises:
@@ -214,7 +214,7 @@ def _begins_with_object(content: bytes) -> bool:
 
 
 def _refuse_binary(path: str, head: bytes) -> None:
-    """Raise DataError if over 10 % of `head` is invalid UTF-8 or control characters, or if it has a NUL."""
+    """Raise DataError if `head` has a NUL, or if over 10 % of it is invalid UTF-8 or control characters."""
     # The head may end within a character, which has at most four bytes.
     text = (head[:-3] if len(head) == _HEAD_BYTES else head).decode(errors="replace")
     invalid = text.count("\ufffd") + len(_CONTROL.findall(text))

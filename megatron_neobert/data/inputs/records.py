@@ -35,7 +35,7 @@ _UNIT_BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT"
 
 
 def read_size(text: str) -> int:
-    """Return the bytes of a size: 500, 10GB (10^10) or 64MiB (2^26). Raise ValueError if it is invalid or below 1."""
+    """Return a size like 500, 10GB (10^10) or 64MiB (2^26) in bytes. Raise ValueError if it is invalid or below 1."""
     number = text.rstrip("BKMGTi")
     try:
         size = int(float(number) * _UNIT_BYTES[text[len(number) :]])
@@ -133,7 +133,7 @@ class RecordBatch:
     def add_value(
         self, value: object, number: int, *, raw: bytes, repaired: bool = False, origin: Origin | None = None
     ) -> None:
-        """Add `value` like `add_text`. If it is None or not a string, reject record `number` with the bytes `raw`."""
+        """Add `value` with `add_text` if it is a string; otherwise reject record `number`, whose bytes are `raw`."""
         if value is None:
             self.reject(NULL_TEXT, number, "null", raw)
         elif not isinstance(value, str):
@@ -152,7 +152,7 @@ class RecordBatch:
         """Add a text, or count it in `dropped` if it is only white space. U+FFFD replaces lone surrogates.
 
         Args:
-            repaired: U+FFFD has replaced invalid UTF-8 in the text.
+            repaired: True if U+FFFD has replaced invalid UTF-8 in the text.
             origin: Record of the text. None if ReadSettings.record_keys is None.
             size: Bytes of the text in UTF-8. None computes them.
         """

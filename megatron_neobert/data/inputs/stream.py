@@ -78,7 +78,7 @@ def is_url(path: str) -> bool:
 
 @contextmanager
 def named_errors(path: str) -> Iterator[None]:
-    """Add the input file's name to OSErrors of the `with` block, and convert errors of fsspec and its clients.
+    """Context manager: add the input file's name to OSErrors, and convert errors of fsspec and its clients.
 
     Raises:
         MissingInputError: A URL does not exist.
@@ -213,7 +213,9 @@ class ChunkStream(io.RawIOBase):
         return min(1.0, (self._position - self._chunk.start) / length) if length > 0 else 1.0
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
-        """Return the next `size` decompressed bytes: fewer before damage and at the end of the chunk, then b"".
+        """Return the next `size` decompressed bytes, or b"" after the end of the chunk.
+
+        Fewer bytes are returned only before damage, at the end, and if a byte-order mark was removed at the beginning.
 
         Raises:
             DamagedStream: The stream is damaged here. Earlier calls have returned all bytes before the damage.
@@ -260,7 +262,7 @@ class ChunkStream(io.RawIOBase):
             yield block
 
     def _decompressed(self) -> Iterator[bytes]:
-        """Yield the decompressed bytes of all streams, skipping zeros around them. Raise DamagedStream at damage."""
+        """Yield the decompressed bytes of all streams. Skip zero bytes around them. Raise DamagedStream at damage."""
         compression = cast(Compression, self._chunk.compression)
         blocks, unread = self._file_blocks(_COMPRESSED_READ_BYTES), b""
         while True:

@@ -61,7 +61,9 @@ def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> 
 
 
 def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
-    """Yield batches of the texts of a Parquet or Arrow chunk with their --record-key fields. Nulls are in `rejected`.
+    """Yield batches of the texts of a Parquet or Arrow chunk, with their --record-key fields.
+
+    Nulls and documents above `max_document_bytes` are in the `rejected` of their batch.
 
     Raises:
         DataError: The file is damaged, or has no text column --text-key.
@@ -113,7 +115,7 @@ def _as_bytes(column: "pa.Array") -> "pa.Array":
 
 
 def _python_values(column: "pa.Array") -> list[Any]:
-    """Return the values of a column: dates and times as texts, durations as integers in the column's unit."""
+    """Return a column's values: dates and times as texts, durations as integers in its unit, UTF-8 repaired."""
     import pyarrow as pa
 
     if pa.types.is_duration(column.type):
@@ -143,7 +145,7 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[
     """Yield consecutive rows of the chunk in batches: the columns, and the share of the chunk read so far (0 to 1).
 
     The columns are one array for --text-key, then one for each --record-key. Raise DataError if rows are missing at the
-    end, and the DataError and ConfigError of `_find_columns`.
+    end or --text-key is no text column, and ConfigError if there is no column --record-key.
     """
     import pyarrow as pa
 
@@ -165,7 +167,7 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[
 
 @contextmanager
 def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
-    """Open an Arrow file or stream, memory-mapped if it is local. Raise ArrowInvalid if a stream is truncated.
+    """Context manager: open an Arrow file or stream, memory-mapped if local. Raise ArrowInvalid if it is truncated.
 
     Yields:
         The source, the pyarrow function that opens a reader for it, and its size in bytes.
@@ -187,7 +189,7 @@ def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 
 
 def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
-    """Yield the file's rows in batches like `_parquet_rows`: the columns, and the share of the file read (0 to 1)."""
+    """Yield rows in batches: arrays of --text-key and each --record-key, and the share of the file read (0 to 1)."""
     import pyarrow as pa
 
     with _open_arrow(chunk.path) as (source, open_reader, size):
@@ -209,10 +211,8 @@ def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa
 
 
 def _check_offsets(column: "pa.Array") -> None:
-    """Raise ArrowException if an offset or dictionary index of the column is invalid, which would crash the process.
-
-    Only Arrow files need this check: pyarrow builds the buffers of Parquet columns itself.
-    """
+    """Raise ArrowException if an offset or dictionary index of the column is invalid, which would crash the process."""
+    # Only Arrow files need this check: pyarrow builds the buffers of Parquet columns itself.
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -225,7 +225,7 @@ def _check_offsets(column: "pa.Array") -> None:
 
 @contextmanager
 def _named_damage(chunk: Chunk) -> Iterator[None]:
-    """Convert errors of pyarrow in the `with` block to DataError, and errors of the file system like `named_errors`."""
+    """Context manager: convert pyarrow errors, ValueError and OverflowError to DataError. Name the file in OSErrors."""
     import pyarrow as pa
 
     with named_errors(chunk.path):

@@ -127,7 +127,8 @@ def _look_up(record: dict[str, object], key: str) -> object:
 def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
     """Yield the documents of plain text in batches. Without --text-separator, the file is one document.
 
-    Documents of only white space are left out, but have a number. Raise DamagedStream if the file is damaged.
+    A document of more than `max_document_bytes` is in `rejected`. Documents of only white space are skipped, but have a
+    number. `digest` gets the bytes that are read. Raise DamagedStream if the file is damaged.
     """
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     with ChunkStream(chunk, digest) as stream:
@@ -181,7 +182,7 @@ def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterat
 
 
 def find_cuts(path: str, *, chunk_bytes: int) -> list[int]:
-    """Return byte positions at which to cut an uncompressed file: line starts after 0, about `chunk_bytes` apart."""
+    """Return the positions of line starts at which to cut an uncompressed file, in bytes, about `chunk_bytes` apart."""
     cuts: list[int] = []
     with named_errors(path), open_input(path) as raw:
         size, file = file_size(raw, path), io.BufferedReader(cast(io.RawIOBase, raw), _LINE_BUFFER_BYTES)

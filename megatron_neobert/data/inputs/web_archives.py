@@ -46,8 +46,8 @@ class ArchiveRecord(NamedTuple):
 def read_archive(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
     """Yield the texts of HTTP responses and WET records in batches. Other records are counted in `dropped`.
 
-    Raise DamagedStream after the last undamaged record if the archive is damaged. Raise ModuleNotFoundError if there
-    are HTTP responses, and the extra [warc] is not installed.
+    If the archive is damaged, yield the records before the damage, then raise DamagedStream. Raise ModuleNotFoundError
+    if there are HTTP responses, and the extra [warc] is not installed.
     """
     batch = RecordBatch()
     with ChunkStream(chunk, digest) as stream:
@@ -124,8 +124,8 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, 
 def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str, bool]:
     """Return the text of a page, and True if U+FFFD replaced invalid bytes.
 
-    The encoding is UTF-8 if the body is valid UTF-8 without NUL and escape bytes. Otherwise these are tried in order: a
-    byte order mark of UTF-16, the server's `charset`, the declaration in an HTML page, and a guess.
+    The encoding is UTF-8 if the body is valid UTF-8 without NUL and escape bytes. Otherwise it is the first that exists
+    of: a UTF-16 byte order mark, a known `charset` of the server, the declaration in an HTML page, a guess.
     """
     from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 

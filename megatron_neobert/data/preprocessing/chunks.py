@@ -178,7 +178,7 @@ class _ChunkWriter:
         self._dtype, self._unknown = token_dtype(tokenizer.vocab_size), tokenizer.unk_id
 
     def add(self, batch: RecordBatch) -> Counts:
-        """Tokenize and write a batch, and return its counts. Texts without tokens are added to `batch.dropped`.
+        """Tokenize and write a batch, and return its counts. Texts without tokens are counted in `batch.dropped`.
 
         Raise BackendMismatch if a fast back end failed or gave other ids than the reference.
         """

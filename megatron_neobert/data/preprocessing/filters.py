@@ -49,7 +49,7 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
     """Import the filters given as FILE.py:FUNCTION, and return one FilterSource for each, in the same order.
 
     Raises:
-        ConfigError: A file or function does not exist or cannot be imported, or two filters have the same label.
+        ConfigError: A file cannot be imported, its function is missing or not callable, or two filters have one label.
     """
     sources: list[FilterSource] = []
     for name in names:
@@ -90,7 +90,7 @@ def load_filter(source: FilterSource) -> Filter:
 
 
 def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_name: str) -> RecordBatch:
-    """Return a batch with the texts that all filters keep or rewrite. The filters apply in order.
+    """Return a batch with the texts that all filters keep or rewrite, in order. Without filters, return `batch`.
 
     A record whose filter raises an exception or returns a wrong type is rejected. The new batch shares `rejected` and
     `dropped` with the argument, so rejected and dropped records are added to both.

@@ -192,8 +192,8 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     Raises:
         MissingInputError: An input file or the tokenizer does not exist.
         OutputError: The corpus exists, and the settings neither resume nor overwrite.
-        DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. All
-            of them are named. With --quarantine, they are an error only if all input files are damaged.
+        DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. The
+            message names all such files. With --quarantine, this is only an error if all input files are damaged.
         ConfigError: The output of an earlier run is among the inputs, a table has no column --record-key, two URLs
             have the same label, a filter cannot be loaded, --tokenizer-type does not fit, or --tokenizer-backend fast
             cannot be used.
@@ -268,7 +268,7 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 
 
 def is_complete(plan: Plan) -> bool:
-    """Return True if the corpora of this plan exist and match its settings and input files. Hashes are not compared."""
+    """Return True if no run is unfinished, and the corpora match settings and input files (size and time, no hash)."""
     files, settings = plan.files, plan.settings
     manifest = None if JobFolder(files.partial).has_begun else _read_complete(files)
     if manifest is None or (settings.split_validation and not _read_complete(validation_files(files))):
@@ -287,7 +287,7 @@ def is_complete(plan: Plan) -> bool:
 
 
 def _read_complete(files: CorpusFiles) -> Manifest | None:
-    """Return a corpus's manifest, or None if it is missing or invalid, or if a file is missing or has another size."""
+    """Return the manifest, or None if it is missing or invalid, or if a corpus file is missing or has another size."""
     try:
         manifest = read_manifest(files.manifest)
     except (FileNotFoundError, DataError):

@@ -46,7 +46,7 @@ class PreprocessReport:
 def preprocess(plan: Plan) -> PreprocessReport:
     """Tokenize the unfinished chunks, write the corpus of all chunks, and remove PREFIX.partial.
 
-    After an error, finished chunks stay in PREFIX.partial for --resume.
+    After an error, finished chunks stay in PREFIX.partial for --resume, unless no chunk has a document.
 
     Raises:
         DataError: Too many records are in error, there is no document, or input files are damaged. Damaged files are
@@ -96,7 +96,7 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
         several chunks of a file are damaged, the reason is that of the first chunk.
 
     Raises:
-        DataError: There are too many errors even if the rest has none. Or the tokenizer or a filter has changed.
+        DataError: Too many records are in error, even if all others are good. Or the tokenizer or a filter has changed.
         ConfigError: A fast back end differs from the reference tokenizer, or Ray cannot be used.
         ChildProcessError: A worker process died.
     """
@@ -154,10 +154,10 @@ def _join_chunks(
     counts: Counts,
     damaged: Mapping[str, str],
 ) -> WrittenCorpus:
-    """Write the corpus of finished jobs in this order, with processes of this machine. An existing corpus is replaced.
+    """Write the corpus of the finished `jobs`, in their order, with processes of this machine. Replace an older corpus.
 
     Args:
-        records: Records of the jobs, in the same order. `counts` is their sum.
+        records: One record per job, in the order of `jobs`. `counts` is the sum of their counts.
         damaged: Reason for each input file that is left out, by label.
 
     Raises:

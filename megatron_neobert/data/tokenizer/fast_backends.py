@@ -91,7 +91,7 @@ class Encoder:
         self._first_characters = 0
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Return the concatenated ids (any integer dtype) and the lengths of the texts, like `Tokenizer.encode_batch`.
+        """Return the concatenated ids of all texts, in any integer dtype, and each length. No special tokens are added.
 
         Raises:
             BackendMismatch: The fast back end failed, or gave other ids than the reference for a verified document.
@@ -105,7 +105,7 @@ class Encoder:
         return batch
 
     def _select(self, texts: Sequence[str]) -> list[int]:
-        """Return the ascending indices in `texts` of the documents to verify, and count all documents of the batch."""
+        """Return the ascending indices of the texts to verify, and add the batch to this chunk's document count."""
         selected = []
         start = self._documents
         self._documents += len(texts)
@@ -134,7 +134,7 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
         probe: Compare a fast back end with the reference on `probe_strings`, which takes 0.1 s. Workers can skip this.
 
     Raises:
-        ConfigError: `backend` is "fast", and no installed back end supports the tokenizer and gives its ids.
+        ConfigError: `backend` is "fast", and the fast back end for this tokenizer is missing, fails or gives other ids.
     """
     if backend == "reference":
         return Encoder(tokenizer, name=_REFERENCE)
@@ -149,7 +149,7 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
 
 
 def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
-    """Return the fast encoder. Raise BackendMismatch if none fits, or if it is not installed or gives other ids."""
+    """Return the fast encoder. Raise BackendMismatch if none supports the tokenizer, is installed and gives its ids."""
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
 
     model = tokenizer.backend.model
@@ -263,7 +263,7 @@ def _compare(
 
 
 def probe_strings(tokenizer: Tokenizer) -> list[str]:
-    """Return about 3,000 difficult strings, always the same for a tokenizer. The reference encodes them in 0.1 s."""
+    """Return about 3,000 strings that are difficult to encode. The same tokenizer always gives the same strings."""
     generator = np.random.default_rng(_SEED)
     # Code points next to each other, between letters and after spaces.
     runs = [np.arange(start, start + 32) for start in range(0, _DENSE_END, 32)]

@@ -41,7 +41,7 @@ _FILE_NAMES = {
 
 
 def find_tokenizer_file(path: Path, tokenizer_type: str) -> Path:
-    """Return `path` if it is a file. For a folder, return the first of the type's _FILE_NAMES in it.
+    """Return `path` if it is a file. For a folder, return the first of the type's _FILE_NAMES that exists there.
 
     Raises:
         ConfigError: The type does not exist, or a file has another type.
@@ -162,7 +162,7 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
 
 
 def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tokenizer_type: str) -> bool:
-    """Return True if text must be lower-cased. The type decides, else `declared`, else the case of the pieces.
+    """Return True if text must be lower-cased. A BERT type decides, else `declared`, else the case of the pieces.
 
     Raises:
         ConfigError: The type contradicts `declared` (do_lower_case of tokenizer_config.json) or the pieces.
@@ -296,7 +296,7 @@ def _check_ids(backend: tokenizers.Tokenizer, path: Path) -> None:
 def choose_special_names(
     pieces: Collection[str], folder: Path, candidates: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the name of each role's special token, and for a message the names that are missing in `pieces`.
+    """Return {role: name of its special token}, and the names that are missing in `pieces`, shortened for a message.
 
     The name of a role is the one in the folder's tokenizer_config.json, else the first of its `candidates` in `pieces`,
     else its last candidate. Raise DataError if tokenizer_config.json is damaged or has an invalid name.

@@ -44,7 +44,7 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     Special tokens that the model lacks are added after its vocabulary, with RoBERTa's names.
 
     Raises:
-        DataError: The file is not a SentencePiece model, its kind is not supported, or tokenizer_config.json is wrong.
+        DataError: The model file or tokenizer_config.json is damaged, or the kind of the model is not supported.
         ModuleNotFoundError: The package sentencepiece, or protobuf, is not installed.
     """
     model = _read_model(path)
@@ -95,7 +95,7 @@ def _build_backend(model: Any, symbols: list[str]) -> tokenizers.Tokenizer:
 
 
 def _normalization(spec: Any, symbols: list[str]) -> list[Any]:
-    """Return SentencePiece's normalisation steps in order. `symbols` stay unchanged. Only " " counts as white space."""
+    """Return normalizers for SentencePiece's steps, in order. `symbols` stay unchanged. Only " " is white space."""
     before_prefix: list[Any] = []
     if spec.precompiled_charsmap:
         before_prefix.append(normalizers.Precompiled(spec.precompiled_charsmap))
@@ -130,7 +130,7 @@ def _dummy_prefix(symbols: list[str]) -> Any:
 
 
 def _build_bpe(model: Any) -> models.BPE:
-    """Return the BPE model. Two ordinary pieces merge if they form a third, in descending order of the third's score.
+    """Return the BPE model. Two ordinary pieces merge if they form a third piece, in descending order of its score.
 
     For equal scores, SentencePiece merges from left to right. Sorting the longer left part first has this effect.
     """
@@ -153,7 +153,7 @@ def _build_bpe(model: Any) -> models.BPE:
 
 
 def _build_unigram(model: Any) -> models.Unigram:
-    """Return the Unigram model. All but ordinary pieces get a very low score, so that no text contains them."""
+    """Return the Unigram model. All but ordinary pieces get a very low score, so that no text is encoded with them."""
     lowest = 100 * min(-1.0, *(entry.score for entry in model.pieces))
     # Nine digits represent a 32-bit number exactly. The reader of a tokenizer.json may round the seventeenth digit.
     scored = [(entry.piece, float(f"{entry.score if entry.type == _NORMAL else lowest:.9g}")) for entry in model.pieces]

@@ -131,7 +131,7 @@ class Tokenizer:
         """Return the concatenated ids of all texts (int32) and the length of each text. No special tokens are added.
 
         The text of a special token, such as "[MASK]", is encoded as ordinary text. If the text is a piece of the model,
-        as in Unigram models, the unknown id replaces it. No other special id is in the result.
+        as in Unigram models, the unknown id replaces it. The result has no special id other than the unknown id.
 
         Raises:
             DataError: The library cannot encode a text, because the tokenizer's file is damaged.
@@ -254,7 +254,7 @@ def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
     """Load a `vocab.txt`, a `tokenizer.json`, a SentencePiece model, or a folder with one of these files.
 
     A tokenizer_config.json in the same folder may rename special tokens and, for a vocab.txt, determines lower-casing.
-    Without it, a vocabulary is uncased if no ordinary piece has an upper-case letter.
+    A vocab.txt without this setting is uncased if no ordinary piece has an upper-case letter.
 
     Args:
         path: Local file or folder.
@@ -277,7 +277,7 @@ def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
 
 
 def _check_use(tokenizer: Tokenizer, file: Path) -> None:
-    """Raise DataError if the tokenizer cannot encode text, or if its mask or unknown token is not usable."""
+    """Raise DataError if encoding fails, the mask token has a second role, or the unknown token is not the model's."""
     shared = [role for role, id_ in tokenizer.special_tokens.items() if role != "mask" and id_ == tokenizer.mask_id]
     if shared:
         raise DataError(
@@ -338,7 +338,11 @@ def train_wordpiece(texts: Iterable[str], *, vocab_size: int, lowercase: bool, m
 
 
 def _frequent_characters(texts: Iterable[str], backend: tokenizers.Tokenizer) -> list[str]:
-    """Return, sorted, the frequent characters (_CHARACTER_COVERAGE of the normalised texts) and printable ASCII."""
+    """Return, sorted, the characters that the vocabulary must have. None of them is white space.
+
+    The result has the most frequent characters, which make up _CHARACTER_COVERAGE of the normalised texts, and the
+    printable ASCII characters that the normalizer does not change.
+    """
     normalize = backend.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for text in texts:
@@ -360,7 +364,7 @@ def _with_special_tokens(backend: tokenizers.Tokenizer, names: dict[str, str]) -
 
 
 def _split_at_spaces(text: str) -> Iterator[str]:
-    """Yield parts of at most _ENCODE_CHARACTERS, cut before a space or line feed. A longer word is not cut."""
+    """Yield parts of at most _ENCODE_CHARACTERS, cut before a space or line feed. A longer word stays in one part."""
     start = 0
     while len(text) - start > _ENCODE_CHARACTERS:
         end = start + _ENCODE_CHARACTERS
