@@ -14,6 +14,7 @@ from commands import REPOSITORY
 from processes import Ended, group_of, run_command
 from torch.distributed import TCPStore
 
+from benchmarks.benchmark_store import simulate
 from megatron_neobert.config.schema import ParallelConfig
 from megatron_neobert.runtime import distributed
 from megatron_neobert.training import hang_detector, heartbeats
@@ -123,3 +124,16 @@ def test_nccl_and_slurm_wait_longer_than_the_report_of_the_hang_detector_takes()
     (slurm_seconds,) = re.findall(r"--wait=(\d+)", (REPOSITORY / "examples" / "slurm" / "pretrain.sh").read_text())
     limit_seconds = 60 * ParallelConfig().distributed_timeout_minutes
     assert int(slurm_seconds) > limit_seconds + report_seconds + hang_detector._FAREWELL_SECONDS
+
+
+@pytest.mark.slow
+def test_requests_of_a_rank_to_the_store_do_not_grow_with_the_run_and_1024_ranks_find_the_silent_rank():
+    requests = {}
+    for ranks in (64, 1024):
+        phases, suspects = simulate(ranks, silent=ranks // 2)
+        assert len(suspects) == 1 and f'"rank {ranks // 2} (' in suspects[0], suspects
+        assert "does not answer" in suspects[0]
+        requests[ranks] = {name: sum(phase.keys for phase in done) / ranks for name, done in phases.items()}
+    # Measured: 64 and 64 keys of a rank for its groups, 10 and 10 for five heartbeats, 16 and 16 for the search.
+    for name, keys in requests[1024].items():
+        assert keys <= 2 * requests[64][name], requests
