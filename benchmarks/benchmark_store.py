@@ -139,7 +139,7 @@ def _run_ranks(
     def write_heartbeats(rank: int) -> None:
         for _ in range(HEARTBEAT_SECONDS):
             beats[rank].write("iteration 5 (training)", 10)
-            beats[rank].any_ended()
+            beats[rank].is_rank_lost()
             time.sleep(1)
 
     def search(rank: int) -> None:

@@ -1,8 +1,8 @@
 """Hang detector: ends a run that makes no progress, with exit code 69, and reports the rank at fault.
 
 In each rank, one thread writes a heartbeat to the store once a second. Another thread ends the process when the main
-thread has made no progress for --distributed-timeout-minutes, or for some seconds after another rank has ended with an
-error.
+thread has made no progress for --distributed-timeout-minutes, or for some seconds after another rank has ended or
+fallen silent.
 """
 
 import contextlib
@@ -81,14 +81,21 @@ class HangDetector:
             # Time in which the process was suspended does not count, hence the limit of five ticks.
             waited_seconds += min(time.monotonic() - checked, 5 * _TICK_SECONDS)
             checked = time.monotonic()
-            another_ended = signals.call_with_timeout(ANSWER_SECONDS, self.heartbeats.any_ended)
+            is_rank_lost = signals.call_with_timeout(ANSWER_SECONDS, self.heartbeats.is_rank_lost)
             if self._progress != progress:
                 progress, waited_seconds = self._progress, 0.0
-            elif waited_seconds >= (_FAREWELL_SECONDS if another_ended else self._limit_seconds):
+            elif waited_seconds >= self._limit_seconds:
+                self._end_run(is_hang=True)
+            elif is_rank_lost and waited_seconds >= _FAREWELL_SECONDS:
                 self._end_run()
 
-    def _end_run(self, error: str = "") -> None:
-        """Report the rank at fault and exit with code 69. Without `error`, return if the run has made progress."""
+    def _end_run(self, error: str = "", *, is_hang: bool = False) -> None:
+        """Report the rank at fault and exit with code 69. Without `error`, return if the run has made progress.
+
+        Args:
+            error: Message of the exception that ends this rank.
+            is_hang: The time limit has passed.
+        """
         progress, suspects = self._progress, self.heartbeats.find_suspects(self._progress)
         if not error and (self._progress != progress or self._leaving.is_set()):
             return
@@ -97,7 +104,7 @@ class HangDetector:
         cause = listed(f"{suspect.name} {suspect.reason}" for suspect in suspects)
         cause = cause or error or "all heartbeats are alike"
         text, remedy = f"error: {name} lost another rank in {self._position}", ""
-        if not error and not any(suspect.has_ended for suspect in suspects):
+        if is_hang and not any(suspect.has_ended for suspect in suspects):
             collective = signals.call_with_timeout(ANSWER_SECONDS, pending_collective)
             position = f"{self._position}, collective {collective}" if collective else self._position
             text = f"error: no progress for {self._limit_seconds / 60:g} min on {name} in {position}"

@@ -18,6 +18,8 @@ SILENCE_SECONDS = 3.0  # a living rank writes a heartbeat in this time
 ANSWER_SECONDS = 10.0  # for the store, or the reader of our output, which may hang, too
 LOST_ANOTHER = "it lost another rank"  # reason of a rank that ended because another rank did
 _POLL_SECONDS = 0.5
+# A rank that imports a large library from a slow file system may hold Python's lock for half a minute.
+_SILENT_CALLS = 60
 
 
 class Heartbeat(NamedTuple):
@@ -56,6 +58,7 @@ class Heartbeats:
     def __init__(self, store: Store, *, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self.host, self._number = socket.gethostname(), 0
+        self._neighbour, self._neighbour_beat, self._silent_calls = (rank + 1) % ranks, b"", 0
 
     @property
     def name(self) -> str:
@@ -66,17 +69,25 @@ class Heartbeats:
         """Write the next heartbeat of this rank.
 
         Args:
-            ended: Reason why this rank ends now. A reason other than LOST_ANOTHER also ends the other ranks.
+            ended: Reason why this rank ends now, which also ends the other ranks.
         """
         self._number += 1
         beat = Heartbeat(self._rank, self.host, position, progress, self._number, ended)
         self._store.set(f"rank/{self._rank}", json.dumps(beat))
-        if ended not in ("", LOST_ANOTHER):
+        if ended:
             self._store.set("ended", str(self._rank))
 
-    def any_ended(self) -> bool:
-        """Return whether a rank has ended for another reason than LOST_ANOTHER."""
-        return bool(self._store.check(["ended"]))
+    def is_rank_lost(self) -> bool:
+        """Return whether a rank has ended, or the next rank has written no heartbeat for a minute.
+
+        Must be called once a second. Every rank watches the next one, so the cost does not depend on the run's size.
+        """
+        key = f"rank/{self._neighbour}"
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        self._silent_calls = self._silent_calls + 1 if beat == self._neighbour_beat else 0
+        self._neighbour_beat = beat
+        is_silent = self._ranks > 1 and self._silent_calls >= _SILENT_CALLS
+        return is_silent or bool(self._store.check(["ended"]))
 
     def count_report(self) -> int:
         """Return how often this method was called on this machine, this call included."""

@@ -93,15 +93,20 @@ def start(rank: int, variables: dict[str, str], *arguments: object, output: int 
 
 
 @pytest.mark.slow
-def test_suspended_rank_ends_the_other_ranks_with_69_and_its_name():
+@pytest.mark.parametrize(
+    ("minutes", "message"),
+    [(3 / 60, "no progress for 0.05 min on rank 0 ("), (10, "error: rank 0 (")],
+    ids=["after the time limit", "after a minute without a heartbeat"],
+)
+def test_suspended_rank_ends_the_other_ranks_with_69_and_its_name(minutes, message):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     group = group_of(store, world_size=2)
-    first, second = (start(rank, group, "training", "stop", 3 / 60, 3) for rank in (0, 1))
+    first, second = (start(rank, group, "training", "stop", minutes, 3) for rank in (0, 1))
     output, _ = first.communicate(timeout=600)
     second.kill()
     second.communicate()
     assert first.returncode == 69, output
-    assert "no progress for 0.05 min on rank 0 (" in output
+    assert message in output
     assert ") does not answer, last heartbeat in iteration 3 (training)." in output
     assert ": rank 1 (" in output
 
