@@ -151,9 +151,8 @@ def _start_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> Non
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with torch's fused kernel, and the state of Transformer Engine's FusedAdam.
 
-    A parameter has the state `exp_avg` and `exp_avg_sq`; a parameter group has one `step`. Checkpoints can be exchanged
-    with Transformer Engine's optimizer. Megatron's distributed optimizer cannot load the state of torch's own AdamW,
-    which has one `step` tensor per parameter (runtime/megatron_patches.py).
+    A parameter has the state `exp_avg` and `exp_avg_sq`; a parameter group has one `step`, where torch's own AdamW has
+    one `step` tensor per parameter. Checkpoints can be exchanged with Transformer Engine's optimizer.
     """
 
     def __init__(

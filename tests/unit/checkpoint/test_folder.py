@@ -204,6 +204,19 @@ def test_damaged_newest_checkpoint_is_skipped_with_its_file_named_and_can_be_qua
     assert (tmp_path / "iter_0000002.damaged").is_dir()
 
 
+@pytest.mark.parametrize("name", ["train_state.json", "settings.yaml"])
+def test_damage_is_found_by_exactly_one_of_the_shares_of_a_verification(tmp_path, name):
+    folder = save_files(tmp_path, 1)
+    (folder / name).write_text((folder / name).read_text().swapcase())
+    found = []
+    for number in range(3):
+        try:
+            verify_files(folder, share=(number, 3))
+        except CheckpointError as error:
+            found.append(str(error))
+    assert len(found) == 1 and f"{name}: its sha256" in found[0]
+
+
 def test_checkpoints_are_listed_by_exact_name_and_number(tmp_path):
     for name in ("iter_0000002", "iter_0000002.bak", "iter_9999999", "iter_10000000", ".tmp-iter_0000003"):
         (tmp_path / name).mkdir()
