@@ -1,9 +1,9 @@
-"""Which boxes of which stored tensors the memory of this rank holds.
+"""The boxes of stored tensors that each rank holds in its memory, to save and to load them.
 
 With the distributed optimizer, a rank has the optimizer state of one range of each flattened parameter. A range of a
 matrix is at most three boxes: part of a row, whole rows, part of a row. Each rank saves and loads its own boxes, so
-nothing is gathered. Names and offsets of boxes are those of whole tensors, as megatron.core describes them
-(ShardedTensor), so they do not depend on the layout of the ranks.
+nothing is gathered. Names and offsets are those of whole tensors, as megatron.core describes them (ShardedTensor), so
+they do not depend on the layout of the ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,13 +39,13 @@ class Part:
     entry: ShardedTensor | ShardedTensorFactory  # this rank's whole parameter
     start: int
     weight: Tensor
-    main: Tensor  # fp32 weights; the same memory as `weight` in a model in fp32
+    main: Tensor  # fp32 weights; the same memory as `weight` if that is fp32
     moments: dict[str, Tensor]  # by their name in the optimizer
 
     @property
     def has_main(self) -> bool:
         """True if the main weights have memory of their own."""
-        return self.main.data_ptr() != self.weight.data_ptr()
+        return self.main.dtype != self.weight.dtype
 
     def narrow(self, begin: int, end: int) -> "Part":
         """Return the elements from `begin` to `end`, counted from the start of this part."""
