@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
@@ -140,11 +141,13 @@ def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
             saver.save()
         checkpoint = files.latest_checkpoint(Path(settings.checkpoint.save))
         row["written MiB"] = sum(path.stat().st_size for path in checkpoint.glob(f"rank_{rank:05d}*")) / 2**20
-        StoredTensors.read, files.sha256_of = read_and_count, hash_and_count
         counts.update(read=0, hashed=0)
-        with _measured(row, "load"):
+        with (
+            patch.object(StoredTensors, "read", read_and_count),
+            patch.object(files, "sha256_of", hash_and_count),
+            _measured(row, "load"),
+        ):
             load_checkpoint(run)
-        StoredTensors.read, files.sha256_of = read, sha256_of
         rows.append(row | {f"{name} MiB": count / 2**20 for name, count in counts.items()})
     result = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     (figures / str(rank)).write_text(json.dumps(result))

@@ -153,7 +153,7 @@ def refuse_other_run(
         has_new_data: The run continues another run, so only weights and optimizer state must fit.
         weights_only: The checkpoint has no optimizer state, so only the model must fit.
     """
-    must_fit = dict(_MUST_FIT)
+    must_fit: dict[str, tuple[str, ...]] = dict(_MUST_FIT)
     if not weights_only and "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):
         must_fit["optimizer"] = ("optimizer",)  # Muon has no second moments
     unfit = dict(_differences(saved, now, must_fit))
