@@ -71,22 +71,22 @@ def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, c
         assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
 
 
-# A chain of layouts that each load the checkpoint of the one before. With three ranks, ranges begin and end inside of
-# rows; 72 is not a multiple of 128, so every bucket ends with padding.
+# A chain of layouts that each load and save the checkpoint of the one before. With three ranks, ranges begin and end
+# inside of rows; 72 is not a multiple of 128, so every bucket ends with padding.
 CHAIN = {
     "data 3, overlapped": (3, DP2_OVERLAP),
     "tensor 2 x data 2": (4, TP2),
     "whole optimizer, data 2": (2, WHOLE),
     "pipeline 2 x context 2": (4, {**PP2, **CP2}),
-    "one rank": (1, {}),
 }
 
 
 @pytest.mark.parametrize("bf16", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["bfloat16", "float32"])
 def test_every_layout_loads_and_saves_the_checkpoint_of_another_bit_for_bit(settings, bf16):
-    sections = {"model": {"num_layers": 2, "hidden_size": 72}, "training": {"exit_interval": STOP, "bf16": bf16}}
-    first = settings("first", **sections)
-    train_on_ranks(first)
+    sections = {"model": {"num_layers": 2, "hidden_size": 72}, "training": {"bf16": bf16}}
+    uninterrupted, first = (settings(name, **sections) for name in ("uninterrupted", "first"))
+    train_on_ranks(uninterrupted)
+    train_on_ranks(first.with_section("training", exit_interval=STOP))
     folder = expected = list_checkpoints(Path(first.checkpoint.save))[0]
     for number, (world_size, parallel) in enumerate(CHAIN.values()):
         run = settings(str(number), parallel=parallel, **sections).with_section("checkpoint", load=str(folder))
@@ -98,6 +98,10 @@ def test_every_layout_loads_and_saves_the_checkpoint_of_another_bit_for_bit(sett
             boxes = Counter(name for path in folder.glob("rank_00001*") for name in load_file(path))
             assert boxes["decoder.layers.0.mlp.linear_fc1.weight_v"] and max(boxes.values()) == 3, boxes
     assert_same_state(folder, expected)
+    last = settings("last", **sections).with_section("checkpoint", load=str(folder))
+    train_on_ranks(last)
+    losses = read_metrics(uninterrupted.checkpoint.save)
+    assert read_metrics(last.checkpoint.save) == {number: losses[number] for number in losses if number > STOP}
 
 
 @pytest.mark.parametrize(
