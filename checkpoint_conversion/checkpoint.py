@@ -32,9 +32,6 @@ from megatron_neobert.state import TrainState
 
 _LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
 
-# Prefixes of fp32 weights in the state of megatron.core's distributed optimizer, and of its other optimizer.
-_MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
-
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
@@ -148,8 +145,7 @@ def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig,
     temporary = save / f".tmp-{final.name}"
     temporary.mkdir()
     stored = split_halves({name: tensor.float() for name, tensor in tensors.items()})
-    offsets = {name: (0,) * tensor.dim() for name, tensor in stored.items()}
-    write_tensors(temporary / "rank_00000.safetensors", stored, offsets)
+    write_tensors(temporary / "rank_00000.safetensors", stored)
     write_train_state(temporary, TrainState(corpus_sha256=""))
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)
@@ -170,12 +166,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     names = [name for name in stored.shapes if not name.startswith("optimizer.")]
     if not names:
         raise CheckpointError(f"{folder} has no weights; use another checkpoint.")
-    tensors = {}
-    for name in names:
-        candidates = [] if stored.dtypes[name] is torch.float32 else [prefix + name for prefix in _MAIN_WEIGHTS]
-        main_weights = (key for key in candidates if stored.shapes.get(key) == stored.shapes[name])
-        tensors[name] = stored.read_whole(next(main_weights, name))
-    return tensors
+    return {
+        name: stored.read_whole(name if stored.dtypes[name] is torch.float32 else stored.main_name(name))
+        for name in names
+    }
 
 
 def load_into_megatron(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -1,9 +1,9 @@
-"""Read and write the contents of a checkpoint: one safetensors file per rank, and train_state.json.
+"""Read and write the contents of a checkpoint: safetensors files of each rank, and train_state.json.
 
-Tensors have the same names on all ranks, and each rank stores its shards of them. The header of a file has the offsets
-of each shard within its tensor, so that any number of ranks in any layout can read any slice. The format is that of
-torch.distributed.checkpoint's HuggingFaceStorageReader. Everything is checked before use, because files may come from
-others.
+Tensors have the same names on all ranks, and each rank stores boxes of them. The header of a file has the offsets of
+each box within its tensor, so that any number of ranks in any layout can read any slice. The format is that of
+torch.distributed.checkpoint's HuggingFaceStorageReader: a file has at most one box of a tensor. Everything is checked
+before use, because files may come from others.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -25,78 +26,105 @@ from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.state import TrainState
 from megatron_neobert.text import parse_json
 
-# Header keys of torch.distributed.checkpoint for the offsets of shards.
+# Header keys of torch.distributed.checkpoint for the offsets of boxes. The shape of the whole tensor is added.
 # Source: torch/distributed/checkpoint/_hf_utils.py.
-_SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_SHARDING, _OFFSETS, _SHAPE = "DCP_SHARDING_INFO", "saved_offsets", "shape"
 _LARGEST_COUNT = 1 << 62  # leaves room for additions in an int64
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
+# Prefixes of the names of weights in the optimizer's state.
+OPTIMIZER_STATE = "optimizer.state."
+MAIN_WEIGHTS = "optimizer.state.param."
+# Runs without the distributed optimizer used the second name in earlier versions.
+_ALL_MAIN_WEIGHTS = (MAIN_WEIGHTS, "optimizer.state.fp32_param.")
 
-def write_tensors(path: Path, shards: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]) -> None:
+
+class Box(NamedTuple):
+    """A box of a tensor."""
+
+    offsets: tuple[int, ...]  # index of its first element in the tensor
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]  # shape of the tensor
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> None:
     """Write one file of a checkpoint.
 
     Args:
-        shards: Contiguous CPU tensors, by the name of the tensor that they belong to.
-        offsets: Index in that tensor of the first element of each shard.
+        tensors: Contiguous CPU tensors by name.
+        boxes: Box of the named tensor that each of them is; by default they are whole tensors.
 
     Raises:
         OSError: The file cannot be written.
     """
+    if boxes is None:
+        boxes = {name: Box((0,) * tensor.dim(), *[tuple(tensor.shape)] * 2) for name, tensor in tensors.items()}
     # A single metadata key, because safetensors writes several in random order.
-    sharding = {name: {_OFFSETS: list(offsets[name])} for name in shards}
+    sharding = {name: {_OFFSETS: boxes[name].offsets, _SHAPE: boxes[name].whole} for name in tensors}
     try:
-        save_file(dict(shards), path, metadata={_SHARDING: json.dumps(sharding)})
+        save_file(dict(tensors), path, metadata={_SHARDING: json.dumps(sharding)})
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
-
-
-class _Shard(NamedTuple):
-    path: Path
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 class StoredTensors:
     """Tensors in the files of a checkpoint. `shapes` and `dtypes` are by name, of whole tensors.
 
+    The headers of all files are read at once, and a file is opened again when its values are read. Pickled, for other
+    ranks, it keeps what the headers say.
+
     Raises:
-        CheckpointError: A file is damaged, or the shards of a tensor are incomplete.
+        CheckpointError: A file is damaged, or the boxes of a tensor do not make up the whole tensor.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._shards: dict[str, list[_Shard]] = {}
-        self._files: dict[Path, Any] = {}
+        self._boxes: dict[str, list[tuple[str, Box]]] = {}  # with the name of the file
+        self._files: dict[str, Any] = {}
         for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file() and not path.is_symlink()):
             try:
-                self._list_shards(path)
+                self._list_boxes(path)
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CheckpointError(
                     f"{path}: cannot be read ({short_reason(error)}); use another checkpoint."
                 ) from error
-        for name, shards in self._shards.items():
-            stops = [[start + size for start, size in zip(shard.offsets, shard.shape, strict=True)] for shard in shards]
-            self.shapes[name] = tuple(map(max, zip(*stops, strict=True)))
-            if sum(prod(shard.shape) for shard in shards) != prod(self.shapes[name]):
+        for name, stored in self._boxes.items():
+            boxes = [box for _, box in stored]
+            self.shapes[name] = boxes[0].whole or _smallest_shape(boxes)
+            if not _make_up(boxes, self.shapes[name]):
                 raise CheckpointError(
                     f"{folder}: the shards of {name} do not add up to its shape {self.shapes[name]}; use another "
                     "checkpoint."
                 )
 
-    def _list_shards(self, path: Path) -> None:
-        file = self._files[path] = safe_open(path, framework="pt")
-        sharding = parse_json((file.metadata() or {})[_SHARDING])
-        for name in file.keys():  # noqa: SIM118  not a dict
-            stored = file.get_slice(name)
-            offsets, shape = tuple(sharding[name][_OFFSETS]), tuple(stored.get_shape())
-            if len(offsets) != len(shape) or not all(type(offset) is int and offset >= 0 for offset in offsets):
-                raise ValueError(f"{name} of shape {shape} begins at {offsets!r:.80}")
-            dtype = _DTYPES[stored.get_dtype()]
-            if self.dtypes.setdefault(name, dtype) != dtype:
-                raise ValueError(f"{name} is {dtype}, but {self.dtypes[name]} in another file")
-            self._shards.setdefault(name, []).append(_Shard(path, offsets, shape))
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_files": {}}
+
+    def _list_boxes(self, path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            sharding = parse_json((file.metadata() or {})[_SHARDING])
+            for name in file.keys():  # noqa: SIM118  not a dict
+                stored = file.get_slice(name)
+                offsets, shape = tuple(sharding[name][_OFFSETS]), tuple(stored.get_shape())
+                whole = tuple(sharding[name].get(_SHAPE, ()))  # earlier versions do not store it
+                is_valid = all(type(number) is int and number >= 0 for number in (*offsets, *whole))
+                if not is_valid or len(offsets) != len(shape) or len(whole) not in (0, len(shape)):
+                    raise ValueError(f"{name} of shape {shape} begins at {offsets!r:.80} of {whole!r:.80}")
+                box = Box(offsets, shape, whole)
+                dtype = _DTYPES[stored.get_dtype()]
+                if self.dtypes.setdefault(name, dtype) != dtype:
+                    raise ValueError(f"{name} is {dtype}, but {self.dtypes[name]} in another file")
+                boxes = self._boxes.setdefault(name, [])
+                if boxes and boxes[0][1].whole != whole:
+                    raise ValueError(f"{name} is of {whole!r:.80}, but of {boxes[0][1].whole!r:.80} in another file")
+                boxes.append((path.name, box))
+
+    def main_name(self, name: str) -> str:
+        """Return the name of the fp32 main weights of a weight, or the same name if there are none."""
+        names = (prefix + name for prefix in _ALL_MAIN_WEIGHTS if prefix + name in self.shapes)
+        return next((main for main in names if self.shapes[main] == self.shapes.get(name)), name)
 
     def read(self, name: str, into: Tensor, *, offsets: Sequence[int], is_padded: bool = False) -> None:
         """Copy a slice of a stored tensor into `into`, whose shape is the slice's size, and convert to its dtype.
@@ -109,7 +137,7 @@ class StoredTensors:
         Raises:
             CheckpointError: There is no such tensor or slice, or a file cannot be read.
         """
-        if name not in self._shards or len(self.shapes[name]) != into.dim():
+        if name not in self._boxes or len(self.shapes[name]) != into.dim():
             raise CheckpointError(
                 f"{self.folder} has no {name} of {into.dim()} dimensions; use a checkpoint of this model."
             )
@@ -121,30 +149,57 @@ class StoredTensors:
                 f"{self.folder}: {name} has shape {self.shapes[name]}, but this model needs {tuple(stops)}; use a "
                 "checkpoint of this model."
             )
-        for shard in self._shards[name]:
+        for file, box in self._boxes[name]:
             overlap = [
-                (max(start, shard_start), min(stop, shard_start + size))
-                for start, stop, shard_start, size in zip(offsets, stops, shard.offsets, shard.shape, strict=True)
+                (max(start, box_start), min(stop, box_start + size))
+                for start, stop, box_start, size in zip(offsets, stops, box.offsets, box.shape, strict=True)
             ]
             if all(begin < end for begin, end in overlap):
                 target, source = (
                     tuple(
                         slice(begin - start, end - start) for (begin, end), start in zip(overlap, starts, strict=True)
                     )
-                    for starts in (offsets, shard.offsets)
+                    for starts in (offsets, box.offsets)
                 )
                 try:
-                    into[target] = self._files[shard.path].get_slice(name)[source].to(into)
+                    into[target] = self._open(file).get_slice(name)[source].to(into)
                 except SafetensorError as error:
                     raise CheckpointError(
-                        f"{shard.path}: cannot be read ({short_reason(error)}); use another checkpoint."
+                        f"{self.folder / file}: cannot be read ({short_reason(error)}); use another checkpoint."
                     ) from error
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = safe_open(self.folder / file, framework="pt")
+        return self._files[file]
 
     def read_whole(self, name: str) -> Tensor:
         """Return a whole tensor in its stored dtype."""
-        tensor = torch.zeros(self.shapes[name], dtype=self.dtypes[name])  # overlapping shards could leave gaps
+        tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         self.read(name, tensor, offsets=[0] * tensor.dim())
         return tensor
+
+
+def _smallest_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """Return the shape of the smallest tensor that has these boxes."""
+    stops = [[start + size for start, size in zip(box.offsets, box.shape, strict=True)] for box in boxes]
+    return tuple(map(max, zip(*stops, strict=True)))
+
+
+def _make_up(boxes: Sequence[Box], whole: Sequence[int]) -> bool:
+    """Return whether every element of a tensor of shape `whole` is in exactly one box."""
+    # As Python numbers, because a product of hostile shapes does not fit into an int64.
+    if sum(prod(box.shape) for box in boxes) != prod(whole):
+        return False
+    starts = np.array([box.offsets for box in boxes])
+    stops = starts + np.array([box.shape for box in boxes])
+    if (stops > np.array(whole)).any():
+        return False
+    # Boxes inside of the tensor, none of which overlap, and with as many elements: row by row against the later ones.
+    return not any(
+        ((starts[number] < stops[number + 1 :]) & (starts[number + 1 :] < stops[number])).all(axis=1).any()
+        for number in range(len(boxes))
+    )
 
 
 def write_train_state(folder: Path, state: TrainState, optimizer: dict[str, Any] | None = None) -> None:

@@ -18,7 +18,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -173,13 +173,17 @@ def claim(save: str | None) -> Iterator[None]:
         yield
 
 
-def verify_files(checkpoint: Path, *, with_tensors: bool = True) -> None:
+def verify_files(checkpoint: Path, *, with_tensors: bool = True, share: tuple[int, int] = (0, 1)) -> None:
     """Raise CheckpointError if the manifest is not valid, or if a file is missing or has another size or sha256.
 
     Args:
         with_tensors: Also check the safetensors files, which takes seconds per GB.
+        share: (number, shares): check every so many-th file, so that ranks can share the work. By default all files.
     """
-    for name, expected in _read_manifest(checkpoint / MANIFEST).items():
+    files = _read_manifest(checkpoint / MANIFEST)
+    number, shares = share
+    for name in sorted(files, key=lambda name: (-files[name].bytes, name))[number::shares]:  # large files first
+        expected = files[name]
         if name.endswith(".safetensors") and not with_tensors:
             continue
         path = checkpoint / name
@@ -215,8 +219,13 @@ def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
     return files
 
 
-def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointError | OSError]]]:
+def find_good_checkpoint(
+    load: Path, *, verify: Callable[[Path], None] = verify_files
+) -> tuple[Path, list[tuple[Path, CheckpointError | OSError]]]:
     """Return the newest checkpoint whose files are complete and undamaged, and the problems of newer checkpoints.
+
+    Args:
+        verify: Raises CheckpointError or OSError if a file of the checkpoint is damaged or cannot be read.
 
     Raises:
         CheckpointError: There is no such checkpoint.
@@ -224,7 +233,7 @@ def find_good_checkpoint(load: Path) -> tuple[Path, list[tuple[Path, CheckpointE
     problems: list[tuple[Path, CheckpointError | OSError]] = []
     for candidate in _list_folders(load):
         try:
-            verify_files(candidate)
+            verify(candidate)
         except (CheckpointError, OSError) as error:
             problems.append((candidate, error))
         else:

@@ -1,22 +1,20 @@
-"""Load a checkpoint into a run, and describe the state that checkpoints have.
+"""Load a checkpoint into a run.
 
-megatron.core describes the shards that each rank holds (ShardedTensor), and contents.py finds them in the files. Each
-rank reads its own shards, so that any number of ranks in any layout can load a checkpoint.
+shards.py describes the boxes that each rank holds, and contents.py finds them in the files. Each rank reads its own
+boxes into its memory, so that any number of ranks in any layout can load a checkpoint.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from torch import Tensor
 
-from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state
-from megatron_neobert.checkpoint.folder import find_good_checkpoint, list_checkpoints, quarantine
+from megatron_neobert.checkpoint.contents import OPTIMIZER_STATE, StoredTensors, read_train_state
+from megatron_neobert.checkpoint.folder import find_good_checkpoint, list_checkpoints, quarantine, verify_files
+from megatron_neobert.checkpoint.shards import local_parts
 from megatron_neobert.checkpoint.start import refuse_other_tokenizer
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.phases import phase_at
@@ -27,15 +25,6 @@ from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
-
-_MODEL = "model0"  # name of the model in Megatron's optimizers
-# Every shard of a rank has its own name (the two halves of SwiGLU's first matrix have one each), and optimizer state is
-# sharded like the weights, for any number of replicas.
-_STATE_FORMAT = {
-    "singleton_local_shards": True,
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
 
 
 def load_checkpoint(run: Run) -> Path | None:
@@ -81,8 +70,15 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     )
     refuse_unfit_checkpoint(saved, run.settings, identities, has_new_data=has_new_data)
     refuse_other_tokenizer(folder, load_tokenizer(folder / "tokenizer"), run.tokenizer)
-    shards = _sharded_weights(run) if weights_only else sharded_state(run, loading=True)
-    state = _read(shards, folder, optimizer)  # collective: all ranks
+    step = None if optimizer is None else _step_of(optimizer, folder)
+    stored = _broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
+    _on_all_ranks(lambda: _read_tensors(run, stored, with_moments=not weights_only))
+    if run.settings.parallel.use_distributed_optimizer:
+        run.model.start_param_sync(force_sync=True)  # gathers the weights, of which each rank has read its part
+    if step is not None:
+        for group in run.optimizer.param_groups:
+            if "betas" in group:  # Muon does not count steps
+                group["step"] = step
     if has_new_data:
         phase = phase_at(run.settings, train_state.iteration)
         saved_phase = phase_at(saved_settings, train_state.iteration).settings
@@ -90,13 +86,6 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
             phase, train_state.cursor, saved_phase, identity=train_state.corpus_sha256
         )
         train_state = replace(train_state, cursor=cursor)
-    missing, unexpected = run.unwrapped_model.load_state_dict(state[_MODEL], strict=False)
-    missing = [name for name in missing if not name.endswith("_extra_state")]
-    assert not missing and not unexpected, f"{missing=} {unexpected=}"
-    if weights_only:
-        _load_main_weights(run, state)
-    else:
-        _load_optimizer(run, state["optimizer"], folder)
     run.state = replace(train_state, corpus_sha256=identities[0])
     run.scheduler.step(increment=run.state.iteration)  # the learning rate depends on the iteration only
     if is_rank_zero():
@@ -112,135 +101,122 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
             print(f"changed since {folder}: {change}", flush=True)
 
 
-def sharded_state(run: Run, *, loading: bool) -> dict[str, Any]:
-    """Return the state to save or load, as megatron.core describes it. Names do not depend on the layout."""
-    model = _sharded_model(run.unwrapped_model)
-    optimizer = run.optimizer.sharded_state_dict({_MODEL: model}, is_loading=loading, metadata=_STATE_FORMAT)
-    if len(run.optimizer.chained_optimizers) > 1:
-        optimizer = {str(number): state for number, state in optimizer.items()}  # keys of JSON objects are strings
-    return {_MODEL: model, "optimizer": optimizer}
-
-
-def _read(shards: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the state with tensors from the checkpoint, and with the optimizer's values that are not tensors.
-
-    The tensors in `shards` are filled in place.
+def _read_tensors(run: Run, stored: StoredTensors, *, with_moments: bool) -> None:
+    """Read this rank's weights and moments. With the distributed optimizer, the weights of other ranks are not read.
 
     Raises:
-        CheckpointError: A file cannot be read or lacks a tensor. It is raised on all ranks.
-
-    Collective: all ranks.
+        CheckpointError: A file cannot be read or lacks a tensor.
     """
-    state, plain, factories = load_preprocess(shards)
-    state, _ = extract_sharded_base(state)
-    error: Exception | None = None
+    for part in local_parts(run):
+        for name, box, data, is_padded in part.boxes_of(part.main, ""):
+            stored.read(stored.main_name(name), data, offsets=box.offsets, is_padded=is_padded)
+        for moment, values in part.moments.items() if with_moments else ():
+            for name, box, data, is_padded in part.boxes_of(values, f"{OPTIMIZER_STATE}{moment}."):
+                stored.read(name, data, offsets=box.offsets, is_padded=is_padded)
+        if part.has_main:
+            part.weight.copy_(part.main)
 
-    def read(shard: ShardedTensor) -> Tensor:
-        shard.init_data("cpu")  # allocates tensors that the optimizer does not have yet
-        data = shard.data.detach()
-        stored.read(shard.key, data, offsets=shard.global_offset, is_padded=shard.allow_shape_mismatch)
-        return data
 
+def _step_of(optimizer: dict[str, Any], folder: Path) -> int:
+    """Return the number of Adam's updates. Learning rates, betas and epsilon are those of this start.
+
+    Args:
+        optimizer: Values of the optimizer that are not tensors.
+
+    Raises:
+        CheckpointError: The values are not those of an optimizer.
+    """
     try:
-        stored = StoredTensors(folder)
-        dict_list_map_inplace(read, state)
-    except (CheckpointError, OSError) as own_error:
-        error = own_error
-    errors: list[Exception | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(errors, error)  # collective: all ranks
-    if first_error := next(filter(None, errors), None):
-        raise first_error
-    merge(state, plain)
-    if optimizer is not None:
-        merge(state, {"optimizer": optimizer})
-    return apply_factory_merges(state, factories)
-
-
-def _sharded_model(model: Any) -> dict[str, Any]:
-    """Return the model's shards, without Transformer Engine's `_extra_state`, which are pickles for FP8 scaling."""
-    return {
-        name: value
-        for name, value in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
-        if not name.endswith("_extra_state")
-    }
-
-
-def _load_optimizer(run: Run, state: dict[str, Any], folder: Path) -> None:
-    """Restore moments, main weights and step counts. Learning rates, betas and epsilon are those of this start."""
-    current = [
-        {key: group[key] for key in group if key not in ("params", "step")} for group in run.optimizer.param_groups
-    ]
-    is_chained = len(run.optimizer.chained_optimizers) > 1
-    try:
-        for optimizer in state.values() if is_chained else [state]:
-            # With main weights, the wrapped optimizer's state is one level deeper.
-            for group in optimizer.get("optimizer", optimizer)["param_groups"]:
-                if not isinstance(step := group.get("step", 0), (int, float)):
-                    raise TypeError(f"step is {step!r:.40}, which is not a number")
-                # Later releases match groups by their learning rates as well, which may have changed since the save.
-                # Source: megatron-core 0.19.2 core/optimizer/optimizer.py `param_group_identifier_keys`.
-                group.update(max_lr=current[0]["max_lr"], min_lr=current[0]["min_lr"])
-        with torch.no_grad():
-            run.optimizer.load_state_dict(state)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        steps = {step for group in _groups(optimizer) if (step := group.get("step")) is not None}
+        if not all(isinstance(step, (int, float)) for step in steps):
+            raise TypeError(f"step is {steps!r:.40}, which is not a number")
+        return int(max(steps, default=0))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{folder}: its optimizer state does not fit this model ({type(error).__name__}: {error}); use another "
             "checkpoint."
         ) from error
-    for group, settings in zip(run.optimizer.param_groups, current, strict=True):
-        group.update(settings)
 
 
-def _sharded_weights(run: Run) -> dict[str, Any]:
-    """Return fp32 shards to read weights into, also for a bfloat16 model, whose main weights must not be rounded."""
-    model = _sharded_model(run.unwrapped_model)
-    for tensor in model.values():
-        tensor.data = torch.empty(tensor.data.shape, dtype=torch.float32, device=tensor.data.device)
-        if isinstance(tensor, ShardedTensor):  # a ShardedTensorFactory takes the dtype of its data
-            tensor.dtype = torch.float32
-    return {_MODEL: model}
-
-
-def _load_main_weights(run: Run, state: dict[str, Any]) -> None:
-    """Copy loaded weights into the optimizer's fp32 main weights, which exist if the model is in bfloat16.
-
-    Args:
-        state: The loaded state; the weights of the model are in `state[_MODEL]`.
-    """
-    if run.settings.parallel.use_distributed_optimizer:
-        run.optimizer.reload_model_params(state_dict=state)
-        return
-    for name, parameter in run.unwrapped_model.named_parameters():
-        if hasattr(parameter, "main_param"):  # set by Megatron for parameters with main weights
-            parameter.main_param.data.copy_(state[_MODEL][name])
+def _groups(optimizer: dict[str, Any]) -> list[Any]:
+    """Return the parameter groups. In earlier versions they are one or two levels deeper, by optimizer."""
+    if "param_groups" in optimizer:
+        return list(optimizer["param_groups"])
+    return [group for value in optimizer.values() if isinstance(value, dict) for group in _groups(value)]
 
 
 def _find_checkpoint(settings: Settings, load: str) -> Path | None:
     """Return the newest undamaged checkpoint in a folder, the same on all ranks, or None if there are no checkpoints.
 
-    Rank 0 prints a warning for each newer checkpoint that it skips. In the folder of --save, damaged checkpoints are
-    renamed, so that --keep-last does not count them.
+    Each rank verifies a share of the files. Rank 0 prints a warning for each newer checkpoint that it skips. In the
+    folder of --save, damaged checkpoints are renamed, so that --keep-last does not count them.
 
     Raises:
         CheckpointError: All checkpoints are damaged.
 
     Collective: all ranks.
     """
-    result: list[Any] = [None]
+    if not is_rank_zero():
+        while (candidate := _broadcast(None)) is not None:
+            with suppress(CheckpointError, OSError):
+                _verify_share(candidate)
+        result = _broadcast(None)
+    else:
+        result = _find_on_rank_zero(settings, load)
+        _broadcast(None)  # there is nothing more to verify
+        _broadcast(result)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _find_on_rank_zero(settings: Settings, load: str) -> Path | Exception | None:
+    """Return the result of `_find_checkpoint`, or its exception. The other ranks verify what this rank broadcasts."""
     config = settings.checkpoint
-    if is_rank_zero() and list_checkpoints(Path(load)):
-        is_save = load == config.load and config.loads_save
-        try:
-            result[0], problems = find_good_checkpoint(Path(load))
-            for folder, problem in problems:
-                # After an OSError the checkpoint may be readable again later.
-                is_damaged = isinstance(problem, CheckpointError)
-                renamed = f" It is now {quarantine(folder).name}." if is_save and is_damaged else ""
-                kind = "a damaged" if is_damaged else "an unreadable"
-                print(f"warning: skipped {kind} checkpoint: {problem}{renamed}", flush=True)
-        except (CheckpointError, OSError) as error:
-            result[0] = error
-    torch.distributed.broadcast_object_list(result)  # collective: all ranks
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
+    is_save = load == config.load and config.loads_save
+    if not list_checkpoints(Path(load)):
+        return None
+    try:
+        result, problems = find_good_checkpoint(Path(load), verify=lambda folder: _verify_share(_broadcast(folder)))
+        for folder, problem in problems:
+            # After an OSError the checkpoint may be readable again later.
+            is_damaged = isinstance(problem, CheckpointError)
+            renamed = f" It is now {quarantine(folder).name}." if is_save and is_damaged else ""
+            kind = "a damaged" if is_damaged else "an unreadable"
+            print(f"warning: skipped {kind} checkpoint: {problem}{renamed}", flush=True)
+        return result
+    except (CheckpointError, OSError) as error:
+        return error
+
+
+def _verify_share(folder: Path) -> None:
+    """Raise CheckpointError or OSError on all ranks if a file is damaged. Collective: all ranks."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    _on_all_ranks(lambda: verify_files(folder, share=(rank, ranks)))
+
+
+def _broadcast(value: Any) -> Any:
+    """Return the value of rank 0. Collective: all ranks."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def _on_all_ranks(function: Callable[[], Any]) -> Any:
+    """Return the result of a function, which each rank calls for itself.
+
+    Raises:
+        CheckpointError, OSError: The function raised it on a rank. It is raised on all ranks.
+
+    Collective: all ranks.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except (CheckpointError, OSError) as own_error:
+        error = own_error
+    errors: list[Exception | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(errors, error)
+    if first_error := next(filter(None, errors), None):
+        raise first_error
+    return result

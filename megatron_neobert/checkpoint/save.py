@@ -6,19 +6,15 @@ rank fails, the run ends on all ranks, no incomplete checkpoint remains, and old
 
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from torch import Tensor
 
-from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
+from megatron_neobert.checkpoint.contents import StoredTensors, write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import (
     iteration_folder,
     list_checkpoints,
@@ -28,7 +24,7 @@ from megatron_neobert.checkpoint.folder import (
     record_of,
     write_manifest,
 )
-from megatron_neobert.checkpoint.load import sharded_state
+from megatron_neobert.checkpoint.shards import LocalBox, parts_to_save
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, SaveError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
@@ -43,7 +39,7 @@ class _Pending:
 
     state: TrainState
     optimizer: dict[str, Any]  # optimizer values that are not tensors, the same on all ranks
-    # Record of this rank's file, once its thread has written it; None if this rank has no tensors to write.
+    # Records of this rank's files, once its thread has written them; None if this rank has no tensors to write.
     file: Future[dict[str, FileRecord]] | None
 
 
@@ -77,9 +73,6 @@ class Saver:
         self.finish()
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.state.iteration
-        if run.model.ddp_config.overlap_param_gather:
-            # Gather the weights that other ranks have just updated, which otherwise happens in the next forward.
-            run.model.start_param_sync(force_sync=True)
         problem = None
         if is_rank_zero():
             try:
@@ -87,23 +80,18 @@ class Saver:
             except OSError as error:
                 problem = _describe(error)
         self._raise_on_all_ranks(problem)
-        for optimizer in run.optimizer.chained_optimizers:  # allocates state before the first update
-            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-        # Collective: all ranks check that their shards are complete.
-        sharded, plain = save_preprocess(sharded_state(run, loading=False))
-        shards = [shard for shard in nested_values(sharded) if is_main_replica(shard.replica_id)]
-        assert all(isinstance(shard, ShardedTensor) for shard in shards), {type(shard) for shard in shards}
-        tensors = {shard.key: shard.data for shard in shards}
-        assert len(tensors) == len(shards), "a file cannot have two shards of one tensor"
-        self._check_finite(tensors)
+        # Each rank has updated the weights that it saves. Those of other ranks may not have been gathered yet.
+        boxes = [box for part in parts_to_save(run) for box in part.boxes()]
+        self._check_finite(boxes)
         file = None
-        if tensors:
-            copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        if boxes:
+            copies = [box._replace(data=box.data.to("cpu", copy=True)) for box in boxes]
             path = self._temporary / f"rank_{torch.distributed.get_rank():05d}.safetensors"
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            file = thread.submit(_write, path, copies, {shard.key: shard.global_offset for shard in shards})
+            file = thread.submit(_write, path, copies)
             thread.shutdown(wait=False)
-        self._pending = _Pending(run.state, plain["optimizer"], file)
+        groups = [{name: group[name] for name in group if name != "params"} for group in run.optimizer.param_groups]
+        self._pending = _Pending(run.state, {"param_groups": groups}, file)
         if config.async_save:
             self.log(f"saving {self._final} in the background")
         else:
@@ -139,9 +127,10 @@ class Saver:
     def _temporary(self) -> Path:
         return self._final.with_name(f".tmp-{self._final.name}")
 
-    def _check_finite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise DivergenceError on all ranks if a tensor of any rank is not finite. Collective: all ranks."""
-        names = sorted(name for name, tensor in tensors.items() if not tensor.isfinite().all())
+    def _check_finite(self, boxes: Sequence[LocalBox]) -> None:
+        """Raise DivergenceError on all ranks if a value of any rank is not finite. Collective: all ranks."""
+        # Extremes are NaN if a value is, and need no memory.
+        names = sorted({box.name for box in boxes if not torch.stack(box.data.aminmax()).isfinite().all()})
         problem = _first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
         if problem is not None:
             self._remove_temporary()
@@ -166,6 +155,7 @@ class Saver:
                 self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings
             )
             write_manifest(self._temporary, {name: file for files, _ in results for name, file in files.items()})
+            StoredTensors(self._temporary)  # raises an error if the files do not make up whole tensors
             publish(self._temporary, self._final)
         except Exception as error:  # any exception, because the other ranks wait for this rank
             return _describe(error)
@@ -199,10 +189,26 @@ class Saver:
         return f"The newest checkpoint is {older[0]}." if older else f"There is no checkpoint in {self.save_folder}."
 
 
-def _write(path: Path, shards: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> dict[str, FileRecord]:
-    write_tensors(path, shards, offsets)
-    sync_to_disk(path)
-    return {path.name: record_of(path)}
+def _write(path: Path, boxes: Sequence[LocalBox]) -> dict[str, FileRecord]:
+    """Write a rank's boxes and return the records of its files by name.
+
+    A file has at most one box of a tensor. The largest boxes are in `path`, parts of rows in up to two more files.
+    """
+    files: list[dict[str, LocalBox]] = []
+    for box in sorted(boxes, key=lambda box: -box.data.numel()):
+        file = next((file for file in files if box.name not in file), None)
+        if file is None:
+            files.append(file := {})
+        file[box.name] = box
+    records = {}
+    for number, file in enumerate(files):
+        target = path if number == 0 else path.with_stem(f"{path.stem}_{number}")
+        write_tensors(
+            target, {name: box.data for name, box in file.items()}, {name: box.box for name, box in file.items()}
+        )
+        sync_to_disk(target)
+        records[target.name] = record_of(target)
+    return records
 
 
 def _describe(error: BaseException) -> str:

@@ -29,9 +29,6 @@ _MUST_FIT = {
         "rotary_base",
         "norm_epsilon",
     ),
-    # These determine the layout of the optimizer state.
-    "parallel": ("use_distributed_optimizer",),
-    "optimizer": ("weight_decay_scope",),
 }
 
 _SAME_RUN = {
@@ -156,13 +153,9 @@ def refuse_other_run(
         has_new_data: The checkpoint is that of --continue-from, so only weights and optimizer state must fit.
         weights_only: The checkpoint has no optimizer state, so only the model must fit.
     """
-    must_fit = {"model": _MUST_FIT["model"]} if weights_only else dict(_MUST_FIT)
-    if not weights_only and not now.parallel.use_distributed_optimizer:
-        # Megatron's plain optimizer has main weights in bfloat16 runs only.
-        must_fit["training"] = ("bf16",)
+    must_fit: dict[str, tuple[str, ...]] = dict(_MUST_FIT)
     if not weights_only and "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):
-        # Muon has no second moments.
-        must_fit["optimizer"] = (*_MUST_FIT["optimizer"], "optimizer")
+        must_fit["optimizer"] = ("optimizer",)  # Muon has no second moments
     unfit = dict(_differences(saved, now, must_fit))
     same_run = {} if has_new_data or weights_only else dict(_SAME_RUN)
     if same_run and now.training.loss_normalization == "micro_batch":

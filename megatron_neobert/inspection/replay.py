@@ -69,7 +69,7 @@ def replay_settings(load: Path, weights: Path | None, flags: list[str]) -> Setti
     from megatron_neobert.inspection.global_batch import override_settings, without_outputs
 
     saved = read_record((weights or latest_checkpoint(load)) / "settings.yaml")
-    # Checkpoints of a distributed optimizer can only be read with one.
+    # Muon refuses the distributed optimizer.
     parallel = ParallelConfig(use_distributed_optimizer=saved.parallel.use_distributed_optimizer)
     saved = replace(without_outputs(saved), checkpoint=CheckpointConfig(load=str(load)), parallel=parallel)
     return override_settings(saved, flags)

@@ -54,10 +54,10 @@ def training_flops_per_token(settings: Settings, *, vocab_size: int, document_to
 
 
 def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
-    """Return the size of one checkpoint on disk: weights in training precision, fp32 main weights, and moments."""
-    weight_bytes = 2 if settings.training.bf16 else 4
+    """Return the size of one checkpoint on disk: weights, fp32 main weights if the weights are bf16, and moments."""
+    weight_bytes = 2 + 4 if settings.training.bf16 else 4
     total = count_parameters(settings.model, vocab_size=vocab_size).total
-    return total * (weight_bytes + 4) + moment_bytes(settings, total, layers=settings.model.num_layers)
+    return total * weight_bytes + moment_bytes(settings, total, layers=settings.model.num_layers)
 
 
 def moment_bytes(settings: Settings, parameters: int, *, layers: int) -> int:

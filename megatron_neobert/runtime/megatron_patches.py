@@ -1,25 +1,18 @@
-"""Fixes for five defects of megatron.core: two give wrong numbers, two make the host wait for the GPU, one delays the
-start of large runs.
+"""Fixes for three defects of megatron.core: two make the host wait for the GPU, one delays the start of large runs.
 
-1. The `fully_reshardable` checkpoint format cuts optimizer state at wrong offsets if a gradient buffer has several
-   buckets and a bucket before the last one is padded. This happens with overlap_grad_reduce and a hidden size that is
-   not a multiple of 128, or a data-parallel size that is not a power of two. megatron.core 0.19.2 has the same defect.
-2. Without Transformer Engine and Apex, a distributed optimizer cannot load its state. torch's AdamW keeps one `step`
-   tensor per parameter, but the loader gives all parameters the same tensor, so an update increments it once per
-   parameter. 0.19.2 fails an assertion. `FusedAdam` in training/optimizer.py avoids this defect.
-3. The gradient norm is a Python number, so the host waits for the device; without Transformer Engine and Apex it waits
+1. The gradient norm is a Python number, so the host waits for the device; without Transformer Engine and Apex it waits
    once more per parameter. `norm_on_device` returns a tensor. 0.19 does so with some versions of Transformer Engine.
-4. `finalize_model_grads` reads the number of tokens from the device. `finalize_gradients` does not, nor does 0.19.
-5. All ranks wait in the store for each group of the run: 11,270 groups with 1,024 ranks, which would take about half an
+2. `finalize_model_grads` reads the number of tokens from the device. `finalize_gradients` does not, nor does 0.19.
+3. All ranks wait in the store for each group of the run: 11,270 groups with 1,024 ranks, which would take about half an
    hour (benchmarks/benchmark_store.py). With `use_local_synchronization` a rank waits only for the 17 groups it is in.
 
-tests/distributed/test_resume.py tests the first two fixes, tests/gpu_path the others.
+tests/gpu_path tests the first two. Checkpoints do not use megatron.core's format for the state of its distributed optimizer,
+which has another defect: it cuts the state at wrong offsets if a bucket before the last one is padded.
 """
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -29,17 +22,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as base_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_neobert.errors import ConfigError
 
 # Source lines of megatron.core that a patch relies on. Both supported releases have them.
 _EXPECTED_SOURCE = (
-    (DistributedOptimizer, "sharded_param_state_fully_reshardable", ") in buffer.param_index_map.items():"),
-    (DistributedOptimizer, "sharded_param_state_fully_reshardable", "[state_key][param_world_start:param_world_end]"),
-    (DistributedOptimizer, "get_parameter_state_dp_zero", "offset_in_world_tensors += gbuf_world_numel_unpadded"),
-    (DistributedOptimizer, "state_dict", "elif USING_TE_OPTIMIZER or USING_APEX_OPTIMIZER:"),
-    (DistributedOptimizer, "load_state_dict", "if not HAVE_APEX_OR_TE:"),
     (megatron_optimizer, "_get_megatron_optimizer_based_on_param_groups", "if USING_PYTORCH_OPTIMIZER:"),
     (megatron_optimizer, "_get_megatron_optimizer_based_on_param_groups", "adam_cls = Adam"),
     (parallel_state, "create_group", '"use_local_synchronization": use_local_synchronization,'),
@@ -52,18 +39,14 @@ _NORM_ELEMENTS = 1 << 15
 
 
 def install() -> None:
-    """Patch megatron.core: offsets in optimizer checkpoints, the gradient norm, and `create_group`. May be repeated.
+    """Patch the gradient norm and `create_group` of megatron.core; the other fix is called by name. May be repeated.
 
     Raises:
         ConfigError: The installed megatron.core is not one that the patches were written for.
     """
-    if getattr(DistributedOptimizer, "has_bucket_fix", False):
+    if clip_grads.get_grad_norm_fp32 is norm_on_device:
         return
     check_sources()
-    DistributedOptimizer.has_bucket_fix = True
-    DistributedOptimizer.sharded_param_state_fully_reshardable = _with_bucket_padding_removed(
-        DistributedOptimizer.sharded_param_state_fully_reshardable
-    )
     clip_grads.get_grad_norm_fp32 = base_optimizer.get_grad_norm_fp32 = norm_on_device
     parallel_state.create_group = functools.partial(parallel_state.create_group, use_local_synchronization=True)
 
@@ -71,13 +54,13 @@ def install() -> None:
 def check_sources() -> None:
     """Raise ConfigError if megatron.core lacks a source line or a signature that the patches rely on.
 
-    With other sources, a run could save or clip wrong numbers without an error.
+    With other sources, a run could clip by wrong numbers without an error.
     """
     problem = next(_find_changes(), None)
     if problem is not None:
         raise ConfigError(
             f"megatron-core {version('megatron-core')} is not a version that this project corrects: {problem}. "
-            "Install the version that setup.py names for this Python; another version can save or clip wrong numbers."
+            "Install the version that setup.py names for this Python; another version can clip by wrong numbers."
         )
 
 
@@ -92,41 +75,6 @@ def _find_changes() -> Iterator[str]:
     parameters = list(inspect.signature(clip_grads.get_grad_norm_fp32).parameters)
     if parameters != list(inspect.signature(norm_on_device).parameters):
         yield f"get_grad_norm_fp32 has the parameters {', '.join(parameters)}"
-
-
-def _with_bucket_padding_removed(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def sharded_param_state(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for buffer in self.buffers:
-                stack.enter_context(_offsets_without_padding(buffer))
-            return method(self, *args, **kwargs)
-
-    return sharded_param_state
-
-
-@contextlib.contextmanager
-def _offsets_without_padding(buffer: Any) -> Iterator[None]:
-    """Subtract the padding of earlier buckets from the parameter offsets of a gradient buffer until the block ends."""
-    unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
-    # If the largest offset is within the unpadded elements, there is nothing to subtract: no bucket before the last is
-    # padded, or this megatron.core already counts without padding.
-    if max(end for _, end, _ in buffer.param_index_map.values()) <= unpadded:
-        yield
-        return
-    total_padding, padding_before = 0, []
-    for bucket in buffer.buckets:
-        padding_before.append(total_padding)
-        total_padding += bucket.grad_data.numel() - bucket.numel_unpadded
-    original = buffer.param_index_map
-    buffer.param_index_map = {
-        param: (start - padding_before[bucket], end - padding_before[bucket], bucket)
-        for param, (start, end, bucket) in original.items()
-    }
-    try:
-        yield
-    finally:
-        buffer.param_index_map = original
 
 
 @torch.no_grad()

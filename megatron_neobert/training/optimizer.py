@@ -64,7 +64,7 @@ def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
     if cfg.weight_decay_scope == "matrices":
         vectors = ParamPredicate(name="vectors", fn=lambda parameter: parameter.dim() == 1)
         overrides[ParamKey(predicate=vectors)] = ParamGroupOverride(wd_mult=0.0)
-    build = partial(get_megatron_optimizer, config, [model], config_overrides=overrides, use_gloo_process_groups=True)
+    build = partial(get_megatron_optimizer, config, [model], config_overrides=overrides, use_gloo_process_groups=False)
     return _build_with_muon(build, model) if cfg.optimizer == "muon" else build()
 
 
@@ -151,9 +151,8 @@ def _start_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> Non
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with torch's fused kernel, and the state of Transformer Engine's FusedAdam.
 
-    A parameter has the state `exp_avg` and `exp_avg_sq`; a parameter group has one `step`. Checkpoints can be exchanged
-    with Transformer Engine's optimizer. Megatron's distributed optimizer cannot load the state of torch's own AdamW,
-    which has one `step` tensor per parameter (runtime/megatron_patches.py).
+    A parameter has the state `exp_avg` and `exp_avg_sq`; a parameter group has one `step`, where torch's own AdamW has
+    one `step` tensor per parameter. Checkpoints can be exchanged with Transformer Engine's optimizer.
     """
 
     def __init__(

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from processes import run_on_ranks
 
+from megatron_neobert.checkpoint.load import load_checkpoint
+from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.training.loop import run_training
+from megatron_neobert.training.setup import build_run, join
 
 
 def train_on_ranks(settings: Settings, *, world_size: int = 1, prepare: Any = None, preload: str = "preloaded") -> None:
@@ -26,6 +29,14 @@ def _train(settings: Settings, prepare: Any) -> None:
     if prepare is not None:
         prepare()
     run_training(settings)
+
+
+def load_and_save(settings: Settings) -> None:
+    """Load the checkpoint in --load into a model and optimizer, and save it in --save."""
+    inputs, device = join(settings)
+    run = build_run(settings, inputs, device)
+    load_checkpoint(run)
+    Saver(run, log=print).save()
 
 
 def quick_only(cases: Iterable[str], *quick: str) -> list[Any]:

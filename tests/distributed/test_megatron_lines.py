@@ -11,16 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ranks import read_metrics, train_on_ranks
+from ranks import load_and_save, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
 from training_command import REPOSITORY, environment, flags_of
 
 from megatron_neobert.checkpoint.folder import iteration_folder
-from megatron_neobert.checkpoint.load import load_checkpoint
-from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.training.setup import build_run, join
 
 OTHER_PYTHON = os.environ.get("OTHER_PYTHON", "")
 ITERATIONS, STOP = 20, 10
@@ -45,16 +42,6 @@ def other_line() -> None:
     version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if version == importlib.metadata.version("megatron-core"):
         pytest.skip(f"OTHER_PYTHON also has megatron-core {version}")
-
-
-def load_and_save(settings: Settings) -> None:
-    """Load the checkpoint in --load into a model and optimizer, and save it in --save."""
-    inputs, device = join(settings)
-    run = build_run(settings, inputs, device)
-    load_checkpoint(run)
-    saver = Saver(run, log=print)
-    saver.save()
-    saver.finish()
 
 
 def stopped_halfway(settings: Callable[..., Settings], name: str) -> Settings:

@@ -1,24 +1,26 @@
 """A run that stops and resumes equals an uninterrupted run. Resuming and continuing other runs."""
 
-import contextlib
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from processes import run_command
-from ranks import quick_only, read_metrics, train_on_ranks
+from processes import run_command, run_on_ranks
+from ranks import load_and_save, quick_only, read_metrics, train_on_ranks
+from reliability.states import assert_same_state
+from safetensors.torch import load_file, save_file
 from security.hostile import seal
 from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, largest_relative_gap
 from tests_tiny import ITERATIONS, tiny_settings
 from tolerances import LAYOUT_LOSS
 from training_command import SCRIPT, flags_of
 
+from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import check_folders, list_checkpoints
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import MissingInputError
-from megatron_neobert.runtime import megatron_patches
 
 STOP = ITERATIONS // 2
 FOUR_LAYERS = {"num_layers": 4}
@@ -27,16 +29,17 @@ CASES = {
     "one rank": (1, {}, {}),
     "one rank, bfloat16": (1, {}, BF16),
     "one rank, whole optimizer": (1, WHOLE, {}),
+    "two ranks": (2, {}, {}),
     "two ranks, Muon": (2, WHOLE, {"optimizer": {"optimizer": "muon"}}),
     "two ranks, Muon, bfloat16": (2, WHOLE, {"optimizer": {"optimizer": "muon"}, **BF16}),
     "two ranks, several buckets": (2, DP2_OVERLAP, {}),
+    # 72 is not a multiple of 128, so every bucket ends with padding.
+    "three ranks, padded buckets": (3, DP2_OVERLAP, {"model": {**FOUR_LAYERS, "hidden_size": 72}}),
     "tensor parallel 2": (2, TP2, {}),
     "tensor 2 x pipeline 2, bfloat16": (4, {**TP2, **PP2}, BF16),
     "pipeline 2": (2, PP2, {}),
     "context parallel 2": (2, CP2, {}),
 }
-# 72 is not a multiple of 128, so every bucket ends with padding, which triggers the defect of megatron.core.
-PADDED_BUCKETS = {"model": {"hidden_size": 72}, "parallel": DP2_OVERLAP}
 
 
 def stop_and_resume(settings, *, world_size: int, **sections: dict) -> Path:
@@ -54,6 +57,7 @@ def stop_and_resume(settings, *, world_size: int, **sections: dict) -> Path:
         CASES,
         "one rank, bfloat16",
         "one rank, whole optimizer",
+        "two ranks",
         "two ranks, Muon, bfloat16",
         "two ranks, several buckets",
         "tensor parallel 2",
@@ -69,28 +73,37 @@ def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, c
         assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
 
 
-@pytest.mark.slow
-def test_run_with_padded_buckets_resumes_exactly_only_with_the_fix_for_megatron(settings):
-    uninterrupted = settings("uninterrupted", **PADDED_BUCKETS)
-    train_on_ranks(uninterrupted, world_size=2)
-    expected = read_metrics(uninterrupted.checkpoint.save)
-
-    save = stop_and_resume(settings, world_size=2, **PADDED_BUCKETS)
-    assert read_metrics(save) == expected
-
-    shutil.rmtree(save)
-    run = settings("stopped", training={"exit_interval": STOP}, **PADDED_BUCKETS)
-    run = run.with_section("checkpoint", load=run.checkpoint.save)
-    for _ in range(2):
-        train_on_ranks(run, world_size=2, prepare=keep_bucket_offsets)
-    assert read_metrics(run.checkpoint.save)[ITERATIONS] != expected[ITERATIONS], (
-        "without the defect, the fix can be removed"
-    )
+# A chain of layouts that each load and save the checkpoint of the one before. With three ranks, ranges begin and end
+# inside of rows; 72 is not a multiple of 128, so every bucket ends with padding.
+CHAIN = {
+    "data 3, overlapped": (3, DP2_OVERLAP),
+    "tensor 2 x data 2": (4, TP2),
+    "whole optimizer, data 2": (2, WHOLE),
+    "pipeline 2 x context 2": (4, {**PP2, **CP2}),
+}
 
 
-def keep_bucket_offsets() -> None:
-    """Disable the fix in this process."""
-    megatron_patches._offsets_without_padding = lambda buffer: contextlib.nullcontext()
+@pytest.mark.parametrize("bf16", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["bfloat16", "float32"])
+def test_every_layout_loads_and_saves_the_checkpoint_of_another_bit_for_bit(settings, bf16):
+    sections = {"model": {"num_layers": 2, "hidden_size": 72}, "training": {"bf16": bf16}}
+    uninterrupted, first = (settings(name, **sections) for name in ("uninterrupted", "first"))
+    train_on_ranks(uninterrupted)
+    train_on_ranks(first.with_section("training", exit_interval=STOP))
+    folder = expected = list_checkpoints(Path(first.checkpoint.save))[0]
+    for number, (world_size, parallel) in enumerate(CHAIN.values()):
+        run = settings(str(number), parallel=parallel, **sections).with_section("checkpoint", load=str(folder))
+        run_on_ranks(load_and_save, run, world_size=world_size)
+        folder = list_checkpoints(Path(run.checkpoint.save))[0]
+        writers = {path.name[:10] for path in folder.glob("rank_*")}
+        assert len(writers) == world_size, "every rank writes"
+        if number == 0:
+            boxes = Counter(name for path in folder.glob("rank_00001*") for name in load_file(path))
+            assert boxes["decoder.layers.0.mlp.linear_fc1.weight_v"] and max(boxes.values()) == 3, boxes
+    assert_same_state(folder, expected)
+    last = settings("last", **sections).with_section("checkpoint", load=str(folder))
+    train_on_ranks(last)
+    losses = read_metrics(uninterrupted.checkpoint.save)
+    assert read_metrics(last.checkpoint.save) == {number: losses[number] for number in losses if number > STOP}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +203,30 @@ def test_checkpoint_of_a_version_without_hashed_document_bounds_resumes_with_a_n
     assert f"{folder} does not record document boundaries" in capfd.readouterr().out
     newest = list_checkpoints(Path(run.checkpoint.save))[0]
     assert json.loads((newest / "train_state.json").read_text())["progress"]["corpus_sha256"] == identity
+
+
+@pytest.mark.parametrize("parallel", [{}, pytest.param(WHOLE, marks=pytest.mark.slow)])
+def test_checkpoint_of_a_version_that_gathered_the_optimizer_state_resumes_bit_for_bit(settings, parallel):
+    bf16 = {"bf16": True}
+    uninterrupted = settings("uninterrupted", parallel=parallel, training=bf16)
+    train_on_ranks(uninterrupted)
+    run = settings("run", parallel=parallel, training={**bf16, "exit_interval": STOP})
+    train_on_ranks(run)
+    (folder,) = list_checkpoints(Path(run.checkpoint.save))
+    stored = StoredTensors(folder)
+    tensors = {name: stored.read_whole(name) for name in stored.shapes}
+    if parallel == WHOLE:
+        tensors = {name.replace("state.param.", "state.fp32_param."): tensor for name, tensor in tensors.items()}
+    for path in folder.glob("rank_*"):
+        path.unlink()
+    offsets = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+    save_file(tensors, folder / "rank_00000.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+    state = json.loads((folder / "train_state.json").read_text())
+    state["optimizer"] = {"optimizer": state["optimizer"], "param_state_sharding_type": "fully_reshardable"}
+    (folder / "train_state.json").write_text(json.dumps(state))
+    seal(folder)
+    train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save), world_size=1)
+    assert read_metrics(run.checkpoint.save) == read_metrics(uninterrupted.checkpoint.save)
 
 
 def test_run_continues_from_the_given_checkpoint_or_the_newest_one(settings):

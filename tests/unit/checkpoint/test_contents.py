@@ -1,14 +1,23 @@
-"""train_state.json: saved values are read back, and invalid values are refused."""
+"""Saved tensors and train states are read back, and invalid ones are refused."""
 
+import itertools
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_neobert.checkpoint.contents import read_train_state, write_train_state
+from megatron_neobert.checkpoint.contents import (
+    Box,
+    StoredTensors,
+    read_train_state,
+    write_tensors,
+    write_train_state,
+)
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.state import TrainState
@@ -56,3 +65,52 @@ def test_missing_or_damaged_file_is_refused(tmp_path: Path):
     (tmp_path / "train_state.json").write_bytes(b"PK\x03\x04 and no more")
     with pytest.raises(CheckpointError, match=r"train_state\.json: not written by neobert"):
         read_train_state(tmp_path)
+
+
+WHOLE = torch.arange(12.0).view(3, 4)
+# Part of a row, a whole row, and the rest, each in a file of its own.
+BOXES = [((0, 1), (1, 3)), ((1, 0), (1, 4)), ((2, 0), (1, 4)), ((0, 0), (1, 1))]
+
+
+def write_boxes(folder: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]]], *, whole: tuple[int, ...]) -> None:
+    for number, (offsets, shape) in enumerate(boxes):
+        rows, columns = (slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
+        tensors = {"x": WHOLE[rows, columns].contiguous()}
+        write_tensors(folder / f"rank_{number}.safetensors", tensors, {"x": Box(offsets, shape, whole)})
+
+
+@pytest.mark.parametrize("whole", [(3, 4), ()], ids=["with its shape", "of a version without shapes"])
+def test_every_slice_is_read_from_the_boxes_of_several_files_also_after_pickling(tmp_path: Path, whole):
+    write_boxes(tmp_path, BOXES, whole=whole)
+    stored = pickle.loads(pickle.dumps(StoredTensors(tmp_path)))
+    assert torch.equal(stored.read_whole("x"), WHOLE)
+    for top, left, bottom, right in itertools.product(range(3), range(4), range(1, 4), range(1, 5)):
+        if top < bottom and left < right:
+            into = torch.empty(bottom - top, right - left)
+            stored.read("x", into, offsets=(top, left))
+            assert torch.equal(into, WHOLE[top:bottom, left:right])
+
+
+@pytest.mark.parametrize(
+    ("boxes", "whole"),
+    [
+        (BOXES[:3], (3, 4)),
+        ([*BOXES[:2], BOXES[3]], (3, 4)),
+        ([*BOXES[:2], BOXES[1], BOXES[3]], (3, 4)),
+        ([*BOXES[:2], BOXES[1], BOXES[3]], ()),
+        (BOXES, (2, 6)),
+        (BOXES, (4, 4)),
+    ],
+    ids=["first missing", "last missing", "twice for another", "twice, old", "other shape", "larger shape"],
+)
+def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path, boxes, whole):
+    write_boxes(tmp_path, boxes, whole=whole)
+    with pytest.raises(CheckpointError, match=r"the shards of x do not add up to its shape"):
+        StoredTensors(tmp_path)
+
+
+@pytest.mark.parametrize("whole", [(3,), (3, -4), (3, 4.0), (3, "4")])
+def test_a_shape_that_is_none_is_refused(tmp_path: Path, whole):
+    write_boxes(tmp_path, BOXES, whole=whole)
+    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors: cannot be read .*x of shape \(1, 3\) begins at"):
+        StoredTensors(tmp_path)

@@ -204,6 +204,24 @@ def test_damaged_newest_checkpoint_is_skipped_with_its_file_named_and_can_be_qua
     assert (tmp_path / "iter_0000002.damaged").is_dir()
 
 
+def test_damage_of_any_file_is_found_by_exactly_one_of_the_shares_of_a_verification(tmp_path):
+    folder = save_files(tmp_path, 1)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "MANIFEST.json"]
+    assert len(files) > 3
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(bytes(byte ^ 1 for byte in content))
+        found = 0
+        for number in range(3):
+            try:
+                verify_files(folder, share=(number, 3))
+            except CheckpointError as error:
+                assert f"{path}: its sha256" in str(error)
+                found += 1
+        assert found == 1, path
+        path.write_bytes(content)
+
+
 def test_checkpoints_are_listed_by_exact_name_and_number(tmp_path):
     for name in ("iter_0000002", "iter_0000002.bak", "iter_9999999", "iter_10000000", ".tmp-iter_0000003"):
         (tmp_path / name).mkdir()

@@ -56,14 +56,6 @@ def test_weights_or_state_that_do_not_fit_are_refused_with_continue_from_too(sec
     assert "--continue-from" not in str(caught.value)
 
 
-@pytest.mark.parametrize("has_new_data", [False, True])
-def test_precision_cannot_change_without_the_distributed_optimizer(has_new_data):
-    """The distributed optimizer has float32 main weights in every precision, so there it can change."""
-    whole = Settings().with_section("parallel", use_distributed_optimizer=False)
-    with pytest.raises(CheckpointError, match=r"--bf16 was False and is now True.* Start with the values"):
-        refuse_other_run(whole, whole.with_section("training", bf16=True), FOLDER, has_new_data=has_new_data)
-
-
 def test_settings_of_another_run_are_refused_with_every_difference_unless_it_is_a_new_run():
     now = Settings().with_section("data", mask_prob=0.3).with_section("training", seed=1)
     sentence = (

@@ -51,7 +51,7 @@ class SavedModel:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         stored = split_halves(tensors) | {"optimizer.state.exp_avg.output_layer.bias": torch.ones(3)}
-        write_tensors(folder / "rank_00000.safetensors", stored, {name: [0] * stored[name].dim() for name in stored})
+        write_tensors(folder / "rank_00000.safetensors", stored)
         write_record(Settings(model=MODEL), folder / "settings.yaml")
         write_train_state(folder, TRAIN_STATE)
         load_tokenizer(self.vocabulary).save_tokenizer_files(folder / "tokenizer", model_max_length=64)

@@ -60,4 +60,4 @@ def test_layout_concatenated_costs_as_much_as_documents_of_the_sequence_length()
 
 
 def test_checkpoint_has_the_bytes_of_weights_main_weights_and_two_moments():
-    assert checkpoint_bytes(Settings(), vocab_size=VOCAB) == 245_136_954 * 16
+    assert checkpoint_bytes(Settings(), vocab_size=VOCAB) == 245_136_954 * 12

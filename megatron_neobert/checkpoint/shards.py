@@ -1,0 +1,175 @@
+"""The boxes of stored tensors that each rank holds in its memory, to save and to load them.
+
+With the distributed optimizer, a rank has the optimizer state of one range of each flattened parameter. A range of a
+matrix is at most three boxes: part of a row, whole rows, part of a row. Each rank saves and loads its own boxes, so
+nothing is gathered. Names and offsets are those of whole tensors, as megatron.core describes them (ShardedTensor), so
+they do not depend on the layout of the ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megatron_neobert.checkpoint.contents import MAIN_WEIGHTS, OPTIMIZER_STATE, Box
+from megatron_neobert.state import Run
+
+# Every tensor of a rank has its own name: the two halves of SwiGLU's first matrix have one each.
+_STATE_FORMAT = {"singleton_local_shards": True}
+
+
+class LocalBox(NamedTuple):
+    """A box of a stored tensor, and the view of this rank's memory that holds its values."""
+
+    name: str
+    box: Box
+    data: Tensor
+    is_padded: bool  # the tensor may be stored with fewer rows: the padded vocabulary size depends on the layout
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of one parameter whose optimizer state this rank has, from element `start`, flattened."""
+
+    entry: ShardedTensor | ShardedTensorFactory  # this rank's whole parameter
+    start: int
+    weight: Tensor
+    main: Tensor  # fp32 weights; the same memory as `weight` if that is fp32
+    moments: dict[str, Tensor]  # by their name in the optimizer
+
+    @property
+    def has_main(self) -> bool:
+        """True if the main weights have memory of their own."""
+        return self.main.dtype != self.weight.dtype
+
+    def narrow(self, begin: int, end: int) -> "Part":
+        """Return the elements from `begin` to `end`, counted from the start of this part."""
+        weight, main, *moments = (flat[begin:end] for flat in (self.weight, self.main, *self.moments.values()))
+        return Part(self.entry, self.start + begin, weight, main, dict(zip(self.moments, moments, strict=True)))
+
+    def boxes(self, *, moments: bool = True) -> Iterator[LocalBox]:
+        """Yield the boxes of the weights, of main weights with memory of their own, and of the moments."""
+        flats = {"": self.weight}
+        if self.has_main:
+            flats[MAIN_WEIGHTS] = self.main
+        if moments:
+            flats |= {f"{OPTIMIZER_STATE}{name}.": moment for name, moment in self.moments.items()}
+        for prefix, flat in flats.items():
+            yield from self.boxes_of(flat, prefix)
+
+    def boxes_of(self, flat: Tensor, prefix: str) -> Iterator[LocalBox]:
+        """Yield the boxes of `flat`, which has one value per element of this part.
+
+        Args:
+            prefix: Put before the names of the weights.
+        """
+        entry = self.entry
+        for piece in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
+            assert piece.data.is_contiguous() and not piece.prepend_axis_num, piece
+            # Element of the piece with which `flat` begins; negative if `flat` begins before the piece.
+            first = self.start - (piece.data.storage_offset() - entry.data.storage_offset())
+            begin, end = max(first, 0), min(first + flat.numel(), piece.data.numel())
+            for offsets, shape in split_range(piece.local_shape, begin, end):
+                size = prod(shape)
+                data = flat[begin - first : begin - first + size].view(shape)
+                begin += size
+                offsets = tuple(map(sum, zip(offsets, piece.global_offset, strict=True)))
+                box = Box(offsets, shape, tuple(piece.global_shape))
+                yield LocalBox(prefix + piece.key, box, data, piece.allow_shape_mismatch)
+
+
+def split_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets, shape) of the boxes that make up the elements from `start` to `stop` of a flattened tensor.
+
+    Boxes follow each other in row-major order. A matrix has at most three. Without elements there are none.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    inner = (0,) * (len(shape) - 1)
+    if first > last:  # start and stop are inside of one row
+        yield from _split_row(shape, last, start % row, stop % row)
+        return
+    if start % row:
+        yield from _split_row(shape, first - 1, start % row, row)
+    if first < last:
+        yield (first, *inner), (last - first, *shape[1:])
+    if stop % row:
+        yield from _split_row(shape, last, 0, stop % row)
+
+
+def _split_row(
+    shape: Sequence[int], number: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offsets, size in split_range(shape[1:], start, stop):
+        yield (number, *offsets), (1, *size)
+
+
+def local_parts(run: Run) -> list[Part]:
+    """Return the parts of all parameters whose optimizer state this rank has. Allocates state before the first update.
+
+    Without the distributed optimizer, these are this rank's whole parameters.
+    """
+    model = run.unwrapped_model
+    entries = {
+        entry.data: entry
+        for name, entry in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
+        if not name.endswith("_extra_state")  # pickles of Transformer Engine, for FP8 scaling
+    }
+    assert entries.keys() == set(model.parameters()), "the state of the model is its parameters"
+    parts = []
+    for optimizer in run.optimizer.chained_optimizers:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for parameter, main, start in _main_weights(optimizer, model):
+            weight = parameter.detach().view(-1)[start : start + main.numel()]
+            state = optimizer.optimizer.state[main]
+            moments = {name: value.detach().view(-1) for name, value in state.items() if name != "step"}
+            parts.append(Part(entries[parameter], start, weight, main.detach().view(-1), moments))
+    return parts
+
+
+def _main_weights(optimizer: Any, model: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield each parameter, this rank's main weights of it, and the element with which these begin."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (group, number) in optimizer.model_param_group_index_map.items():
+            main = optimizer.optimizer.param_groups[group]["params"][number]
+            yield parameter, main, optimizer._get_model_param_range_map(parameter)["param"].start
+        return
+    # Megatron sets `main_param` for parameters that are not in fp32.
+    parameters = {getattr(parameter, "main_param", parameter): parameter for parameter in model.parameters()}
+    for group in optimizer.optimizer.param_groups:
+        for main in group["params"]:
+            yield parameters[main], main, 0
+
+
+def parts_to_save(run: Run) -> list[Part]:
+    """Return the parts that this rank writes. Together, all ranks write every element once, in about equal shares."""
+    parts = [part for part in local_parts(run) if _is_first_copy(part.entry)]
+    if run.settings.parallel.use_distributed_optimizer:
+        return parts
+    # All data-parallel ranks have the same parts, so each writes a share of their elements.
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    total = sum(part.main.numel() for part in parts)
+    begin, end = (total * number // group.size() for number in (group.rank(), group.rank() + 1))
+    shares, before = [], 0
+    for part in parts:
+        size = part.main.numel()
+        first, last = max(begin - before, 0), min(end - before, size)
+        if first < last:
+            shares.append(part.narrow(first, last))
+        before += size
+    return shares
+
+
+def _is_first_copy(entry: ShardedTensor | ShardedTensorFactory) -> bool:
+    """Return whether no rank of a lower tensor-parallel rank or pipeline stage has the same tensor."""
+    return not any(entry.replica_id[:2])  # the last number is the data-parallel rank
