@@ -64,7 +64,7 @@ def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
     if cfg.weight_decay_scope == "matrices":
         vectors = ParamPredicate(name="vectors", fn=lambda parameter: parameter.dim() == 1)
         overrides[ParamKey(predicate=vectors)] = ParamGroupOverride(wd_mult=0.0)
-    build = partial(get_megatron_optimizer, config, [model], config_overrides=overrides, use_gloo_process_groups=True)
+    build = partial(get_megatron_optimizer, config, [model], config_overrides=overrides, use_gloo_process_groups=False)
     return _build_with_muon(build, model) if cfg.optimizer == "muon" else build()
 
 
