@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_neobert.checkpoint.folder import check_folders, claim
-from megatron_neobert.checkpoint.load import load_checkpoint
+from megatron_neobert.checkpoint.load import find_checkpoint, load_from
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import phase_at
@@ -53,13 +53,16 @@ def run_training(settings: Settings) -> int:
         inputs, device = join(settings)
         refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:
-            run = build_run(settings, inputs, device)
+            found = find_checkpoint(settings)
+            # Drawing takes a second per 100 M parameters.
+            run = build_run(settings, inputs, device, draws_weights=found is None)
             run.tick = detector.tick
-            loaded = load_checkpoint(run)
+            if found is not None:
+                load_from(run, found.folder, has_new_data=found.has_new_data)
             monitor = Monitor(
                 settings, iteration=run.state.iteration, vocab_size=run.tokenizer.vocab_size, device=device
             )
-            monitor.log(_opening_line(run, loaded))
+            monitor.log(_opening_line(run, found.folder if found else None))
             if settings.checkpoint.save is None:
                 monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
             monitor.log(textwrap.fill(choose_kernels(settings).summary, 80, subsequent_indent="  "))

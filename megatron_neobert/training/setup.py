@@ -39,8 +39,14 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     return inputs, device
 
 
-def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
-    """Build the run of this rank, at iteration 0, from the results of `join`. Collective: all ranks."""
+def build_run(
+    settings: Settings, inputs: list[Inputs], device: torch.device, *, draws_weights: bool = True
+) -> Run:
+    """Build the run of this rank, at iteration 0, from the results of `join`. Collective: all ranks.
+
+    Args:
+        draws_weights: False leaves zeros, for a run that a checkpoint is loaded into.
+    """
     training_stream = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
@@ -50,7 +56,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
     # Validation uses the settings and documents of the first phase in all phases, so that a curve is comparable.
     validation = inputs[0].validation if settings.training.eval_iters else {}
     tokenizer = inputs[0].tokenizer
-    model = build_model(settings, device, vocab_size=tokenizer.vocab_size)
+    model = build_model(settings, device, vocab_size=tokenizer.vocab_size, draws_weights=draws_weights)
     optimizer = build_optimizer(settings, model)
     return Run(
         settings=settings,
@@ -67,11 +73,14 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
     )
 
 
-def build_model(settings: Settings, device: torch.device, *, vocab_size: int) -> DistributedDataParallel:
+def build_model(
+    settings: Settings, device: torch.device, *, vocab_size: int, draws_weights: bool = True
+) -> DistributedDataParallel:
     """Build this rank's pipeline stage on `device`, wrapped for training. Collective: all ranks."""
     model = NeoBERTModel(
         settings,
         vocab_size=vocab_size,
+        draws_weights=draws_weights,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )

@@ -16,7 +16,7 @@ from reliability.states import assert_same_state
 from training_command import REPOSITORY, environment, flags_of
 
 from megatron_neobert.checkpoint.folder import iteration_folder
-from megatron_neobert.checkpoint.load import load_checkpoint
+from megatron_neobert.checkpoint.load import find_checkpoint, load_from
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import Settings
@@ -51,7 +51,9 @@ def load_and_save(settings: Settings) -> None:
     """Load the checkpoint in --load into a model and optimizer, and save it in --save."""
     inputs, device = join(settings)
     run = build_run(settings, inputs, device)
-    load_checkpoint(run)
+    found = find_checkpoint(settings)
+    assert found is not None
+    load_from(run, found.folder)
     saver = Saver(run, log=print)
     saver.save()
     saver.finish()
