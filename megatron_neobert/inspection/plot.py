@@ -29,7 +29,7 @@ class PlotOptions:
 
 
 def plot(options: PlotOptions) -> None:
-    """Draw the curves of runs: loss, accuracy, learning rate, gradient norm and throughput against tokens.
+    """Draw the curves of runs against tokens: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
 
     Reads metrics.jsonl of each run, which may still be growing, and writes OUTPUT/curves.png. A tick marks where a run
     resumed after a stop; the iterations that it repeated are drawn once, with their later values.

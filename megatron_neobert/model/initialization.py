@@ -34,7 +34,7 @@ def initialize_weights(model: Any, *, seed: int | None, init_range: float, vocab
     """Initialise every parameter of this rank's part of the model, and mark sharded parameters for Megatron.
 
     Args:
-        seed: Seed of the run. None leaves zeros instead of random weights, for a model that a checkpoint is loaded into.
+        seed: Seed of the run. None leaves zeros instead of random weights, for a model that is loaded afterwards.
         vocab_size: Number of tokens without padding. Padding rows of embedding and decoder become zero.
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()

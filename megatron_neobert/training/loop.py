@@ -25,6 +25,7 @@ from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.runtime.signals import reason_to_stop, requested_stop
 from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
+from megatron_neobert.training.garbage import collected_together
 from megatron_neobert.training.hang_detector import HangDetector
 from megatron_neobert.training.metrics import Monitor
 from megatron_neobert.training.profile import profiled
@@ -91,7 +92,8 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         return _exit_code(run, monitor, control)
     detector.mark("waiting for data", run.state.iteration + 1)
     attention: str | None = None
-    for batches in monitor.clocked(profiled(_training_batches(run), run, log=monitor.log)):
+    steps = monitor.clocked(profiled(_training_batches(run), run, log=monitor.log))
+    for batches in collected_together(steps):
         for change in run.settings.training.phases:
             if change.after_iters == run.state.iteration:
                 monitor.log(f"a phase begins with iteration {run.state.iteration + 1}: {change.flags}")
@@ -126,7 +128,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
 
 
 def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> LoopControl:
-    """Set `run.read_status`, make a validation that an earlier stop prevented, and decide whether to train at all.
+    """Set the callbacks of `run`, make a validation that an earlier stop prevented, and decide whether to train at all.
 
     The run ends at once if its last iteration is already saved, or if a stop was requested while the run was built.
 
@@ -135,7 +137,12 @@ def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector:
 
     def read_status(*, has_trained: bool = True) -> RankStatus:
         stop_code = requested_stop(run.settings, has_trained=has_trained)
-        return RankStatus(stop_code, is_saving=int(saver.is_writing), memory_mib=monitor.used_memory_mib())
+        return RankStatus(
+            stop_code,
+            is_saving=int(saver.is_writing),
+            memory_mib=monitor.used_memory_mib(),
+            compute_us=monitor.compute_us,
+        )
 
     run.read_status = functools.partial(read_status, has_trained=False)
     status = share_status(run)
@@ -146,7 +153,7 @@ def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector:
     )
     if control.stop is None and _validation_is_due(run):
         control = _validate(run, monitor, saver, detector, control)
-    run.read_status = read_status
+    run.read_status, run.has_gradients = read_status, monitor.clock.stop
     if control.is_last and control.stop is None:
         monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is already saved")
     return control

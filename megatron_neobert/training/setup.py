@@ -39,9 +39,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     return inputs, device
 
 
-def build_run(
-    settings: Settings, inputs: list[Inputs], device: torch.device, *, draws_weights: bool = True
-) -> Run:
+def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *, draws_weights: bool = True) -> Run:
     """Build the run of this rank, at iteration 0, from the results of `join`. Collective: all ranks.
 
     Args:
@@ -58,7 +56,7 @@ def build_run(
     tokenizer = inputs[0].tokenizer
     model = build_model(settings, device, vocab_size=tokenizer.vocab_size, draws_weights=draws_weights)
     optimizer = build_optimizer(settings, model)
-    return Run(
+    run = Run(
         settings=settings,
         device=device,
         tokenizer=tokenizer,
@@ -71,6 +69,13 @@ def build_run(
         },
         state=TrainState(corpus_sha256=inputs[0].identities[0]),
     )
+
+    def finalize(*args: Any, **options: Any) -> None:
+        run.has_gradients()
+        finalize_gradients(*args, **options)
+
+    run.model.config.finalize_model_grads_func = finalize
+    return run
 
 
 def build_model(

@@ -268,6 +268,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         torch._C._set_only_lift_cpu_tensors(True)
         model = setup.build_model(settings, device, vocab_size=VOCAB)
         assert all(tensor.is_cuda for tensor in model.parameters())
+        buckets = [bucket.grad_data.numel() for buffer in model.buffers for bucket in buffer.buckets]
         optimizer = build_optimizer(settings, model)
         run: Any = Run(
             settings=settings,
@@ -307,6 +308,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "counts": counts,
         "kept": kept,
         "planned": plan.activations + plan.head,
+        "buckets": buckets,
     }
 
 
