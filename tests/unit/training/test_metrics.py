@@ -89,7 +89,8 @@ GPUS = {"tokens_per_second": 1.2e6, "tflops_per_rank": 247.25, "mfu": 0.25, "mem
 
 
 def test_slowest_rank_is_that_of_the_means_of_the_interval(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     monitor = start(tmp_path)
     times_us = [(0, 0, 0), (10, 20, 90), (10, 80, 30)]  # the first step of a start has no previous step
     for iteration, compute_us in enumerate(times_us, start=1):
