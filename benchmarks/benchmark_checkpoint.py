@@ -109,7 +109,7 @@ def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     from megatron_neobert.checkpoint import folder as files
     from megatron_neobert.checkpoint.contents import StoredTensors
-    from megatron_neobert.checkpoint.load import load_checkpoint
+    from megatron_neobert.checkpoint.load import find_checkpoint, load_from
     from megatron_neobert.checkpoint.save import Saver
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join
@@ -144,7 +144,9 @@ def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
             patch.object(files, "sha256_of", hash_and_count),
             _measured(row, "load"),
         ):
-            load_checkpoint(run)
+            found = find_checkpoint(settings)
+            assert found is not None
+            load_from(run, found.folder)
         rows.append(row | {f"{name} MiB": count / 2**20 for name, count in counts.items()})
     result = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     (figures / str(rank)).write_text(json.dumps(result))

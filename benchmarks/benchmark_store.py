@@ -116,7 +116,7 @@ def _run_ranks(
 ) -> tuple[dict[str, list[Phase]], list[str]]:
     """Run some of the ranks in threads. Return what each did by phase, and the result of each rank that searched."""
     # Imported before the time of the first phase is taken.
-    from torch.distributed.distributed_c10d import _store_based_barrier
+    from torch.distributed.distributed_c10d import GroupName, _store_based_barrier
 
     from megatron_neobert.runtime.store import reach_store
     from megatron_neobert.training.heartbeats import Heartbeats
@@ -134,7 +134,7 @@ def _run_ranks(
             meet(rank, f"group {number} of all", ranks)
 
     def meet(rank: int, name: str, members: int) -> None:
-        _store_based_barrier(rank, stores[rank], name, members, LIMIT)
+        _store_based_barrier(rank, stores[rank], GroupName(name), members, LIMIT)
 
     def write_heartbeats(rank: int) -> None:
         for _ in range(HEARTBEAT_SECONDS):
@@ -165,7 +165,7 @@ def _run_ranks(
 
     # The processes have imported torch at different times.
     store = reach_store("127.0.0.1", port, timeout_seconds=LIMIT.total_seconds())
-    _store_based_barrier(members[0], store, "processes", PROCESSES, LIMIT)
+    _store_based_barrier(members[0], store, GroupName("processes"), PROCESSES, LIMIT)
     phases: dict[str, list[Phase]] = {}
     with ThreadPoolExecutor(len(members)) as threads:
         phases["connect"] = list(threads.map(partial(run, connect), members))

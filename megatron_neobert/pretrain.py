@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
 from megatron_neobert.errors import run_command
 from megatron_neobert.runtime import signals
-from megatron_neobert.runtime.environment import world_size
+from megatron_neobert.runtime.environment import local_rank, world_size
 
 
 def main() -> int:
@@ -32,12 +32,19 @@ def main() -> int:
         from megatron_neobert.planning.plan import print_plan
 
         return print_plan(command.settings, world_size=world_size())
+    # Inductor would start a process per core in each rank, and all ranks compile at the same time.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if command.settings.parallel.tensor_model_parallel_size > 1:
         # CUDA reads this when it starts. Kernels then start in launch order, which Megatron needs to overlap
         # tensor-parallel reductions with matrix products.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    import torch
+
     from megatron_neobert.model.kernels import check_hardware
 
+    if torch.cuda.is_available():
+        # Before a package asks for the current device, or each rank of a node would use memory of the first GPU.
+        torch.cuda.set_device(local_rank())
     # Before Megatron is imported, because Megatron imports any package named apex.
     check_hardware(command.settings)
     from megatron_neobert.runtime.megatron_imports import import_megatron

@@ -63,6 +63,7 @@ class RankStatus:
     stop_code: int = 0  # of `requested_stop` in runtime/signals.py
     is_saving: int = 0  # 1 while the rank writes its part of a checkpoint
     memory_mib: int = 0
+    compute_us: int = 0  # microseconds of the previous step, see training/step_clock.py
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class StepResult:
     sums: MetricSums
     status: RankStatus = RankStatus()
     grad_norm: float = 0.0  # over all ranks, before clipping
+    compute_us: tuple[int, ...] = ()  # of each rank, as in RankStatus
     skip_reason: str | None = None  # reason why the update was skipped
 
 
@@ -94,7 +96,7 @@ class LoopControl:
 
 @dataclass
 class Run:
-    """Everything that training changes. The loop replaces `state` and `read_status`; other fields change in place."""
+    """Everything that training changes. The loop replaces `state` and the callbacks; other fields change in place."""
 
     settings: Settings
     device: torch.device
@@ -106,6 +108,7 @@ class Run:
     validation_streams: dict[str, BatchStream]  # name of the curve -> batches
     state: TrainState
     tick: Callable[[], None] = lambda: None  # called before each micro-batch, to report progress to the hang detector
+    has_gradients: Callable[[], None] = lambda: None  # called when this rank has its gradients, before they are reduced
     read_status: Callable[[], RankStatus] = RankStatus  # called once per step, returns the status of this rank
 
     @property

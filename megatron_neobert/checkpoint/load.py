@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,18 +27,27 @@ from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
 
 
-def load_checkpoint(run: Run) -> Path | None:
-    """Restore the run from the newest undamaged checkpoint of --load, else of --continue-from, and return its folder.
+class Found(NamedTuple):
+    """A checkpoint whose files have been verified."""
+
+    folder: Path
+    has_new_data: bool  # it is of --continue-from, so its data may differ from this run's
+
+
+def find_checkpoint(settings: Settings) -> Found | None:
+    """Return the newest undamaged checkpoint of --load, else of --continue-from, the same on all ranks.
 
     Return None if neither has a checkpoint; `check_folders` has already checked that the run may start without one.
 
+    Raises:
+        CheckpointError: All checkpoints are damaged.
+
     Collective: all ranks.
     """
-    config = run.settings.checkpoint
+    config = settings.checkpoint
     for load in (config.load, config.continue_from):
-        if load is not None and (folder := _find_checkpoint(run.settings, load)) is not None:
-            load_from(run, folder, has_new_data=load != config.load)
-            return folder
+        if load is not None and (folder := _find_in(settings, load)) is not None:
+            return Found(folder, has_new_data=load != config.load)
     return None
 
 
@@ -145,7 +154,7 @@ def _groups(optimizer: dict[str, Any]) -> list[Any]:
     return [group for value in optimizer.values() if isinstance(value, dict) for group in _groups(value)]
 
 
-def _find_checkpoint(settings: Settings, load: str) -> Path | None:
+def _find_in(settings: Settings, load: str) -> Path | None:
     """Return the newest undamaged checkpoint in a folder, the same on all ranks, or None if there are no checkpoints.
 
     Each rank verifies a share of the files. Rank 0 prints a warning for each newer checkpoint that it skips. In the

@@ -83,7 +83,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool | None = setting(
         None, "overlap data-parallel communication with computation; default: on CUDA only"
     )
-    ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default: Megatron's", minimum=1)
+    ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default: 40 million", minimum=1)
     distributed_timeout_minutes: float = setting(
         10.0, "stop the run if a rank makes no progress for X minutes", minimum=0.01
     )

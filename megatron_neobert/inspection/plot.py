@@ -29,7 +29,7 @@ class PlotOptions:
 
 
 def plot(options: PlotOptions) -> None:
-    """Draw the curves of runs: loss, accuracy, learning rate, gradient norm and throughput against tokens.
+    """Draw the curves of runs against tokens: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
 
     `options.metrics` selects other curves, and `options.x` iterations instead of tokens. The figure is
     OUTPUT/curves.png. Logs may still be growing. A tick marks where a run resumed after a stop; the iterations that it

@@ -94,7 +94,7 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
     from megatron_neobert.training.setup import build_run, join
     from megatron_neobert.training.step import compute_gradients
 
-    run = build_run(settings, *join(settings))
+    run = build_run(settings, *join(settings), draws_weights=position is None and weights is None)
     if position is not None:
         load_from(run, position)
     # Loading other weights replaces run.state, but must not change the position.

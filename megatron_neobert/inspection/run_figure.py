@@ -25,6 +25,7 @@ LABELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens/s",
+    "slowest_rank_lead": "time of the slowest rank above the median, as a share",
 }
 _VALIDATION = {"loss": "validation_loss", "masked_accuracy": "validation_accuracy"}
 

@@ -30,12 +30,13 @@ _PARTITIONS: dict[str, tuple[int, int] | None] = {
 }
 
 
-def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: int) -> None:
+def initialize_weights(model: Any, *, seed: int | None, init_range: float, vocab_size: int) -> None:
     """Initialise every parameter of this rank's part of the model, and mark sharded parameters for Megatron.
 
     Norm weights become 1 and biases 0. Other weights are uniform in [-init_range, init_range).
 
     Args:
+        seed: Seed of the run. None leaves zeros instead of random weights, for a model that is loaded afterwards.
         vocab_size: Number of tokens without padding. Padding rows of embedding and decoder become zero.
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -54,6 +55,9 @@ def initialize_weights(model: Any, *, seed: int, init_range: float, vocab_size: 
             if not hasattr(param, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(param, True, dim, blocks)
             shape[dim] *= tp_size
+        if seed is None:
+            nn.init.zeros_(param)
+            continue
         weights = _draw(name, shape, seed=seed, init_range=init_range, vocab_size=vocab_size)
         if partition is not None:
             weights = torch.cat([block.chunk(tp_size, dim)[tp_rank] for block in weights.chunk(blocks, dim)], dim)

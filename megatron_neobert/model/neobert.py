@@ -29,6 +29,7 @@ class NeoBERTModel(GPTModel):
 
     Args:
         vocab_size: Number of tokens, without padding.
+        draws_weights: False leaves zeros, for a model that a checkpoint is loaded into.
         pre_process: The stage has the embedding.
         post_process: The stage has the final norm and the head.
     """
@@ -38,6 +39,7 @@ class NeoBERTModel(GPTModel):
         settings: Settings,
         *,
         vocab_size: int,
+        draws_weights: bool = True,
         pre_process: bool = True,
         post_process: bool = True,
     ) -> None:
@@ -58,7 +60,8 @@ class NeoBERTModel(GPTModel):
         self.rotary = RotaryEmbedding(self.config.kv_channels, 1.0, rotary_base=model.rotary_base) if rotates else None
         if post_process:
             self._prepare_head(vocab_size)
-        initialize_weights(self, seed=settings.training.seed, init_range=model.init_method_range, vocab_size=vocab_size)
+        seed = settings.training.seed if draws_weights else None
+        initialize_weights(self, seed=seed, init_range=model.init_method_range, vocab_size=vocab_size)
 
     def forward(
         self,

@@ -62,6 +62,8 @@ def initialize(settings: Settings) -> torch.device:
         _listen_on_one_interface(store)
     else:
         store, rank, size = torch.distributed.HashStore(), 0, 1
+    # Without device_id: NCCL would then split the group of all ranks for each group that Megatron forms, and every rank
+    # takes part in every split. Megatron forms 11 groups per rank and a few others: 11,270 splits of 1,024 ranks.
     torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     _refuse_different_settings(settings)
     parallel_state.initialize_model_parallel(
@@ -69,6 +71,7 @@ def initialize(settings: Settings) -> torch.device:
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
+        create_gloo_process_groups=False,  # each rank would hold three sockets to every other rank, for no use
     )
     # A step draws no random numbers, but Megatron's sequence parallelism and recomputation need the states to exist.
     tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed)

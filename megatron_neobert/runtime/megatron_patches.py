@@ -6,8 +6,8 @@
 3. All ranks wait in the store for each group of the run: 11,270 groups with 1,024 ranks, which would take about half an
    hour (benchmarks/benchmark_store.py). With `use_local_synchronization` a rank waits only for the 17 groups it is in.
 
-tests/gpu_path tests the first two. Checkpoints do not use megatron.core's format for the state of its distributed optimizer,
-which has another defect: it cuts the state at wrong offsets if a bucket before the last one is padded.
+tests/gpu_path tests the first two. Checkpoints do not use megatron.core's format for the state of its distributed
+optimizer, which has another defect: it cuts the state at wrong offsets if a bucket before the last one is padded.
 """
 
 import functools

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_neobert.checkpoint.folder import check_folders, claim
-from megatron_neobert.checkpoint.load import load_checkpoint
+from megatron_neobert.checkpoint.load import find_checkpoint, load_from
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import phase_at
@@ -25,6 +25,7 @@ from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.runtime.signals import reason_to_stop, requested_stop
 from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
+from megatron_neobert.training.garbage import collected_together
 from megatron_neobert.training.hang_detector import HangDetector
 from megatron_neobert.training.metrics import Monitor
 from megatron_neobert.training.profile import profiled
@@ -56,13 +57,16 @@ def run_training(settings: Settings) -> int:
         inputs, device = join(settings)
         refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:
-            run = build_run(settings, inputs, device)
+            found = find_checkpoint(settings)
+            # Drawing takes a second per 100 M parameters.
+            run = build_run(settings, inputs, device, draws_weights=found is None)
             run.tick = detector.tick
-            loaded = load_checkpoint(run)
+            if found is not None:
+                load_from(run, found.folder, has_new_data=found.has_new_data)
             monitor = Monitor(
                 settings, iteration=run.state.iteration, vocab_size=run.tokenizer.vocab_size, device=device
             )
-            monitor.log(_opening_line(run, loaded))
+            monitor.log(_opening_line(run, found.folder if found else None))
             if settings.checkpoint.save is None:
                 monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
             monitor.log(textwrap.fill(choose_kernels(settings).summary, 80, subsequent_indent="  "))
@@ -92,7 +96,8 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         return _exit_code(run, monitor, control)
     detector.mark("waiting for data", run.state.iteration + 1)
     attention: str | None = None
-    for batches in monitor.clocked(profiled(_training_batches(run), run, log=monitor.log)):
+    steps = monitor.clocked(profiled(_training_batches(run), run, log=monitor.log))
+    for batches in collected_together(steps):
         for change in run.settings.training.phases:
             if change.after_iters == run.state.iteration:
                 monitor.log(f"a phase begins with iteration {run.state.iteration + 1}: {change.flags}")
@@ -127,7 +132,7 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
 
 
 def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> LoopControl:
-    """Set `run.read_status`, make a validation that an earlier stop prevented, and decide whether to train at all.
+    """Set the callbacks of `run`, make a validation that an earlier stop prevented, and decide whether to train at all.
 
     If the result's `ends` is True, the run must end: its last iteration is already saved, or a stop was requested while
     the run was built.
@@ -137,7 +142,12 @@ def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector:
 
     def read_status(*, has_trained: bool = True) -> RankStatus:
         stop_code = requested_stop(run.settings, has_trained=has_trained)
-        return RankStatus(stop_code, is_saving=int(saver.is_writing), memory_mib=monitor.used_memory_mib())
+        return RankStatus(
+            stop_code,
+            is_saving=int(saver.is_writing),
+            memory_mib=monitor.used_memory_mib(),
+            compute_us=monitor.compute_us,
+        )
 
     run.read_status = functools.partial(read_status, has_trained=False)
     status = share_status(run)
@@ -148,7 +158,7 @@ def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector:
     )
     if control.stop is None and _validation_is_due(run):
         control = _validate(run, monitor, saver, detector, control)
-    run.read_status = read_status
+    run.read_status, run.has_gradients = read_status, monitor.clock.stop
     if control.is_last and control.stop is None:
         monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is already saved")
     return control

@@ -5,6 +5,7 @@ once. Its tokens are counted, and its loss is left out of all averages.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -20,13 +21,15 @@ from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.state import MetricSums, StepResult, TrainState
 from megatron_neobert.text import duration, percent, with_prefix
+from megatron_neobert.training.step_clock import StepClock
 from megatron_neobert.training.trackers import Trackers
 
 
 def interval_lines(position: str, values: Mapping[str, float]) -> str:
     """Format the log of an interval: two lines of at most 80 columns, always with the same columns.
 
-    Loss and accuracy are dashes if the interval had no update, and the gradient norm if it is not finite.
+    With several ranks, a third line names the slowest rank. Loss and accuracy are dashes if the interval had no update,
+    and the gradient norm if it is not finite.
 
     Args:
         position: Start of the first line, such as "iteration 100/1000".
@@ -47,7 +50,11 @@ def interval_lines(position: str, values: Mapping[str, float]) -> str:
         f"wait {percent(values['data_wait'], digits=0)}",
         f"ETA {duration(values['eta_seconds'])}",
     ]
-    return "\n".join(" | ".join(line) for line in (training, machine))
+    lines = [" | ".join(training), " | ".join(machine)]
+    if "slowest_rank" in values:
+        lead, seconds = percent(values["slowest_rank_lead"], digits=0), values["compute_seconds"]
+        lines.append(f"  slowest rank {values['slowest_rank']}, {lead} above the median of {seconds:.3g} s per step")
+    return "\n".join(lines)
 
 
 def _in_seven_columns(value: float | None, *, digits: int) -> str:
@@ -71,6 +78,8 @@ class Monitor:
         self.device = device
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_tflops = None if gpu is None else gpu.bf16_tflops
+        self.clock = StepClock(device)
+        self.compute_us = 0  # of this rank in the last step
         self.start_interval()
         self.trackers = Trackers(settings, iteration=iteration, log=self.log) if is_rank_zero() else None
 
@@ -84,6 +93,8 @@ class Monitor:
         self.capacity_tokens = 0  # token capacity of these iterations
         self.largest_memory_mib = 0  # over all ranks
         self.waited_seconds = 0.0
+        self.computed_us = [0] * world_size()
+        self.computed_steps = 0
         self.started_seconds = time.perf_counter()
 
     def __enter__(self) -> "Monitor":
@@ -102,10 +113,12 @@ class Monitor:
     def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
         """Yield the same steps. Add to `waited_seconds` how long each step took to become available."""
         started = time.perf_counter()
+        self.clock.start()
         for step in steps:
             self.waited_seconds += time.perf_counter() - started
             yield step
             started = time.perf_counter()
+            self.clock.start()
 
     def used_memory_mib(self) -> int:
         """Return this rank's memory in MiB: on GPU, the allocated peak since the last call; on CPU, the current use."""
@@ -132,6 +145,10 @@ class Monitor:
         memory_mib = result.status.memory_mib
         self.largest_memory_mib = max(self.largest_memory_mib, memory_mib) if self.device.type == "cuda" else memory_mib
         self.iterations += 1
+        self.compute_us = self.clock.microseconds()
+        if any(result.compute_us):  # the first step of a start has no previous step
+            self.computed_us = [a + b for a, b in zip(self.computed_us, result.compute_us, strict=True)]
+            self.computed_steps += 1
         self.capacity_tokens += phase_at(self.settings, state.iteration).settings.tokens_per_iteration
 
     def close_interval(self, state: TrainState, *, lr: float, grad_norm: float) -> TrainState:
@@ -169,8 +186,9 @@ class Monitor:
         """Return the values of the interval over all ranks, as name -> value. The names contain the units.
 
         Tokens are document tokens. `memory_gib` is the memory of the rank that uses most. `fill` is the packing
-        efficiency, and `data_wait` the share of time in which rank 0 waited for data. Loss and accuracy are missing
-        without an update, `mfu` for an unknown GPU.
+        efficiency, and `data_wait` the share of time in which rank 0 waited for data. `compute_seconds` is the median
+        over the ranks of their `StepClock`, and `slowest_rank_lead` the share by which the slowest rank exceeds it.
+        Loss and accuracy are missing without an update, `mfu` for an unknown GPU, the slowest rank with a single rank.
         """
         settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
         seconds = time.perf_counter() - self.started_seconds
@@ -191,6 +209,11 @@ class Monitor:
         }
         if self.updates:
             values |= {"loss": sums.mean_loss, "masked_accuracy": sums.accuracy}
+        if self.computed_steps and world_size() > 1:
+            times = [us / 1e6 / self.computed_steps for us in self.computed_us]
+            slowest, median = max(times), statistics.median(times)
+            values |= {"slowest_rank": times.index(slowest), "slowest_rank_lead": slowest / median - 1}
+            values["compute_seconds"] = median
         if self.peak_tflops is not None:
             values["mfu"] = tflops / self.peak_tflops
         return values

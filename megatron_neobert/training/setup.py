@@ -19,6 +19,10 @@ from megatron_neobert.runtime.signals import finish_iteration_at_signals
 from megatron_neobert.state import Run, TrainState
 from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
+# Megatron's default grows with the replicas, max(40 M, 1 M x replicas). From 245 replicas on, that is one bucket for
+# the whole model of 245 M parameters, and nothing overlaps.
+_BUCKET_PARAMETERS = 40_000_000
+
 
 def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     """Open the data, join the process group, and return the data of each phase and the device of this rank.
@@ -39,8 +43,12 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     return inputs, device
 
 
-def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
-    """Build this rank's run from the results of `join`, with initial weights, at iteration 0. Collective: all ranks."""
+def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *, draws_weights: bool = True) -> Run:
+    """Build this rank's run from the results of `join`, at iteration 0. Collective: all ranks.
+
+    Args:
+        draws_weights: False leaves zeros, for a run that a checkpoint is loaded into.
+    """
     training_stream = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
@@ -50,9 +58,9 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
     # Validation uses the settings and documents of the first phase in all phases, so that a curve is comparable.
     validation = inputs[0].validation if settings.training.eval_iters else {}
     tokenizer = inputs[0].tokenizer
-    model = build_model(settings, device, vocab_size=tokenizer.vocab_size)
+    model = build_model(settings, device, vocab_size=tokenizer.vocab_size, draws_weights=draws_weights)
     optimizer = build_optimizer(settings, model)
-    return Run(
+    run = Run(
         settings=settings,
         device=device,
         tokenizer=tokenizer,
@@ -66,12 +74,22 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) ->
         state=TrainState(corpus_sha256=inputs[0].identities[0]),
     )
 
+    def finalize(*args: Any, **options: Any) -> None:
+        run.has_gradients()
+        finalize_gradients(*args, **options)
 
-def build_model(settings: Settings, device: torch.device, *, vocab_size: int) -> DistributedDataParallel:
-    """Build this rank's pipeline stage with initial weights, wrapped for training. Collective: all ranks."""
+    run.model.config.finalize_model_grads_func = finalize
+    return run
+
+
+def build_model(
+    settings: Settings, device: torch.device, *, vocab_size: int, draws_weights: bool = True
+) -> DistributedDataParallel:
+    """Build this rank's pipeline stage on `device`, wrapped for training. Collective: all ranks."""
     model = NeoBERTModel(
         settings,
         vocab_size=vocab_size,
+        draws_weights=draws_weights,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
@@ -101,7 +119,7 @@ def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
             overlap_grad_reduce=overlaps,
             overlap_param_gather=overlaps and parallel.use_distributed_optimizer,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
-            bucket_size=parallel.ddp_bucket_size,
+            bucket_size=parallel.ddp_bucket_size or _BUCKET_PARAMETERS,
         ),
         model,
     )

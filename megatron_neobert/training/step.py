@@ -11,7 +11,7 @@ finite; a skipped update changes no weight and no optimizer state.
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from functools import partial
 
 import torch
@@ -35,13 +35,13 @@ def train_step(run: Run, batches: StepBatches) -> StepResult:
         batches: Micro-batches of this rank.
     """
     reports, local_norm = compute_gradients(run, batches)
-    sums, grad_norm, status = _gather_results(run, _sum_reports(reports, batches, run.device), local_norm)
-    reason = skip_reason(sums.mean_loss, grad_norm)
+    result = _gather_results(run, _sum_reports(reports, batches, run.device), local_norm)
+    reason = skip_reason(result.sums.mean_loss, result.grad_norm)
     if reason is None:
-        update_weights(run, grad_norm)
+        update_weights(run, result.grad_norm)
     # The learning rate is a function of the iteration, so it changes after a skipped update, too.
     run.scheduler.step(increment=1)
-    return StepResult(sums, status, grad_norm=grad_norm, skip_reason=reason)
+    return replace(result, skip_reason=reason)
 
 
 def skip_reason(loss: float, grad_norm: float) -> str | None:
@@ -71,16 +71,15 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Ten
 def validation_step(run: Run, batches: StepBatches) -> StepResult:
     """Return the loss sums of one validation batch. Collective: all ranks."""
     reports = run_schedule(run, batches, forward_only=True)
-    sums, _, status = _gather_results(run, _sum_reports(reports, batches, run.device))
-    return StepResult(sums, status)
+    return _gather_results(run, _sum_reports(reports, batches, run.device))
 
 
 def share_status(run: Run) -> RankStatus:
     """Return the largest status over all ranks, without a training step. Collective: all ranks."""
-    return _gather_results(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device))[2]
+    return _gather_results(run, torch.zeros(_SUMS, dtype=torch.float64, device=run.device)).status
 
 
-def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> tuple[MetricSums, float, RankStatus]:
+def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> StepResult:
     """Return the sums over all ranks, the mean gradient norm, and the largest status, bit-identical on all ranks.
 
     `run.read_status` gives the status of this rank. Norms are averaged because megatron.core computes them separately
@@ -106,7 +105,8 @@ def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> 
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     totals = MetricSums(*(sum(column) / tensor_parallel_size for column in columns[:_SUMS]))
     largest = RankStatus(*(int(max(column)) for column in columns[_SUMS + 1 :]))
-    return totals, sum(columns[_SUMS]) / ranks, largest
+    compute_us = tuple(map(int, columns[-1]))  # the last field of RankStatus
+    return StepResult(totals, largest, grad_norm=sum(columns[_SUMS]) / ranks, compute_us=compute_us)
 
 
 def run_schedule(run: Run, batches: StepBatches, *, forward_only: bool = False) -> list[Tensor]:

@@ -14,6 +14,7 @@ from security.hostile import seal
 from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, largest_relative_gap
 from tests_tiny import ITERATIONS, tiny_settings
 from tolerances import LAYOUT_LOSS
+from torch.multiprocessing import ProcessRaisedException
 from training_command import SCRIPT, flags_of
 
 from megatron_neobert.checkpoint.contents import StoredTensors
@@ -21,6 +22,7 @@ from megatron_neobert.checkpoint.folder import check_folders, list_checkpoints
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.errors import MissingInputError
+from megatron_neobert.model import initialization
 
 STOP = ITERATIONS // 2
 FOUR_LAYERS = {"num_layers": 4}
@@ -42,13 +44,28 @@ CASES = {
 }
 
 
+def forbid_drawing() -> None:
+    """Let this process fail if it draws initial weights."""
+
+    def draw(name, *_: object, **__: object) -> None:
+        raise AssertionError(f"drew {name}")
+
+    initialization._draw = draw
+
+
 def stop_and_resume(settings, *, world_size: int, **sections: dict) -> Path:
     stop = {**sections.pop("training", {}), "exit_interval": STOP}
-    for _ in range(2):  # the first start stops after STOP, and the second resumes
+    for prepare in (None, forbid_drawing):  # the first start stops after STOP, and the second resumes
         run = settings("stopped", training=stop, **sections)
         run = run.with_section("checkpoint", load=run.checkpoint.save)
-        train_on_ranks(run, world_size=world_size)
+        train_on_ranks(run, world_size=world_size, prepare=prepare)
     return Path(run.checkpoint.save)
+
+
+def test_only_a_fresh_run_draws_initial_weights(settings):
+    with pytest.raises(ProcessRaisedException, match="drew embedding"):
+        train_on_ranks(settings("fresh"), prepare=forbid_drawing)
+    # The tests below resume with `forbid_drawing`.
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from matplotlib.colors import to_hex
 
 from megatron_neobert.evaluation.plots import COLOURS
+from megatron_neobert.inspection.plot import choose_metrics
 from megatron_neobert.inspection.run_figure import draw
 from megatron_neobert.inspection.run_log import RunLog
 
@@ -42,3 +43,11 @@ def test_a_restart_is_marked_in_every_panel_at_its_tokens_in_the_colour_of_its_r
         ticks = [(x[0], colour) for x, _, colour in lines_of(figure, axes=panel) if len(set(x)) == 1 and len(x) == 2]
         assert ticks == [(0, COLOURS[1]), (20 * TOKENS, COLOURS[1])]
     assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == ["a", "b"]
+
+
+def test_the_slowest_rank_is_drawn_by_default_where_a_run_has_several_ranks():
+    assert choose_metrics(None, [run_of()]) == ["loss"]
+    assert choose_metrics(None, [run_of(), run_of("b", slowest_rank=1, slowest_rank_lead=0.1)]) == [
+        "loss",
+        "slowest_rank_lead",
+    ]
