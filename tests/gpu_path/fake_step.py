@@ -254,6 +254,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron_neobert.training import setup, step
     from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
+    from collectives import Collectives
+
     RANKS.update(rank=case.get("rank", 0), world_size=case.get("world_size", 1))
     settings = settings_of(case)
     device = distributed.initialize(settings)
@@ -264,6 +266,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     tokens = SEQUENCES * SEQ_LENGTH // settings.parallel.context_parallel_size
     masked = masked_capacity(tokens, probability=settings.data.mask_prob)
     results = []
+    collectives = Collectives()
     with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:
         torch._C._set_only_lift_cpu_tensors(True)
         model = setup.build_model(settings, device, vocab_size=VOCAB)
@@ -291,8 +294,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             )
             for _ in range(MICRO_BATCHES)
         ]
-        for _ in range(2):
-            CENSUS.clear()
+        results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+        CENSUS.clear()
+        with collectives:
             results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
         counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
@@ -307,6 +311,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "counts": counts,
         "kept": kept,
         "planned": plan.activations + plan.head,
+        "collectives": [(*key, calls, collectives.bytes[key]) for key, calls in collectives.calls.items()],
     }
 
 
