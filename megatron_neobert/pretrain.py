@@ -31,7 +31,7 @@ def main() -> int:
     if command.dry_run:
         from megatron_neobert.planning.plan import print_plan
 
-        return print_plan(command.settings, world_size=world_size())
+        return print_plan(command.settings, command.plan, world_size=command.world_size)
     if command.settings.parallel.tensor_model_parallel_size > 1:
         # CUDA reads this when it starts. Kernels then start in launch order, which Megatron needs to overlap
         # tensor-parallel reductions with matrix products.

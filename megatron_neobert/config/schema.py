@@ -83,10 +83,17 @@ class ParallelConfig:
     overlap_grad_reduce: bool | None = setting(
         None, "overlap data-parallel communication with computation; default: on CUDA only"
     )
-    ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default: Megatron's", minimum=1)
+    ddp_bucket_size: int | None = setting(None, "parameters per gradient bucket; default: 40 million", minimum=1)
     distributed_timeout_minutes: float = setting(
         10.0, "stop the run if a rank makes no progress for X minutes", minimum=0.01
     )
+
+    @property
+    def bucket_parameters(self) -> int:
+        """Parameters per gradient bucket."""
+        # Megatron's default grows with the replicas, max(40 M, 1 M x replicas). From 245 replicas on, that is one
+        # bucket for the whole model of 245 M parameters, and nothing overlaps.
+        return self.ddp_bucket_size or 40_000_000
 
     @property
     def sequence_parallel(self) -> bool:

@@ -101,7 +101,7 @@ def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
             overlap_grad_reduce=overlaps,
             overlap_param_gather=overlaps and parallel.use_distributed_optimizer,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
-            bucket_size=parallel.ddp_bucket_size,
+            bucket_size=parallel.bucket_parameters,
         ),
         model,
     )

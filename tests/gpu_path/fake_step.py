@@ -245,6 +245,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     Args:
         case: `num_layers`, `world_size`, `rank`, sections of settings, and flags of the controls, which must run last.
     """
+    from collectives import Collectives
+
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels
@@ -253,8 +255,6 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron_neobert.state import Run, TrainState
     from megatron_neobert.training import setup, step
     from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
-
-    from collectives import Collectives
 
     RANKS.update(rank=case.get("rank", 0), world_size=case.get("world_size", 1))
     settings = settings_of(case)
