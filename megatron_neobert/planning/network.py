@@ -15,10 +15,11 @@ GPUS_PER_NODE = 8
 NVLINK_GB_PER_S = 450  # an H100's NVLink 4, in one direction
 # NCCL counts 20.6 of the 25 GB/s of an NVLink (SM90_NVLINK_BW in src/graph/topo.h). Assumed for the network, too.
 REACHED = 0.82
-# NCCL's own estimates of its ring: microseconds at the start, per step on NVLink and per step between nodes, and the
-# share of the bandwidth. Source: NVIDIA/nccl@b647562 src/graph/tuning.cc (hwLat), and v2.28.7 (baseLat).
-_PROTOCOLS = {"LL": (6.6, 0.6, 2.7, 0.05), "LL128": (14.0, 1.9, 4.0, 0.92), "Simple": (8.4, 3.4, 14.0, 1.0)}
-_SCALAR_CALLS = 4  # per step: loss and status, gradient norm, number of tokens
+# NCCL's own estimates, by protocol: microseconds at the start of a ring, per step on NVLink and per step between nodes,
+# and the share of the bandwidth. An all-reduce of few bytes is a tree, with the microseconds of _TREE.
+# Source: NVIDIA/nccl@b647562 src/graph/tuning.cc (hwLat), and the same file in v2.28.7 (baseLat).
+_RING = {"LL": (6.6, 0.6, 2.7, 0.05), "LL128": (14.0, 1.9, 4.0, 0.92), "Simple": (8.4, 3.4, 14.0, 1.0)}
+_TREE = (6.8, 0.6, 5.0, 0.05)
 # Launches of a micro-batch, forward and backward, counted by tests/gpu_path: per layer, and for embedding and head.
 _LAUNCHES_PER_LAYER, _OTHER_LAUNCHES = 38, 60
 # Assumed: torch's Linear takes 13.5 us in forward on the host of a DGX H100 (NVIDIA/TransformerEngine issue 2053). A
@@ -39,7 +40,7 @@ class Traffic:
 def step_traffic(
     settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int, stage: int = 0
 ) -> list[Traffic]:
-    """Return the collectives of a training step on a rank, without those of a few KB (norm, loss, token count).
+    """Return the collectives of a training step on a rank, except those of scalars (loss, norm, number of tokens).
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
@@ -76,9 +77,11 @@ def step_traffic(
         scatters = micro_batches * ((2 * forwards + 2) * layers + is_first)
         add("tensor", "all-gather", gathers, gathers * hidden_bytes)
         add("tensor", "reduce-scatter", scatters, scatters * hidden_bytes)
-        if is_last:  # gradient of the head's input in the training precision; maximum, sum and label logit in float32
-            head_bytes = masked_tokens * (element_bytes * hidden + 3 * 4)
-            add("tensor", "all-reduce", 3 * micro_batches, micro_batches * head_bytes)
+        # Gradient of the head's input, and maximum, sum and label logit in float32; per step, gradients of the norms.
+        head_bytes = is_last * masked_tokens * (element_bytes * hidden + 3 * 4)
+        norms = (2 * layers + is_last) * (2 if settings.model.normalization == "LayerNorm" else 1)
+        reductions = 3 * micro_batches * is_last + 1
+        add("tensor", "all-reduce", reductions, micro_batches * head_bytes + 4 * hidden * norms)
     if cp > 1:  # queries, keys, values and context
         exchanges = micro_batches * 4 * (forwards + 1) * layers
         add("context", "all-to-all", exchanges, exchanges * hidden_bytes // tp)
@@ -155,23 +158,26 @@ class Cluster:
         ranks, distance = self._groups[group]
         local = max(1, min(ranks, GPUS_PER_NODE // distance))  # ranks of the group in a node
         nodes = -(-ranks // local)
-        start, nvlink_step, network_step, _ = _PROTOCOLS["Simple"]
-        if operation == "send":
-            return 1e-6 * (start + (network_step if nodes > 1 else nvlink_step)) + size / (
-                self._network if nodes > 1 else self._nvlink
-            )
-        if operation == "all-to-all":
-            inside, outside = size * (local - 1) / ranks, size * (ranks - local) / ranks
-            latency = 1e-6 * (start + (network_step if nodes > 1 else nvlink_step))
-            return latency + max(inside / self._nvlink, outside / self._network)
-        # A ring enters and leaves a node once. NCCL builds as many rings as the group has adapters in a node.
+        if operation in ("send", "all-to-all"):
+            start, nvlink_step, network_step, _ = _RING["Simple"]
+            # Shares of the bytes for ranks in other nodes and in this node.
+            outside = (ranks - local) / ranks if operation == "all-to-all" else float(nodes > 1)
+            inside = (local - 1) / ranks if operation == "all-to-all" else float(nodes == 1)
+            latency = start + (network_step if nodes > 1 else nvlink_step)
+            return 1e-6 * latency + size * max(inside / self._nvlink, outside / self._network)
+        # A ring enters and leaves a node once, and NCCL builds as many rings as the group has adapters in a node.
         bandwidth = self._nvlink if nodes == 1 else min(self._nvlink, local * self._network)
         passes = 2 if operation == "all-reduce" else 1
-        return min(
-            1e-6 * (start + passes * ((ranks - nodes) * nvlink_step + (nodes - 1) * network_step))
-            + passes * (ranks - 1) / ranks * size / (share * bandwidth)
-            for start, nvlink_step, network_step, share in _PROTOCOLS.values()
-        )
+        transfer = passes * (ranks - 1) / ranks * size / bandwidth
+        times = [
+            1e-6 * (start + passes * ((ranks - nodes) * nvlink_step + (nodes - 1) * network_step)) + transfer / share
+            for start, nvlink_step, network_step, share in _RING.values()
+        ]
+        if operation == "all-reduce":
+            start, nvlink_step, network_step, share = _TREE
+            steps = (local - 1) * nvlink_step + math.log2(nodes) * network_step
+            times.append(1e-6 * (start + 2 * steps) + transfer / share)
+        return min(times)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +187,6 @@ class StepTime:
     compute: float  # the GPU computes at the assumed rate
     waiting: float  # the GPU waits for the host, which launches kernels, or for other pipeline stages
     exposed: float  # communication during which the GPU does not compute
-    exposed_without_overlap: float  # the same with --no-overlap-grad-reduce
     host_per_micro_batch: float  # the host launches the kernels of a micro-batch
 
     @property
@@ -217,28 +222,26 @@ def plan_step(
     micro_batches = settings.micro_batches_per_rank(world_size)
     cluster = Cluster(settings, world_size=world_size, network_gbps=network_gbps)
     data: dict[str, float] = {}  # seconds by operation
-    model_parallel = _SCALAR_CALLS * cluster.seconds("all", "all-reduce", 64)
+    # Status of all ranks, gradient norm, and number of tokens.
+    exposed = cluster.seconds("all", "all-gather", 72 * world_size) + 2 * cluster.seconds("all", "all-reduce", 8)
     for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked_tokens):
         seconds = each.calls * cluster.seconds(each.group, each.operation, each.bytes / each.calls)
         if each.group == "data":
             data[each.operation] = seconds
         else:
-            model_parallel += seconds * (2 if each.operation == "send" else 1)  # as many receives
+            exposed += seconds * (2 if each.operation == "send" else 1)  # as many receives
     host = _HOST_SECONDS_PER_LAUNCH * (_LAUNCHES_PER_LAYER * settings.layers_per_stage + _OTHER_LAUNCHES)
     busy = max(compute_seconds / micro_batches, host)  # per micro-batch
-    exposed = sum(data.values())
+    exposed_data = sum(data.values())
     if settings.parallel.overlap_grad_reduce is not False:
-        calls = len(gradient_buckets(settings, vocab_size=vocab_size, world_size=world_size))
-        # Backward takes two thirds of a micro-batch. An all-reduce is followed by no gather.
-        shares = {"reduce-scatter": 2 / 3, "all-reduce": 2 / 3, "all-gather": 1 / 3}
-        exposed = sum(
-            time / calls + max(0.0, time - time / calls - shares[operation] * busy) for operation, time in data.items()
-        )
+        buckets = len(gradient_buckets(settings, vocab_size=vocab_size, world_size=world_size))
+        # Backward takes two thirds of a micro-batch, and forward one third.
+        hidden = {operation: busy * (1 / 3 if operation == "all-gather" else 2 / 3) for operation in data}
+        exposed_data = sum(max(seconds / buckets, seconds - hidden[operation]) for operation, seconds in data.items())
     pipeline_wait = (settings.parallel.pipeline_model_parallel_size - 1) * busy
     return StepTime(
         compute=compute_seconds,
         waiting=micro_batches * busy - compute_seconds + pipeline_wait,
-        exposed=model_parallel + exposed,
-        exposed_without_overlap=model_parallel + sum(data.values()),
+        exposed=exposed + exposed_data,
         host_per_micro_batch=host,
     )

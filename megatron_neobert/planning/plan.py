@@ -22,7 +22,7 @@ from megatron_neobert.data.batches.windows import count_windows, documents_in_wi
 from megatron_neobert.model.flops import checkpoint_bytes, count_parameters, training_flops_per_token
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import RankMemory, plan_memory
-from megatron_neobert.planning.scaling import MFU, masked_tokens, network_lines, scaling_lines
+from megatron_neobert.planning.scaling import MFU, PhaseCost, masked_tokens, network_lines, scaling_lines
 from megatron_neobert.runtime.atomic_files import existing_parent
 from megatron_neobert.text import counted, duration, in_bytes, percent
 
@@ -105,7 +105,7 @@ def print_plan(settings: Settings, options: PlanOptions | None = None, *, world_
         sections.append(("iteration", iteration_lines(forecast, world_size=world_size)))
         sections.append(("corpus", corpus_lines(forecast)))
     flops = sum(forecast.iterations * forecast.flops for forecast in forecasts)
-    phase_costs = [(forecast.phase.settings, forecast.flops, forecast.iterations) for forecast in forecasts]
+    phase_costs = [PhaseCost(forecast.phase.settings, forecast.flops, forecast.iterations) for forecast in forecasts]
     options, sizes = options or PlanOptions(), {"vocab_size": vocab_size, "world_size": world_size}
     sections += [
         ("run", run_lines(settings, forecasts, done=done)),

@@ -245,12 +245,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     Args:
         case: `num_layers`, `world_size`, `rank`, sections of settings, and flags of the controls, which must run last.
     """
-    from collectives import Collectives
+    from collectives import Collectives  # imports megatron.core
+    from megatron.core import parallel_state
 
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels
     from megatron_neobert.planning.memory import plan_memory
+    from megatron_neobert.planning.network import step_traffic
     from megatron_neobert.runtime import distributed
     from megatron_neobert.state import Run, TrainState
     from megatron_neobert.training import setup, step
@@ -301,9 +303,12 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
         kept = kept_bytes(model, batches[0].to(device)) if case.get("counts_kept_bytes") else 0
+    stage = parallel_state.get_pipeline_model_parallel_rank()
     distributed.shut_down()
     assert [result.skip_reason for result in results] == [None, None]
-    plan = plan_memory(settings, vocab_size=VOCAB, world_size=RANKS["world_size"], masked_tokens=masked)
+    sizes = {"vocab_size": VOCAB, "world_size": RANKS["world_size"], "masked_tokens": masked}
+    plan = plan_memory(settings, **sizes)
+    traffic = step_traffic(settings, **sizes, stage=stage)
     return {
         "summary": choose_kernels(settings).summary,
         "waits": waits,
@@ -311,8 +316,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "counts": counts,
         "kept": kept,
         "planned": plan.activations + plan.head,
-        "collectives": [(*key, calls, collectives.bytes[key]) for key, calls in collectives.calls.items()],
+        "collectives": [total for total in collectives.totals(smallest=1024) if is_planned(*total)],
+        "planned_collectives": sorted((each.group, each.operation, each.calls, each.bytes) for each in traffic),
     }
+
+
+def is_planned(group: str, operation: str, *_: int) -> bool:
+    """Return whether the plan contains a collective. Ranks receive what others send, and share scalars with all."""
+    return group != "all" and operation != "receive"
 
 
 def kept_bytes(model: Any, batch: Any) -> int:
