@@ -131,6 +131,11 @@ def _parameters_backward(settings: Settings, *, vocab_size: int, stage: int) -> 
 # ---- time
 
 
+def kernel_launches(settings: Settings) -> int:
+    """Return the kernels that the host launches for a micro-batch on the first pipeline stage, as an estimate."""
+    return _LAUNCHES_PER_LAYER * settings.layers_per_stage + _OTHER_LAUNCHES
+
+
 class Cluster:
     """Assumed network of the ranks of a run. Nodes have eight GPUs with NVLink, and every GPU has a network adapter.
 
@@ -230,7 +235,7 @@ def plan_step(
             data[each.operation] = seconds
         else:
             exposed += seconds * (2 if each.operation == "send" else 1)  # as many receives
-    host = _HOST_SECONDS_PER_LAUNCH * (_LAUNCHES_PER_LAYER * settings.layers_per_stage + _OTHER_LAUNCHES)
+    host = _HOST_SECONDS_PER_LAUNCH * kernel_launches(settings)
     busy = max(compute_seconds / micro_batches, host)  # per micro-batch
     exposed_data = sum(data.values())
     if settings.parallel.overlap_grad_reduce is not False:
