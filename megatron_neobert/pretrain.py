@@ -31,7 +31,7 @@ def main() -> int:
     if command.dry_run:
         from megatron_neobert.planning.plan import print_plan
 
-        return print_plan(command.settings, world_size=world_size())
+        return print_plan(command.settings, command.plan, world_size=command.world_size)
     # Inductor would start a process per core in each rank, and all ranks compile at the same time.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if command.settings.parallel.tensor_model_parallel_size > 1:

@@ -11,7 +11,7 @@ from typing import Any, cast, get_type_hints
 
 import yaml
 
-from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, typed_fields
+from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, option, read_values, typed_fields
 from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import PHASE_SETTINGS, ModelConfig, PhaseChange, Settings
@@ -29,6 +29,7 @@ FIRST = (
 # A file with all settings has 6 KB, and a blend of a hundred corpora adds 10 KB. PyYAML parses 256 KB in seconds, but
 # 10 MB in an hour.
 _LARGEST_FILE_BYTES = 1 << 18
+_MOST_GPUS = 1_000_000
 _MOST_PHASES = 100  # each phase is checked and planned like a run
 # Settings of earlier versions, which the record of a run can contain. The first changed the result of a run and are
 # fixed to one value now. The others are ignored, because they may differ when a run resumes.
@@ -47,16 +48,45 @@ _NOW_IGNORED = {
 }
 
 
+def _read_counts(values: list[str]) -> tuple[int, ...]:
+    counts = ",".join(values).split(",")
+    if not all(count.isascii() and count.isdigit() and 0 < int(count) <= _MOST_GPUS for count in counts):
+        raise ValueError(f"is not a list of numbers from 1 to {_MOST_GPUS:,}, as in 8,64,256.")
+    return tuple(map(int, counts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Flags of --dry-run."""
+
+    gpus: tuple[int, ...] = option(
+        (),
+        "with --dry-run: numbers of GPUs for the table of time and price, as 8,64,256; the plan is for the first",
+        metavar="N,N",
+        read=_read_counts,
+    )
+    price: float | None = option(None, "with --dry-run: price of an hour on one GPU, in any currency", minimum=0.0)
+    network_gbps: float = option(
+        400.0,
+        "with --dry-run: Gb/s of the network per GPU; a node with one adapter divides it by its GPUs",
+        minimum=0.1,
+    )
+
+
 @dataclass(frozen=True)
 class Command:
     """Parsed command line of `neobert train`."""
 
     settings: Settings
     dry_run: bool
+    plan: PlanOptions
+    world_size: int  # the first number of --gpus, or that of the environment
 
 
 def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
-    """Return the settings, checked for `world_size` ranks, and --dry-run. Flags override the optional `--config` file.
+    """Return the settings, checked for `world_size` ranks or the first of --gpus, and the flags of --dry-run.
+
+    Flags override the optional `--config` file.
 
     Raises:
         ConfigError: With every problem of the file, the flags and their combination.
@@ -64,6 +94,13 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     """
     texts, problems = build_parser().parse_all(arguments)
     config, is_dry_run = texts.pop("config", None), texts.pop("dry_run", False)
+    plan_texts = {item.name: texts.pop(item.name) for item in fields(PlanOptions) if item.name in texts}
+    plan, plan_problems = read_values(PlanOptions, plan_texts)
+    problems += plan_problems
+    if plan_texts and not is_dry_run:
+        problems.append(f"{', '.join(map(flag_of, plan_texts))} only changes the plan; add --dry-run, or remove it.")
+    if plan is not None and plan.gpus:
+        world_size = plan.gpus[0]
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if config is not None:
         problems += _merge_file(find_config(config), values)
@@ -73,7 +110,7 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     problems += find_problems(settings, world_size=world_size)
     if problems:
         raise ConfigError(problems)
-    return Command(settings=settings, dry_run=is_dry_run)
+    return Command(settings=settings, dry_run=is_dry_run, plan=plan, world_size=world_size)
 
 
 def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
@@ -90,6 +127,7 @@ def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
     config = parser.add_argument("--config", metavar="FILE", help=config_help)
     setattr(config, "completer", lambda **_: recipes())  # noqa: B010  argcomplete's attribute
     parser.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
+    add_flags(parser, PlanOptions, is_shown=lambda name: shown != FIRST)
     add_flags(parser, Settings, is_shown=shown.__contains__, negatable=True)
     return parser
 

@@ -89,6 +89,13 @@ class ParallelConfig:
     )
 
     @property
+    def bucket_parameters(self) -> int:
+        """Parameters per gradient bucket."""
+        # Megatron's default grows with the replicas, max(40 M, 1 M x replicas). From 245 replicas on, that is one
+        # bucket for the whole model of 245 M parameters, and nothing overlaps.
+        return self.ddp_bucket_size or 40_000_000
+
+    @property
     def sequence_parallel(self) -> bool:
         """True if tensor-parallel ranks also divide the tokens outside the matrix products."""
         return self.tensor_model_parallel_size > 1

@@ -14,13 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from megatron_neobert.checkpoint.start import first_iteration
+from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.phases import Phase, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
-from megatron_neobert.data.batches.windows import count_windows, documents_in_window, masked_capacity, pack_window
+from megatron_neobert.data.batches.windows import count_windows, documents_in_window, pack_window
 from megatron_neobert.model.flops import checkpoint_bytes, count_parameters, training_flops_per_token
 from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import RankMemory, plan_memory
+from megatron_neobert.planning.scaling import MFU, PhaseCost, masked_tokens, network_lines, scaling_lines
 from megatron_neobert.runtime.atomic_files import existing_parent
 from megatron_neobert.text import counted, duration, in_bytes, percent
 
@@ -33,7 +35,7 @@ _MOST_WINDOWS = 8  # 32,768 documents
 _LARGE_TRUNCATION = 0.1  # share of truncated tokens from which on the plan warns
 _MANY_EPOCHS = 5  # epochs above which the plan warns
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
-_SHOWN_MFU = (0.1, 0.15, 0.2)  # the paper's run had about 15 %
+_SHOWN_MFU = (0.15, 0.25, MFU)  # published runs: docs/performance.md
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,14 @@ def forecast_phase(phase: Phase, inputs: Inputs, *, done: int, world_size: int) 
     last = end if phase.last is None else min(phase.last, end)
     sample = sample_iteration(settings, inputs)
     per_token = training_flops_per_token(settings, vocab_size=vocab_size, document_tokens=sample.attended_tokens)
-    tokens_per_rank = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
-    # On a GPU, batches have fixed shapes.
-    masked = masked_capacity(tokens_per_rank, probability=settings.data.mask_prob)
+    masked = masked_tokens(settings)
     memory = plan_memory(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked)
     phase = replace(phase, first=first, last=max(last, first - 1))
     return Forecast(phase, inputs, sample, memory, per_token * sample.tokens)
 
 
-def print_plan(settings: Settings, *, world_size: int) -> int:
-    """Print the plan of a run and return exit code 0. `settings` must have passed `find_problems`.
+def print_plan(settings: Settings, options: PlanOptions | None = None, *, world_size: int) -> int:
+    """Print the plan of a run on `world_size` ranks and return exit code 0. `settings` must fit this number of ranks.
 
     Raises:
         ConfigError, MissingInputError, DataError, StorageError: The inputs cannot be opened.
@@ -105,10 +105,14 @@ def print_plan(settings: Settings, *, world_size: int) -> int:
         sections.append(("iteration", iteration_lines(forecast, world_size=world_size)))
         sections.append(("corpus", corpus_lines(forecast)))
     flops = sum(forecast.iterations * forecast.flops for forecast in forecasts)
+    phase_costs = [PhaseCost(forecast.phase.settings, forecast.flops, forecast.iterations) for forecast in forecasts]
+    options, sizes = options or PlanOptions(), {"vocab_size": vocab_size, "world_size": world_size}
     sections += [
         ("run", run_lines(settings, forecasts, done=done)),
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
         ("GPUs", gpu_lines(settings, fullest.memory, flops=flops, world_size=world_size)),
+        *([("network", network_lines(fullest.phase.settings, options, **sizes))] if world_size > 1 else []),
+        *([("scaling", scaling_lines(phase_costs, options, **sizes))] if settings.training.bf16 else []),
         ("checkpoints", [checkpoint_line(settings, vocab_size=vocab_size)]),
     ]
     for name, lines in sections:
@@ -230,7 +234,8 @@ def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_siz
         spare = gpu.memory_gib - memory.total / (1 << 30)
         room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
         lines.append(f"{gpu.name:<14}{times}  {room}")
-    lines.append("The paper's run had about 15 % MFU." if shares else "Times are shown for bfloat16 only (--bf16).")
+    note = f"The paper's run had about 15 % MFU; {percent(MFU, digits=0)} is the bound derived in docs/performance.md."
+    lines.append(note if shares else "Times are shown for bfloat16 only (--bf16).")
     return lines
 
 

@@ -19,10 +19,6 @@ from megatron_neobert.runtime.signals import finish_iteration_at_signals
 from megatron_neobert.state import Run, TrainState
 from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
-# Megatron's default grows with the replicas, max(40 M, 1 M x replicas). From 245 replicas on, that is one bucket for
-# the whole model of 245 M parameters, and nothing overlaps.
-_BUCKET_PARAMETERS = 40_000_000
-
 
 def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     """Open the data, join the process group, and return the data of each phase and the device of this rank.
@@ -119,7 +115,7 @@ def wrap_model(settings: Settings, model: Any) -> DistributedDataParallel:
             overlap_grad_reduce=overlaps,
             overlap_param_gather=overlaps and parallel.use_distributed_optimizer,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
-            bucket_size=parallel.ddp_bucket_size or _BUCKET_PARAMETERS,
+            bucket_size=parallel.bucket_parameters,
         ),
         model,
     )

@@ -245,10 +245,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     Args:
         case: `num_layers`, `world_size`, `rank`, sections of settings, and flags of the controls, which must run last.
     """
+    from collectives import Collectives  # imports megatron.core
+    from megatron.core import parallel_state
+
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels
     from megatron_neobert.planning.memory import plan_memory
+    from megatron_neobert.planning.network import step_traffic
     from megatron_neobert.runtime import distributed
     from megatron_neobert.state import Run, TrainState
     from megatron_neobert.training import setup, step
@@ -264,6 +268,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     tokens = SEQUENCES * SEQ_LENGTH // settings.parallel.context_parallel_size
     masked = masked_capacity(tokens, probability=settings.data.mask_prob)
     results = []
+    collectives = Collectives()
     with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:
         torch._C._set_only_lift_cpu_tensors(True)
         model = setup.build_model(settings, device, vocab_size=VOCAB)
@@ -294,15 +299,19 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             )
             for _ in range(MICRO_BATCHES)
         ]
-        for _ in range(2):
-            CENSUS.clear()
+        results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+        CENSUS.clear()
+        with collectives:
             results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
         counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
         kept = kept_bytes(model, batches[0].to(device)) if case.get("counts_kept_bytes") else 0
+    stage = parallel_state.get_pipeline_model_parallel_rank()
     distributed.shut_down()
     assert [result.skip_reason for result in results] == [None, None]
-    plan = plan_memory(settings, vocab_size=VOCAB, world_size=RANKS["world_size"], masked_tokens=masked)
+    sizes = {"vocab_size": VOCAB, "world_size": RANKS["world_size"], "masked_tokens": masked}
+    plan = plan_memory(settings, **sizes)
+    traffic = step_traffic(settings, **sizes, stage=stage)
     return {
         "summary": choose_kernels(settings).summary,
         "waits": waits,
@@ -310,7 +319,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "counts": counts,
         "kept": kept,
         "planned": plan.activations + plan.head,
+        "collectives": [total for total in collectives.totals(smallest=1024) if is_planned(*total)],
+        "planned_collectives": sorted((each.group, each.operation, each.calls, each.bytes) for each in traffic),
     }
+
+
+def is_planned(group: str, operation: str, *_: int) -> bool:
+    """Return whether the plan contains a collective. Ranks receive what others send, and share scalars with all."""
+    return group != "all" and operation != "receive"
 
 
 def kept_bytes(model: Any, batch: Any) -> int:

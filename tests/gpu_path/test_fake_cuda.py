@@ -150,13 +150,40 @@ def test_gradients_of_the_full_model_are_reduced_in_several_buckets_on_256_ranks
     assert len(results["megatron"]["buckets"]) == 1
 
 
+def test_planned_traffic_equals_the_counted_collectives(library, tmp_path):
+    """Both pipeline stages of 64 ranks. Small buckets, so that there are several."""
+    split = {"num_layers": 4, "world_size": 64, "parallel": {**TWO_OF_EACH, "ddp_bucket_size": 1_000_000}}
+    recomputed = {"recompute_granularity": "full"}
+    results = run_cases(library, {
+        "data": {"num_layers": 4, "world_size": 24, "parallel": {"ddp_bucket_size": 10_000_000}},
+        "first stage": {**split, "compute": recomputed},
+        "last stage": {**split, "rank": 63},
+    }, tmp_path)  # fmt: skip
+    assert_planned_traffic(results)
+    calls = {label: {tuple(each[:2]): each[2] for each in result["collectives"]} for label, result in results.items()}
+    assert calls["data"]["data", "reduce-scatter"] > 2
+    assert set(calls["last stage"]) == {
+        *(("data", name) for name in ("reduce-scatter", "all-gather")),
+        *(("tensor", name) for name in ("reduce-scatter", "all-gather", "all-reduce")),
+        ("context", "all-to-all"),
+        ("pipeline", "send"),
+    }
+
+
+def assert_planned_traffic(results: dict[str, Any]) -> None:
+    for label, result in results.items():
+        assert result["collectives"] == result["planned_collectives"], label
+
+
 @pytest.mark.slow
 @BOTH
-def test_every_layout_waits_for_the_device_once(library, tmp_path, compute):
+def test_every_layout_waits_for_the_device_once_and_has_the_planned_traffic(library, tmp_path, compute):
     cases = {label: {**layout, "compute": compute} for label, layout in LAYOUTS.items()}
     if compute:
         cases |= {recipe: {"num_layers": LAYERS, "compute": FP8[recipe]} for recipe in FP8}
-    assert_waits_and_copies(run_cases(library, cases, tmp_path))
+    results = run_cases(library, cases, tmp_path)
+    assert_waits_and_copies(results)
+    assert_planned_traffic(results)
 
 
 @pytest.mark.slow

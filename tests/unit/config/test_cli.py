@@ -159,9 +159,30 @@ def test_help_shows_twenty_settings_and_help_all_shows_every_setting(capsys):
     assert shown["--help-all"] == {flag for flag in run_flags() if not flag.startswith("--no-")} - {"-h", "--help"}
 
 
+def test_the_plan_is_for_the_first_number_of_gpus_whatever_the_environment_starts():
+    flags = [*REQUIRED, "--dry-run", "--gpus", "8,64", "--global-batch-size", "64", "--micro-batch-size", "8"]
+    command = parse_command_line([*flags, "--tensor-model-parallel-size", "2"], world_size=1)
+    assert (command.world_size, command.plan.gpus, command.plan.network_gbps) == (8, (8, 64), 400)
+    assert parse_command_line([*REQUIRED, "--dry-run"], world_size=4).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--dry-run", "--gpus", "8,x"], "--gpus '8,x' is not a list of numbers"),
+        (["--dry-run", "--gpus", "0"], "--gpus '0' is not a list of numbers"),
+        (["--dry-run", "--price", "-1"], "--price -1.0 is below 0.0"),
+        (["--gpus", "8", "--price", "2"], "--gpus, --price only changes the plan; add --dry-run"),
+    ],
+)
+def test_flags_of_the_plan_are_checked_and_need_dry_run(flags, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        parse_command_line([*REQUIRED, *flags], world_size=1)
+
+
 def test_help_and_dry_run_do_not_import_torch(tiny_corpus):
     flags = ["--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
-    for arguments in (["--help"], ["--dry-run", *flags]):
+    for arguments in (["--help"], ["--dry-run", "--gpus", "8,64", "--bf16", *flags]):
         code = (
             "import sys\n"
             f"sys.argv = ['launch', 'script', *{arguments!r}]\n"

@@ -1,0 +1,252 @@
+"""Communication of a training step: bytes by group, and the time of a step on an assumed network.
+
+`step_traffic` follows from the settings, and tests/gpu_path counts the same collectives. `plan_step` divides by assumed
+rates, which are the constants below: nothing here has been measured. Scaling losses that the model leaves out are in
+docs/performance.md, beside published runs.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_neobert.config.schema import Settings
+
+GPUS_PER_NODE = 8
+NVLINK_GB_PER_S = 450  # an H100's NVLink 4, in one direction
+# NCCL counts 20.6 of the 25 GB/s of an NVLink (SM90_NVLINK_BW in src/graph/topo.h). Assumed for the network, too.
+REACHED = 0.82
+# NCCL's own estimates, by protocol: microseconds at the start of a ring, per step on NVLink and per step between nodes,
+# and the share of the bandwidth. An all-reduce of few bytes is a tree, with the microseconds of _TREE.
+# Source: NVIDIA/nccl@b647562 src/graph/tuning.cc (hwLat), and the same file in v2.28.7 (baseLat).
+_RING = {"LL": (6.6, 0.6, 2.7, 0.05), "LL128": (14.0, 1.9, 4.0, 0.92), "Simple": (8.4, 3.4, 14.0, 1.0)}
+_TREE = (6.8, 0.6, 5.0, 0.05)
+# Launches of a micro-batch, forward and backward, counted by tests/gpu_path: per layer, and for embedding and head.
+_LAUNCHES_PER_LAYER, _OTHER_LAUNCHES = 38, 60
+# Assumed: torch's Linear takes 13.5 us in forward on the host of a DGX H100 (NVIDIA/TransformerEngine issue 2053). A
+# CPU step of 2 x 16 tokens takes 66 us per launch on our machine, arithmetic included.
+_HOST_SECONDS_PER_LAUNCH = 25e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """All calls of one collective operation that a rank makes in a group during a training step."""
+
+    group: str  # "data" (with context-parallel ranks), "tensor", "context" or "pipeline"
+    operation: str
+    calls: int
+    bytes: int  # of the whole tensors, over all calls: inputs of reductions, outputs of gathers
+
+
+def step_traffic(
+    settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int, stage: int = 0
+) -> list[Traffic]:
+    """Return the collectives of a training step on a rank, except those of scalars (loss, norm, number of tokens).
+
+    Args:
+        vocab_size: Tokens in the vocabulary, without padding.
+        masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
+        stage: Pipeline stage of the rank, from 0.
+    """
+    parallel, hidden = settings.parallel, settings.model.hidden_size
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    stages, layers = parallel.pipeline_model_parallel_size, settings.layers_per_stage
+    is_first, is_last = stage == 0, stage == stages - 1
+    micro_batches = settings.micro_batches_per_rank(world_size)
+    element_bytes = 2 if settings.training.bf16 else 4
+    hidden_bytes = element_bytes * hidden * settings.tokens_per_micro_batch // cp
+    # A recomputed layer repeats the collectives of its forward pass.
+    forwards = 2 if settings.compute.recompute_granularity == "full" else 1
+    traffic: list[Traffic] = []
+
+    def add(group: str, operation: str, calls: int, total_bytes: int) -> None:
+        if calls:
+            traffic.append(Traffic(group=group, operation=operation, calls=calls, bytes=total_bytes))
+
+    if settings.data_parallel_size(world_size) * cp > 1:
+        buckets = gradient_buckets(settings, vocab_size=vocab_size, world_size=world_size, stage=stage)
+        calls, parameters = len(buckets), sum(buckets)
+        if parallel.use_distributed_optimizer:
+            add("data", "reduce-scatter", calls, 4 * parameters)
+            add("data", "all-gather", calls, element_bytes * parameters)
+        else:
+            add("data", "all-reduce", calls, 4 * parameters)
+    if tp > 1:
+        # Sequence parallelism: before and after attention and feed-forward, in both directions. The products of the
+        # weight gradients gather their inputs again.
+        gathers = micro_batches * ((2 * forwards + 4) * layers + is_first + is_last)
+        scatters = micro_batches * ((2 * forwards + 2) * layers + is_first)
+        add("tensor", "all-gather", gathers, gathers * hidden_bytes)
+        add("tensor", "reduce-scatter", scatters, scatters * hidden_bytes)
+        # Gradient of the head's input, and maximum, sum and label logit in float32; per step, gradients of the norms.
+        head_bytes = is_last * masked_tokens * (element_bytes * hidden + 3 * 4)
+        norms = (2 * layers + is_last) * (2 if settings.model.normalization == "LayerNorm" else 1)
+        reductions = 3 * micro_batches * is_last + 1
+        add("tensor", "all-reduce", reductions, micro_batches * head_bytes + 4 * hidden * norms)
+    if cp > 1:  # queries, keys, values and context
+        exchanges = micro_batches * 4 * (forwards + 1) * layers
+        add("context", "all-to-all", exchanges, exchanges * hidden_bytes // tp)
+    if stages > 1:
+        sends = micro_batches * (2 - is_first - is_last)
+        add("pipeline", "send", sends, sends * hidden_bytes // tp)
+    return traffic
+
+
+def gradient_buckets(settings: Settings, *, vocab_size: int, world_size: int, stage: int = 0) -> list[int]:
+    """Return the parameters of each gradient bucket of a rank, with padding, in the order of the backward pass.
+
+    Source: megatron-core 0.16.1 distributed/param_and_grad_buffer.py, and distributed_data_parallel.py, which uses a
+    single bucket without overlap and after the first pipeline stage.
+    """
+    parallel = settings.parallel
+    replicas = settings.data_parallel_size(world_size) * parallel.context_parallel_size
+    is_distributed = parallel.use_distributed_optimizer
+    limit = parallel.bucket_parameters if parallel.overlap_grad_reduce is not False and stage == 0 else math.inf
+    alignment, bucket_alignment = (64, math.lcm(replicas, 128)) if is_distributed else (1, 1)
+    buckets, size = [], 0
+    for parameters in _parameters_backward(settings, vocab_size=vocab_size, stage=stage):
+        size = -(-size // alignment) * alignment + parameters
+        if size >= limit:
+            buckets.append(size)
+            size = 0
+    buckets += [size] if size else []
+    return [-(-bucket // bucket_alignment) * bucket_alignment for bucket in buckets]
+
+
+def _parameters_backward(settings: Settings, *, vocab_size: int, stage: int) -> Iterator[int]:
+    """Yield the parameters of each tensor of a rank, from the last layer to the first."""
+    model, tp = settings.model, settings.parallel.tensor_model_parallel_size
+    hidden, stages = model.hidden_size, settings.parallel.pipeline_model_parallel_size
+    rows = model.padded_vocab_size(vocab_size, tensor_parallel=tp) // tp
+    norm = [hidden] * (2 if model.normalization == "LayerNorm" else 1)
+    if stage == stages - 1:
+        yield from (rows, rows * hidden, *norm)
+    for _ in range(settings.layers_per_stage):
+        yield from (hidden * model.ffn_width // tp, (2 if model.swiglu else 1) * hidden * model.ffn_width // tp, *norm)
+        yield from (3 * hidden * hidden // tp, hidden * hidden // tp, *norm)
+    if stage == 0:
+        yield from ([model.position_rows * hidden] if model.position_rows else [])
+        yield rows * hidden
+
+
+# ---- time
+
+
+def kernel_launches(settings: Settings) -> int:
+    """Return the kernels that the host launches for a micro-batch on the first pipeline stage, as an estimate."""
+    return _LAUNCHES_PER_LAYER * settings.layers_per_stage + _OTHER_LAUNCHES
+
+
+class Cluster:
+    """Assumed network of the ranks of a run. Nodes have eight GPUs with NVLink, and every GPU has a network adapter.
+
+    Args:
+        network_gbps: Gigabits per second of an adapter, in one direction.
+    """
+
+    def __init__(self, settings: Settings, *, world_size: int, network_gbps: float) -> None:
+        self._network = REACHED * network_gbps * 1e9 / 8  # bytes per second
+        self._nvlink = REACHED * NVLINK_GB_PER_S * 1e9
+        parallel = settings.parallel
+        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        stages = parallel.pipeline_model_parallel_size
+        # Ranks of a group, and the distance between them. Megatron's order of ranks is tensor, context, data, pipeline.
+        self._groups = {
+            "tensor": (tp, 1),
+            "context": (cp, tp),
+            "data": (settings.data_parallel_size(world_size) * cp, tp),
+            "pipeline": (stages, world_size // stages),
+            "all": (world_size, 1),
+        }
+
+    def seconds(self, group: str, operation: str, size: float) -> float:
+        """Return the seconds of a collective on a tensor of `size` bytes."""
+        ranks, distance = self._groups[group]
+        local = max(1, min(ranks, GPUS_PER_NODE // distance))  # ranks of the group in a node
+        nodes = -(-ranks // local)
+        if operation in ("send", "all-to-all"):
+            start, nvlink_step, network_step, _ = _RING["Simple"]
+            # Shares of the bytes for ranks in other nodes and in this node.
+            outside = (ranks - local) / ranks if operation == "all-to-all" else float(nodes > 1)
+            inside = (local - 1) / ranks if operation == "all-to-all" else float(nodes == 1)
+            latency = start + (network_step if nodes > 1 else nvlink_step)
+            return 1e-6 * latency + size * max(inside / self._nvlink, outside / self._network)
+        # A ring enters and leaves a node once, and NCCL builds as many rings as the group has adapters in a node.
+        bandwidth = self._nvlink if nodes == 1 else min(self._nvlink, local * self._network)
+        passes = 2 if operation == "all-reduce" else 1
+        transfer = passes * (ranks - 1) / ranks * size / bandwidth
+        times = [
+            1e-6 * (start + passes * ((ranks - nodes) * nvlink_step + (nodes - 1) * network_step)) + transfer / share
+            for start, nvlink_step, network_step, share in _RING.values()
+        ]
+        if operation == "all-reduce":
+            start, nvlink_step, network_step, share = _TREE
+            steps = (local - 1) * nvlink_step + math.log2(nodes) * network_step
+            times.append(1e-6 * (start + 2 * steps) + transfer / share)
+        return min(times)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a training step on the first pipeline stage."""
+
+    compute: float  # the GPU computes at the assumed rate
+    waiting: float  # the GPU waits for the host, which launches kernels, or for other pipeline stages
+    exposed: float  # communication during which the GPU does not compute
+    host_per_micro_batch: float  # the host launches the kernels of a micro-batch
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.waiting + self.exposed
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the step in which the GPU computes."""
+        return self.compute / self.total
+
+
+def plan_step(
+    settings: Settings,
+    *,
+    vocab_size: int,
+    world_size: int,
+    masked_tokens: int,
+    compute_seconds: float,
+    network_gbps: float,
+) -> StepTime:
+    """Return the time of a training step.
+
+    With overlap, gradients are reduced during the backward pass of the last micro-batch, except those of the last
+    bucket. Weights are gathered during the forward pass of the first micro-batch, except those of the first bucket.
+    Nothing hides the communication of tensor, context and pipeline parallelism.
+
+    Args:
+        masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
+        compute_seconds: Time of the step on a rank that only computes.
+        network_gbps: Gigabits per second of each GPU's network adapter, in one direction.
+    """
+    micro_batches = settings.micro_batches_per_rank(world_size)
+    cluster = Cluster(settings, world_size=world_size, network_gbps=network_gbps)
+    data: dict[str, float] = {}  # seconds by operation
+    # Status of all ranks, gradient norm, and number of tokens.
+    exposed = cluster.seconds("all", "all-gather", 72 * world_size) + 2 * cluster.seconds("all", "all-reduce", 8)
+    for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked_tokens):
+        seconds = each.calls * cluster.seconds(each.group, each.operation, each.bytes / each.calls)
+        if each.group == "data":
+            data[each.operation] = seconds
+        else:
+            exposed += seconds * (2 if each.operation == "send" else 1)  # as many receives
+    host = _HOST_SECONDS_PER_LAUNCH * kernel_launches(settings)
+    busy = max(compute_seconds / micro_batches, host)  # per micro-batch
+    exposed_data = sum(data.values())
+    if settings.parallel.overlap_grad_reduce is not False:
+        buckets = len(gradient_buckets(settings, vocab_size=vocab_size, world_size=world_size))
+        # Backward takes two thirds of a micro-batch, and forward one third.
+        hidden = {operation: busy * (1 / 3 if operation == "all-gather" else 2 / 3) for operation in data}
+        exposed_data = sum(max(seconds / buckets, seconds - hidden[operation]) for operation, seconds in data.items())
+    pipeline_wait = (settings.parallel.pipeline_model_parallel_size - 1) * busy
+    return StepTime(
+        compute=compute_seconds,
+        waiting=micro_batches * busy - compute_seconds + pipeline_wait,
+        exposed=exposed + exposed_data,
+        host_per_micro_batch=host,
+    )
