@@ -26,9 +26,11 @@ BF16_PEAK = 989e12  # FLOP/s of both GPUs, from the data sheets
 GEMM = 650e12  # FLOP/s of bf16 products of width 768, estimated as four fifths of the rate at 8192^3
 BANDWIDTH = {"H100": 2.8e12, "H200": 4.0e12}  # bytes/s, estimated as five sixths of the data sheets (3.35, 4.8)
 # TFLOP/s forward and backward by document length, on an H100 with heads of 64, without a mask, in bf16.
-# Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6, read from the charts. torch's packed kernel is FA2.
+# Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6, read from the charts. torch's packed kernel is FA2, or
+# FA3 if its package is installed.
 ATTENTION = {
     "FA2": {512: (282, 198), 1024: (306, 238), 2048: (318, 264), 4096: (321, 280)},
+    "FA3": {512: (333, 272), 1024: (392, 363), 2048: (460, 422), 4096: (476, 450)},
     "cuDNN": {512: (335, 266), 1024: (373, 348), 2048: (395, 395), 4096: (408, 420)},
 }
 # Speed-up of the products, and bytes moved per value that is cast: a read in bf16, two FP8 writes (by rows and by
@@ -84,8 +86,10 @@ def counted_bytes(layers: str) -> dict[str, float]:
 def steps() -> list[Step]:
     """Return the implementations of a training step, in the order of the rows of the printed table."""
     in_bf16 = Step("Transformer Engine", "cuDNN", counted_bytes("Transformer Engine"))
+    local = Step("local layers", "FA2", counted_bytes("local"))
     return [
-        Step("local layers", "FA2", counted_bytes("local")),
+        local,
+        replace(local, name="local layers, FA3", attention="FA3"),
         in_bf16,
         *(replace(in_bf16, name=f"Transformer Engine, FP8 {recipe}", fp8=recipe) for recipe in FP8),
     ]

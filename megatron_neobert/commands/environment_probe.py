@@ -34,7 +34,9 @@ COMPILED = {
     "pyarrow": "pyarrow",
     "tokenizers": "tokenizers",
     "transformer-engine": "transformer_engine.pytorch",
-    "flash-attn": "flash_attn",
+    "flash-attn": "flash_attn.flash_attn_interface",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute.interface",
     "nvidia-dali-cuda120": "nvidia.dali",
     "nvidia-dali-cuda130": "nvidia.dali",
 }

@@ -233,10 +233,10 @@ def _round_up(size: int, multiple: int) -> int:
 def kernel_problems(settings: Settings) -> Iterator[str]:
     compute, model = settings.compute, settings.model
     if compute.transformer_impl == "local":
-        if compute.attention_backend == "fused":
+        if compute.attention_backend != "auto":
             yield (
-                "--attention-backend fused (cuDNN) needs Transformer Engine, and --transformer-impl is local; use "
-                "--transformer-impl transformer_engine or --attention-backend auto."
+                f"--attention-backend {compute.attention_backend} chooses a kernel of Transformer Engine, and "
+                "--transformer-impl is local; use --transformer-impl transformer_engine or --attention-backend auto."
             )
         if compute.fp8_format is not None:
             yield (
@@ -244,10 +244,10 @@ def kernel_problems(settings: Settings) -> Iterator[str]:
                 "--transformer-impl transformer_engine."
             )
     width = model.hidden_size // model.num_attention_heads
-    if compute.attention_backend == "fused" and width % HEAD_WIDTH_MULTIPLE:
+    if compute.attention_backend != "auto" and width % HEAD_WIDTH_MULTIPLE:
         yield (
-            f"--attention-backend fused needs heads whose width is a multiple of {HEAD_WIDTH_MULTIPLE}, and "
-            f"--hidden-size / --num-attention-heads = {width}; use --attention-backend auto."
+            f"--attention-backend {compute.attention_backend} needs heads whose width is a multiple of "
+            f"{HEAD_WIDTH_MULTIPLE}, and --hidden-size / --num-attention-heads = {width}; use --attention-backend auto."
         )
 
 

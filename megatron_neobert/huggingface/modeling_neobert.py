@@ -254,10 +254,11 @@ class NeoBERT(NeoBERTPreTrainedModel):
                 norm.
             return_dict: If False, return a tuple. For None here and in the two arguments above, config decides.
             cu_seqlens: Starts of the documents in a packed sequence (b = 1), and its length: 0, ..., s.
-                DataCollatorWithFlattening's `cu_seq_lens_q` is accepted too. Position ids that restart do not separate
-                documents.
-            max_seqlen: Tokens of the longest document. By default, computed from cu_seqlens.
-            kwargs: Inputs of other models, such as `token_type_ids`, are ignored.
+                Position ids that restart do not separate documents.
+            max_seqlen: Tokens of the longest document. By default, computed from cu_seqlens, which must then be read
+                from its device. With both arguments, cu_seqlens is checked only if it is on the CPU.
+            kwargs: `cu_seq_lens_q` and `max_length_q` are other names of cu_seqlens and max_seqlen, those of
+                DataCollatorWithFlattening. Inputs of other models, such as `token_type_ids`, are ignored.
 
         Raises:
             ValueError: Both or none of input_ids and inputs_embeds are given; attention_mask is not [b, s]; cu_seqlens
@@ -268,7 +269,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
         hidden_bsh = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
         length = hidden_bsh.shape[1]
         cu_seqlens = find_documents({**kwargs, "cu_seqlens": cu_seqlens})
-        packing = None if cu_seqlens is None else pack(hidden_bsh, cu_seqlens, max_seqlen, attention_mask)
+        longest = kwargs.get("max_length_q") if max_seqlen is None else max_seqlen
+        packing = None if cu_seqlens is None else pack(hidden_bsh, cu_seqlens, longest, attention_mask)
         longest = length if packing is None else packing.longest
         if not is_tracing() and longest > self.config.max_position_embeddings:
             logger.warning_once(
@@ -405,8 +407,10 @@ def rotate_pairs(heads_bnsd: Tensor, rotation: Rotation) -> Tensor:
 def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attention_mask: Tensor | None) -> Packing:
     """Return the documents of a packed sequence. `cu_seqlens` has their starts and then s: 0, ..., s.
 
-    Raises ValueError if there are several rows or padding, cu_seqlens does not increase from 0 to s, or max_seqlen is
-    below the longest document. During tracing, values are not checked, and any attention_mask is refused.
+    Raises:
+        ValueError: There are several rows or padding, cu_seqlens does not increase from 0 to s, or max_seqlen is too
+            small. Values are checked if cu_seqlens is on the CPU or max_seqlen is None. During tracing, they are not,
+            and any attention_mask is refused.
     """
     rows, length = hidden_bsh.shape[:2]
     if rows != 1:
@@ -414,7 +418,8 @@ def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attenti
     if attention_mask is not None and (is_tracing() or not bool((attention_mask != 0).all())):
         raise ValueError("attention_mask and cu_seqlens: a packed sequence has no padding. Remove one of them.")
     longest = max_seqlen or length
-    if not is_tracing():
+    # To read a tensor of another device, the host waits until the device has finished all its work.
+    if not is_tracing() and (max_seqlen is None or cu_seqlens.device.type == "cpu"):
         starts = cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         if not lengths or starts[0] != 0 or starts[-1] != length or min(lengths) < 1:

@@ -1,9 +1,9 @@
 """Attention kernels of the local layers: bidirectional within each document of a micro-batch, without parameters.
 
-On CUDA in bfloat16, a micro-batch is one call of a variable-length kernel, which is torch's (FlashAttention 2) or that
-of the package flash-attn. Neither waits for the device. Otherwise, each document is one call of torch's
-scaled_dot_product_attention. On CPU, this loop is 2.7 times faster than nested tensors and 2.2 times faster than a
-block-diagonal mask; torch has no packed kernel for CPUs.
+On CUDA in bfloat16, a micro-batch is one call of torch's variable-length kernel, which does not wait for the device. It
+is FlashAttention 2, or the version that `kernels.activate_flash_attention` has activated. Otherwise, each document is
+one call of torch's scaled_dot_product_attention. On CPU, this loop is 2.7 times faster than nested tensors and 2.2
+times faster than a block-diagonal mask; torch has no packed kernel for CPUs.
 
 Shapes: `t` tokens of the micro-batch, `s` tokens of a document, `n` heads of this rank, `d` head width.
 """
@@ -51,24 +51,9 @@ class TorchAttention(MegatronModule):
         `packed_seq_params`, the document bounds, is required. The two arguments about masks are not used.
         """
         assert packed_seq_params is not None, "a micro-batch is always packed"
-        return self.attend(query_tnd, key_tnd, value_tnd, packed_seq_params)
-
-    def attend(self, query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Return the context, [t, n * d]."""
         if query_tnd.is_cuda and query_tnd.dtype is torch.bfloat16:
-            return _attend_packed(query_tnd, key_tnd, value_tnd, packed)
-        return attend_by_document(query_tnd, key_tnd, value_tnd, packed.cu_seqlens_q)
-
-
-class FlashAttention(TorchAttention):
-    """The kernel of the package flash-attn, for bfloat16 on CUDA only."""
-
-    def attend(self, query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams) -> Tensor:
-        # An optional package, large and slow to import.
-        from flash_attn import flash_attn_varlen_func
-
-        context_tnd: Tensor = flash_attn_varlen_func(query_tnd, key_tnd, value_tnd, *_bounds(packed))
-        return context_tnd.flatten(1)
+            return _attend_packed(query_tnd, key_tnd, value_tnd, packed_seq_params)
+        return attend_by_document(query_tnd, key_tnd, value_tnd, packed_seq_params.cu_seqlens_q)
 
 
 def attend_by_document(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, cu_seqlens_n: Tensor) -> Tensor:
@@ -91,10 +76,6 @@ def _attend_packed(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed
     # Zero channels do not change the product of a query and a key. The scale remains that of the true width.
     padding = -width % HEAD_WIDTH_MULTIPLE
     query, key, value = (pad(tensor, (0, padding)) if padding else tensor for tensor in (query_tnd, key_tnd, value_tnd))
-    context_tnd: Any = varlen_attn(query, key, value, *_bounds(packed), scale=width**-0.5)
+    bounds: Any = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
+    context_tnd: Any = varlen_attn(query, key, value, *bounds, scale=width**-0.5)
     return context_tnd[:, :, :width].flatten(1)
-
-
-def _bounds(packed: PackedSeqParams) -> tuple[Any, ...]:
-    """Return the document bounds in the order of the arguments of variable-length kernels."""
-    return packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv

@@ -26,7 +26,7 @@ from torch import nn
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.model.attention import CoreAttention
 from megatron_neobert.model.kernels import choose_kernels
-from megatron_neobert.model.packed_kernels import FlashAttention, TorchAttention
+from megatron_neobert.model.packed_kernels import TorchAttention
 
 
 def to_transformer_config(settings: Settings) -> TransformerConfig:
@@ -104,7 +104,7 @@ NORM_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-_ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttention, "flash_attn": FlashAttention}
+_ATTENTION = {"transformer_engine": TEDotProductAttention, "torch": TorchAttention}
 
 
 def layer_spec(settings: Settings) -> TransformerBlockSubmodules:

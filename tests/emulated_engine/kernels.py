@@ -109,10 +109,16 @@ _BACKWARD = {
 
 
 def get_fused_attn_backend(*arguments: Any) -> Any:
-    """Return the backend for packed bfloat16, as common/fused_attn/fused_attn.cpp does for this GPU and model."""
+    """Return the backend for packed bfloat16 and this model, as common/fused_attn/fused_attn.cpp does.
+
+    Packed documents need compute capability 9.0 and cuDNN 9.1, or 10.0 and cuDNN 9.7.
+    """
     import transformer_engine_torch as extension
 
-    backend = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    major, _ = torch.cuda.get_device_capability()
+    is_possible = major >= 9 and get_cudnn_version() >= (90_100 if major == 9 else 90_700)
+    backends = extension.NVTE_Fused_Attn_Backend
+    backend = backends.NVTE_F16_arbitrary_seqlen if is_possible else backends.NVTE_No_Backend
     return backend if len(arguments) > 1 else (backend, "")  # 2.20 takes one object, and also returns a reason
 
 

@@ -115,15 +115,19 @@ class Properties:
     major, minor, name, total_memory, multi_processor_count = 9, 0, "NVIDIA H200", 139 << 30, 132
 
 
-def believe_in_cuda() -> None:
-    """Let torch's Python functions report one H200. Must be called before megatron.core is imported."""
+def believe_in_cuda(capability: tuple[int, int]) -> None:
+    """Let torch's Python functions report one H200, with this compute capability.
+
+    Must be called before megatron.core is imported.
+    """
+    Properties.major, Properties.minor = capability
     values = {
         "is_available": True,
         "current_device": 0,
         "device_count": 1,
         "set_device": None,
         "get_device_name": Properties.name,
-        "get_device_capability": (9, 0),
+        "get_device_capability": capability,
         "get_device_properties": Properties(),
         "max_memory_allocated": 0,
         "reset_peak_memory_stats": None,
@@ -243,14 +247,15 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Run two steps and return the counts of the second one, or build the model and return the sizes of its buckets.
 
     Args:
-        case: `num_layers`, `world_size`, `rank`, sections of settings, and flags of the controls, which must run last.
+        case: `num_layers`, `world_size`, `rank`, `capability`, sections of settings, and flags of the controls, which
+            must run last.
     """
     from collectives import Collectives  # imports megatron.core
     from megatron.core import parallel_state
 
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.data.batches.windows import masked_capacity
-    from megatron_neobert.model.kernels import choose_kernels
+    from megatron_neobert.model.kernels import choose_kernels, engine_attention
     from megatron_neobert.planning.memory import plan_memory
     from megatron_neobert.planning.network import step_traffic
     from megatron_neobert.runtime import distributed
@@ -314,6 +319,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     traffic = step_traffic(settings, **sizes, stage=stage)
     return {
         "summary": choose_kernels(settings).summary,
+        "attention": engine_attention(),
         "waits": waits,
         "copies": copies,
         "counts": counts,
@@ -339,8 +345,8 @@ def kept_bytes(model: Any, batch: Any) -> int:
 
 
 if __name__ == "__main__":
-    believe_in_cuda()
     cases = json.loads(Path(sys.argv[2]).read_text())
+    believe_in_cuda(*{tuple(case.get("capability", (9, 0))) for case in cases.values()})  # one for all cases
     if any(case.get("compute", {}).get("transformer_impl") == "transformer_engine" for case in cases.values()):
         import fake_engine
 
@@ -350,7 +356,7 @@ if __name__ == "__main__":
         try:
             results[label] = run_case(case)
         except Exception as error:
-            if not case.get("mixes_devices"):
+            if not case.get("fails"):
                 raise
             results[label] = {"error": str(error)}
     Path(sys.argv[3]).write_text(json.dumps(results))

@@ -94,7 +94,7 @@ def test_a_step_waits_for_the_device_once(library, tmp_path, compute):
         "one rank": {},
         "64 ranks, the last": {"world_size": 64, "rank": 63, "parallel": TWO_OF_EACH},
         "control": {"without_patches": True},
-        "mixed": {"mixes_devices": True},
+        "mixed": {"mixes_devices": True, "fails": True},
     }
     cases = {label: {"num_layers": LAYERS, "compute": compute, **case} for label, case in cases.items()}
     if compute:
@@ -103,11 +103,26 @@ def test_a_step_waits_for_the_device_once(library, tmp_path, compute):
     assert "at least two devices, cuda:0 and cpu" in results.pop("mixed")["error"]
     assert results.pop("control")["waits"] == {**WAIT, **waits_of_megatron(has_engine=bool(compute))}
     assert_waits_and_copies(results)
+    # By the same choice as below, for the Hopper GPU of these cases.
+    assert all(str(result["attention"]).startswith("cuDNN (") == bool(compute) for result in results.values())
 
 
 def assert_waits_and_copies(results: dict[str, Any]) -> None:
     for label, result in results.items():
         assert (result["waits"], result["copies"]) == (WAIT, COPIES), label
+
+
+@emulated_engine.needs_sources
+@pytest.mark.parametrize(
+    ("capability", "outcome"),
+    [((10, 0), "cuDNN ("), ((8, 0), "Transformer Engine has no fused attention kernel for this model on this GPU")],
+    ids=["Blackwell", "Ampere without flash-attn"],
+)
+def test_transformer_engine_chooses_cudnn_on_blackwell_and_nothing_on_ampere(library, tmp_path, capability, outcome):
+    """Its Python chooses, by the conditions of its C++ source, which tests/emulated_engine repeats."""
+    case = {"num_layers": 1, "compute": ENGINE, "capability": capability, "fails": capability == (8, 0)}
+    result = run_cases(library, {"case": case}, tmp_path)["case"]
+    assert outcome in result.get("error", result.get("attention"))
 
 
 def waits_of_megatron(*, has_engine: bool) -> dict[str, int]:

@@ -10,7 +10,6 @@ Letters: `t` tokens of a micro-batch, `n` documents and dummy documents (plus on
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -158,10 +157,6 @@ class BatchStream:
         """Number of steps by which documents are prefetched from object storage; 0 for local corpora."""
         return _REMOTE_STEPS_AHEAD if any(source.corpus.is_remote for source in self.sources) else 0
 
-    @cached_property
-    def _document_capacity(self) -> int:
-        return document_capacity(self.sources, self.settings)
-
     def build(self, packed: PackedSequences) -> list[PackedBatch]:
         """Return this rank's micro-batches of a global batch."""
         return [self._build_micro_batch(sequences) for sequences in self._micro_batches_of_rank(packed)]
@@ -187,7 +182,7 @@ class BatchStream:
             return batch
         masked = masked_capacity(capacity // ranks, probability=settings.masking.probability)
         bounds = batch.cu_seqlens_n.numpy()
-        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], self._document_capacity, capacity)])
+        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(len(bounds) - 1), capacity)])
         return replace(
             batch,
             labels_m=torch.from_numpy(pad_to_capacity(batch.labels_m.numpy(), masked, IGNORED_LABEL)),

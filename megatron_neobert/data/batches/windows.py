@@ -3,9 +3,9 @@
 All ranks pack the same windows alike, which reads only lengths. The documents of a window follow from its number and
 the settings. A `Cursor` points to the next unread packed sequence; resuming there costs the packing of one window.
 
-With `BatchSettings.fixed_shapes`, kernels and memory can be planned once for all micro-batches: arrays whose length
-varies are padded to a capacity that nearly every micro-batch stays below, six standard deviations above the mean. A
-micro-batch that exceeds the capacity is padded to its next multiple.
+With `BatchSettings.fixed_shapes`, kernels and memory can be planned once for all micro-batches: masked positions are
+padded to a capacity that nearly every micro-batch stays below, six standard deviations above the mean. A micro-batch
+that exceeds the capacity is padded to its next multiple. Documents are padded to one of a few numbers.
 """
 
 import math
@@ -37,7 +37,7 @@ WINDOW_DOCUMENTS = 4096
 IGNORED_LABEL = -100  # default ignore_index of torch's cross-entropy
 _DEVIATIONS = 6  # a normal variable exceeds them once in 10^9 draws
 _MASKED_MULTIPLE = 128  # FP8 and tensor-core tiles need multiples of 16 and 128
-_DOCUMENTS_MULTIPLE = 64  # few different document counts, and therefore few attention plans
+_DOCUMENTS_MULTIPLE = 512  # few different document counts, and therefore few attention plans
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BatchSettings:
     seed: int
     batch_layout: BatchLayout = "packed"
     document_block_size: int = 1  # neighbouring documents that are shuffled as one block
-    fixed_shapes: bool = False  # pad arrays to the same shapes in every micro-batch
+    fixed_shapes: bool = False  # pad arrays to the same shape in every micro-batch, cu_seqlens_n to one of a few
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -168,20 +168,17 @@ def masked_capacity(tokens: int, *, probability: float) -> int:
     return _round_up(tokens * probability + _DEVIATIONS * deviation, _MASKED_MULTIPLE)
 
 
-def document_capacity(sources: Sequence[Source], settings: BatchSettings) -> int:
-    """Return the number of documents, including dummies, that a micro-batch is padded to with fixed shapes.
+def document_capacity(documents: int) -> int:
+    """Return the number that a micro-batch of `documents` documents, dummies included, is padded to with fixed shapes.
 
-    The number is a multiple of 64. In the packed layout, it is estimated from the first window, and a micro-batch with
-    more documents is padded to a multiple of the number.
+    A power of two from 32 to 512, or a multiple of 512.
     """
-    if settings.batch_layout == "concatenated":
-        return _round_up(settings.micro_batch_size + 1, _DOCUMENTS_MULTIPLE)
-    # Web pages in 64 packed sequences of 1,024 tokens: capacity 256, mean 139, at most 201 in 1,000 micro-batches.
-    # Single sentences: capacity 5,376, mean 3,804, at most 4,231.
-    counts = np.diff(pack_window(sources, settings, epoch=0, window=0).offsets)
-    mean, square = float(counts.mean()), float((counts**2).mean())
-    deviation = math.sqrt(settings.micro_batch_size * max(0.0, square - mean**2))
-    return _round_up(settings.micro_batch_size * mean + _DEVIATIONS * deviation + 1, _DOCUMENTS_MULTIPLE)
+    # Attention kernels start blocks for empty documents, too, and cuDNN is planned anew for each number. Up to 512,
+    # Transformer Engine itself rounds in this way. 64 packed sequences of 1,024 tokens contain 139 web pages on
+    # average, and at most 201 in 1,000 micro-batches; of single sentences, 3,804 and 4,231.
+    if documents > _DOCUMENTS_MULTIPLE:
+        return _round_up(documents, _DOCUMENTS_MULTIPLE)
+    return max(32, 1 << (documents - 1).bit_length())
 
 
 def pad_to_capacity(values: NDArray[np.generic], capacity: int, filler: int) -> NDArray[np.generic]:

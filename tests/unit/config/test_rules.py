@@ -55,7 +55,7 @@ REFUSED = [
     ),
     (
         "--bf16 --attention-backend fused --transformer-impl local",
-        "--attention-backend fused (cuDNN) needs Transformer Engine, and --transformer-impl is local",
+        "--attention-backend fused chooses a kernel of Transformer Engine, and --transformer-impl is local",
         "--bf16 --attention-backend fused --transformer-impl auto",
     ),
     (

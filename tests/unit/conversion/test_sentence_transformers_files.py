@@ -11,8 +11,10 @@ from saved_model import MODEL, WORDS
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
+from unit.huggingface.tiny_neobert import FlashKernel
 
 from checkpoint_conversion.export import write_sentence_transformers_files
+from megatron_neobert.huggingface.auto_classes import register_neobert
 
 TEXTS = ["the cat sat on a mat .", "a mat"]
 MAX_TOKENS = MODEL.max_position_embeddings
@@ -55,6 +57,20 @@ def test_long_text_is_truncated_at_max_seq_length_before_sep(model: SentenceTran
     assert ids == [WORDS.index(word) for word in ("[CLS]", *["cat"] * (MAX_TOKENS - 2), "[SEP]")]
     fitting = " ".join(["cat"] * (MAX_TOKENS - 2))
     torch.testing.assert_close(encode(model, [text]), encode(model, [fitting]), atol=0, rtol=0)
+
+
+def test_texts_are_embedded_without_padding_if_flash_attention_is_there(exported: Any, monkeypatch: pytest.MonkeyPatch):
+    """The option `unpad_inputs` of sentence-transformers sends document bounds to a folder with this project's code."""
+    register_neobert()
+    folder, _ = exported(layout="neobert", sentence_transformers=True)
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    expected = encode(model, TEXTS)
+    kernel = FlashKernel(monkeypatch)
+    model[0].auto_model.config._attn_implementation = "flash_attention_2"
+    model[0].unpad_inputs = True
+    torch.testing.assert_close(encode(model, TEXTS), expected, atol=1e-6, rtol=0)
+    calls = [(call["starts"].tolist(), call["longest"]) for call in kernel.calls]
+    assert calls == [([0, 9, 13], (9, 9))] * MODEL.num_layers
 
 
 @pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.57.3")])

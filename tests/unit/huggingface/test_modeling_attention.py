@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_neobert import build_documents, build_model, gap, logits_alone, pack, pad
+from tiny_neobert import FlashKernel, build_documents, build_model, gap, logits_alone, pack, pad
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -74,16 +74,35 @@ def test_logits_of_packed_documents_equal_those_of_single_documents(implementati
     )
 
 
+def flatten(documents: list[Tensor]) -> dict[str, Any]:
+    """Return the batch of transformers' collator, with the arguments that sentence-transformers sends."""
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collator([{"input_ids": document.tolist()} for document in documents], return_tensors="pt")
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
 @torch.no_grad()
 def test_arguments_of_the_flattening_collator_separate_documents(implementation: str):
     """Its names are cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and position_ids."""
-    collator = transformers.DataCollatorWithFlattening()
-    batch = collator([{"input_ids": document.tolist()} for document in DOCUMENTS], return_tensors="pt")
-    starts = pack(DOCUMENTS)["cu_seqlens"]
-    names = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 9, "max_length_k": 9}
     model = build_model(attention=implementation)
-    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], **names}
-    assert gap(model(**inputs).logits[0], logits_alone(model, DOCUMENTS)) < ROUNDING
+    assert gap(model(**flatten(DOCUMENTS)).logits[0], logits_alone(model, DOCUMENTS)) < ROUNDING
+
+
+@torch.no_grad()
+def test_document_bounds_reach_every_layer_s_kernel_and_are_never_read_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    """Meta tensors have no values: to read one raises, as the control shows."""
+    kernel, batch = FlashKernel(monkeypatch), flatten(DOCUMENTS)
+    model = build_model(attention="flash_attention_2")
+    assert gap(model(**batch).logits[0], logits_alone(build_model(), DOCUMENTS)) < ROUNDING
+    on_device = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in batch.items()}
+    model.bfloat16().to("meta")(**on_device)
+    assert len(kernel.calls) == 2 * model.config.num_hidden_layers
+    assert all(call["longest"] == (9, 9) and type(call["longest"][0]) is int for call in kernel.calls)
+    for call in kernel.calls:
+        assert call["starts"] is call["key_starts"] and call["starts"].dtype == torch.int32
+    assert kernel.calls[0]["starts"].tolist() == [0, 9, 10, 16]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(**{**on_device, "max_length_q": None})
 
 
 @torch.no_grad()

@@ -1,9 +1,13 @@
 """A NeoBERT of 2 layers x 32, with weights so large that errors are visible, and inputs for tests."""
 
+from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from transformers import modeling_flash_attention_utils as flash_attention
 
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
@@ -59,3 +63,33 @@ def logits_alone(model: Any, documents: list[Tensor]) -> Tensor:
 def gap(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference relative to the largest expected value."""
     return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+class FlashKernel:
+    """Stands in for the kernel of the package flash-attn, and records the arguments of its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+            max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+        ) -> Tensor:  # fmt: skip
+            longest = (max_seqlen_q, max_seqlen_k)
+            self.calls.append({"starts": cu_seqlens_q, "key_starts": cu_seqlens_k, "longest": longest})
+            assert not causal and dropout_p == 0
+            if q.is_meta:
+                return torch.empty_like(q)
+            edges = list(pairwise(cu_seqlens_q.tolist()))
+            documents = (tuple(heads[a:b].transpose(0, 1) for heads in (q, k, v)) for a, b in edges)
+            contexts = (F.scaled_dot_product_attention(*heads, scale=softmax_scale) for heads in documents)
+            return torch.cat([context.transpose(0, 1) for context in contexts])
+
+        replaced = {
+            "_loaded_implementation": "flash_attention_2",
+            "_flash_varlen_fn": attend,
+            "_process_flash_kwargs_fn": flash_attention._lazy_define_process_function(attend),
+            "_process_with_kvcache_kwargs_fn": dict,
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(flash_attention, name, value)

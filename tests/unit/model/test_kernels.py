@@ -8,8 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import emulated_engine
 import pytest
+import torch
 from megatron.core.transformer.enums import AttnBackend
+from torch import Tensor
+from torch.nn import attention
+from torch.nn.attention import varlen
 
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
@@ -22,6 +27,7 @@ from megatron_neobert.model.kernels import (
     detect_hardware,
 )
 from megatron_neobert.model.neobert import NeoBERTModel
+from megatron_neobert.model.packed_kernels import attend_by_document
 
 CPU = Hardware()
 H100 = Hardware(gpu="NVIDIA H100", capability=(9, 0), transformer_engine=Library(version="2.11.0"))
@@ -48,7 +54,6 @@ def refusal(settings: Settings, hardware: Hardware) -> str:
         (H100, {}, "transformer_engine", "transformer_engine"),
         (H100, {"bf16": False}, "local", "torch"),
         (H100, {"transformer_impl": "local"}, "local", "torch"),
-        (H100, {"transformer_impl": "local", "attention_backend": "flash"}, "local", "flash_attn"),
         (H100, {"attention_backend": "flash"}, "transformer_engine", "transformer_engine"),
         (H100, {"hidden_size": 1008}, "transformer_engine", "torch"),  # 12 heads of 84, which is not a multiple of 8
         (BARE_H100, {}, "local", "torch"),
@@ -64,6 +69,7 @@ def test_kernels_follow_from_machine_and_settings(hardware, changes, implementat
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
         ({"attention_backend": "fused"}, "--attention-backend fused"),
+        ({"attention_backend": "flash"}, "--attention-backend flash"),
         ({"fp8_format": "e4m3"}, "--fp8-format e4m3"),
     ],
 )
@@ -73,14 +79,58 @@ def test_settings_that_need_transformer_engine_are_refused_without_it(compute, f
         settings(**compute), BARE_H100
     )
     monkeypatch.setattr(kernels, "fp8_refusals", dict)
-    check_hardware(settings(**compute), H100)
+    check_hardware(settings(**compute), replace(H100, flash_attn=Library(version="2.8.3")))
 
 
-def test_flash_attn_is_refused_without_the_package_or_without_a_gpu():
-    flash = settings(attention_backend="flash")
-    assert "needs the package flash-attn (not installed)" in refusal(flash, H100)
-    assert "--attention-backend flash needs a CUDA device" in refusal(flash, CPU)
-    check_hardware(flash, replace(H100, flash_attn=Library(version="2.8.3")))
+def test_flash_attn_is_refused_without_the_package():
+    assert "needs the package flash-attn (not installed)" in refusal(settings(attention_backend="flash"), H100)
+
+
+@pytest.fixture
+def flash_attention_3(site):
+    """A package flash_attn_interface with the operations that torch looks for, which cannot compute."""
+    define = "torch.library.Library('flash_attn_3', 'DEF')"
+    (site / "flash_attn_interface.py").write_text(
+        f"import torch\nlibrary = {define}\nlibrary.define('fwd() -> ()')\nlibrary.define('bwd() -> ()')\n"
+    )
+    kernels.activate_flash_attention.cache_clear()
+    yield
+    kernels.activate_flash_attention.cache_clear()
+    sys.modules.pop("flash_attn_interface", None)
+    if attention.current_flash_attention_impl():
+        attention.restore_flash_attention_impl()
+
+
+@pytest.mark.usefixtures("flash_attention_3")
+def test_torch_uses_flash_attention_3_if_it_works_and_else_its_own(monkeypatch):
+    local = settings(transformer_impl="local")
+    summary = choose_kernels(local, H100).summary
+    assert "torch's packed kernel, FA2; FA3 is installed and does not work with this torch and GPU (" in summary
+    assert attention.current_flash_attention_impl() is None
+    kernels.activate_flash_attention.cache_clear()
+    monkeypatch.setattr(kernels, "_check_packed_attention", lambda width: None)
+    assert "torch's packed kernel, FA3," in choose_kernels(local, H100).summary
+    assert attention.current_flash_attention_impl() == "FA3"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the GPU by the CPU")
+def test_packed_attention_that_computes_something_else_is_detected(monkeypatch):
+    def attend(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, cu_seqlens_n: Tensor, *_: Any, **__: Any) -> Any:
+        return attend_by_document(query_tnd, key_tnd, value_tnd, cu_seqlens_n).view_as(query_tnd)
+
+    def attend_across_documents(*heads_tnd: Tensor, **_: Any) -> Any:
+        return attend(*heads_tnd[:3], torch.tensor([0, 256]))
+
+    def attend_without_gradients(*heads_tnd: Tensor, **_: Any) -> Any:
+        return attend(*(heads.detach() for heads in heads_tnd[:2]), *heads_tnd[2:4])
+
+    with emulated_engine._OnCpu():
+        monkeypatch.setattr(varlen, "varlen_attn", attend)
+        kernels._check_packed_attention(64)
+        for wrong in (attend_across_documents, attend_without_gradients):
+            monkeypatch.setattr(varlen, "varlen_attn", wrong)
+            with pytest.raises(AssertionError):
+                kernels._check_packed_attention(64)
 
 
 def test_fp8_recipe_is_refused_with_transformer_engine_s_reason_and_possible_recipes(monkeypatch):

@@ -20,7 +20,7 @@ from tools.acceptance import phases
 from tools.acceptance.phases import Failed, Phase
 
 QUICK = ("environment", "resume")
-WITHOUT_GPU = ("environment", "parity", "speed", "resume", "profile")
+WITHOUT_GPU = ("environment", "first-step", "resume", "speed", "parity", "profile")
 
 
 def accept(output: Path, *names: str) -> Ended:
@@ -139,7 +139,7 @@ def test_gpu_is_accepted_when_every_phase_has_passed_on_this_gpu(start, tmp_path
     ran = []
     replaced = dict.fromkeys(phases.PHASES, ran.append)
     assert start(replaced, "speed", gpu="NVIDIA H100") == 0
-    assert "; not yet: environment, kernels" in capsys.readouterr().out.splitlines()[-1]
+    assert "; not yet: environment, first-step" in capsys.readouterr().out.splitlines()[-1]
     assert start(replaced, *phases.PHASES, gpu="NVIDIA H200") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "accepted: NVIDIA H200"
     assert [phase.name for phase in ran] == ["speed", *phases.PHASES]
@@ -185,7 +185,7 @@ def test_kernel_with_another_loss_fails(tmp_path, monkeypatch):
 
     def figures(phase: Phase, name: str, *flags: str, lengths: object) -> dict:
         loss = 9.0 * (1.02 if name == "Transformer Engine, cuDNN" else 1.0)
-        return {"attention": None, "table": [row], "steps": [{"loss": loss}]}
+        return {"attention": None, "machine": {"kernels": name}, "table": [row], "steps": [{"loss": loss}]}
 
     monkeypatch.setattr(Phase, "benchmark", figures)
     phase = Phase("speed", tmp_path, "cuda")
@@ -194,7 +194,26 @@ def test_kernel_with_another_loss_fails(tmp_path, monkeypatch):
         "Transformer Engine, cuDNN: loss differs from that of the first kernels by 0.02, more than 0.01"
     ]
     measured = {row["kernels"] for row in phase.tables["steps"]}
-    assert measured == set(phases.KERNELS) - {"local layers, flash-attn"}  # not installed for the tests
+    assert measured == set(phases.KERNELS) - {"Transformer Engine, flash-attn"}  # not installed for the tests
+
+
+@pytest.mark.parametrize(
+    ("last", "problems"),
+    [
+        ([{"loss": 6.0, "grad_norm": 1.0}], 0),
+        ([{"loss": 6.0, "grad_norm": float("inf")}], 1),
+        ([], 1),  # the update was skipped
+    ],
+    ids=["finite", "infinite gradient", "skipped"],
+)
+def test_first_step_must_be_finite(last, problems, tmp_path, monkeypatch):
+    lines = [{"loss": 9.0, "grad_norm": 2.0}, {"loss": 8.0, "grad_norm": 2.0}, *last]
+    curve = {number: {"iteration": number, **line} for number, line in enumerate(lines, 1)}
+    monkeypatch.setattr(Phase, "train", lambda *_: curve)
+    monkeypatch.setattr(Phase, "run", lambda *_: "")
+    phase = Phase("first-step", tmp_path, "cuda")
+    phases.check_first_step(phase)
+    assert len(phase.problems) == 2 * problems, "local layers and Transformer Engine"
 
 
 @pytest.mark.slow
