@@ -147,7 +147,8 @@ class ObjectStorage:
                     lock_if_possible(file, fcntl.LOCK_UN)
         except OSError as error:
             raise StorageError(
-                f"--object-storage-cache-path: {path} cannot be written ({error}); free some space"
+                f"--object-storage-cache-path: {path} cannot be read or written ({error}); free some space, or "
+                "name another folder"
             ) from error
 
     def copy(self, url: str, path: Path, recorded: FileRecord) -> None:
