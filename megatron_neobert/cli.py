@@ -8,6 +8,7 @@ from __future__ import annotations  # `neobert check environment` runs on older 
 
 import argparse
 import inspect
+import math
 import os
 import re
 import reprlib
@@ -156,7 +157,7 @@ def assign(
 
 
 def value_problem(item: Field, item_type: Any, value: Any, *, source: str) -> str:
-    """Return an error message if a converted value is too small, infinite, beyond 64 bits or not a choice; else ""."""
+    """Return an error message if a converted value is too small, not finite, beyond 64 bits or not a choice; else ""."""
     choices, minimum = choices_of(item, item_type), item.metadata.get("minimum")
     for entry in value if isinstance(value, tuple) else (value,):
         if choices and entry is not None and entry not in choices:
@@ -164,10 +165,10 @@ def value_problem(item: Field, item_type: Any, value: Any, *, source: str) -> st
             return f"{source} {entry} is not one of {', '.join(choices)}{hint}"
         if isinstance(entry, bool) or not isinstance(entry, (int, float)):
             continue
-        if minimum is not None and not entry >= minimum:  # NaN fails too
+        if minimum is not None and entry < minimum:
             return f"{source} {entry} is below {minimum}, its smallest legal value."
-        if entry in (float("inf"), float("-inf")):
-            return f"{source} {entry} is infinite; give a finite value."
+        if isinstance(entry, float) and not math.isfinite(entry):
+            return f"{source} {entry} is not finite; give a finite number."
         if isinstance(entry, int) and abs(entry) > _LARGEST_NUMBER:
             return f"{source} {excerpt(entry)} is beyond {_LARGEST_NUMBER}; whole numbers take 64 bits at most."
     return ""

@@ -80,7 +80,7 @@ def find_record_problems(settings: Settings) -> list[str]:
 
 
 def value_problems(settings: Settings) -> Iterator[str]:
-    """Yield an error message for each value that is invalid by itself: too small, infinite or not a choice."""
+    """Yield an error message for each value that is invalid by itself: too small, not finite or not a choice."""
     for section in fields(settings):
         config = getattr(settings, section.name)
         for item, item_type in typed_fields(type(config)):
@@ -297,8 +297,8 @@ def data_problems(data: DataConfig) -> Iterator[str]:
         )
     if data.tokenizer_model is None:
         yield "--tokenizer-model is missing: give the tokenizer that the corpus was written with."
-    if not 0.0 < data.mask_prob < 1.0:
-        yield f"--mask-prob {data.mask_prob} is not between 0 and 1; use 0.2, as NeoBERT does."
+    if not 2**-16 <= data.mask_prob < 1.0:  # draws have 16 bits
+        yield f"--mask-prob {data.mask_prob} is not between 1/65,536 and 1; use 0.2, as NeoBERT does."
 
 
 def schedule_problems(settings: Settings) -> Iterator[str]:

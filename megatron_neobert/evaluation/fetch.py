@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_neobert.config.recipes import find_config
-from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, short_reason
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError, short_reason
 from megatron_neobert.evaluation.options import FetchContrastiveOptions, FetchMtebOptions
 from megatron_neobert.runtime.atomic_files import make_folder, replacing
 
@@ -103,8 +103,9 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
     }
 
     def fetch(name: str) -> str:
-        if stored_revision(options.output, tasks[name]) == tasks[name].metadata.revision:
-            return "already fetched"
+        with suppress(DataError):  # damaged data is replaced
+            if stored_revision(options.output, tasks[name]) == tasks[name].metadata.revision:
+                return "already fetched"
         store_task(options.output, tasks[name])
         return "fetched"
 

@@ -17,6 +17,7 @@ Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
 import statistics
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -166,10 +167,10 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
     """Return the class index of a label, or in a regression its value as float. Raises DataError if it is invalid."""
     if task.is_regression:
-        try:
-            return float(value)
-        except (TypeError, ValueError):  # an empty cell is None
-            raise DataError(f"{folder}: {value!r} is not a score of {task.title} (0 to 5); correct the row.") from None
+        with suppress(TypeError, ValueError):  # an empty cell is None
+            if 0 <= float(value) <= 5:
+                return float(value)
+        raise DataError(f"{folder}: {value!r} is not a score of {task.title} (0 to 5); correct the row.")
     if isinstance(value, str):
         if value in task.labels:
             return task.labels.index(value)

@@ -130,7 +130,7 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
         max_length: Maximum number of tokens per text, special tokens included; the model or the folder may lower it.
 
     Raises:
-        MissingInputError: The folder does not exist, or has no config.json or no tokenizer.
+        MissingInputError: The folder does not exist, or it or a module has no config.json, or it has no tokenizer.
         ConversionError: The folder cannot be loaded as an encoder, or modules.json lists a module that is not allowed.
     """
     from sentence_transformers import SentenceTransformer

@@ -26,7 +26,7 @@ from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, suggestion
-from megatron_neobert.evaluation.data import check_data, columns_of, read_tables, reading
+from megatron_neobert.evaluation.data import columns_of, read_tables, reading
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of, sync_to_disk, temporary_path
 from megatron_neobert.text import parse_json
@@ -187,10 +187,12 @@ def local_task(name: str, data_dir: Path) -> AbsTask:
 
     Raises:
         MissingInputError: The folder does not exist, or does not have all files of any task type.
-        DataError: The folder has a pipe, a socket or a device, or refers to data elsewhere.
+        DataError: The folder has a pipe, a socket or a device, refers to data elsewhere, or has a malformed README.md,
+            .huggingface.yaml or state.json.
     """
     folder = data_dir / name
-    check_data(folder)
+    with reading(folder):
+        pass  # only its checks
     task_classes: tuple[type[_LocalTask], ...] = (LocalRetrieval, LocalClassification, LocalSTS)
     for task_class in task_classes:
         files = [folder / file_name for file_name in task_class.file_names]

@@ -123,7 +123,12 @@ def evaluate(options: NerOptions) -> Path:
     tasks = [NerTask(name, tuple(data[name].sentences), ("f1",), data[name].labels) for name in names]
     # Reveals problems of the model before any run.
     tasks[0].load(options.model, LoadOptions(attention=options.attention))
-    load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model)
+    if not tokenizer.is_fast:
+        raise ConversionError(
+            f"{tokenizer.name_or_path}: {type(tokenizer).__name__} cannot map words to tokens; add a tokenizer.json to "
+            "the folder."
+        )
     for task in tasks:
         sweep = Sweep(
             kind="ner",
@@ -230,13 +235,8 @@ def encode_sentences(
 ) -> EncodedSentences:
     """Tokenize sentences, and return them sorted by number of words. Warn if words are beyond `length` tokens.
 
-    The position of a tag in `labels` is its label id. Raises ConversionError if the tokenizer is not a fast one.
+    The position of a tag in `labels` is its label id. The tokenizer must be a fast one.
     """
-    if not tokenizer.is_fast:
-        raise ConversionError(
-            f"{tokenizer.name_or_path}: {type(tokenizer).__name__} cannot map words to tokens; add a tokenizer.json to "
-            "the folder."
-        )
     sentences = sorted(sentences, key=lambda sentence: len(sentence.words))
     label_ids = {label: id for id, label in enumerate(labels)}
     # Running text, because byte-level tokenizers expect a space before a word.

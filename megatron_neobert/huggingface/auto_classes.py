@@ -12,7 +12,7 @@ import huggingface_hub.constants
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from megatron_neobert.errors import ConversionError, short_reason
+from megatron_neobert.errors import ConversionError, NeoBERTError, short_reason
 from megatron_neobert.huggingface import modeling_neobert
 
 
@@ -26,9 +26,9 @@ def register_neobert() -> None:
 
 @contextmanager
 def loading(folder: Path, class_name: str) -> Iterator[None]:
-    """Run a `with` block that loads a local folder with transformers, and convert its exceptions to ConversionError.
+    """Run a `with` block that loads a local folder with transformers, and convert its errors to ConversionError.
 
-    In the block, `neobert` folders are loaded with this package's classes, the network is not used, and transformers
+    A NeoBERTError is not converted. In the block, `neobert` folders are loaded with this package's classes, the network is not used, and transformers
     prints no reports. Progress bars stay disabled afterwards. The class name is for messages.
     """
     register_neobert()
@@ -39,7 +39,7 @@ def loading(folder: Path, class_name: str) -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     try:
         yield
-    except ConversionError:
+    except NeoBERTError:
         raise
     except Exception as error:  # with an invalid config.json, transformers raises almost any exception
         raise ConversionError(

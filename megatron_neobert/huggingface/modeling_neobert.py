@@ -498,7 +498,8 @@ def mean_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | No
     """
     flat = logits.float().flatten(0, -2)
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    return total / ((labels != IGNORED_LABEL).sum().clamp(min=1) if num_items is None else num_items)
+    count = (labels != IGNORED_LABEL).sum() if num_items is None else torch.as_tensor(num_items)
+    return total / count.clamp(min=1)
 
 
 # `save_pretrained` then copies this file into the folder.

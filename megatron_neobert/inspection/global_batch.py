@@ -142,8 +142,10 @@ def override_settings(settings: Settings, flags: list[str]) -> Settings:
     """Return the settings with values replaced by flags of `neobert train`, checked for a run of one rank.
 
     Raises:
-        ConfigError: A flag is unknown, or the result breaks a rule of the settings.
+        ConfigError: A flag is unknown or --config, or the result breaks a rule of the settings.
     """
+    if any(flag.partition("=")[0] == "--config" for flag in flags):
+        raise ConfigError("--config would replace all settings of the run; give flags for single settings instead.")
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "settings.yaml"
         write_record(settings, record)

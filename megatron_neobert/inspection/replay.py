@@ -62,7 +62,7 @@ def replay_settings(load: Path, weights: Path | None, flags: list[str]) -> Setti
     """Return the settings of checkpoint `weights`, or of the newest if None, changed by `flags` and for a single rank.
 
     Raises:
-        ConfigError: A flag is unknown, or the result breaks a rule of the settings.
+        ConfigError: A flag is unknown or --config, or the result breaks a rule of the settings.
         MissingInputError, CheckpointError: There is no checkpoint, or its settings are damaged.
     """
     from megatron_neobert.config.cli import read_record

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -22,11 +23,11 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = "check the path") -> None:
-    """Raise MissingInputError if `folder`, or the file `holding` in it, does not exist.
+    """Raise MissingInputError if `folder` is no folder, or the file `holding` in it does not exist.
 
     The message begins with `flag` and ends with `remedy`.
     """
-    if not (folder / holding).exists():
+    if not folder.is_dir() or not (folder / holding).exists():
         without = f", or one without {holding}" if holding else ""
         raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy}.")
 
@@ -164,12 +165,13 @@ def build_folder(output: Path) -> Iterator[Path]:
     Raises:
         OutputError: `output` is a file, a link or a folder with files, or the temporary folder cannot be created.
         SaveError: The block or the renaming raised OSError or SafetensorError, for example because the disk is full.
+        OSError: An OSError of the block names a file outside of the temporary folder. It is not converted.
     """
     # Slow to import, and most importers of this module do not need it.
     from safetensors import SafetensorError
 
     refuse_existing(output)
-    for leftover in output.parent.glob(f"{output.name}.unfinished.*"):
+    for leftover in output.parent.glob(f"{glob.escape(output.name)}.unfinished.*"):
         print(f"note: {leftover} may be left over from a killed process; remove it if no process writes there")
     temporary = temporary_path(output.with_name(f"{output.name}.unfinished"))
     try:
@@ -187,6 +189,8 @@ def build_folder(output: Path) -> Iterator[Path]:
             sync_to_disk(path)
         temporary.rename(output)
     except (OSError, SafetensorError) as error:
+        if not str(getattr(error, "filename", None) or temporary).startswith(str(temporary)):
+            raise  # such as a missing input
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise OutputError(
                 f"--output {output} was created by another program meanwhile; name a new folder."

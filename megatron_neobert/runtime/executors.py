@@ -211,10 +211,13 @@ class RayCluster:
 
         Raises:
             NeoBERTError, OSError, ModuleNotFoundError: The exception that the job raised.
-            ChildProcessError: The job's worker died at every try, or the job raised any other exception.
+            RayTaskError: The job raised any other exception, a bug.
+            ChildProcessError: The job's worker died at every try.
         """
         try:
             result = future.result()
+        except self._ray.exceptions.RayTaskError:
+            raise  # has the traceback of the worker
         except self._ray.exceptions.RayError as error:
             raise ChildProcessError(
                 f"the Ray worker at {job} died {_RETRIES + 1} times ({type(error).__name__}); if memory ran out, use "

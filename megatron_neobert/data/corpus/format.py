@@ -326,9 +326,11 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield part of an error message for each contradiction in a manifest: special ids out of range, or a wrong sum."""
+    """Yield part of an error message for each contradiction in a manifest: missing unk, special ids out of range, or a wrong sum."""
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
-    if "unk" not in manifest.special_tokens or not all(id_ < manifest.vocab_size for id_ in special):
+    if "unk" not in manifest.special_tokens:
+        yield f"special_tokens has no unk, but only {', '.join(manifest.special_tokens) or 'nothing'}"
+    if not all(id_ < manifest.vocab_size for id_ in special):
         yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
     records = [manifest.documents, manifest.held_out, *manifest.rejected.values(), *manifest.dropped.values()]
     sums = [("records", "documents, held_out, rejected and dropped", records)]

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, CorpusShard, Manifest, corpus_files, read_manifest
-from megatron_neobert.data.inputs.find import InputVersion, file_system_of, version_from_info
-from megatron_neobert.data.inputs.stream import named_errors
+from megatron_neobert.data.inputs.find import InputVersion, version_from_info
+from megatron_neobert.data.inputs.stream import file_system_of, named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
 from megatron_neobert.runtime.new_file import FileRecord
@@ -147,7 +147,8 @@ class ObjectStorage:
                     lock_if_possible(file, fcntl.LOCK_UN)
         except OSError as error:
             raise StorageError(
-                f"--object-storage-cache-path: {path} cannot be written ({error}); free some space"
+                f"--object-storage-cache-path: {path} cannot be read or written ({error}); free some space, or "
+                "name another folder"
             ) from error
 
     def copy(self, url: str, path: Path, recorded: FileRecord) -> None:

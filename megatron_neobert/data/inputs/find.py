@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron_neobert.data.inputs.stream import BYTE_ORDER_MARK, is_url, named_errors, open_input
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.data.inputs.stream import BYTE_ORDER_MARK, file_system_of, is_url, named_errors, open_input
+from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.text import without_credentials
 
 # Files about the data, which a folder of input files often contains.
@@ -120,21 +120,6 @@ def _walk(top: Path) -> Iterator[str]:
             targets.setdefault(os.path.realpath(Path(folder, name)), name)
         subfolders[:] = [name for target, name in targets.items() if target not in visited]
         visited |= targets.keys()
-
-
-def file_system_of(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, shared by all threads of the process, and the URL's path in it.
-
-    Raise ConfigError if fsspec does not support the address, and MissingPackageError if a package is not installed.
-    """
-    with named_errors(url):
-        import fsspec
-
-        try:
-            file_system, path = fsspec.core.url_to_fs(url)
-        except ValueError as error:
-            raise ConfigError(f"{url} cannot be opened ({error}); check how the address begins") from error
-        return file_system, path
 
 
 def _remote_files(url: str) -> list[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from megatron_neobert.errors import MissingInputError, MissingPackageError, NeoBERTError
+from megatron_neobert.errors import ConfigError, MissingInputError, MissingPackageError, NeoBERTError
 
 BATCH_BYTES = 1 << 20  # text in one RecordBatch
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -107,20 +107,34 @@ def named_errors(path: str) -> Iterator[None]:
             ) from error
         # Each client of an object store has its own exception classes.
         problem = f"{path}: {type(error).__name__}: {error}; check the address, the network and the credentials"
-        raise OSError(problem) from error
+        raise ConnectionError(problem) from error  # pyarrow reports damage as plain OSError
+
+
+def file_system_of(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, shared by all threads of the process, and the URL's path in it.
+
+    Raise ConfigError if fsspec does not support the address, and MissingPackageError if a package is not installed.
+    """
+    with named_errors(url):
+        import fsspec
+
+        try:
+            file_system, path = fsspec.core.url_to_fs(url)
+        except ValueError as error:
+            raise ConfigError(f"{url} cannot be opened ({error}); check how the address begins") from error
+        return file_system, path
 
 
 def open_input(path: str) -> BinaryIO:
     """Open a file or URL for reading bytes. A local file is unbuffered, because callers read large blocks.
 
-    Raise OSError if it cannot be opened. A URL may also raise MissingInputError or MissingPackageError.
+    Raise OSError if it cannot be opened. A URL may also raise MissingInputError, and the errors of `file_system_of`.
     """
     if not is_url(path):
         return Path(path).open("rb", buffering=0)
+    file_system, path_in_file_system = file_system_of(path)
     with named_errors(path):
-        import fsspec
-
-        return cast(BinaryIO, fsspec.open(path, "rb").open())
+        return cast(BinaryIO, file_system.open(path_in_file_system, "rb"))
 
 
 def compression_of(head: bytes) -> Compression | None:

@@ -225,7 +225,10 @@ def _check_offsets(column: "pa.Array") -> None:
 
 @contextmanager
 def _named_damage(chunk: Chunk) -> Iterator[None]:
-    """Context manager: convert pyarrow errors, ValueError and OverflowError to DataError. Name the file in OSErrors."""
+    """Context manager: convert pyarrow errors, ValueError and OverflowError to DataError. Name the file in OSErrors.
+
+    An OSError of pyarrow is of no subclass and has no errno. All others are errors of the file system or the network.
+    """
     import pyarrow as pa
 
     with named_errors(chunk.path):
@@ -233,8 +236,8 @@ def _named_damage(chunk: Chunk) -> Iterator[None]:
             yield
         # ValueError and OverflowError: names and dates that Python cannot represent.
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # an error of the file system, not damage
+            if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+                raise
             kind = "Arrow" if chunk.format == "arrow" else chunk.format
             raise DataError(
                 f"{chunk.path}: damaged {kind} file ({error}); fetch the file again, or leave it out"

@@ -53,8 +53,8 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     unknown_tokens: int = 0
-    repaired_documents: int = 0
-    utf8_bytes: int = 0  # tokenized text
+    repaired_documents: int = 0  # texts read with U+FFFD for invalid text, also those that filters dropped
+    utf8_bytes: int = 0  # of the texts that the filters kept
     rejected: Counter[str] = field(default_factory=Counter)  # records in error, by reason
     dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
 
@@ -185,6 +185,7 @@ class _ChunkWriter:
         for record in batch.rejected:
             self._write_reject(record)
         counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=batch.dropped)
+        counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
         if not batch.texts:
             return counts
         ids, lengths = self._encoder.encode_batch(batch.texts)
@@ -202,7 +203,6 @@ class _ChunkWriter:
             counts.dropped[NO_TOKENS] += lengths.size - len(with_tokens)
         counts.documents, counts.tokens = len(with_tokens), ids.size
         counts.unknown_tokens = int(np.count_nonzero(ids == self._unknown))
-        counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
         return counts
 
     def _write_reject(self, record: Rejected) -> None:

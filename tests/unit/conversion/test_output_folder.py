@@ -1,5 +1,6 @@
 """A conversion that fails, is stopped or is killed leaves no output, and does not change files of others."""
 
+import glob
 import resource
 import time
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ import pytest
 from commands import call
 from saved_model import assert_nothing_written, convert
 
-from megatron_neobert.errors import OutputError, run_command
-from megatron_neobert.runtime.atomic_files import build_folder
+from megatron_neobert.errors import MissingInputError, OutputError, run_command
+from megatron_neobert.runtime.atomic_files import build_folder, require_folder
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def building(output: Path) -> Iterator[BaseProcess]:
     process = get_context("fork").Process(target=build_slowly, args=(output,))
     process.start()
     try:
-        while not list(output.parent.glob(f"{output.name}.unfinished.*/half")):
+        while not list(output.parent.glob(f"{glob.escape(output.name)}.unfinished.*/half")):
             assert process.is_alive()
             time.sleep(0.01)
         yield process
@@ -75,13 +76,25 @@ def test_sigterm_removes_the_unfinished_folder(tmp_path: Path):
 
 
 def test_unfinished_folder_of_a_killed_process_is_named_by_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with building(tmp_path / "model") as killed:
+    with building(tmp_path / "model[1]") as killed:
         killed.kill()
         killed.join()
     (leftover,) = tmp_path.iterdir()
-    with build_folder(tmp_path / "model"):
+    with build_folder(tmp_path / "model[1]"):
         pass
     assert f"note: {leftover} may be left over from a killed process; remove it" in capsys.readouterr().out
+
+
+def test_error_of_an_input_is_not_an_error_of_the_output(tmp_path: Path):
+    with pytest.raises(FileNotFoundError), build_folder(tmp_path / "model"):
+        (tmp_path / "input").read_bytes()
+    assert_nothing_written(tmp_path)
+
+
+def test_file_is_not_a_folder(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(MissingInputError, match="--results .*file: no such folder"):
+        require_folder("--results", tmp_path / "file")
 
 
 def test_output_that_another_program_created_meanwhile_is_kept(tmp_path: Path):

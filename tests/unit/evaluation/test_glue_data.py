@@ -62,6 +62,7 @@ def test_every_format_gives_the_same_rows(tmp_path, write_format, name):
         ("sst2", "", "Empty CSV file"),
         ("sst2", "sentence\ncat\n", "train has the columns sentence, but no label"),
         ("stsb", "sentence1,sentence2,label\na,b,high\n", "'high' is not a score of STS-B"),
+        ("stsb", "sentence1,sentence2,label\na,b,5.1\n", r"5\.1 is not a score of STS-B"),
     ],
 )
 def test_file_with_other_columns_or_labels_is_refused(tmp_path, task, content, message):

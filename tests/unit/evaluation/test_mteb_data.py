@@ -10,6 +10,7 @@ from mteb.mocks import ALL_MOCK_TASK_TEST_GRID  # noqa: E402
 from unit.evaluation.mteb_inputs import make_encoder, write_beir  # noqa: E402
 
 from megatron_neobert.errors import DataError, MissingInputError  # noqa: E402
+from megatron_neobert.evaluation.fetch import fetch_mteb  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb import TaskScore, build_encoder, build_units, run_tasks, to_results  # noqa: E402
@@ -20,7 +21,7 @@ from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
     store_task,
     stored_revision,
 )
-from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
+from megatron_neobert.evaluation.options import FetchMtebOptions, MtebOptions  # noqa: E402
 
 TYPES = ("Classification", "Clustering", "PairClassification", "Reranking", "Retrieval", "STS", "Summarization")
 MOCKS = [  # monolingual tasks of every type, and multilingual tasks of two types
@@ -86,6 +87,17 @@ def test_data_of_another_revision_is_refused(tmp_path):
         build_units([task], tmp_path, {})
 
 
+def test_damaged_description_of_a_task_is_replaced(tmp_path, monkeypatch):
+    task = STS()
+    monkeypatch.setattr("megatron_neobert.evaluation.mteb_tasks.choose_tasks", lambda *_: [task])
+    for content in ("{", '{"parts": []}', ""):
+        about = tmp_path / "tasks" / task.metadata.name / "task.json"
+        about.parent.mkdir(parents=True, exist_ok=True)
+        about.write_text(content)
+        fetch_mteb(FetchMtebOptions(output=tmp_path))
+        assert stored_revision(tmp_path, task) == task.metadata.revision
+
+
 def test_task_without_data_has_no_score_and_names_its_missing_subtasks(encoder, tmp_path):
     tasks = [mteb.get_task("CQADupstackRetrieval"), mteb.get_task("STS12"), STS()]
     store_task(tmp_path, STS())
@@ -136,6 +148,8 @@ def test_local_retrieval_ranks_documents_by_similarity(encoder, tmp_path):
         ({"train.csv": "text,topic\na,b\n", "test.csv": "text,topic\na,b\n"}, DataError, "but no label"),
         ({"corpus.jsonl": "{}\n", "queries.jsonl": "", "qrels.tsv": ""}, DataError, "but no _id, text"),
         ({"corpus.jsonl": "x\n", "queries.jsonl": "", "qrels.tsv": ""}, DataError, "JSON parse error"),
+        ({"README.md": "---\nconfigs: [\n---\n"}, DataError, "cannot be read"),
+        ({"state.json": "[]"}, DataError, "cannot be read"),
     ],
 )
 def test_local_files_of_another_format_are_refused(files, error, message, tmp_path):

@@ -14,7 +14,7 @@ import transformers
 from seqeval.metrics import f1_score
 from unit.evaluation.pseudo_perplexity_models import write_model
 
-from megatron_neobert.errors import DataError
+from megatron_neobert.errors import ConversionError, DataError
 from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.ner import NerTask, Sentence, encode_sentences, evaluate, find_datasets, read_data
@@ -154,6 +154,13 @@ def test_words_beyond_the_longest_input_are_predicted_as_o_with_a_warning(inputs
     with pytest.warns(UserWarning, match="2 words are beyond 4 tokens"):
         encoded = encode_sentences(SENTENCES[:1], TAGS, load_tokenizer(inputs / "model"), 4)
     assert encoded.to_tags(np.full((1, 4), TAGS.index("B-THING"))) == [["B-THING", "B-THING", "O", "O"]]
+
+
+def test_slow_tokenizer_is_refused_before_the_first_run(inputs, monkeypatch):
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(ConversionError, match="cannot map words to tokens; add a tokenizer.json"):
+        evaluate(NerOptions(model=inputs / "model", data_dir=inputs / "data", output=inputs / "slow", device="cpu"))
+    assert not (inputs / "slow").exists()
 
 
 def test_scores_are_seqevals_for_the_weights_that_are_kept_after_an_epoch(inputs):

@@ -8,7 +8,7 @@ import torch
 from security import good_inputs as good
 from sentence_transformers import SentenceTransformer
 
-from megatron_neobert.errors import ConversionError
+from megatron_neobert.errors import ConversionError, MissingInputError
 from megatron_neobert.evaluation import models
 
 TEXTS = ["a bad cab", "dead beef", "a cage of jade"]
@@ -68,6 +68,12 @@ def test_embeddings_and_prompts_equal_those_of_sentence_transformers(folder: Pat
 def test_loader_argument_or_invalid_setting_is_refused(folder: Path, path: str, changes, message: str):
     good.write_json(folder / path, json.loads((folder / path).read_text()) | changes)
     with pytest.raises(ConversionError, match=message):
+        load(folder)
+
+
+def test_missing_file_of_a_module_is_a_missing_input(folder: Path):
+    (folder / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(MissingInputError, match=r"1_Pooling/config\.json: no such file"):
         load(folder)
 
 

@@ -24,9 +24,10 @@ def build_labels() -> Tensor:
     return BATCH["input_ids"].masked_fill(~chosen, -100)
 
 
-def test_loss_without_labels_is_zero_with_zero_gradients():
+@pytest.mark.parametrize("num_items", [None, 0, torch.tensor(0)], ids=repr)
+def test_loss_without_labels_is_zero_with_zero_gradients(num_items: Any):
     model = build_model()
-    loss = model(**BATCH, labels=torch.full((3, 9), -100)).loss
+    loss = model(**BATCH, labels=torch.full((3, 9), -100), num_items_in_batch=num_items).loss
     loss.backward()
     assert loss == 0
     assert model.decoder.bias.grad.abs().max() == 0

@@ -142,3 +142,6 @@ def test_flags_replace_settings_and_outputs_are_removed(corpora, tmp_path):
     saved = replace(saved, checkpoint=CheckpointConfig(save=str(tmp_path)), logging=LoggingConfig(log_interval=7))
     assert without_outputs(saved) == settings
     assert override_settings(settings, ["--seed", "3"]) == settings.with_section("training", seed=3)
+    for config in (["--config", "tiny"], ["--config=tiny"]):
+        with pytest.raises(ConfigError, match="--config would replace all settings of the run"):
+            override_settings(settings, ["--seed", "3", *config])

@@ -204,7 +204,7 @@ def test_cache_that_cannot_be_written_is_reported_with_its_flag(server, tmp_path
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "blocks").write_bytes(b"")
     corpus = Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache"))
-    with pytest.raises(StorageError, match=r"--object-storage-cache-path: .*cache/blocks.* cannot be written"):
+    with pytest.raises(StorageError, match=r"--object-storage-cache-path: .*cache/blocks.* cannot be read or written"):
         batches(corpus)
 
 

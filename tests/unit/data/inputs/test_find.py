@@ -152,9 +152,10 @@ def test_urls_are_read_like_files(memory, tmp_path):
         assert texts_of(url, chunk_bytes=20) == TEXTS  # several chunks of Parquet and JSON lines
 
 
-def test_address_of_an_unknown_protocol_is_a_wrong_setting():
+@pytest.mark.parametrize("pattern", ["nowhere://bucket/shard", "@nowhere://bucket/shard"])
+def test_address_of_an_unknown_protocol_is_a_wrong_setting(pattern):
     with pytest.raises(ConfigError, match=r"nowhere://bucket/shard cannot be opened .Protocol not known"):
-        find_inputs(["nowhere://bucket/shard"])
+        find_inputs([pattern])
 
 
 @pytest.mark.parametrize(("url", "package"), [("gs://bucket/shard", "gcsfs"), ("abfs://bucket@host/shard", "adlfs")])

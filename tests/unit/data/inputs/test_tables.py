@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from unit.data.inputs.reading import TEXTS, read, texts_of
 
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
@@ -261,3 +262,16 @@ def test_parquet_page_with_flipped_bytes_is_refused(tmp_path):
     (tmp_path / "input").write_bytes(content)
     with pytest.raises(DataError, match="damaged parquet file"):
         read(tmp_path / "input")
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), RuntimeError("status 503")], ids=repr)
+@pytest.mark.parametrize("method", [(MemoryFileSystem, "open"), (MemoryFile, "read")], ids=["open", "read"])
+def test_failure_of_the_network_is_not_damage(monkeypatch, write, error, method):
+    def fail(*args, **kwargs):
+        raise error
+
+    MemoryFileSystem().pipe("/network/input", b"PAR1" * 9)
+    monkeypatch.setattr(*method, fail, raising=False)
+    file_format = "parquet" if write is write_parquet else "arrow"
+    with pytest.raises(OSError):
+        list(read_chunk(Chunk("memory://network/input", file_format), ReadSettings()))
