@@ -64,7 +64,7 @@ def main() -> int:
 
 @contextmanager
 def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
-    """Write a corpus to `folder` and yield a `state.Run` of one rank for a `with` block; then end the process group."""
+    """Write a corpus to `folder` and yield a `state.Run` of one rank. End the process group unless the block raises."""
     from benchmarks.shared import write_corpus
     from megatron_neobert.config.schema import CheckpointConfig, DataConfig, ModelConfig, Settings, TrainingConfig
     from megatron_neobert.runtime import distributed

@@ -141,8 +141,7 @@ def without_outputs(settings: Settings) -> Settings:
 def override_settings(settings: Settings, flags: list[str]) -> Settings:
     """Return the settings with values replaced by flags of `neobert train`, checked for a run of one rank.
 
-    Raises:
-        ConfigError: A flag is unknown, or the result breaks a rule of the settings.
+    Raise ConfigError if a flag is unknown, or if the result breaks a rule of the settings.
     """
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "settings.yaml"

@@ -158,12 +158,13 @@ def refuse_existing(output: Path) -> None:
 def build_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder. Rename it to `output` if the block ends without an error, and remove it otherwise.
 
-    SIGTERM raises KeyboardInterrupt in the block, like Ctrl-C, if this is the main thread. Temporary folders of other
-    processes are printed and not removed, because a process on another machine may still write there.
+    In the main thread, SIGTERM raises KeyboardInterrupt in the block, like Ctrl-C. Temporary folders of other processes
+    are printed and not removed, because a process on another machine may still write there.
 
     Raises:
-        OutputError: `output` is a file, a link or a folder with files, or the temporary folder cannot be created.
-        SaveError: The block or the renaming raised OSError or SafetensorError, for example because the disk is full.
+        OutputError: `output` is a file, a link or a folder with files, perhaps created during the block (ENOTEMPTY,
+            EEXIST, ENOTDIR); or the temporary folder cannot be created.
+        SaveError: The block or the renaming raised another OSError or SafetensorError. The disk may be full.
     """
     # Slow to import, and most importers of this module do not need it.
     from safetensors import SafetensorError

@@ -40,7 +40,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
 
 
 def build_run(settings: Settings, inputs: list[Inputs], device: torch.device) -> Run:
-    """Build this rank's run from the results of `join`, with initial weights, at iteration 0. Collective: all ranks."""
+    """Build this rank's run at iteration 0 with initial weights. `join` returns the inputs. Collective: all ranks."""
     training_stream = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
