@@ -169,7 +169,7 @@ def _measured(row: dict[str, float], name: str) -> Iterator[None]:
 
 @contextmanager
 def _run(folder: Path, options: argparse.Namespace) -> Iterator[Any]:
-    """Write a corpus to `folder` and yield a `state.Run` of one rank for a `with` block; then end the process group."""
+    """Write a corpus to `folder` and yield a `state.Run` of one rank. End the process group unless the block raises."""
     from megatron_neobert.runtime import distributed
     from megatron_neobert.training.setup import build_run, join
 

@@ -195,7 +195,7 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
 def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
     """Return {name: function that starts a loader}. Without DALI, leave its loaders out and print how to install it.
 
-    This project's loaders come first, because their workers must be forked before other libraries start threads.
+    This project's loaders come first in the dict and run first: they must fork workers before libraries start threads.
     """
     loaders: dict[str, Callable[[Job], Iterator[Size]]] = {
         OURS: partial(ours, num_workers=0),

@@ -218,8 +218,7 @@ def run_in_turns(
 def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
     """Run the tool `name` on as many cores as it has workers, and return its figures. Delete its output in `folder`.
 
-    Raises:
-        DataError: The tool fails.
+    Raise DataError if the tool fails.
     """
     tool = TOOLS[name]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

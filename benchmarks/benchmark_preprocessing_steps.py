@@ -120,7 +120,7 @@ def write_json_lines(folder: str, text_key: str) -> None:
 
 
 def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
-    """Tokenize the parquet files in `folder` with datatrove. Write .bin and .idx files to `output`, logs beside it."""
+    """Tokenize parquet files in `folder` with datatrove. Write .bin and .idx to `output`, logs to logs/ next to it."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.tokens import MegatronDocumentTokenizer

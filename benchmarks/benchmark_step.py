@@ -55,8 +55,7 @@ class Timing:
 def main() -> int:
     """Parse the options and measure; print one line per step, then the table. Return exit code 0.
 
-    Raises:
-        ConfigError: A flag or the settings are not valid, or this machine cannot run them.
+    Raise ConfigError if a flag or a setting is not valid, or if this machine cannot run them.
     """
     from megatron_neobert.config.cli import run_flags
 
@@ -90,10 +89,8 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     """Train the layouts in turns at every length, and print their speeds. Return exit code 0.
 
     The figures are written to `arguments.output` (None: not written), and a corpus is written to `folder`. `flags` are
-    flags of `neobert train`, which replace settings.
-
-    Raises:
-        ConfigError: A flag or the settings are not valid, or this machine cannot run them.
+    flags of `neobert train`, which replace settings. Raise ConfigError if a flag or a setting is not valid, or if this
+    machine cannot run them.
     """
     import torch
 
@@ -152,7 +149,10 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
 
 
 def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield `arguments.rounds` + 1 steps, the first for warming up, each in the layouts of `passes_in_each_layout`."""
+    """Yield the inputs of `arguments.rounds` + 1 steps, each {layout: batches} from `passes_in_each_layout`.
+
+    The first step is for warming up. Batch sizes depend on `seq_length`. Nothing is trained.
+    """
     from benchmarks.step_layouts import passes_in_each_layout
 
     micro, total = batch_sizes(seq_length, arguments)
@@ -218,7 +218,7 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
 
 
 def find_waits(step: Callable[[], Any]) -> dict[str, int]:
-    """Run a step on a GPU. Return {"FILE.py:LINE": number of waits for the GPU}, without explicit synchronize calls."""
+    """Run a step on a GPU. Return {"FILE.py:LINE": waits for the GPU}. Explicit synchronize calls are not counted."""
     import torch
 
     torch.cuda.set_sync_debug_mode("warn")

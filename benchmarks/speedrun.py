@@ -78,8 +78,7 @@ def read_recipe(folder: Path) -> dict[str, Finish]:
 def finish_of(run: RunLog) -> Finish:
     """Return the last validation loss, the tokens and the training seconds (without validation and saving) of a run.
 
-    Raises:
-        DataError: The last iteration in the log has no validation loss.
+    Raise DataError if the last iteration in the log has no validation loss.
     """
     last = max(run.values)
     if "validation_loss" not in run.values[last]:
@@ -110,8 +109,7 @@ def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[st
 def compare(first: str, baseline: dict[str, Finish], name: str, finishes: dict[str, Finish]) -> dict[str, Any]:
     """Return the ratios of training seconds, `name` to `first`, as a row of texts: geometric mean, extremes, p-value.
 
-    Raises:
-        DataError: The two recipes have runs of different names.
+    Raise DataError if the two recipes have runs of different names.
     """
     if baseline.keys() != finishes.keys():
         names = f"{name} has the runs {', '.join(finishes)}, {first} has {', '.join(baseline)}"

@@ -92,7 +92,7 @@ def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tens
 
 
 def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
-    """Return token ids (0 at padding), attention mask (True at tokens) and labels of documents, each [b, `width`]."""
+    """Pad (ids, labels) of documents to `width`: ids with 0, labels with IGNORED_LABEL. The mask is True at tokens."""
     tokens_bs = torch.zeros(len(documents), width, dtype=torch.int64)  # the id of [PAD] is 0
     labels_bs = torch.full_like(tokens_bs, IGNORED_LABEL)
     for row, (tokens, labels) in enumerate(documents):

@@ -92,7 +92,7 @@ def rewrite_model_card(options: CardOptions) -> None:
 
     Raises:
         MissingInputError: A folder or a file of the model does not exist, or --results has no scores of this model.
-        ConversionError: The model's files are not as a conversion writes them.
+        ConversionError: A file of the model is not in the form that `neobert convert` writes.
         DataError: A record of --results, or the front matter of the present card, cannot be read.
         OutputError: The present card has no line `MARKER`.
     """
@@ -111,7 +111,7 @@ def write_model_card(options: CardOptions, results: Sequence[EvalResult] = ()) -
 
     Raises:
         MissingInputError: A file of the folder is missing.
-        ConversionError: A file of the folder is not as a conversion writes it.
+        ConversionError: A file of the folder is not in the form that `neobert convert` writes.
         DataError: The front matter of the present card cannot be read.
         OutputError: The present card has no line `MARKER`, and its text would be lost.
     """
@@ -197,7 +197,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
     Raises:
         MissingInputError: config.json, tokenizer_config.json or the weights are missing.
-        ConversionError: A file is not as `neobert convert` writes it.
+        ConversionError: A file is not in the form that `neobert convert` writes.
     """
     config = check_folder(folder)
     layout = config.get("model_type")

@@ -62,8 +62,7 @@ class MegatronCheckpoint:
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
         """Return the plain PyTorch model with these weights, rounded to `dtype` and stored in fp32, in evaluation mode.
 
-        Raises:
-            ConversionError: A weight is missing, has a shape that does not fit the settings, or is not finite.
+        Raise ConversionError if a weight is missing, has a shape that does not fit the settings, or is not finite.
         """
         rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
         # Checks the weights before a model is built, because settings.yaml can ask for a model of any size.
@@ -97,7 +96,7 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
 
 
 def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
-    """Verify and read the checkpoint of one iteration in a --save folder, by default the newest.
+    """Verify and read the checkpoint of `iteration` in a --save folder, or the newest if it is None.
 
     Raises:
         MissingInputError: The folder has no such checkpoint.
@@ -158,9 +157,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the model's weights, each joined from the files of all ranks, under their names in the checkpoint.
 
     A weight that is stored in less than fp32 is replaced by its fp32 copy in the optimizer's state, if there is one.
-
-    Raises:
-        CheckpointError: A file is damaged, or there are no weights.
+    Raise CheckpointError if a file is damaged, or if there are no weights.
     """
     stored = StoredTensors(folder)
     names = [name for name in stored.shapes if not name.startswith("optimizer.")]

@@ -143,8 +143,7 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
 def neobert_config(spec: FolderSpec) -> dict[str, Any]:
     """Return the content of config.json for the neobert layout, with the keys of the published NeoBERT.
 
-    Raises:
-        ConversionError: The feed-forward width is not a multiple of 8.
+    Raise ConversionError if the feed-forward width is not a multiple of 8.
     """
     from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # imports transformers, which takes seconds
 
@@ -284,8 +283,7 @@ def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
 def read_rotary_base(fields: _Fields) -> int | None:
     """Return the base of the rotary angles, or None if there is none. The keys of all transformers versions are read.
 
-    Raises:
-        ConversionError: A base is not a whole number >= 2, two bases differ, or the angles are scaled or partial.
+    Raise ConversionError if a base is not a whole number >= 2, two bases differ, or the angles are scaled or partial.
     """
     bases = {"rope_theta": fields.config.get("rope_theta")}
     plain = {"rope_type": (None, "default"), "type": (None, "default"), "partial_rotary_factor": (None, 1, 1.0)}

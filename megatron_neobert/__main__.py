@@ -66,7 +66,7 @@ FUNCTIONS = {name: function for group in COMMANDS.values() for name, (function, 
 
 
 def main() -> int | None:
-    """Run the command that `sys.argv` names and return its exit code; None means 0. Without a command, list all.
+    """Run the command that `sys.argv` names and return its exit code, or None for 0. Without a command, list all.
 
     Raises:
         ConfigError: There is no such command, or its flags are invalid. Errors of the command propagate too.
@@ -92,7 +92,7 @@ def find_command(arguments: Sequence[str]) -> str | None:
 
 
 def run(name: str, arguments: Sequence[str]) -> int | None:
-    """Set `sys.argv`, run command `name`, and return its exit code; None means 0. Bad flags raise ConfigError."""
+    """Set `sys.argv`, run command `name`, and return its exit code, or None for 0. Bad flags raise ConfigError."""
     module, _, function_name = FUNCTIONS[name].partition(":")
     sys.argv = [f"neobert {name}", *arguments]
     function = getattr(importlib.import_module(module), function_name)
@@ -133,7 +133,7 @@ def _next_words(typed: Sequence[str]) -> list[str]:
 
 
 def _complete() -> None:
-    """Print the shell's completions of a command's name, or of the flags of a command, and end the process."""
+    """Print completions (commands or flags) of the line in COMP_LINE and COMP_POINT, which the shell sets, and exit."""
     import argcomplete
 
     typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")[1:-1]

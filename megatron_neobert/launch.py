@@ -168,10 +168,11 @@ def exit_code_of_node(codes: Mapping[int, int]) -> int:
 
     A rank that was ended by signal N gives 128 + N, or EXIT_STOPPED_EARLY if the launcher forwarded the signal. After a
     second Ctrl-C the result is EXIT_INTERRUPTED. Ranks with EXIT_UNAVAILABLE only lost the connection to another rank,
-    so they count only if no rank has another code. The failed rank is printed on standard error.
+    so they count only if no rank has another code. The failed rank is printed on standard error, unless the result is
+    EXIT_UNAVAILABLE, EXIT_STOPPED_EARLY or EXIT_INTERRUPTED.
 
     Args:
-        codes: Exit codes by rank, in the order in which torchrun noticed them; -N for signal N. Must not be empty.
+        codes: Exit codes of failed ranks, at least one, in the order in which torchrun noticed them; -N for signal N.
     """
     if len(signals.interrupts) > 1:
         return EXIT_INTERRUPTED

@@ -43,7 +43,7 @@ def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], An
     """Return the value of a JSON text.
 
     Args:
-        pairs: Function that builds each object from its (key, value) pairs. By default, the last value of a key counts.
+        pairs: Builds each object from its (key, value) pairs. None builds a dict with the last value of each key.
 
     Raises:
         ValueError: The text is not JSON, is nested too deeply, or has an integer of more than 4,300 digits.

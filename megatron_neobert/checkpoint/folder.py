@@ -66,10 +66,9 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
-    """Return the checkpoint of one iteration in a save folder, by default the newest. Its files are not verified.
+    """Return the checkpoint of `iteration` in a save folder, or the newest if it is None. Files are not verified.
 
-    Raises:
-        MissingInputError: The folder has no such checkpoint.
+    Raise MissingInputError if the folder has no such checkpoint.
     """
     by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
     if not by_iteration:
@@ -292,9 +291,9 @@ def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a folder with a manifest to its final name, which makes it a checkpoint, and update the pointer file.
+    """Rename the complete folder `temporary`, which has a manifest, to `final`, and update the pointer file.
 
-    If there is a folder with the final name, it is replaced.
+    `final` is named iter_NNNNNNN, which makes the folder a checkpoint. An existing folder `final` is replaced.
     """
     replaced = _rename_to_old(final) if final.exists() else None
     temporary.rename(final)

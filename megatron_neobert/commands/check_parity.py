@@ -73,13 +73,12 @@ class ParityOptions:
 
 
 def check_parity(options: ParityOptions) -> int:
-    """Compare the Megatron model with the reference and the exported models: exit 0 if they are equal, else 1.
+    """Compare the Megatron model with the reference and the exported models: exit 0 if all agree, else 1.
 
-    The differences are printed, and written to the file `options.json` if it is given. All weights are random. If a
-    deliberately wrong model is not detected, the exit code is also 1.
-
-    Raises:
-        ConfigError: Rotary embeddings do not support heads of this width.
+    Models agree if their differences are within tolerance. All weights are random. If a deliberately wrong model is not
+    detected, the exit code is also 1. With `options.step`, a training step is compared too; kernels that cannot run
+    here are printed and do not count. The differences are printed, and written to the file `options.json` if it is
+    given. Raise ConfigError if the hidden size is not a multiple of twice the number of heads.
     """
     if options.hidden_size % (2 * options.num_attention_heads):
         raise ConfigError(
@@ -133,7 +132,7 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
 
     Yields:
         Name of the comparison, its result, and the tolerance of its precision. Comparisons whose names start with
-        CONTROL are of wrong models, and must differ by more than 100 times the tolerance.
+        CONTROL use wrong models, and must differ by more than 100 times the tolerance.
     """
     import copy
 
@@ -309,7 +308,7 @@ def in_float64() -> AbstractContextManager[Any]:
 
 @contextmanager
 def exported(settings: Settings, tensors: "dict[str, Tensor]", vocab_size: int, layout: str) -> Iterator[Path]:
-    """Yield a temporary Hugging Face folder of the model `tensors`, in the layout named `layout` in mapping.TABLES."""
+    """Yield a temporary Hugging Face folder of a model with the weights `tensors`. `layout` is a name in TABLES."""
     from checkpoint_conversion.checkpoint import model_shape
     from checkpoint_conversion.config_json import FolderSpec
     from checkpoint_conversion.export import write_folder

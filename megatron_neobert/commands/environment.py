@@ -140,10 +140,9 @@ def run_probe(*flags: str) -> list[Any]:
 
 
 def requirement_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each missing required package, and each required or optional package of a wrong version.
+    """Yield a warning or problem for each missing required package, and for each installed package of a wrong version.
 
-    Raises:
-        ModuleNotFoundError: The package `packaging` is not installed.
+    Packages of EXTRAS, and those not needed for training, give warnings. Raise ModuleNotFoundError without `packaging`.
     """
     from packaging.requirements import Requirement
 
@@ -169,7 +168,7 @@ def requirement_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def conflict_findings(installed: Mapping[str, str], cuda: str) -> Iterator[Finding]:
-    """Yield a finding for each installed package that does not work with another package or with torch's CUDA.
+    """Yield a warning or problem for each installed package that does not work with another or with torch's CUDA.
 
     Args:
         cuda: Version of CUDA that torch was built with, such as 12.8; empty for a CPU build.

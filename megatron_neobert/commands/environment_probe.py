@@ -49,7 +49,7 @@ def send(answer: Any) -> None:
 
 
 def probe() -> None:
-    """Print JSON lines: {"CUDA": version of torch's CUDA}, then findings about torch, GPUs, precisions and imports."""
+    """Print {"CUDA": version of torch's CUDA}, then [level, subject, detail, remedy] of each check, as JSON lines."""
     from torch.utils import collect_env
 
     collected = collect_env.get_env_info()
@@ -103,7 +103,7 @@ def gpu_findings(nvidia_smi: str) -> Iterator[list[str]]:
 
 
 def precision_findings() -> Iterator[list[str]]:
-    """Yield a finding for each precision: the kernels that training would use, or why it is not supported."""
+    """Yield ["ok", precision, kernels or why it is unsupported, ""] for each. An unsupported float32 is a "problem"."""
     from megatron_neobert.config.schema import Settings
     from megatron_neobert.errors import ConfigError
     from megatron_neobert.model.kernels import check_hardware, choose_kernels
@@ -123,7 +123,7 @@ def precision_findings() -> Iterator[list[str]]:
 
 
 def import_findings() -> Iterator[list[str]]:
-    """Yield a finding for each installed package in COMPILED that cannot be imported."""
+    """Yield [level, subject, detail, remedy] for each installed package in COMPILED that cannot be imported."""
     for package, module in COMPILED.items():
         try:
             version = importlib.metadata.version(package)
@@ -138,7 +138,7 @@ def import_findings() -> Iterator[list[str]]:
 
 
 def run_gpu_test() -> None:
-    """Run `compute` in one process per GPU. Print a finding if there is no GPU or a process fails."""
+    """Run `compute` in one process per GPU. Print a problem if there is no GPU or a process fails."""
     import torch
     from torch import multiprocessing
 
@@ -154,13 +154,13 @@ def run_gpu_test() -> None:
 
 
 def compute(rank: int, device_type: str, ranks: int, store: str) -> None:
-    """Check a bfloat16 matrix product on this rank, then a sum over all ranks, and print the findings as JSON lines.
+    """Check a bfloat16 matrix product on this rank, then a sum over all ranks, and print the results as JSON lines.
 
-    Rank 0 alone prints the finding of the sum.
+    Only rank 0 prints the result of the sum. A wrong result is printed as a problem; no error is raised.
 
     Args:
         device_type: "cuda", or "cpu" in tests, which communicates over gloo.
-        store: Path of the file through which the ranks meet.
+        store: Path of a new file that the ranks use to find each other.
 
     Collective: all ranks.
     """
@@ -188,7 +188,7 @@ def compute(rank: int, device_type: str, ranks: int, store: str) -> None:
 
 
 def send_check(subject: str, detail: str, *, is_correct: bool) -> None:
-    """Send the finding of a computation."""
+    """Print the result of a computation as a line for `environment.run_probe`: "ok", or "problem" with a remedy."""
     send(["ok", subject, detail, ""] if is_correct else ["problem", subject, detail, SEE_DRIVER])
 
 

@@ -177,8 +177,7 @@ def model_flags(model: ModelConfig) -> str:
 def read_record(path: Path) -> Settings:
     """Return the settings that `write_record` saved.
 
-    Raises:
-        CheckpointError: The file does not exist, is damaged, or has invalid values.
+    Raise CheckpointError if the file does not exist, is damaged, or has invalid values.
     """
     try:
         settings = read_settings(path, is_record=True)
@@ -268,7 +267,11 @@ def _name_of(key: Any) -> str:
 
 
 def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
-    """Store `value`, converted to the type of its setting, as `values[section][name]`. Return error messages."""
+    """Store `value`, converted to the type of its setting, in `values[section][name]`. Return error messages, or [].
+
+    An unknown name or an invalid value is not stored; of `phases`, those before the first error are. `source` is the
+    flag, or FILE: SECTION.NAME, and begins the messages.
+    """
     settings = {item.name: (item, item_type) for item, item_type in typed_fields(SECTIONS[section])}
     if name not in settings:
         right_section = _SECTION_OF.get(name)

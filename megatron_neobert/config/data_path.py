@@ -52,7 +52,7 @@ class Component:
         return conditions if self.where is None else [*conditions, self.where]
 
     def __str__(self) -> str:
-        """Return the component as `parse_data_path` reads it, without its weight."""
+        """Format the component as an entry for `parse_data_path`, without its weight."""
         limits = f":min={self.minimum}" if self.minimum > 1 else ""
         limits += f":max={self.maximum}" if self.maximum is not None else ""
         limits += f":where={self.where}" if self.where is not None else ""

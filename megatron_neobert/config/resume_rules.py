@@ -84,7 +84,7 @@ def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence
     Args:
         now: Settings of the run that starts.
         identities: Hashes of the run's data at the checkpoint's iteration, as this and earlier versions compute them.
-        has_new_data: The checkpoint is that of --continue-from, so the data may differ.
+        has_new_data: The checkpoint is of the run in --continue-from, so this run may have other data.
 
     Raises:
         CheckpointError: The checkpoint belongs to another run, or has no optimizer state and `has_new_data` is False.
@@ -150,7 +150,7 @@ def refuse_other_run(
     """Raise CheckpointError if a setting that must not change differs from the checkpoint. The message lists them all.
 
     Args:
-        has_new_data: The checkpoint is that of --continue-from, so only weights and optimizer state must fit.
+        has_new_data: The checkpoint is of the run in --continue-from, so only weights and optimizer state must fit.
         weights_only: The checkpoint has no optimizer state, so only the model must fit.
     """
     must_fit: dict[str, tuple[str, ...]] = dict(_MUST_FIT)

@@ -254,7 +254,8 @@ def kernel_problems(settings: Settings) -> Iterator[str]:
 def fp8_problems(settings: Settings) -> Iterator[str]:
     """Yield an error message for each matrix dimension whose share per rank is not a multiple of the FP8 block.
 
-    Hidden size, feed-forward width and tokens of a micro-batch are checked; other dimensions are multiples of these.
+    Without --fp8-format, nothing is yielded. Hidden size, feed-forward width and tokens of a micro-batch are checked.
+    The other dimensions are multiples of these three.
     """
     model, parallel, compute = settings.model, settings.parallel, settings.compute
     if compute.fp8_format is None:

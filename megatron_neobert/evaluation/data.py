@@ -196,7 +196,7 @@ def spread(rows: Sequence[T], limit: int | None) -> Sequence[T]:
 
 
 def digest_of(rows: datasets.Dataset, names: Sequence[str]) -> str:
-    """Return 16 hexadecimal digits of a hash of columns (names and values), however the rows are split into files."""
+    """Return 16 hex digits of a hash of column names and of values in row order, however rows are split into files."""
     digest = hashlib.sha256(json.dumps(list(names)).encode())
     table = rows.with_format("arrow")
     for start in range(0, len(rows), _ROWS_PER_HASH):

@@ -350,7 +350,8 @@ def distinct_batches(pairs: Any, batch_size: int, *, seed: Sequence[int], name: 
     """Yield batches of `batch_size` indices into `pairs`, without end. Every pass over the pairs has a new order.
 
     No two pairs of a batch share a text, in any column. Pairs that do not fill a last batch are left out of a pass. If
-    many pairs share texts, a pass may repeat pairs. Raises DataError if a pass does not fill one batch.
+    shared texts leave a pass with fewer than len(pairs) // batch_size batches, pairs are drawn again to fill the rest.
+    Raises DataError if a pass does not fill one batch.
 
     Args:
         pairs: Dataset or list of mappings with the keys query, positive and negatives.

@@ -51,10 +51,11 @@ def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -
 def fetch_contrastive(options: FetchContrastiveOptions) -> None:
     """Download the datasets of contrastive fine-tuning as Parquet files, for machines without network access.
 
-    Write DATA_DIR/KEY.parquet for each dataset, unless the file exists, and print a line for each dataset.
+    Write DATA_DIR/KEY.parquet, unless it exists, and print a line for each of `options.datasets`. If the option
+    is empty, all datasets whose `default` in the YAML file is true are fetched.
 
     Raises:
-        ConfigError: The YAML file is invalid, or has no `hub` for a dataset.
+        ConfigError: The YAML file is invalid, lacks a requested dataset, or has no `hub` for a dataset.
         MissingInputError: There is no YAML file; or a download failed, and the others were still fetched.
         OutputError: The folder cannot be created.
     """
@@ -87,7 +88,7 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
     and replaced otherwise. With HF_HUB_OFFLINE=1, it comes from the cache of the Hugging Face libraries.
 
     Raises:
-        ConfigError: A task is local or repeated, or mteb has no such task, benchmark or language.
+        ConfigError: A task is repeated or begins with "local:", or mteb has no such task, benchmark or language.
         MissingInputError: A download failed. The other tasks were still fetched.
         OutputError: The folder cannot be created.
     """

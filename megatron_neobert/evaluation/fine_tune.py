@@ -171,7 +171,7 @@ class PaperTrainer(transformers.Trainer):
         assert self.args.n_gpu <= 1, f"{self.args.n_gpu} GPUs would multiply the batch"
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
-        """Return the schedule of `rate_factor`. The first call creates it, by default for the trainer's optimizer."""
+        """Return the schedule of `rate_factor`. The first call creates it, for `optimizer` or the trainer's."""
         if self.lr_scheduler is None:
             optimizer = optimizer or self.optimizer
             assert optimizer is not None, "Trainer creates the optimizer first"

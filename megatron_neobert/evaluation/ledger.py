@@ -55,7 +55,7 @@ class Ledger:
         """Read the ledger of a folder, or start an empty one; an incomplete last line (of a killed process) is ignored.
 
         Args:
-            device: Device that will compute the units that are added; default: the GPU if there is one.
+            device: Device that will compute the units that are added; None for the GPU if there is one, else the CPU.
 
         Raises:
             DataError: A complete line is not an entry of a ledger.
@@ -83,7 +83,7 @@ class Ledger:
         """Append a finished unit to the file and to `lines`, wait until it is on disk, and return its result.
 
         The returned result has passed through JSON, so tuples are lists. An earlier line of the unit stays in the file,
-        but not in `lines`. By default, `origin` is the machine and the package versions of this process.
+        but not in `lines`. If `origin` is None, it is the machine and the package versions of this process.
         """
         line = {"key": key_of(unit), "unit": unit, "result": result, "origin": origin or self.origin}
         text = json.dumps(line)
@@ -112,7 +112,7 @@ def open_ledger(folder: Path, device: torch.device | str | None = None) -> Itera
     """Yield the ledger of a folder, locked against other writers in the `with` block if the file system has locks.
 
     A missing folder is created, and an incomplete last line is removed from the file. Lines that are added name the
-    machine of `device`; None is the GPU if there is one, else the CPU. Raises OutputError if another command holds the
+    machine of `device` (None: the GPU if there is one, else the CPU). Raises OutputError if another command holds the
     lock, and DataError if a complete line is not an entry of a ledger.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def _describe_machine(device: torch.device | str | None) -> str:
-    """Return the name of the GPU, or "x86_64 CPU, 8 threads" for a CPU. None means the GPU if there is one."""
+    """Return the name of the GPU, or "x86_64 CPU, 8 threads" for a CPU. None selects the GPU if there is one."""
     device = choose_device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

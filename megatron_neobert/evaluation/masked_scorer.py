@@ -41,7 +41,7 @@ class Scorer:
         """Load the model and its tokenizer.
 
         Args:
-            max_length: Default: the longest input that model and tokenizer support.
+            max_length: None for the longest input that model and tokenizer support.
 
         Raises:
             MissingInputError: There is no such folder, or no tokenizer in it.
@@ -66,7 +66,7 @@ class Scorer:
             raise ConfigError(f"{folder}: model and tokenizer set no maximum length; give --max-length.")
 
     def score(self, documents: Sequence[MaskedDocument]) -> list[float]:
-        """Mask one token in each document of a batch, and return the losses of these tokens: -log p(token), in nats.
+        """Mask the token at `position` of each document, and return the losses of these tokens: -log p, in nats.
 
         Raises DivergenceError if a loss is not finite, and ConfigError if the batch does not fit into GPU memory.
         """

@@ -123,7 +123,7 @@ def run_tasks(
     Raises DataError if stored data is damaged.
 
     Args:
-        units: Ledger unit of each task, or of each subtask of an aggregate, by name. None means that it has no data.
+        units: Ledger unit of each task, or of each subtask of an aggregate, by name; None for a task without data.
         build: Builds the encoder. It is called at most once, before the first evaluation; its errors pass through.
 
     Returns:

@@ -171,7 +171,8 @@ def measure(
     Raises DivergenceError if a loss is not finite, or ConfigError if a batch does not fit into GPU memory.
 
     Args:
-        batch_tokens: Maximum size of a batch, padding included. A longer document has one batch for each position.
+        batch_tokens: Maximum tokens of a batch, padding included. Each position of a longer document is a batch of its
+            own, which exceeds the maximum.
         progress: Advanced by the tokens of each batch, padding excluded.
     """
     # Longest first: a batch that does not fit into memory fails at the start, and the first estimate of the remaining

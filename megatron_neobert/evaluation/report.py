@@ -81,7 +81,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
 
 
 def write_page(kind: str, paths: Sequence[Path], output: Path) -> str:
-    """Write OUTPUT/KIND.md and its figures from the records of one kind, and return the content of the page."""
+    """Write OUTPUT/KIND.md and its figures from records of one kind; return the page. Invalid files raise DataError."""
     records = [read(path, kind) for path in paths]
     page = "\n\n".join([heading(KINDS[kind][0], 1), *SECTIONS[kind](records, output)]) + "\n"
     replace_file(output / f"{kind}.md", page)
@@ -217,7 +217,7 @@ def speed_cell(row: dict[str, Any] | None) -> str:
 
 
 def glue(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown blocks: measured scores above the paper's, in per cent, and the best point of each grid."""
+    """Return Markdown blocks: a table of measured scores, then the paper's, in %; best points. `output` is not used."""
     reported, measured = paper.GLUE, []
     for record in records:
         tasks, average = record.results["tasks"], record.results["average"]
@@ -235,7 +235,7 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def ner(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown blocks: the meaning of the metric, and the best point of each dataset's grid."""
+    """Return Markdown blocks: the metric's meaning, and the best point of each dataset's grid. `output` is not used."""
     return [
         paragraph(
             "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct. The validation "
@@ -269,7 +269,7 @@ def _best_points(records: Sequence[Record]) -> list[str]:
 def mteb(records: Sequence[Record], output: Path) -> list[str]:
     """Return Markdown blocks: a table of averages by category for each choice of tasks, then a table of all scores.
 
-    The paper's rows are in the table of its benchmark. Tasks without a score are named below their table.
+    The paper's rows are in the table of its benchmark. Tasks without a score are named below. `output` is not used.
     """
     tables: dict[str, list[tuple[Record, dict[str, Any]]]] = {}  # heading (the tasks) -> results of each model
     for record in records:
@@ -340,7 +340,10 @@ def _describe(record: Record) -> list[str]:
 
 
 def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a list with a Markdown warning that names the settings that differ within a group, or an empty list."""
+    """Return [Markdown warning with the names of the settings that differ within a group], or [].
+
+    Each group has the settings of records that are compared. Settings in _MAY_DIFFER are ignored.
+    """
     differing = {
         name
         for group in groups

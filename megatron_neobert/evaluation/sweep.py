@@ -208,7 +208,7 @@ def show_progress(position: str, run: Run, outcome: Outcome) -> None:
 
 
 def summarise(outcomes: Mapping[Point, Outcome]) -> Result:
-    """Return the results of a finished grid: its best point, and mean and standard deviation there over the seeds."""
+    """Return the best point of a finished grid, and the mean and standard deviation of its scores over the seeds."""
     by_point: dict[Point, list[Point]] = {}
     for point in outcomes:
         by_point.setdefault(dataclasses.replace(point, seed=0), []).append(point)

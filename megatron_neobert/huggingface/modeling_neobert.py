@@ -55,9 +55,7 @@ class NeoBERTConfig(PretrainedConfig):
 
     `max_position_embeddings` (`max_length` in published folders) is the longest document that the model was trained
     for. Longer documents cause a warning only.
-
-    Raises:
-        ValueError: Rotary angles are scaled, or heads do not divide the hidden size into even widths.
+    Raises ValueError if rotary angles are scaled, or if heads do not divide the hidden size into even widths.
     """
 
     model_type = "neobert"
@@ -247,7 +245,7 @@ class NeoBERT(NeoBERTPreTrainedModel):
         Args:
             input_ids: Token ids [b, s].
             attention_mask: [b, s], 0 at padding and not 0 at tokens. Outputs at padding are undefined.
-            position_ids: [b or 1, s]. By default, positions count from 0 in every document.
+            position_ids: [b or 1, s]. If None, positions count from 0 in every document.
             inputs_embeds: Embeddings [b, s, h], instead of input_ids.
             output_attentions: Also return the attention weights of every block, computed with eager attention.
             output_hidden_states: Also return the embeddings and the output of each block, the last after the final
@@ -439,11 +437,12 @@ def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attenti
 def build_mask(
     implementation: str, attention_mask: Tensor | None, packing: Packing | None, hidden_bsh: Tensor
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the mask in the format of an attention implementation, and further arguments for its function.
+    """Return the mask in the format of an attention implementation, and keyword arguments for its function.
 
     The mask is True where a query may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to
-    [b, n, s, s]. None means everywhere; for flash, the further arguments separate packed documents. With `packing`,
-    attention_mask is ignored; otherwise, a shape other than [b, s] raises ValueError.
+    [b, n, s, s]. With None, every query attends to all tokens, except for flash with `packing`: there, the keyword
+    arguments separate the documents. With `packing`, attention_mask is ignored. Without `packing`, raise ValueError if
+    attention_mask is neither [b, s] nor None.
     """
     rows, length = hidden_bsh.shape[:2]
     mask = None
@@ -481,7 +480,7 @@ def attend_eagerly(
 ) -> tuple[Tensor, Tensor]:
     """Return the context [b, s, n, d] and the attention weights [b, n, s, s], computed with separate matrix products.
 
-    `query`, `key` and `value` are [b, n, s, d]. `mask` is True where a query may attend; None means everywhere.
+    `query`, `key` and `value` are [b, n, s, d]. `mask` is True where a query may attend; None masks nothing.
     """
     scores = query @ key.transpose(-1, -2) * scaling
     if mask is not None:
@@ -493,8 +492,8 @@ def attend_eagerly(
 def mean_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
     """Return the cross-entropy in nats (fp32 scalar): the sum over labels that are not -100, divided by `num_items`.
 
-    Trainer sets `num_items` to the number of these labels in all micro-batches of an update. None means their number in
-    this batch. If all labels are -100, the loss is 0.
+    Trainer sets `num_items` to the number of these labels in all micro-batches of an update. If it is None, the sum is
+    divided by their number in this batch. If all labels are -100, the loss is 0.
     """
     flat = logits.float().flatten(0, -2)
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")

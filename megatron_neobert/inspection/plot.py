@@ -63,8 +63,7 @@ def plot(options: PlotOptions) -> None:
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Return a name for each run: its folder, relative to the common parent of all runs.
 
-    Raises:
-        ConfigError: A run is named twice.
+    Raise ConfigError if a run is named twice.
     """
     folders = [path.parent if path.name == "metrics.jsonl" else path for path in map(Path.resolve, paths)]
     if len(set(folders)) < len(folders):
@@ -77,8 +76,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 def choose_metrics(requested: Sequence[str] | None, runs: Sequence["RunLog"]) -> list[str]:
     """Return the requested metrics. If `requested` is None, return the default metrics that were logged, or else all.
 
-    Raises:
-        ConfigError: No run has logged a requested metric.
+    Raise ConfigError if no run has logged a requested metric.
     """
     from megatron_neobert.inspection.run_figure import LABELS
 

@@ -44,8 +44,7 @@ class RunLog:
     def tokens_at(self, iterations: Sequence[int]) -> list[float]:
         """Return the tokens consumed up to each iteration, interpolated from 0 at iteration 0; constant after the last.
 
-        Raises:
-            DataError: No line of the log has a number of tokens yet.
+        Raise DataError if no line of the log has a number of tokens yet.
         """
         counts = {at: logged["consumed_tokens"] for at, logged in self.values.items() if "consumed_tokens" in logged}
         if not counts:
@@ -56,7 +55,10 @@ class RunLog:
         return [float(tokens) for tokens in np.interp(iterations, [0, *counts], [0.0, *counts.values()])]
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Return logged iterations, increasing, and the metric's values; NaN for intervals without an update."""
+        """Return iterations, increasing, and the metric's values at each of them.
+
+        Validation metrics have the iterations that logged them. Other metrics have every interval, NaN where missing.
+        """
         pairs = [
             (iteration, values.get(metric, math.nan))
             for iteration, values in self.values.items()

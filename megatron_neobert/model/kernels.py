@@ -196,7 +196,7 @@ def _check_packed_attention(width: int) -> None:
 
 
 def engine_attention() -> str | None:
-    """Return the attention kernel that Transformer Engine chose, as "flash-attn 2.8.3"; None before its first use."""
+    """Return the attention kernel that Transformer Engine chose, like "flash-attn 2.8.3"; None before its first use."""
     module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
     chosen: dict[str, Any] = getattr(module, "_attention_backends", {})  # in Transformer Engine 2.9 to 2.20
     if chosen.get("use_fused_attention"):

@@ -159,11 +159,12 @@ def refuse_existing(output: Path) -> None:
 def build_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder. Rename it to `output` if the block ends without an error, and remove it otherwise.
 
-    SIGTERM raises KeyboardInterrupt in the block, like Ctrl-C, if this is the main thread. Temporary folders of other
-    processes are printed and not removed, because a process on another machine may still write there.
+    In the main thread, SIGTERM raises KeyboardInterrupt in the block, like Ctrl-C. Temporary folders of other processes
+    are printed and not removed, because a process on another machine may still write there.
 
     Raises:
-        OutputError: `output` is a file, a link or a folder with files, or the temporary folder cannot be created.
+        OutputError: `output` is a file, a link or a folder with files, perhaps created during the block, or the
+            temporary folder cannot be created.
         SaveError: The block or the renaming raised OSError or SafetensorError, for example because the disk is full.
         OSError: An OSError of the block names a file outside of the temporary folder. It is not converted.
     """

@@ -154,8 +154,8 @@ class RayCluster:
     copies this package to the nodes, and runs a job again if its worker or node died.
 
     Args:
-        address: host:port of a cluster, or "local" for a new cluster on this machine. None means RAY_ADDRESS, or else
-            "local".
+        address: host:port of a cluster, or "local" for a new cluster on this machine. If it is None, the variable
+            RAY_ADDRESS is used, or "local" if that is not set.
         workers: Largest number of jobs at a time; None for as many as the cluster has CPUs.
 
     Raises:

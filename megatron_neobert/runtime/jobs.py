@@ -219,9 +219,7 @@ class JobFolder:
     """Folder of the jobs of an unfinished run; a context manager that holds a lock on the folder.
 
     Entering creates the folder. Leaving removes it unless it has finished jobs.
-
-    Raises:
-        OutputError: On entering: the folder cannot be created, or another process uses it.
+    Entering raises OutputError if the folder cannot be created, or if another process uses it.
     """
 
     def __init__(self, path: Path) -> None:

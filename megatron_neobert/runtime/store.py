@@ -19,9 +19,7 @@ def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
     """Connect to torchrun's store, and return a view that adds `prefix` and torchrun's restart count to all keys.
 
     A single rank gets a new store in its own process.
-
-    Raises:
-        OSError, torch.distributed.DistError: The store does not answer in time.
+    Raise OSError or torch.distributed.DistError if the store does not answer in time.
     """
     from torch.distributed import HashStore, PrefixStore
 

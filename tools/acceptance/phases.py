@@ -1,6 +1,6 @@
 """The phases of tools/accept_gpu.py: each starts commands of this project and compares their figures with limits.
 
-The docstring of a phase is its description in the report.
+The docstring of a phase is its description in the report. A phase fills `tables` and `notes`, and may raise Failed.
 """
 
 import os
@@ -120,7 +120,7 @@ class Phase:
         Args:
             name: Part of the name of the log file, logs/PHASE_NAME.txt.
             arguments: Arguments of Python, or of bash if the first one is a shell script.
-            device: "cpu" hides the GPU. Empty: the device of the phase.
+            device: "cpu", which hides the GPU, or "" for the phase's device.
 
         Returns:
             The output of the command, with its errors, which is also in the log file.
@@ -172,7 +172,7 @@ class Phase:
     def train(self, name: str, iterations: int, *flags: object, bf16: bool = True, device: str = "") -> Curve:
         """Train on the sample corpus up to `iterations`, or resume, and return the metrics of the run in runs/NAME.
 
-        `bf16` has no effect on a CPU. `device` "cpu" hides the GPU; "" means the phase's. Raises Failed if it fails.
+        `bf16` has no effect on a CPU. `device` "cpu" hides the GPU, "" is the phase's. Raises Failed if training fails.
         """
         corpus, tokenizer = self.prepare_corpus()
         folder, sizes = self.output / "runs" / name, self.sizes
@@ -203,7 +203,10 @@ class Phase:
             shutil.rmtree(folder)
 
     def prepare_corpus(self) -> tuple[Path, Path]:
-        """Return the sample corpus's prefix and its tokenizer folder. Write both if missing; raise Failed on errors."""
+        """Return the prefix of the sample corpus and its tokenizer folder. Raise Failed if a command fails.
+
+        If the corpus has no manifest, the folder with both is deleted, and both are written again.
+        """
         folder = self.output / "corpus"
         corpus, tokenizer, shards = folder / "sample_content_document", folder / "tokenizer", folder / "shards"
         if not corpus.with_suffix(".json").exists():
@@ -222,8 +225,7 @@ class Phase:
 def relative_gaps(first: Curve, second: Curve, iterations: range) -> list[float]:
     """Return the absolute differences between the losses of two runs at these iterations, relative to the first run.
 
-    Raises:
-        Failed: A run has no loss at one of the iterations.
+    Raise Failed if a run has no loss at one of the iterations.
     """
     if missing := [number for number in iterations if number not in first or number not in second]:
         raise Failed(f"one of two runs has no loss at iterations {missing}")
@@ -272,7 +274,10 @@ def check_kernels(phase: Phase) -> None:
 
 
 def check_parity(phase: Phase) -> None:
-    """Compare logits, loss and gradients with plain PyTorch in fp32 on the CPU. Large differences fail the phase."""
+    """Run `neobert check parity --step`: compare logits, loss and gradients with plain PyTorch in fp32 on the CPU.
+
+    The phase fails if the command does. Its differences become tables, and kernels that cannot run become notes.
+    """
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
     phase.run("parity", "-m", "megatron_neobert", "check", "parity", "--step", *flags)

@@ -42,9 +42,9 @@ class TrainingStream:
     def cursor_in(self, phase: Phase, cursor: Cursor, previous: Settings, *, identity: str) -> Cursor:
         """Return the cursor at which `phase` begins, after batches of another phase or run that ended at `cursor`.
 
-        If documents, weights, split, seed or block size differ, return the start of the data, `Cursor()`. If only
-        `seq_length`, `long_documents` or `batch_layout` differ, return the start of the next unread window. Otherwise
-        return `cursor`.
+        If the documents (compared by `identity`), weights, split, seed or block size differ, return the start of the
+        data, `Cursor()`. If only `seq_length`, `long_documents` or `batch_layout` differ, return the start of the next
+        unread window. Otherwise return `cursor`.
 
         Args:
             cursor: Position after the previous batches.
@@ -76,13 +76,13 @@ class TrainingStream:
             previous, done = phase, phase.last or done
 
     def on_rank(self, **ranks: int) -> "TrainingStream":
-        """Return the batches of another rank; `ranks` are the fields of BatchStream with rank and size."""
+        """Return one rank's share of the batches. `ranks` are fields of BatchStream, such as data_parallel_rank=1."""
         return replace(self, streams=tuple(replace(stream, **ranks) for stream in self.streams))  # type: ignore[arg-type]
 
     def from_iteration(self, iteration: int) -> "TrainingStream":
         """Return a stream whose first batch is that of `iteration`, which is 1-based and above `self.iteration`.
 
-        The skipped batches are packed, which reads lengths but no tokens.
+        The batches before it are packed to find its cursor, which reads document lengths but no tokens.
         """
         skipped = iteration - 1 - self.iteration
         if skipped == 0:
@@ -91,15 +91,16 @@ class TrainingStream:
         return replace(self, iteration=iteration - 1, cursor=cursor)
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
-        """Yield steps first, first + every, ..., counted from 0. Skipped steps are packed, but not read."""
+        """Yield steps first, first + every, ...; step 0 is the next iteration. Tokens of skipped steps are not read."""
         ahead = max(stream.steps_ahead for stream in self.streams)
         return build_steps(islice(self.global_batches(), first, None, every), ahead=ahead)
 
 
 def build_training_stream(settings: Settings, inputs: list[Inputs], *, fixed_shapes: bool = False) -> TrainingStream:
-    """Return all training batches of a run, from iteration 1 on, for a single rank.
+    """Return the training batches, from iteration 1 on, of a run with a single rank.
 
-    `inputs` is the result of `open_phases`. `TrainingStream.on_rank` selects the batches of another rank.
+    `TrainingStream.on_rank` selects the share of one of several ranks. `inputs` is the result of `open_phases`. With
+    `fixed_shapes`, all micro-batches are padded to the same shapes, see windows.py.
     """
     streams = [
         BatchStream(

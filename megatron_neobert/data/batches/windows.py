@@ -108,7 +108,7 @@ def next_window(sources: Sequence[Source], settings: BatchSettings, cursor: Curs
 
 
 def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> PackedSequences:
-    """Return the packed sequences of one window, in random order. Documents of all sources are packed together."""
+    """Return a window's packed sequences, which mix documents of all sources, in an order drawn from the seed."""
     documents = documents_in_window(sources, settings, epoch=epoch, window=window)
     seq_length, long_documents = settings.seq_length, settings.long_documents
     if settings.batch_layout == "concatenated":
@@ -120,7 +120,7 @@ def pack_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: in
 
 
 def documents_in_window(sources: Sequence[Source], settings: BatchSettings, *, epoch: int, window: int) -> Documents:
-    """Return the documents of a window, in random order. Raise DataError if the index of a corpus is damaged.
+    """Return the documents of a window, in an order drawn from the seed. Raise DataError if a corpus index is damaged.
 
     The document numbers contain the component's index, so that the masks of a document differ between components.
 

@@ -128,7 +128,7 @@ def print_summary(corpus: "Corpus") -> None:
 
 
 def print_inputs(corpus: "Corpus") -> None:
-    """Print a table with a row per input file: its first document, documents, tokens, share of all tokens, and name."""
+    """Print a row per input file: number of its first document, documents, tokens, share of all tokens, and name."""
     first, total = 0, corpus.manifest.tokens
     print(f"{'first':>13} {'documents':>13} {'tokens':>17} {'share':>7}  input")
     for name, record in corpus.manifest.inputs.items():

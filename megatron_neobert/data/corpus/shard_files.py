@@ -40,7 +40,8 @@ def write_index(
 ) -> None:
     """Write the content of an .idx to `index`, which the caller commits.
 
-    `read_lengths` is called twice. It returns the lengths of all documents in arrays of at least one length each.
+    `read_lengths` is called twice. Each time, it returns `documents` lengths in tokens, in arrays that are not empty.
+    `dtype` is that of the token ids in the .bin, one of DTYPES.
     """
     code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
     index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
@@ -114,8 +115,7 @@ class MappedShard:
     def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the byte offset in the .bin and the length in tokens of each document, numbered within the shard.
 
-        Raises:
-            DataError: A document has no token, or does not end where the next one begins.
+        Raise DataError if a document has no token, or does not end where the next one begins.
         """
         begins, lengths = self.pointers[documents], self.lengths[documents]
         # After the last pointer comes the first boundary, which is 0.

@@ -304,7 +304,7 @@ def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> N
 def _remove_old_corpus(files: CorpusFiles) -> None:
     """Remove the training and validation corpus with this prefix, and the file of rejects. Manifests go first.
 
-    Without a manifest, a mixture of new and old files is never taken for a corpus.
+    So after a kill in the middle, no manifest describes files that are missing or replaced.
     """
     corpora = (files, validation_files(files))
     # The highest shard number goes first, so that the files left after a kill are still numbered from 0 on.

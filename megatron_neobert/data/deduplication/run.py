@@ -183,10 +183,10 @@ class PairJob(Job[None]):
                 files["pairs"].write(similar.astype(_PAIR_DTYPE).tobytes())
 
     def _candidates(self) -> NDArray[np.int64]:
-        """Return pairs of document numbers with equal keys, shape [pairs, 2], the lower number first.
+        """Return candidate pairs of this bucket: numbers of documents with equal keys, [pairs, 2], the lower first.
 
-        Each document is paired with the first and with the previous document that have its key. All n^2 / 2 pairs would
-        be too many, as one text may occur a million times. Another band may find a similar pair that is missing here.
+        A document is paired only with the first and the previous document that have its key, because n copies of a text
+        would give n^2 / 2 pairs. A similar pair that is missing here may be found in another band.
         """
         low, high = (number * 2**64 // self.buckets for number in (self.bucket, self.bucket + 1))
         columns = [job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents)]
@@ -204,7 +204,7 @@ class PairJob(Job[None]):
         return np.concatenate([with_first, with_previous[firsts < repeats - 1]])
 
     def _are_similar(self, pairs: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return True for each pair whose exact Jaccard index is at least the threshold.
+        """Return True for each pair of document numbers in [pairs, 2] whose exact Jaccard index reaches the threshold.
 
         Cost on one core: 2 us for a pair of equal documents; 0.1 us per token of the two documents for other pairs.
         """
@@ -240,8 +240,8 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
     Raises:
         ConfigError: The threshold is out of range, a corpus is named twice, Ray does not start, or OUTPUT.partial
             belongs to a run with other settings.
-        OutputError: OUTPUT exists, without `overwrite` or an unfinished run to resume. Or OUTPUT.partial has finished
-            work, without `resume` or `overwrite`. Or another process uses OUTPUT.partial.
+        OutputError: OUTPUT exists, without `overwrite` or an unfinished run to resume; OUTPUT.partial has finished
+            work, without `resume` or `overwrite`; or another process uses OUTPUT.partial.
         MissingInputError: A corpus does not exist.
         DataError: A corpus is damaged, or the corpora were written with different tokenizers.
         ChildProcessError: A worker process died.
@@ -291,7 +291,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
 
 
 def is_complete(settings: FindSettings) -> bool:
-    """Return True if an undamaged drop list for these corpora and settings exists, and no run is unfinished.
+    """Return True if no run is unfinished and an undamaged drop list of these settings and corpora, in order, exists.
 
     Raise MissingInputError, DataError or ConfigError if a corpus is missing, damaged or named twice.
     """

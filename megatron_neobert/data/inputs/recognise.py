@@ -77,7 +77,7 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
     Raises:
         DataError: The format is not supported, the file is damaged, or a table has no text column --text-key. Damage is
             only found in the first bytes of a file and in the metadata of a table.
-        ConfigError: A table has no column --record-key.
+        ConfigError: A table lacks the column of a --record-key.
         MissingInputError, OSError: The URL or file does not exist, or cannot be read.
     """
     whole = recognise(path, settings)
@@ -99,7 +99,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
 
     Raises:
         DataError: The file is damaged, or a table has no text column --text-key. Batches before the damage are yielded.
-        ConfigError: A table has no column --record-key.
+        ConfigError: A table lacks the column of a --record-key.
         MissingInputError, OSError: The URL or file does not exist, or cannot be read.
         ModuleNotFoundError: The chunk has HTTP responses, and the extra [warc] is not installed.
     """

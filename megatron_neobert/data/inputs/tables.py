@@ -37,7 +37,7 @@ def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> 
 
     Raises:
         DataError: The footer is damaged, or the file has no text column --text-key.
-        ConfigError: The file has no column --record-key.
+        ConfigError: The file lacks the column of a --record-key.
     """
     with _named_damage(chunk), ExitStack() as stack:
         groups = []
@@ -67,7 +67,7 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
     Raises:
         DataError: The file is damaged, or has no text column --text-key.
-        ConfigError: The file has no column --record-key.
+        ConfigError: The file lacks the column of a --record-key.
     """
     keys, limit = settings.record_keys, settings.max_document_bytes
     batch, row = RecordBatch(), chunk.start
@@ -253,14 +253,14 @@ def _take_column(batch: "pa.RecordBatch", path: Sequence[str]) -> "pa.Array":
 
 
 def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "list[tuple[list[str], pa.DataType]]":
-    """Return the column of --text-key, then the column of each --record-key, as pairs of path and type.
+    """Return (path, type) of the column of --text-key, and then of the column of each --record-key.
 
-    The path has the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
+    A path has the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
     named `a.b` takes precedence over the field `b` of the struct `a`.
 
     Raises:
-        DataError: The column --text-key does not exist in the file `path`, or is not text.
-        ConfigError: There is no column --record-key. A DataError would let --quarantine leave the file out.
+        DataError: The file `path` has no column --text-key, or its type is neither text nor null.
+        ConfigError: The file lacks the column of a --record-key. --quarantine does not leave out such a file.
     """
     import pyarrow as pa
 

@@ -48,8 +48,7 @@ class FilterSource(NamedTuple):
 def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
     """Import the filters given as FILE.py:FUNCTION, and return one FilterSource for each, in the same order.
 
-    Raises:
-        ConfigError: A file cannot be imported, its function is missing or not callable, or two filters have one label.
+    Raise ConfigError if a file cannot be imported, its function is missing or not callable, or two labels are equal.
     """
     sources: list[FilterSource] = []
     for name in names:

@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def filters(self) -> dict[str, int | float | str | None]:
-        """Settings that decide which documents the corpus has, by name, and the SHA-256 of each filter, by label."""
+        """Settings and filters that decide the corpus's documents: {setting: value, filter label: "sha256 HEX"}."""
         settings = self.settings
         return {
             **{source.label: f"sha256 {source.sha256}" for source in self.filter_sources},
@@ -194,7 +194,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         OutputError: The corpus exists, and the settings neither resume nor overwrite.
         DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. The
             message names all such files. With --quarantine, this is only an error if all input files are damaged.
-        ConfigError: The output of an earlier run is among the inputs, a table has no column --record-key, two URLs
+        ConfigError: The output of an earlier run is among the inputs, a table lacks a --record-key column, two URLs
             have the same label, a filter cannot be loaded, --tokenizer-type does not fit, or --tokenizer-backend fast
             cannot be used.
         OSError: An input file cannot be read.

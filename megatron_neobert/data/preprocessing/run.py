@@ -53,7 +53,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
             reported together after all other files are finished.
         ConfigError: A fast back end differs from the reference tokenizer, finished chunks have other settings, or Ray
             cannot be used.
-        OutputError: The corpus or finished chunks exist, and the settings neither resume nor overwrite. Or
+        OutputError: The corpus or finished chunks exist, and the settings neither resume nor overwrite; or
             PREFIX.partial is used by another process, or cannot be created.
         ChildProcessError: A worker process died.
         OSError: An input file cannot be read, or an output cannot be written.
@@ -92,11 +92,12 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
     """Tokenize the unfinished chunks.
 
     Returns:
-        Records of all finished chunks by name of the job, and the reason for each damaged input file, by label. If
-        several chunks of a file are damaged, the reason is that of the first chunk.
+        `Finished` of each finished chunk, by name of its job; and a reason for each damaged input file, by label, which
+        is that of its first damaged chunk.
 
     Raises:
-        DataError: Too many records are in error, even if all others are good. Or the tokenizer or a filter has changed.
+        DataError: Errors already exceed the limit for twice the estimated number of records, or the tokenizer or a
+            filter has changed. The caller must check the final error rate.
         ConfigError: A fast back end differs from the reference tokenizer, or Ray cannot be used.
         ChildProcessError: A worker process died.
     """

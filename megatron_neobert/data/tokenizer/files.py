@@ -95,8 +95,12 @@ def read_whole(path: Path) -> bytes:
 def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Return the back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
 
+    Args:
+        path: A .json file is a tokenizer.json, any other a vocab.txt. tokenizer_config.json in its folder is read too.
+        tokenizer_type: One of TOKENIZER_TYPES. It matters only for the lower-casing of a vocab.txt.
+
     Raises:
-        ConfigError: The type and the file disagree about lower case.
+        ConfigError: The type contradicts tokenizer_config.json or the pieces of a vocab.txt about lower-casing.
         DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
     """
     config = read_tokenizer_config(path.parent)
@@ -107,7 +111,7 @@ def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.To
 def build_bert_backend(
     model: models.WordPiece, *, lowercase: bool, strip_accents: bool | None = None, chinese_characters: bool = True
 ) -> tokenizers.Tokenizer:
-    """Return BERT's pipeline for a WordPiece model: clean the text, split it at spaces and punctuation, encode.
+    """Return BERT's pipeline for a WordPiece model: clean a text, split it at spaces and punctuation, encode, decode.
 
     [CLS] and [SEP] are not added.
 
@@ -164,8 +168,7 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
 def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tokenizer_type: str) -> bool:
     """Return True if text must be lower-cased. A BERT type decides, else `declared`, else the case of the pieces.
 
-    Raises:
-        ConfigError: The type contradicts `declared` (do_lower_case of tokenizer_config.json) or the pieces.
+    Raise ConfigError if a BERT type contradicts `declared` (do_lower_case of tokenizer_config.json) or the pieces.
     """
     # bert-base-uncased has ℝ, for which isupper() is True although lower() does not change it.
     upper = [piece for piece in pieces if piece != piece.lower() and piece[0] + piece[-1] not in ("[]", "<>")]
@@ -248,8 +251,7 @@ def is_character_map(rules: bytes) -> bool:
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return special_tokens_map.json, updated by tokenizer_config.json. A missing file counts as empty.
 
-    Raises:
-        DataError: A file is damaged, needs Python code of the tokenizer, or has a setting of the wrong type.
+    Raise DataError if a file is damaged, needs Python code of the tokenizer, or has a setting of the wrong type.
     """
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -121,7 +121,7 @@ def _normalization(spec: Any, symbols: list[str]) -> list[Any]:
 def _dummy_prefix(symbols: list[str]) -> Any:
     """Return the normalizer that puts "▁" (SentencePiece's space) before a text.
 
-    A text that is one symbol gets no space, because the back end also normalises the texts of its added tokens.
+    A text equal to one of `symbols` gets no space, because the back end also normalises the texts of its added tokens.
     """
     if not symbols:
         return normalizers.Prepend(_SPACE)

@@ -119,7 +119,7 @@ class Tokenizer:
 
     @cached_property
     def is_bert_wordpiece(self) -> bool:
-        """True for BERT's WordPiece, which a vocab.txt and three settings of the normalizer define completely."""
+        """True if this is BERT's WordPiece, which a vocab.txt and three normalizer settings define completely."""
         return (
             isinstance(self.backend.normalizer, normalizers.BertNormalizer)
             and isinstance(self.backend.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
@@ -132,9 +132,7 @@ class Tokenizer:
 
         The text of a special token, such as "[MASK]", is encoded as ordinary text. If the text is a piece of the model,
         as in Unigram models, the unknown id replaces it. The result has no special id other than the unknown id.
-
-        Raises:
-            DataError: The library cannot encode a text, because the tokenizer's file is damaged.
+        Raise DataError if the library cannot encode a text, because the tokenizer's file is damaged.
         """
         self.backend.encode_special_tokens = True  # set here, because pickling and copying lose it
         ids, lengths = [], np.zeros(len(texts), dtype=np.int32)
@@ -215,7 +213,7 @@ class Tokenizer:
     def _literals_may_be_pieces(self) -> bool:
         """True if encoding the text of a special token may give a special id, because the text is a piece of the model.
 
-        False for BERT's "[MASK]", because the pre-tokenizer splits at the brackets.
+        It is False for BERT's "[MASK]", because the pre-tokenizer splits at the brackets.
         """
         if not self.is_bert_wordpiece:
             return True
@@ -224,7 +222,7 @@ class Tokenizer:
 
     @cached_property
     def _is_special(self) -> NDArray[np.bool_]:
-        """True for each special id except the unknown id, by id."""
+        """Boolean array with an entry per id: True for special ids except the unknown id."""
         table = np.zeros(self.vocab_size, dtype=np.bool_)
         table[list(self.special_ids)] = True
         table[self.unk_id] = False
