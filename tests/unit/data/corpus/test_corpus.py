@@ -79,7 +79,11 @@ def test_files_equal_those_of_megatrons_builder_byte_for_byte(tmp_path, vocab_si
             r"expected documents 4 as in small\.idx, found 5",
         ),
         ("json", replaced(b'"unk": ', b'"unc": '), "special_tokens has no unk"),
-        ("json", replaced(b'"vocab_size": 100', b'"vocab_size": 1'), r"special ids \[.*\] are not all below vocab_size 1;"),
+        (
+            "json",
+            replaced(b'"vocab_size": 100', b'"vocab_size": 1'),
+            r"special ids \[.*\] are not all below vocab_size 1;",
+        ),
         ("json", replaced(b'"tokens": 10', b'"tokens": 9'), r"tokens 10 as in small\.idx, found 9"),
         ("json", replaced(b'"tokens": 10', b'"tokens": 0'), r"Expected `int` >= 1 - at `\$\.volumes\[0\]\.tokens`"),
     ],
