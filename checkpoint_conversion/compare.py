@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaModel
 
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import read_model_config
-from checkpoint_conversion.imports import map_file
 from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, ModelShape, to_internal, without_padding
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import LONGEST_REASON, ConversionError
@@ -315,7 +315,8 @@ def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitM
         ConversionError: The model is not a NeoBERT, a file is damaged, or transformers cannot load it completely.
     """
     head_file = folder / HEAD_FOLDER / WEIGHTS
-    head = map_file(head_file) if head_file.is_file() else {}
+    with loading(head_file, "a head"):
+        head = load_file(head_file) if head_file.is_file() else {}
     return to_logit_model(folder, load_model(folder, AutoModel if head else AutoModelForMaskedLM, dtype), head)
 
 
