@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
 from megatron_neobert.cli import Parser
-from megatron_neobert.errors import run_command
+from megatron_neobert.errors import ConfigError, run_command
 
 OURS = "this project, in process"
 PACKAGES = ("torch", "numpy", "transformers", "nvidia-dali-cuda130")
@@ -170,6 +170,7 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
     """Yield the size of each batch of transformers' DataCollatorForLanguageModeling, without end.
 
     `examples` returns the token ids of each row; every epoch shuffles the rows. A tokenizer is written to `job.folder`.
+    Raise ConfigError if the rows do not fill one batch.
     """
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
@@ -182,6 +183,8 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
     features = [
         {"input_ids": ids, "special_tokens_mask": [int(id_ in special) for id_ in ids]} for ids in examples(job)
     ]
+    if len(features) < job.batch_size:
+        raise ConfigError(f"--batch-size {job.batch_size} exceeds the {len(features):,} rows of this loader; lower it.")
     while True:
         random.Random(SEED).shuffle(features)
         for first in range(0, len(features) - job.batch_size + 1, job.batch_size):

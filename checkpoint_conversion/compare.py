@@ -312,10 +312,11 @@ def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitM
 
     Raises:
         MissingInputError: The folder has no config.json.
-        ConversionError: The model is not a NeoBERT, or transformers cannot load it completely.
+        ConversionError: The model is not a NeoBERT, a file is damaged, or transformers cannot load it completely.
     """
     head_file = folder / HEAD_FOLDER / WEIGHTS
-    head = load_file(head_file) if head_file.is_file() else {}
+    with loading(head_file, "a head"):
+        head = load_file(head_file) if head_file.is_file() else {}
     return to_logit_model(folder, load_model(folder, AutoModel if head else AutoModelForMaskedLM, dtype), head)
 
 

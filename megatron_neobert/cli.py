@@ -157,7 +157,7 @@ def assign(
 
 
 def value_problem(item: Field, item_type: Any, value: Any, *, source: str) -> str:
-    """Return an error message if a converted value is too small, not finite, beyond 64 bits or not a choice; else ""."""
+    """Return an error message if a value is too small, not finite, beyond 64 bits or not a choice; else ""."""
     choices, minimum = choices_of(item, item_type), item.metadata.get("minimum")
     for entry in value if isinstance(value, tuple) else (value,):
         if choices and entry is not None and entry not in choices:

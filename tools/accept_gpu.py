@@ -74,13 +74,14 @@ def main() -> int:
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Return facts that identify a machine: the device, the GPU ("none" without one), and the versions of software."""
+    """Return facts that identify a machine: device, GPU ("none" without one), versions, and why torch failed."""
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
     # In its own process, because torch would keep GPU memory in this one.
     ended = subprocess.run(
         [sys.executable, "-c", MACHINE], env=environment, capture_output=True, text=True, check=False
     )
-    torch_facts = parse_json(ended.stdout) if ended.returncode == 0 else {}
+    failure = {"torch failed": (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]}
+    torch_facts = parse_json(ended.stdout) if ended.returncode == 0 else failure
     installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
     versions = {"project": __version__, "Python": platform.python_version()}
     versions |= {name: str(value) for name, value in torch_facts.items() if value}

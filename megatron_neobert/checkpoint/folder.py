@@ -162,8 +162,8 @@ def claim(save: str | None) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     lock.seek(0)
                     raise OutputError(
-                        f"--save {save} is being written by another run ({lock.read().decode()}). Wait until it ends, "
-                        "or name another folder."
+                        f"--save {save} is being written by another run ({lock.read(100).decode(errors='replace')}). "
+                        "Wait until it ends, or name another folder."
                     ) from error
                 time.sleep(0.2)
         lock.truncate(0)

@@ -80,7 +80,8 @@ def run(settings: PreprocessSettings) -> None:
         print_plan(plan)
     elif settings.resume and is_complete(plan):
         JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
-        print(f"{plan.files.manifest} is complete; nothing to do")
+        advice = "; --overwrite applies another --shard-size" if settings.shard_size else ""
+        print(f"{plan.files.manifest} is complete; nothing to do{advice}")
     else:
         print_report(plan, preprocess(plan))
 

@@ -28,8 +28,9 @@ def register_neobert() -> None:
 def loading(folder: Path, class_name: str) -> Iterator[None]:
     """Run a `with` block that loads a local folder with transformers, and convert its errors to ConversionError.
 
-    A NeoBERTError is not converted. In the block, `neobert` folders are loaded with this package's classes, the network is not used, and transformers
-    prints no reports. Progress bars stay disabled afterwards. The class name is for messages.
+    A NeoBERTError is not converted. In the block, `neobert` folders are loaded with this package's classes, the network
+    is not used, and transformers prints no reports. Progress bars stay disabled afterwards. The class name is for
+    messages.
     """
     register_neobert()
     offline = huggingface_hub.constants.HF_HUB_OFFLINE

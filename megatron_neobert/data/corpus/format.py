@@ -326,7 +326,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield part of an error message for each contradiction in a manifest: missing unk, special ids out of range, or a wrong sum."""
+    """Yield part of an error message for each contradiction: no unk, special ids out of range, or a wrong sum."""
     special = {*manifest.special_ids, *manifest.special_tokens.values()}
     if "unk" not in manifest.special_tokens:
         yield f"special_tokens has no unk, but only {', '.join(manifest.special_tokens) or 'nothing'}"

@@ -268,7 +268,10 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 
 
 def is_complete(plan: Plan) -> bool:
-    """Return True if no run is unfinished, and the corpora match settings and input files (size and time, no hash)."""
+    """Return True if no run is unfinished, and the corpora match settings and input files (size and time, no hash).
+
+    Of --shard-size, only its absence is compared, with the number of corpus shards.
+    """
     files, settings = plan.files, plan.settings
     manifest = None if JobFolder(files.partial).has_begun else _read_complete(files)
     if manifest is None or (settings.split_validation and not _read_complete(validation_files(files))):

@@ -93,7 +93,7 @@ def test_error_of_an_input_is_not_an_error_of_the_output(tmp_path: Path):
 
 def test_file_is_not_a_folder(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(MissingInputError, match="--results .*file: no such folder"):
+    with pytest.raises(MissingInputError, match=r"--results .*file: no such folder"):
         require_folder("--results", tmp_path / "file")
 
 

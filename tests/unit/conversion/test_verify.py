@@ -12,6 +12,7 @@ from saved_model import WORDS, change_config
 
 from checkpoint_conversion import compare
 from checkpoint_conversion.compare import Comparison, build_prompts, compare_logits
+from megatron_neobert.errors import ConversionError
 
 
 @pytest.fixture
@@ -72,6 +73,14 @@ def test_folder_without_a_model_is_a_missing_input(model, tmp_path):
     (tmp_path / "empty").mkdir()
     code, _, error = call("verify", model, tmp_path / "empty")
     assert code == 66 and "empty" in error
+
+
+def test_damaged_head_of_a_llama_folder_is_refused(exported):
+    folder, _ = exported(layout="llama")
+    damaged = shutil.copytree(folder, folder.with_name("damaged"))
+    (damaged / "mlm_head" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ConversionError, match=r"mlm_head/model\.safetensors: transformers cannot load it as a head"):
+        compare.load_logit_model(damaged)
 
 
 # --- the comparison ---

@@ -50,6 +50,13 @@ def processes_about(folder: Path) -> list[str]:
     return [line for line in command_lines if str(folder) in line]
 
 
+def test_machine_on_which_torch_fails_has_the_reason(monkeypatch):
+    from tools import accept_gpu
+
+    monkeypatch.setattr(accept_gpu, "MACHINE", "raise ImportError('libcudart.so.13')")
+    assert accept_gpu.describe_machine("cuda")["torch failed"] == "ImportError: libcudart.so.13"
+
+
 @pytest.mark.slow
 def test_interrupted_acceptance_keeps_finished_phases_and_reports_the_figures_of_its_runs(tmp_path):
     assert start_and_interrupt(tmp_path) == 130

@@ -17,7 +17,7 @@ from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
 from benchmarks import benchmark_loader, benchmark_step
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
-from megatron_neobert.errors import DataError
+from megatron_neobert.errors import ConfigError, DataError
 
 # --- preprocessing
 
@@ -180,6 +180,12 @@ def test_waits_for_the_gpu_are_counted_by_line(monkeypatch):
 
 
 # --- loading
+
+
+def test_batch_of_more_rows_than_there_are_is_refused(inputs, tmp_path):
+    job = benchmark_loader.Job(None, load_tokenizer(inputs.vocabulary), seq_length=8, batch_size=2, folder=tmp_path)
+    with pytest.raises(ConfigError, match="--batch-size 2 exceeds the 1 rows"):
+        next(benchmark_loader.collator(job, lambda job: [[5, 6]]))
 
 
 @pytest.mark.slow

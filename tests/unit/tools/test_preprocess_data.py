@@ -114,12 +114,15 @@ def test_closed_standard_output_ends_with_141_after_the_corpus_is_complete(place
     assert (place / "run_content_document.json").exists()
 
 
-def test_resuming_a_finished_corpus_reports_that_and_changes_nothing(place):
+@pytest.mark.parametrize(
+    ("flags", "advice"), [((), ""), (("--shard-size", "1"), "; --overwrite applies another --shard-size")]
+)
+def test_resuming_a_finished_corpus_reports_that_and_changes_nothing(place, flags, advice):
     assert run_forked("preprocess", *arguments_of(place, "--resume")).code == 0
     before = (place / "run_content_document.bin").stat().st_mtime_ns
     (place / "run_content_document.partial.removed-1").mkdir()  # left by a run that was killed at the end
-    code, output = run_forked("preprocess", *arguments_of(place, "--resume"))
-    assert (code, output) == (0, f"{place / 'run_content_document.json'} is complete; nothing to do\n")
+    code, output = run_forked("preprocess", *arguments_of(place, "--resume", *flags))
+    assert (code, output) == (0, f"{place / 'run_content_document.json'} is complete; nothing to do{advice}\n")
     assert (place / "run_content_document.bin").stat().st_mtime_ns == before
     assert not list(place.glob("*.partial*"))
 
