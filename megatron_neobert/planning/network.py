@@ -228,7 +228,7 @@ def plan_step(
     cluster = Cluster(settings, world_size=world_size, network_gbps=network_gbps)
     data: dict[str, float] = {}  # seconds by operation
     # Status of all ranks, gradient norm, and number of tokens.
-    exposed = cluster.seconds("all", "all-gather", 72 * world_size) + 2 * cluster.seconds("all", "all-reduce", 8)
+    exposed = cluster.seconds("all", "all-gather", 80 * world_size) + 2 * cluster.seconds("all", "all-reduce", 8)
     for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked_tokens):
         seconds = each.calls * cluster.seconds(each.group, each.operation, each.bytes / each.calls)
         if each.group == "data":
