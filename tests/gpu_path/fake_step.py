@@ -250,13 +250,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         case: `num_layers`, `world_size`, `rank`, `capability`, sections of settings, and flags of the controls, which
             must run last.
     """
+    import rank_state
     from collectives import Collectives  # imports megatron.core
     from megatron.core import parallel_state
 
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels, engine_attention
-    from megatron_neobert.planning.memory import plan_memory
+    from megatron_neobert.planning.memory import plan_stage
     from megatron_neobert.planning.network import step_traffic
     from megatron_neobert.runtime import distributed
     from megatron_neobert.state import Run, TrainState
@@ -310,12 +311,15 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
         counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
-        kept = kept_bytes(model, batches[0].to(device)) if case.get("counts_kept_bytes") else 0
+        state = {}
+        if case.get("counts_state"):
+            kept = kept_bytes(model, batches[0].to(device))
+            state = {"memory": rank_state.memory(run, kept=kept), "save": rank_state.save_plan(run)}
     stage = parallel_state.get_pipeline_model_parallel_rank()
     distributed.shut_down()
     assert [result.skip_reason for result in results] == [None, None]
     sizes = {"vocab_size": VOCAB, "world_size": RANKS["world_size"], "masked_tokens": masked}
-    plan = plan_memory(settings, **sizes)
+    plan = plan_stage(settings, **sizes, stage=stage)
     traffic = step_traffic(settings, **sizes, stage=stage)
     return {
         "summary": choose_kernels(settings).summary,
@@ -323,8 +327,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "waits": waits,
         "copies": copies,
         "counts": counts,
-        "kept": kept,
-        "planned": plan.activations + plan.head,
+        **state,
+        "planned_memory": rank_state.planned_memory(plan),
         "collectives": [total for total in collectives.totals(smallest=1024) if is_planned(*total)],
         "planned_collectives": sorted((each.group, each.operation, each.calls, each.bytes) for each in traffic),
     }
