@@ -13,9 +13,7 @@ from megatron_neobert.state import Run
 def memory(run: Run, *, kept: int) -> dict[str, int]:
     """Return the bytes of a rank. `kept` is what autograd keeps of all micro-batches in flight."""
     flats = [
-        flat
-        for part in local_parts(run)
-        for flat in (*part.moments.values(), *([part.main] if part.has_main else []))
+        flat for part in local_parts(run) for flat in (*part.moments.values(), *([part.main] if part.has_main else []))
     ]
     return {
         "weights": sum(buffer.param_data.nbytes for buffer in run.model.buffers),
