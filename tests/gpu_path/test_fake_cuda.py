@@ -263,10 +263,11 @@ def test_documentation_has_the_state_and_traffic_of_one_of_1024_ranks(library, t
     for label, result in results.items():
         counted, planned = result["memory"], result["planned_memory"]
         for name in ("weights", "gradients", "optimizer"):
-            # The plan has no padding of buckets, and divides norms between tensor-parallel ranks: at most 4e-4.
-            assert counted[name] == pytest.approx(planned[name], rel=5e-4), (label, name)
-        # As on one rank, and more where the head is a larger share.
-        assert 1.12 < counted["activations"] / planned["activations"] < 1.13, label
+            # The plan has no padding of buckets, and divides norms between tensor-parallel ranks: 1.81e-4 at most.
+            assert counted[name] == pytest.approx(planned[name], rel=2e-4), (label, name)
+        # Counted: 1.1251 to 1.1275, and 1.0643 with context parallelism.
+        factor = 1.064 if label.startswith("CP") else 1.126
+        assert counted["activations"] / planned["activations"] == pytest.approx(factor, abs=0.002), label
     write_or_compare("<!-- ranks counted by tests/gpu_path -->\n", table_of_ranks(results))
 
 
@@ -286,7 +287,7 @@ def cells_of(result: dict[str, Any]) -> dict[str, str]:
         **{f"{name}, MiB": f"{size / 2**20:,.1f}" for name, size in sizes.items()},
         "saved boxes": f"{saved['boxes']:,}",
         "saved, MiB": f"{saved['bytes'] / 2**20:.2f}",
-        "files of all ranks of the stage": f"{saved['files of the stage']:,}",
+        "files of the checkpoint (of the stage)": f"{saved['files of the stage']:,}",
         **{
             f"{group}: {name}, MB": f"{calls} x, {size / 1e6:,.1f}"
             for group, name, calls, size in result["collectives"]
