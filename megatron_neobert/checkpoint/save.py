@@ -24,7 +24,7 @@ from megatron_neobert.checkpoint.folder import (
     record_of,
     write_manifest,
 )
-from megatron_neobert.checkpoint.shards import LocalBox, parts_to_save
+from megatron_neobert.checkpoint.shards import LocalBox, assign_to_files, parts_to_save
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, SaveError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
@@ -190,18 +190,9 @@ class Saver:
 
 
 def _write(path: Path, boxes: Sequence[LocalBox]) -> dict[str, FileRecord]:
-    """Write a rank's boxes and return the records of its files by name.
-
-    A file has at most one box of a tensor. The largest boxes are in `path`, parts of rows in up to two more files.
-    """
-    files: list[dict[str, LocalBox]] = []
-    for box in sorted(boxes, key=lambda box: -box.data.numel()):
-        file = next((file for file in files if box.name not in file), None)
-        if file is None:
-            files.append(file := {})
-        file[box.name] = box
+    """Write a rank's boxes to `path` and up to two more files, and return the records of the files by name."""
     records = {}
-    for number, file in enumerate(files):
+    for number, file in enumerate(assign_to_files(boxes)):
         target = path if number == 0 else path.with_stem(f"{path.stem}_{number}")
         write_tensors(
             target, {name: box.data for name, box in file.items()}, {name: box.box for name, box in file.items()}

@@ -6,7 +6,7 @@ nothing is gathered. Names and offsets are those of whole tensors, as megatron.c
 they do not depend on the layout of the ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -120,12 +120,7 @@ def local_parts(run: Run) -> list[Part]:
     Without the distributed optimizer, these are this rank's whole parameters.
     """
     model = run.unwrapped_model
-    entries = {
-        entry.data: entry
-        for name, entry in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
-        if not name.endswith("_extra_state")  # pickles of Transformer Engine, for FP8 scaling
-    }
-    assert entries.keys() == set(model.parameters()), "the state of the model is its parameters"
+    entries = entries_of(model)
     parts = []
     for optimizer in run.optimizer.chained_optimizers:
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
@@ -135,6 +130,17 @@ def local_parts(run: Run) -> list[Part]:
             moments = {name: value.detach().view(-1) for name, value in state.items() if name != "step"}
             parts.append(Part(entries[parameter], start, weight, main.detach().view(-1), moments))
     return parts
+
+
+def entries_of(model: Any) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
+    """Return megatron.core's description of each parameter of this rank: name, offsets, and shape of the whole."""
+    entries = {
+        entry.data: entry
+        for name, entry in model.sharded_state_dict(metadata=_STATE_FORMAT).items()
+        if not name.endswith("_extra_state")  # pickles of Transformer Engine, for FP8 scaling
+    }
+    assert entries.keys() == set(model.parameters()), "the state of the model is its parameters"
+    return entries
 
 
 def _main_weights(optimizer: Any, model: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -168,6 +174,20 @@ def parts_to_save(run: Run) -> list[Part]:
             shares.append(part.narrow(first, last))
         before += size
     return shares
+
+
+def assign_to_files(boxes: Iterable[LocalBox]) -> list[dict[str, LocalBox]]:
+    """Return the boxes of each file that a rank writes, by name.
+
+    A file has at most one box of a tensor. The largest boxes are in the first file, parts of rows in up to two more.
+    """
+    files: list[dict[str, LocalBox]] = []
+    for box in sorted(boxes, key=lambda box: -box.data.numel()):
+        file = next((file for file in files if box.name not in file), None)
+        if file is None:
+            files.append(file := {})
+        file[box.name] = box
+    return files
 
 
 def _is_first_copy(entry: ShardedTensor | ShardedTensorFactory) -> bool:

@@ -33,35 +33,37 @@ class RankMemory:
 
 
 def plan_memory(settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int) -> RankMemory:
-    """Return the memory, in bytes, of the rank that needs most at the peak of a training step.
+    """Return the memory of the pipeline stage that needs most. Arguments are those of `plan_stage`."""
+    sizes = {"vocab_size": vocab_size, "world_size": world_size, "masked_tokens": masked_tokens}
+    stages = range(settings.parallel.pipeline_model_parallel_size)
+    return max((plan_stage(settings, **sizes, stage=stage) for stage in stages), key=lambda rank: rank.total)
+
+
+def plan_stage(settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int, stage: int) -> RankMemory:
+    """Return the memory, in bytes, of a rank of a pipeline stage at the peak of a training step.
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
         masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
+        stage: Pipeline stage of the rank, from 0.
     """
     tp, stages = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
     padded = settings.model.padded_vocab_size(vocab_size, tensor_parallel=tp)
     layer, kept_by_layer = layer_bytes(settings)
-    logits = _element_bytes(settings) * masked_tokens * padded // tp
-    ranks = []
-    for stage in range(stages):
-        # Warm-up passes, one per later stage, and the pass after them.
-        # Source: megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches.
-        in_flight = min(stages - stage, settings.micro_batches_per_rank(world_size))
-        head = logits if stage == stages - 1 else 0
-        weights, gradients, optimizer = _state_bytes(settings, padded, stage=stage, world_size=world_size)
-        ranks.append(
-            RankMemory(
-                stage=stage,
-                weights=weights,
-                gradients=gradients,
-                optimizer=optimizer,
-                activations=in_flight * settings.layers_per_stage * kept_by_layer,
-                head=head,
-                work=max(layer, head),  # gradients of a layer's activations or of the logits
-            )
-        )
-    return max(ranks, key=lambda rank: rank.total)
+    # Warm-up passes, one per later stage, and the pass after them.
+    # Source: megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches.
+    in_flight = min(stages - stage, settings.micro_batches_per_rank(world_size))
+    head = _element_bytes(settings) * masked_tokens * padded // tp if stage == stages - 1 else 0
+    weights, gradients, optimizer = _state_bytes(settings, padded, stage=stage, world_size=world_size)
+    return RankMemory(
+        stage=stage,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=in_flight * settings.layers_per_stage * kept_by_layer,
+        head=head,
+        work=max(layer, head),  # gradients of a layer's activations or of the logits
+    )
 
 
 def _element_bytes(settings: Settings) -> int:

@@ -11,25 +11,28 @@ and incoming gradients, and writes gradients. This is the best that Inductor can
 reductions. torch's fused RMSNorm is counted in the same way, because a CPU build does not have its CUDA kernel.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib
+import itertools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch, so that its hooks are found first
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 LIBRARY.replace_guard()  # after torch, whose guard it replaces
 from census import Census, calling_function, storage_of, tensors_of  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -156,6 +159,7 @@ def believe_in_cuda(capability: tuple[int, int]) -> None:
     torch.distributed.new_group = lambda *args, **options: group(
         *args, **{**options, "backend": "fake", "pg_options": None}
     )
+    FakeTensor.tolist = list_of_ones  # torch's reads each number alone, which takes 8 s for the status of 1,024 ranks
     # The real function sends pickled objects as tensors, and fake tensors have no content.
     torch.distributed.all_gather_object = lambda objects, local, group=None: objects.__setitem__(
         slice(None), [local] * len(objects)
@@ -184,6 +188,12 @@ def replace_tensors(module: torch.nn.Module, change: Callable[[Tensor], Tensor],
             else:
                 child._buffers[name] = changed
     return module
+
+
+def list_of_ones(tensor: Tensor) -> Any:
+    """Return what Census returns for each number of a tensor on the host."""
+    assert not tensor.is_cuda
+    return np.ones(tensor.shape, dtype=float if tensor.dtype.is_floating_point else int).tolist()
 
 
 def type_name(tensor: Tensor, original: Any, *args: Any, **options: Any) -> Any:
@@ -250,13 +260,15 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         case: `num_layers`, `world_size`, `rank`, `capability`, sections of settings, and flags of the controls, which
             must run last.
     """
+    import rank_state
     from collectives import Collectives  # imports megatron.core
     from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
 
     from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
     from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels, engine_attention
-    from megatron_neobert.planning.memory import plan_memory
+    from megatron_neobert.planning.memory import plan_stage
     from megatron_neobert.planning.network import step_traffic
     from megatron_neobert.runtime import distributed
     from megatron_neobert.state import Run, TrainState
@@ -306,16 +318,19 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         ]
         results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
         CENSUS.clear()
-        with collectives:
+        with collectives, counted_passes(schedules) as passes:
             results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
         counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
-        kept = kept_bytes(model, batches[0].to(device)) if case.get("counts_kept_bytes") else 0
+        state = {}
+        if case.get("counts_state"):
+            kept = max(itertools.accumulate(passes)) * kept_bytes(model, batches[0].to(device))
+            state = {"memory": rank_state.memory(run, kept=kept), "save": rank_state.save_plan(run)}
     stage = parallel_state.get_pipeline_model_parallel_rank()
     distributed.shut_down()
     assert [result.skip_reason for result in results] == [None, None]
     sizes = {"vocab_size": VOCAB, "world_size": RANKS["world_size"], "masked_tokens": masked}
-    plan = plan_memory(settings, **sizes)
+    plan = plan_stage(settings, **sizes, stage=stage)
     traffic = step_traffic(settings, **sizes, stage=stage)
     return {
         "summary": choose_kernels(settings).summary,
@@ -323,11 +338,29 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "waits": waits,
         "copies": copies,
         "counts": counts,
-        "kept": kept,
-        "planned": plan.activations + plan.head,
+        **state,
+        "planned_memory": rank_state.planned_memory(plan),
         "collectives": [total for total in collectives.totals(smallest=1024) if is_planned(*total)],
         "planned_collectives": sorted((each.group, each.operation, each.calls, each.bytes) for each in traffic),
     }
+
+
+@contextlib.contextmanager
+def counted_passes(schedules: Any) -> Iterator[list[int]]:
+    """Yield a list to which the block adds 1 for each forward pass and -1 for each backward pass, in their order."""
+    passes: list[int] = []
+
+    def counted(function: Callable[..., Any], change: int) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            passes.append(change)
+            return function(*args, **options)
+
+        return call
+
+    forward, backward = schedules.forward_step, schedules.backward_step
+    schedules.forward_step, schedules.backward_step = counted(forward, 1), counted(backward, -1)
+    yield passes
+    schedules.forward_step, schedules.backward_step = forward, backward
 
 
 def is_planned(group: str, operation: str, *_: int) -> bool:
