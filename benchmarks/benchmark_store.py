@@ -33,7 +33,7 @@ LIMIT = timedelta(minutes=10)
 
 
 class Phase(NamedTuple):
-    """What one rank has done in a phase."""
+    """Times and requests of one rank in a phase."""
 
     started: float  # of time.monotonic, which all processes of a machine share
     ended: float

@@ -159,7 +159,7 @@ def believe_in_cuda(capability: tuple[int, int]) -> None:
     torch.distributed.new_group = lambda *args, **options: group(
         *args, **{**options, "backend": "fake", "pg_options": None}
     )
-    FakeTensor.tolist = list_of_ones  # torch's reads each number alone, which takes 8 s for the status of 1,024 ranks
+    FakeTensor.tolist = list_of_ones  # torch's reads each number alone, which is slow for 1,024 ranks
     # The real function sends pickled objects as tensors, and fake tensors have no content.
     torch.distributed.all_gather_object = lambda objects, local, group=None: objects.__setitem__(
         slice(None), [local] * len(objects)
