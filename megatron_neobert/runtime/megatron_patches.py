@@ -12,7 +12,7 @@ optimizer, which has another defect: it cuts the state at wrong offsets if a buc
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -48,7 +48,15 @@ def install() -> None:
         return
     check_sources()
     clip_grads.get_grad_norm_fp32 = base_optimizer.get_grad_norm_fp32 = norm_on_device
-    parallel_state.create_group = functools.partial(parallel_state.create_group, use_local_synchronization=True)
+    parallel_state.create_group = _with_local_synchronization(parallel_state.create_group)
+
+
+def _with_local_synchronization(create_group: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create_group)  # check_sources still finds megatron.core's source
+    def create_own_group(*arguments: Any, **options: Any) -> Any:
+        return create_group(*arguments, **{**options, "use_local_synchronization": True})
+
+    return create_own_group
 
 
 def check_sources() -> None:

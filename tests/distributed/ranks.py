@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from processes import run_on_ranks
 
-from megatron_neobert.checkpoint.load import load_checkpoint
+from megatron_neobert.checkpoint.load import find_checkpoint, load_from
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.training.loop import run_training
@@ -35,7 +35,9 @@ def load_and_save(settings: Settings) -> None:
     """Load the checkpoint in --load into a model and optimizer, and save it in --save."""
     inputs, device = join(settings)
     run = build_run(settings, inputs, device)
-    load_checkpoint(run)
+    found = find_checkpoint(settings)
+    assert found is not None
+    load_from(run, found.folder)
     Saver(run, log=print).save()
 
 

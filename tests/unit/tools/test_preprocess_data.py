@@ -65,7 +65,7 @@ def test_many_unknown_tokens_cause_a_warning(place):
         (["--shard-size", "inf"], 2, "--shard-size 'inf' is not a size"),
         (["--text-separator", "\\"], 2, "has an invalid escape"),
         (["--text-separator", "\\ud800"], 2, "has an invalid escape"),
-        (["--max-error-rate", "nan"], 2, "nan is not a fraction"),
+        (["--max-error-rate", "nan"], 2, "nan is not finite"),
         (["--shard-size", "10XB"], 2, "--shard-size '10XB' is not a size; use a number of bytes"),
     ],
 )
