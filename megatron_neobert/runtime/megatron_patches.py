@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
@@ -22,6 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as base_optimizer
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 from megatron_neobert.errors import ConfigError
 
@@ -53,8 +56,16 @@ def install() -> None:
 
 def _with_local_synchronization(create_group: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create_group)  # check_sources still finds megatron.core's source
-    def create_own_group(*arguments: Any, **options: Any) -> Any:
-        return create_group(*arguments, **{**options, "use_local_synchronization": True})
+    def create_own_group(ranks: list[int], **options: Any) -> Any:
+        # With local synchronization, torch names a group by the number of groups of this rank, which may differ between
+        # its members. All ranks come here for each group, so they can count it, as torch does otherwise.
+        name = GroupName(str(distributed_c10d._world.group_count))
+        distributed_c10d._world.group_count += 1
+        if torch.distributed.get_rank() not in ranks:
+            return None
+        options["use_local_synchronization"] = True
+        with mock.patch.object(distributed_c10d, "_process_group_name", lambda *_, **__: name):
+            return create_group(ranks, **options)
 
     return create_own_group
 

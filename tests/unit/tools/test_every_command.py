@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -74,7 +75,17 @@ def test_command_whose_extra_is_missing_prints_the_command_that_installs_it(tmp_
     (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError('hidden', name='datasets')")
     code, errors = start("fetch", "mteb", "--output", tmp_path, packages=tmp_path)
     assert code == 69
-    remedy = f"{sys.executable} -m pip install -c {REPOSITORY}/constraints.txt -e '{REPOSITORY}[eval]'"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-c",
+        f"{REPOSITORY}/constraints.txt",
+        "-e",
+        f"{REPOSITORY}[eval]",
+    ]
+    remedy = shlex.join(command)
     assert errors == f"error: datasets is not installed; it comes with the extra [eval]: {remedy}\n"
 
 
