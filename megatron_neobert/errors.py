@@ -218,10 +218,10 @@ def _missing_package(module: str) -> str | None:
     is_checkout = (_REPOSITORY / "setup.py").exists()  # False for an installed wheel
     for extra, modules in MODULES_OF_EXTRAS.items():
         if any(f"{module}.".startswith(f"{name}.") for name in modules):
-            package = [f"megatron-neobert[{extra}]"]
+            packages = [f"megatron-neobert[{extra}]"]
             if is_checkout:
-                package = ["-c", f"{_REPOSITORY}/constraints.txt", "-e", f"{_REPOSITORY}[{extra}]"]
-            install = shlex.join([sys.executable, "-m", "pip", "install", *package])
+                packages = ["-c", f"{_REPOSITORY}/constraints.txt", "-e", f"{_REPOSITORY}[{extra}]"]
+            install = shlex.join([sys.executable, "-m", "pip", "install", *packages])
             return f"{module} is not installed; it comes with the extra [{extra}]: {install}"
     python = _REPOSITORY / ".venv" / "bin" / "python"
     if python.exists() and Path(sys.executable).parent != python.parent:

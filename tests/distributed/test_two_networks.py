@@ -103,5 +103,5 @@ def test_node_that_loses_a_rank_of_another_node_ends_in_seconds_and_names_the_ra
         second.communicate()
     assert (first.returncode, second.returncode) == (69, 137), log
     assert any(re.match(r"error: rank [01] \(node0\) lost .*: rank 3 \(node1\) does not answer", line) for line in log)
-    # Measured: 7 s. Other tests on the same cores may slow it down.
+    # Measured: 7.2 s. Other tests on the same cores may slow it down.
     assert seconds < 30, log
