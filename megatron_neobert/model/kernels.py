@@ -40,7 +40,6 @@ class Hardware:
     transformer_engine: Library = Library()
     flash_attn: Library = Library()
     apex_weight_gradients: Library = Library()
-    apex_optimizers: Library = Library()
     foreign_apex: str | None = None  # version of a package named apex that is not NVIDIA's
 
 
@@ -67,7 +66,6 @@ def detect_hardware() -> Hardware:
         # The package flash-attn-4 has a module flash_attn, too.
         flash_attn=_try_import("flash_attn.flash_attn_interface", distribution="flash-attn"),
         apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
-        apex_optimizers=_try_import("apex.optimizers", distribution="apex"),
         foreign_apex=_foreign_apex(),
     )
 
@@ -135,18 +133,13 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
-    # Megatron prefers Transformer Engine's Adam, then Apex's. Torch's is FusedAdam of training/optimizer.py.
-    optimizer = "Apex" if hardware.apex_optimizers.version is not None else "torch"
-    if hardware.transformer_engine.version is not None:
-        optimizer = "Transformer Engine"
     layers = f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers"
     return Kernels(
         transformer_impl="transformer_engine" if engine else "local",
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
         gradient_accumulation_fusion=hardware.apex_weight_gradients.version is not None,
-        summary=f"kernels on {hardware.gpu or 'CPU'}: {layers}, attention by {attention_name}, {precision}, "
-        f"Adam by {optimizer}",
+        summary=f"kernels on {hardware.gpu or 'CPU'}: {layers}, attention by {attention_name}, {precision}",
     )
 
 

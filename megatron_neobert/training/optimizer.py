@@ -1,6 +1,6 @@
 """The optimizer of a run: Megatron's AdamW or Adam, or Muon.
 
-Without Transformer Engine and Apex, Adam uses torch's fused kernel (`FusedAdam`).
+Adam uses torch's fused kernel (`FusedAdam`), whichever packages are installed.
 
 Muon is torch's Muon inside Megatron's optimizer, because Megatron's Muon needs a package that is not published for all
 supported Python versions. Megatron builds an AdamW for the matrices of the layers and another one for all other
@@ -36,12 +36,11 @@ _ADAM_OPTIONS = ("betas", "eps", "bias_correction", "step")  # options of a para
 
 def build_optimizer(settings: Settings, model: DistributedDataParallel) -> Any:
     """Build Megatron's Adam, AdamW or Muon with AdamW for all parameters of the model. Collective: all ranks."""
-    # Megatron then uses FusedAdam in the code path for Transformer Engine's optimizer.
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-        distrib_optimizer.HAVE_APEX_OR_TE = True
-        distrib_optimizer.USING_TE_OPTIMIZER = True
+    # Megatron then uses FusedAdam in the code path for Transformer Engine's optimizer, which runs on CUDA only.
+    megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_TE_OPTIMIZER = True
     cfg = settings.optimizer
     config = MegatronOptimizerConfig(
         optimizer="adam",
@@ -149,10 +148,10 @@ def _start_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> Non
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW with torch's fused kernel, and the state of Transformer Engine's FusedAdam.
+    """Adam or AdamW with torch's fused kernel, and the state that Megatron's distributed optimizer expects.
 
     A parameter has the state `exp_avg` and `exp_avg_sq`; a parameter group has one `step`, where torch's own AdamW has
-    one `step` tensor per parameter. Checkpoints can be exchanged with Transformer Engine's optimizer.
+    one `step` tensor per parameter.
     """
 
     def __init__(

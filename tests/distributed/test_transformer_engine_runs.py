@@ -13,7 +13,7 @@ from ranks import quick_only, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
 from test_layouts import CP2, TP2, largest_relative_gap
 from test_megatron_lines import load_and_save
-from tolerances import BF16_LAYOUT_LOSS, ENGINE_DELAYED_RESUMED, ENGINE_FP8_RUN, LAYOUT_LOSS
+from tolerances import BF16_LAYOUT_LOSS, ENGINE_DELAYED_RESUMED, ENGINE_FP8_RUN
 
 from megatron_neobert.checkpoint.folder import iteration_folder
 from megatron_neobert.config.schema import Settings
@@ -49,16 +49,12 @@ def test_two_ranks_give_the_losses_of_one(run, layout):
     assert gap <= BF16_LAYOUT_LOSS.gate
 
 
-def test_transformer_engine_s_adam_gives_the_losses_of_torch_s(settings, capfd):
-    """Both runs have local layers in fp32, so that only the optimizer differs."""
-    engine_run, torch_run = settings("engine"), settings("torch")
-    train(engine_run, world_size=2)
-    train_on_ranks(torch_run, world_size=2)
-    gap = largest_relative_gap(read_metrics(torch_run.checkpoint.save), read_metrics(engine_run.checkpoint.save))
-    print(f"{gap:.1e}")  # rounding; 0 on some processors
-    assert gap <= LAYOUT_LOSS.gate
-    logged = " ".join(capfd.readouterr().out.split())
-    assert logged.count("Adam by Transformer Engine") == logged.count("Adam by torch") == 1
+def test_local_layers_train_the_same_with_transformer_engine_installed(settings):
+    """Megatron would use its Adam, which needs CUDA."""
+    installed, without = settings("installed"), settings("without")
+    train(installed, world_size=2)
+    train_on_ranks(without, world_size=2)
+    assert largest_relative_gap(read_metrics(without.checkpoint.save), read_metrics(installed.checkpoint.save)) == 0
 
 
 def test_checkpoint_keeps_every_bit_through_local_layers_and_back(run):
