@@ -43,7 +43,7 @@ PARTS = {
     "attention": r"torch_attn|fused_attn",
     "loss": r"compiled (logits_gradient|sum_exponentials|largest_logits)",
     "weight gradients": r"add_\.Tensor",
-    "optimizer": r"fused_adamw_|multi_tensor_adam|(foreach_)?mul_\.|zero_|copy_|c10d",
+    "optimizer": r"fused_adamw_|(foreach_)?mul_\.|zero_|copy_|c10d",
     "other": r"others|sum\.dim_IntList",
 }
 

@@ -149,7 +149,7 @@ def requirement_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
     try:
         requirements = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(PROBLEM, PROJECT, f"is not installed for {sys.executable}", PREPARE)
+        yield Finding(WARNING, PROJECT, f"is not installed for {sys.executable}; packages are not checked", PREPARE)
         return
     for package in requirements:
         extras = [

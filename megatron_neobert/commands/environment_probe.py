@@ -50,11 +50,15 @@ def send(answer: Any) -> None:
 
 def probe() -> None:
     """Print {"CUDA": version of torch's CUDA}, then [level, subject, detail, remedy] of each check, as JSON lines."""
+    import torch
     from torch.utils import collect_env
 
     collected = collect_env.get_env_info()
     info = {name: "" if value in (None, "N/A") else value for name, value in collected._asdict().items()}
     send({"CUDA": info["cuda_compiled_version"]})
+    # collect_env lists the files of cuDNN on the system, and torch may load another one.
+    cudnn = torch.backends.cudnn.version()
+    info["cudnn_version"] = f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else ""
     shown = {"CUDA": "cuda_compiled_version", "cuDNN": "cudnn_version", "driver": "nvidia_driver_version", "on": "os"}
     detail = ", ".join(f"{name} {info[field]}" for name, field in shown.items() if info[field])
     send(["ok", f"torch {collected.torch_version}", detail, ""])

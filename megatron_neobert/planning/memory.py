@@ -1,8 +1,8 @@
 """Memory of the rank that needs most, computed from the settings.
 
 Weights, gradients and optimizer state are exact. Activations follow a formula for the tensors that Transformer Engine's
-layers keep for the backward pass; docs/cluster.md states its error, and tests/gpu_path counts the tensors. FP8 counts
-as bfloat16. The memory of CUDA and NCCL besides tensors is an assumption.
+layers keep for the backward pass, with a factor for local layers; docs/cluster.md states its error, and tests/gpu_path
+counts the tensors. FP8 counts as bfloat16. The memory of CUDA and NCCL besides tensors is an assumption.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from megatron_neobert.model.flops import count_parameters, moment_bytes
 
 _STATISTIC_BYTES = 4  # float32; norms and attention keep statistics per token
 _ASSUMED_CONTEXT_BYTES = 3 << 29  # 1.5 GiB: CUDA context, buffers of NCCL and cuBLAS, and fragmentation
+_LOCAL_FACTOR = 1.126  # activations of local layers against Transformer Engine's, counted by tests/gpu_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ def layer_bytes(settings: Settings) -> tuple[int, int]:
     feed_forward = (3 if model.swiglu else 2) * _element_bytes(settings) * model.ffn_width
     ranks = parallel.context_parallel_size * parallel.tensor_model_parallel_size
     tokens = settings.tokens_per_micro_batch // ranks  # per rank
-    layer = tokens * (norms + attention + feed_forward)
+    factor = _LOCAL_FACTOR if settings.compute.transformer_impl == "local" else 1
+    layer = round(tokens * (norms + attention + feed_forward) * factor)
     return layer, tokens * hidden if settings.compute.recompute_granularity == "full" else layer
 
 

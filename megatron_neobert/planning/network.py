@@ -1,8 +1,8 @@
 """Communication of a training step: bytes by group, and the time of a step on an assumed network.
 
 `step_traffic` follows from the settings, and tests/gpu_path counts the same collectives. `plan_step` divides by assumed
-rates, which are the constants below: nothing here has been measured. Scaling losses that the model leaves out are in
-docs/performance.md, beside published runs.
+rates, which are the constants below; only the host's time per kernel was measured. Scaling losses that the model leaves
+out are in docs/performance.md, beside published runs.
 """
 
 import math
@@ -22,9 +22,8 @@ _RING = {"LL": (6.6, 0.6, 2.7, 0.05), "LL128": (14.0, 1.9, 4.0, 0.92), "Simple":
 _TREE = (6.8, 0.6, 5.0, 0.05)
 # Launches of a micro-batch, forward and backward, counted by tests/gpu_path: per layer, and for embedding and head.
 _LAUNCHES_PER_LAYER, _OTHER_LAUNCHES = 38, 60
-# Assumed: torch's Linear takes 13.5 us in forward on the host of a DGX H100 (NVIDIA/TransformerEngine issue 2053). A
-# CPU step of 2 x 16 tokens takes 66 us per launch on our machine, arithmetic included.
-_HOST_SECONDS_PER_LAUNCH = 25e-6
+# Of Transformer Engine's layers, measured on the host of one H200 (docs/performance.md). Local layers take 67 us.
+_HOST_SECONDS_PER_LAUNCH = 103e-6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from megatron_neobert.planning.network import (
 from megatron_neobert.text import percent
 
 GPU = "H100 80GB HBM3"
-# Bound of docs/performance.md for this GPU. The faster a GPU computes, the more the network matters.
+# Bound of docs/performance.md for this GPU; an H200 reached it. The faster GPUs compute, the more the network matters.
 MFU = 0.4
 
 

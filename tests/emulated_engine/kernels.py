@@ -185,22 +185,3 @@ def multi_tensor_scale(chunk_size: int, is_infinite: Tensor, tensor_lists: list[
         if not source.isfinite().all():
             is_infinite.fill_(1)
         target.copy_(source.float() * scale)
-
-
-def multi_tensor_adam(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], lr: float, beta1: float, beta2: float,
-    epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float,
-) -> None:  # fmt: skip
-    if noop_flag.item():
-        return
-    first_bias, second_bias = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    for gradient, parameter, mean, square, *main in zip(*tensor_lists, strict=True):
-        values = (main[0] if main else parameter).float()
-        slope = gradient.float() + (weight_decay * values if mode == 0 else 0)
-        mean.copy_(beta1 * mean.float() + (1 - beta1) * slope)
-        square.copy_(beta2 * square.float() + (1 - beta2) * slope * slope)
-        update = (mean.float() / first_bias) / ((square.float() / second_bias).sqrt() + epsilon)
-        values = values - lr * (update + (weight_decay * values if mode == 1 else 0))
-        parameter.copy_(values)
-        if main:
-            main[0].copy_(values)

@@ -51,7 +51,7 @@ CHANGES = {
     ("m7", "m5"): "num_layers hidden_size",
     ("m7_released", "m7"): "hidden_size",
     ("m8", "m7"): "num_layers hidden_size",
-    ("m9_stage1", "m8"): f"{SCHEDULE} lr min_lr weight_decay lr_decay_iters",
+    ("m9_stage1", "m8"): f"{SCHEDULE} micro_batch_size lr min_lr weight_decay lr_decay_iters",
     ("m9_stage2", "m9_stage1"): f"{SCHEDULE} micro_batch_size train_iters seed save_interval keep_every",
 }
 

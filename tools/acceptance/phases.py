@@ -24,15 +24,15 @@ from megatron_neobert.text import parse_json
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS_PER_PHASE = 600  # timeout, so that a phase that hangs does not block the others
 
-# Limits of relative differences between losses. They are expectations, because no GPU has run this yet.
-# FP8 against bf16. Emulated on a CPU: 4.1e-4 after 50 iterations (docs/performance.md).
-FP8_LOSS = 1e-2
-# The same step in bf16 with another kernel. Emulated: 1.4e-4.
-KERNEL_LOSS = 1e-2
-# A resumed run on a GPU, where attention sums gradients in any order. On a CPU the losses must be equal bit for bit.
-RESUMED_LOSS = 1e-2
-# CPU against GPU in fp32. Other layouts of ranks differ by 1e-7.
-MOVED_LOSS = 1e-4
+# Limits of relative differences between losses, with the values of one H200 (docs/performance.md).
+# FP8 against bf16 in the second half of a run: 1.4e-2 at most after 100 iterations. Two runs in bf16 differ by 4e-3.
+FP8_LOSS = 3e-2
+# The same step in bf16 with another kernel: 6e-6.
+KERNEL_LOSS = 1e-3
+# A resumed run on a GPU, where attention sums gradients in any order: 7.5e-5. On a CPU the losses must be equal.
+RESUMED_LOSS = 1e-3
+# CPU against GPU in fp32: 6.8e-8.
+MOVED_LOSS = 1e-5
 
 LOCAL = ("--transformer-impl", "local")
 ENGINE = ("--transformer-impl", "transformer_engine")
@@ -312,7 +312,8 @@ def measure_speed(phase: Phase) -> None:
 def compare_fp8(phase: Phase) -> None:
     """Train in bf16, again in bf16, and in FP8, on the same data with the same seed.
 
-    The second run in bf16 shows the noise. A run fails if its losses differ from the first run's by more than FP8_LOSS.
+    The second run in bf16 shows the noise. A run fails if its losses differ from the first run's by more than FP8_LOSS
+    in the second half. In the first half, the loss falls so fast that small differences in time are large ones in loss.
     """
     total, rows = phase.sizes.iterations, phase.tables.setdefault("runs", [])
     bf16: Curve = {}
@@ -322,7 +323,7 @@ def compare_fp8(phase: Phase) -> None:
             curve = phase.train(name, total, "--log-interval", 10, "--save-interval", total, *flags)
             phase.drop_checkpoints(name)
             bf16 = bf16 or curve
-            gaps = relative_gaps(bf16, curve, range(10, total + 1, 10))
+            gaps = relative_gaps(bf16, curve, range(total // 2, total + 1, 10))
             # The median without the first interval, which includes compilation.
             speed = sorted(line["tokens_per_second"] for line in list(curve.values())[1:])[(len(curve) - 1) // 2]
             rows.append({"run": name, "last loss": curve[total]["loss"], "largest gap": max(gaps), "tokens/s": speed})

@@ -72,15 +72,15 @@ STAGE_1 = read_settings(PAGE.parents[1] / "examples" / "configs" / "neobert_stag
 CHANGES = {
     "as it is": {},
     "`--micro-batch-size 16`": {"training": {"micro_batch_size": 16}},
-    "`--micro-batch-size 8`": {"training": {"micro_batch_size": 8}},
+    "`--micro-batch-size 32`": {"training": {"micro_batch_size": 32}},
     "`--bf16` instead of float32": {"training": {"bf16": False}},
     "`--use-distributed-optimizer` (default)": {"parallel": {"use_distributed_optimizer": False}},
     "`--recompute-granularity full`": {"compute": {"recompute_granularity": "full"}},
     "`--tensor-model-parallel-size 2`": {"parallel": {"tensor_model_parallel_size": 2}},
     "`--context-parallel-size 2`": {"parallel": {"context_parallel_size": 2}},
     "`--pipeline-model-parallel-size 2`": {"parallel": {"pipeline_model_parallel_size": 2}},
-    "80 GiB and more": {"training": {"micro_batch_size": 64}},
-    "40 GiB": {},
+    "80 GiB and more": {},
+    "40 GiB": {"training": {"micro_batch_size": 32}},
     "24 GiB": {"training": {"micro_batch_size": 16}},
 }
 

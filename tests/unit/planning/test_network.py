@@ -85,22 +85,22 @@ def test_overlap_hides_all_but_one_bucket_of_gradients_and_of_weights_behind_lon
 
 
 def test_overlap_hides_at_most_the_backward_and_the_forward_pass_of_a_micro_batch():
-    """Small buckets, each with its latency: the sum is longer than the micro-batch, which takes the host 28.1 ms."""
-    settings = Settings().with_section("training", bf16=True, micro_batch_size=8)
-    buckets = gradient_buckets(settings.with_section("parallel", ddp_bucket_size=1), vocab_size=VOCAB, world_size=64)
+    """Small buckets, each with its latency: the sum is longer than the micro-batch, which takes the host 116 ms."""
+    settings = Settings().with_section("training", bf16=True, micro_batch_size=2)
+    buckets = gradient_buckets(settings.with_section("parallel", ddp_bucket_size=1), vocab_size=VOCAB, world_size=1024)
     total = sum(
-        len(buckets) * seconds("data", operation, size * sum(buckets) / len(buckets), ranks=64)
+        len(buckets) * seconds("data", operation, size * sum(buckets) / len(buckets), ranks=1024)
         for operation, size in (("reduce-scatter", 4), ("all-gather", 2))
     )
-    scalars = seconds("all", "all-gather", 80 * 64, ranks=64) + 2 * seconds("all", "all-reduce", 8, ranks=64)
-    hidden = 25e-6 * kernel_launches(settings)
-    exposed = step(settings, ranks=64, compute=0.001, ddp_bucket_size=1).exposed
+    scalars = seconds("all", "all-gather", 80 * 1024, ranks=1024) + 2 * seconds("all", "all-reduce", 8, ranks=1024)
+    hidden = 103e-6 * kernel_launches(settings)
+    exposed = step(settings, ranks=1024, compute=0.001, ddp_bucket_size=1).exposed
     assert exposed == pytest.approx(scalars + total - hidden)
 
 
 def test_a_step_waits_for_the_host_if_kernels_are_short_and_for_the_stages_of_a_pipeline():
     settings = Settings().with_section("training", bf16=True, micro_batch_size=8)
-    launching = 25e-6 * kernel_launches(settings)
+    launching = 103e-6 * kernel_launches(settings)
     short = step(settings, ranks=64, compute=0.001)
     micro_batches = 2048 // (8 * 64)
     assert short.host_per_micro_batch == launching
@@ -264,7 +264,8 @@ def printed(*gpus: int, price: float | None = None, settings: Settings = STAGE_1
 
 def test_hours_and_price_are_those_of_all_phases_and_steps_those_of_the_largest():
     (row,) = [line for line in printed(64, price=2.5) if line.startswith("    64")]
-    large, small = (step_on(64, PhaseCost(STAGE_1, flops, 1), vocab_size=VOCAB).total for flops in (3e15, 1e15))
+    settings = STAGE_1.with_section("training", micro_batch_size=32)  # the largest that fits 64 ranks
+    large, small = (step_on(64, PhaseCost(settings, flops, 1), vocab_size=VOCAB).total for flops in (3e15, 1e15))
     hours = (900 * large + 100 * small) / 3600
     assert row.split()[:5] == ["64", "1", "x", "32,768", f"{1e3 * large:.0f}"]
     assert row.split()[-2:] == [f"{hours:.1f}", f"{2.5 * 64 * hours:,.0f}"]
