@@ -151,7 +151,7 @@ def waits_of_megatron(*, has_engine: bool) -> dict[str, int]:
     ("compute", "factor"),
     [
         pytest.param(ENGINE, 1.007, marks=emulated_engine.needs_sources),
-        ({"transformer_impl": "local"}, 1),
+        ({"transformer_impl": "local"}, 1.005),
         ({"recompute_granularity": "full"}, 1.06),
     ],
     ids=["transformer_engine", "local", "recomputed"],
