@@ -47,6 +47,7 @@ MODULES_OF_EXTRAS = {
     "benchmark": ("datatrove", "datasets"),
 }
 _REPOSITORY = Path(__file__).resolve().parents[1]
+_IS_CHECKOUT = (_REPOSITORY / "setup.py").exists()  # False for an installed wheel
 _LAYOUT = "\n\t"  # control characters that messages may contain
 # torchrun polls its ranks ten times per second. The rest is a margin, because ranks do not fail at the same moment.
 _SECONDS_UNTIL_TERMINATED = 10.0
@@ -210,23 +211,26 @@ def print_warnings_as_sentences() -> None:
         warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message), keep=_LAYOUT)}\n"
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this project, from the checkout if Python runs from a checkout."""
+    packages = [f"megatron-neobert[{extra}]"]
+    if _IS_CHECKOUT:
+        packages = ["-c", f"{_REPOSITORY}/constraints.txt", "-e", f"{_REPOSITORY}[{extra}]"]
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])
+
+
 def _missing_package(module: str) -> str | None:
     """Return a message on how to install a module, or None if it belongs to this project or to Python."""
     package = module.split(".")[0]
     if package in ("", "megatron_neobert", "checkpoint_conversion", *sys.stdlib_module_names):
         return None
-    is_checkout = (_REPOSITORY / "setup.py").exists()  # False for an installed wheel
     for extra, modules in MODULES_OF_EXTRAS.items():
         if any(f"{module}.".startswith(f"{name}.") for name in modules):
-            packages = [f"megatron-neobert[{extra}]"]
-            if is_checkout:
-                packages = ["-c", f"{_REPOSITORY}/constraints.txt", "-e", f"{_REPOSITORY}[{extra}]"]
-            install = shlex.join([sys.executable, "-m", "pip", "install", *packages])
-            return f"{module} is not installed; it comes with the extra [{extra}]: {install}"
+            return f"{module} is not installed; it comes with the extra [{extra}]: {install_command(extra)}"
     python = _REPOSITORY / ".venv" / "bin" / "python"
     if python.exists() and Path(sys.executable).parent != python.parent:
         remedy = f"start the command with {python}"
-    elif is_checkout:
+    elif _IS_CHECKOUT:
         remedy = f"make an environment that has it with: bash {_REPOSITORY}/tools/prepare_environment.sh"
     else:
         remedy = f"install it with: {sys.executable} -m pip install --force-reinstall megatron-neobert"

@@ -70,6 +70,14 @@ def percent(share: float, *, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def approximate(number: float) -> str:
+    """Return a number with three significant digits, such as `1.68`, `27.0`, `3,790` or `37.9 million`."""
+    if number >= 999_500:
+        return f"{approximate(number / 1e6)} million"
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:,.{2 if rounded < 10 else 1 if rounded < 100 else 0}f}"
+
+
 def with_prefix(rate: float, unit: str) -> str:
     """Format a rate with three digits and an SI prefix: `151 k tokens/s` for 151_234 and the unit ` tokens/s`."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -104,11 +104,11 @@ if [[ -n $installed_torch ]]; then
 else
     cp constraints.txt "$constraints"
     description=$(sed -n 's/^torch==/torch /p' constraints.txt)
-    say "installing $description"
+    say "installing $description, which takes minutes; pip writes to $log"
     install --constraint "$constraints" torch
 fi
 description="megatron-neobert$extras"
-say "installing $description and its dependencies"
+say "installing $description and its dependencies, which takes minutes; pip writes to $log"
 install --constraint "$constraints" --editable ".$extras"
 if [[ -n $extras ]]; then
     # Only the Python sources, in a folder that is not on the path: importing Transformer Engine without its compiled

@@ -2,9 +2,10 @@
 
     neobert check environment [--save runs/first] [--gpu-test]
 
-It checks Python, packages, GPUs, driver, shared memory and disk. Each line of the report is ok, a warning, or a problem
-with a remedy. Exit code 0: training can start, perhaps with warnings. 69: training cannot start, or would not use the
-GPUs of this machine. The command needs Python 3.8 or newer, and no package.
+It checks Python, packages, GPUs, driver, shared memory and disk. Each line of the report is ok, a note on what the
+machine does not support, a warning, or a problem with a remedy. Exit code 0: training can start, perhaps with warnings.
+69: training cannot start, or would not use the GPUs of this machine. The command needs Python 3.8 or newer, and no
+package.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ LEAST_FREE_GIB = 16
 class Finding(NamedTuple):
     """One line of the report; `remedy` is empty if there is nothing to do."""
 
-    level: str  # OK, WARNING or PROBLEM
+    level: str  # OK, WARNING, PROBLEM, or "note" for what this machine does not support
     subject: str
     detail: str
     remedy: str

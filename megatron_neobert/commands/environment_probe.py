@@ -107,7 +107,10 @@ def gpu_findings(nvidia_smi: str) -> Iterator[list[str]]:
 
 
 def precision_findings() -> Iterator[list[str]]:
-    """Yield ["ok", precision, kernels or why it is unsupported, ""] for each. An unsupported float32 is a "problem"."""
+    """Yield [level, precision, kernels or why it is unsupported, ""] for each.
+
+    The level is "ok", "note" for an unsupported precision, or "problem" for an unsupported float32.
+    """
     from megatron_neobert.config.schema import Settings
     from megatron_neobert.errors import ConfigError
     from megatron_neobert.model.kernels import check_hardware, choose_kernels
@@ -122,7 +125,7 @@ def precision_findings() -> Iterator[list[str]]:
             summary = choose_kernels(settings).summary.replace("\nwarning: ", "; ")
             yield ["ok", name, summary.split(": ", 1)[1], ""]
         except ConfigError as error:
-            level = "problem" if name == "float32" else "ok"
+            level = "problem" if name == "float32" else "note"
             yield [level, name, f"not supported: {' '.join(error.problems)}", ""]
 
 

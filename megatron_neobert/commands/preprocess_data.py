@@ -33,6 +33,7 @@ _UNKNOWN_WARNING = 0.02
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_CHUNKS = 100
 _FILES_SHOWN = 20
+_IN_FIRST_LINE = {"records", "documents", "tokens", "tokenized by"}  # rows of a manifest
 
 
 class StopRequested(KeyboardInterrupt):
@@ -185,9 +186,11 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {counts.utf8_bytes / 1e6:,.1f} MB of text in "
         f"{report.seconds:.1f} s | {', '.join(report.written.manifest.tokenizer_backends)}"
     )
+    in_first_line = {"records", "tokenized by"} if report.written.validation else _IN_FIRST_LINE
     for manifest in filter(None, (report.written.manifest, report.written.validation)):
         for name, value in manifest.describe().items():
-            print(f"  {name:<18} {value}")
+            if name not in in_first_line and not value.startswith(("none", "0 ", "0.0 %")):
+                print(f"  {name:<18} {value}")
     shards = plan.files.shard_files(len(report.written.manifest.shards))
     pairs = f"{shards[0][0].name}, .idx" + (f" to {shards[-1][0].name}, .idx" if len(shards) > 1 else "")
     rejects = f", {plan.files.rejects.name}" if counts.rejected else ""

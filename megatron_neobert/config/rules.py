@@ -308,7 +308,8 @@ def schedule_problems(settings: Settings) -> Iterator[str]:
     if optimizer.lr_warmup_iters >= end:
         yield (
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} is not below {end}, the end of the decay "
-            f"(--lr-decay-iters, or a share of --train-iters {training.train_iters}). Use about {end // 50}."
+            f"(--lr-decay-iters, or a share of --train-iters {training.train_iters}). Use for example "
+            f"{min(end - 1, max(1, end // 50))}."
         )
     elif (optimizer.lr_wsd_decay_iters or 0) > (longest := end - optimizer.lr_warmup_iters):
         yield (

@@ -16,6 +16,7 @@ from megatron_neobert.evaluation.options import (
     choose_glue_tasks,
 )
 from megatron_neobert.runtime.atomic_files import name_models, require_folder
+from megatron_neobert.text import counted
 
 _FETCH = "on a machine with network: neobert fetch"
 
@@ -93,7 +94,7 @@ def report(options: ReportOptions) -> None:
     from megatron_neobert.evaluation.report import write_report
 
     records = write_report(options.results, options.output)
-    print(f"wrote {options.output / 'report.md'} from {len(records)} records")
+    print(f"wrote {options.output / 'report.md'} from {counted(len(records), 'record')}")
 
 
 def _prepare(model: Path, data_dir: Path, remedy: str) -> None:

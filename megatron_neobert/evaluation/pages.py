@@ -9,14 +9,15 @@ from pathlib import Path
 
 from megatron_neobert.text import visible
 
-# Characters that start markup. An underscore between letters does not; at the start of a text, "-", "+", "=" and a
-# number with a point or bracket would start a list or a heading.
-_MARKUP = re.compile(r"([\\`*\[\]<>|#$&~]|(?<![^\W_])_|_(?![^\W_])|^[-+=]|(?<=\d)[.)](?= ))")
+# Characters that start markup. An underscore between letters does not; at the start of a text, "-", "+" and "=" would
+# start a list or a heading.
+_MARKUP = re.compile(r"([\\`*\[\]<>|#$&~]|(?<![^\W_])_|_(?![^\W_])|^[-+=])")
+_NUMBERED = re.compile(r"^(\d+)([.)] )")  # would start a list
 
 
 def paragraph(text: str) -> str:
     """Return Markdown that shows the text as it is, on one line."""
-    return _MARKUP.sub(r"\\\1", visible(" ".join(text.split())))
+    return _NUMBERED.sub(r"\1\\\2", _MARKUP.sub(r"\\\1", visible(" ".join(text.split()))))
 
 
 def heading(text: str, level: int = 2) -> str:

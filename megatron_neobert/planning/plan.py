@@ -24,7 +24,7 @@ from megatron_neobert.model.gpus import GPUS
 from megatron_neobert.planning.memory import RankMemory, plan_memory
 from megatron_neobert.planning.scaling import MFU, PhaseCost, masked_tokens, network_lines, scaling_lines
 from megatron_neobert.runtime.atomic_files import existing_parent
-from megatron_neobert.text import counted, duration, in_bytes, percent
+from megatron_neobert.text import approximate, counted, duration, in_bytes, percent
 
 _INDENT = 12  # columns for the name of a section
 # Terminals have at least 80 columns.
@@ -34,6 +34,7 @@ _WRAPPER = textwrap.TextWrapper(
 _MOST_WINDOWS = 8  # 32,768 documents
 _LARGE_TRUNCATION = 0.1  # share of truncated tokens from which on the plan warns
 _MANY_EPOCHS = 5  # epochs above which the plan warns
+_CPU_FLOPS = 50e9  # FLOP/s of a core, assumed for the time of an iteration on a CPU
 _SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
 _SHOWN_MFU = (0.15, 0.25, MFU)  # published runs: docs/performance.md
 
@@ -67,17 +68,49 @@ class Forecast:
         return (self.phase.last or 0) - self.phase.first + 1
 
 
-def forecast_phase(phase: Phase, inputs: Inputs, *, done: int, world_size: int) -> Forecast:
-    """Return the figures of a phase for its iterations after the first `done` iterations of the run."""
-    settings, vocab_size = phase.settings, inputs.tokenizer.vocab_size
-    first, end = max(phase.first, done + 1), settings.training.train_iters
-    last = end if phase.last is None else min(phase.last, end)
-    sample = sample_iteration(settings, inputs)
-    per_token = training_flops_per_token(settings, vocab_size=vocab_size, document_tokens=sample.attended_tokens)
-    masked = masked_tokens(settings)
-    memory = plan_memory(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked)
-    phase = replace(phase, first=first, last=max(last, first - 1))
-    return Forecast(phase, inputs, sample, memory, per_token * sample.tokens)
+def forecast_phases(
+    settings: Settings, inputs: Sequence[Inputs], *, done: int, world_size: int, windows: int = _MOST_WINDOWS
+) -> list[Forecast]:
+    """Return the figures of the phases that remain after `done` iterations, or of the last phase if none remains."""
+    end, phases, forecasts = settings.training.train_iters, resolve_phases(settings), []
+    remaining = [phase for phase in phases if phase.first <= end and (phase.last is None or phase.last > done)]
+    for phase in remaining or phases[-1:]:
+        phase_inputs, sizes = inputs[phase.number], {"vocab_size": inputs[phase.number].tokenizer.vocab_size}
+        sample = sample_iteration(phase.settings, phase_inputs, windows=windows)
+        per_token = training_flops_per_token(phase.settings, document_tokens=sample.attended_tokens, **sizes)
+        masked = masked_tokens(phase.settings)
+        memory = plan_memory(phase.settings, world_size=world_size, masked_tokens=masked, **sizes)
+        first, last = max(phase.first, done + 1), end if phase.last is None else min(phase.last, end)
+        phase = replace(phase, first=first, last=max(last, first - 1))
+        forecasts.append(Forecast(phase, phase_inputs, sample, memory, per_token * sample.tokens))
+    return forecasts
+
+
+def start_warnings(
+    settings: Settings, inputs: Sequence[Inputs], *, world_size: int, cpu_cores: int | None
+) -> list[str]:
+    """Return the plan's warnings about the data of a fresh run, and about an iteration of over a minute on a CPU.
+
+    Only first windows are sampled, which the run reads at its start anyway.
+
+    Args:
+        inputs: Data of each phase.
+        cpu_cores: Number of cores of a run on the CPU; None for a run on GPUs.
+    """
+    forecasts = forecast_phases(settings, inputs, done=0, world_size=world_size, windows=1)
+    lines = [
+        line for each in forecasts for line in (*iteration_lines(each, world_size=world_size), *corpus_lines(each))
+    ]
+    warnings = [
+        line for line in (*lines, *validation_lines(settings, inputs[0], windows=1)) if line.startswith("warning: ")
+    ]
+    seconds = forecasts[0].flops / (_CPU_FLOPS * cpu_cores) if cpu_cores else 0.0
+    if seconds > 60:
+        warnings.append(
+            f"warning: about {duration(seconds)} per iteration at an assumed {_CPU_FLOPS / 1e9:.0f} GFLOP/s per core "
+            f"({counted(cpu_cores or 0, 'core')}); on a CPU use a small recipe such as --config tiny"
+        )
+    return list(dict.fromkeys(warnings))
 
 
 def print_plan(settings: Settings, options: PlanOptions | None = None, *, world_size: int) -> int:
@@ -88,12 +121,7 @@ def print_plan(settings: Settings, options: PlanOptions | None = None, *, world_
     """
     inputs = open_phases(settings)
     vocab_size, done = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
-    last, phases = settings.training.train_iters, resolve_phases(settings)
-    remaining = [phase for phase in phases if phase.first <= last and (phase.last is None or phase.last > done)]
-    forecasts = [
-        forecast_phase(phase, inputs[phase.number], done=done, world_size=world_size)
-        for phase in remaining or phases[-1:]
-    ]
+    forecasts = forecast_phases(settings, inputs, done=done, world_size=world_size)
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
     sections = [
         ("model", [model_line(settings, vocab_size)]),
@@ -108,6 +136,7 @@ def print_plan(settings: Settings, options: PlanOptions | None = None, *, world_
     phase_costs = [PhaseCost(forecast.phase.settings, forecast.flops, forecast.iterations) for forecast in forecasts]
     options, sizes = options or PlanOptions(), {"vocab_size": vocab_size, "world_size": world_size}
     sections += [
+        ("validation", validation_lines(settings, inputs[0])),
         ("run", run_lines(settings, forecasts, done=done)),
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
         ("GPUs", gpu_lines(settings, fullest.memory, flops=flops, world_size=world_size)),
@@ -168,14 +197,29 @@ def iteration_lines(forecast: Forecast, *, world_size: int) -> list[str]:
 def corpus_lines(forecast: Forecast) -> list[str]:
     sample, iterations = forecast.sample, forecast.iterations
     lines = [
-        f"{percent(tokens, digits=2)} of the tokens, about {epochs * iterations:,.2f} epochs of {line}"
+        f"{percent(tokens, digits=2)} of the tokens, about {approximate(epochs * iterations)} epochs of {line}"
         for line, tokens, epochs in zip(forecast.inputs.description, sample.token_shares, sample.epochs, strict=True)
     ]
     if (most := max(sample.epochs) * iterations) > _MANY_EPOCHS:
         lines.append(
-            f"warning: documents are read up to {most:,.0f} times; repetitions beyond the first few add little. "
-            "Use fewer --train-iters or more data"
+            f"warning: documents are read up to {approximate(most)} times; repetitions beyond the first few add "
+            "little. Use fewer --train-iters or more data"
         )
+    return lines
+
+
+def validation_lines(settings: Settings, inputs: Inputs, *, windows: int = _MOST_WINDOWS) -> list[str]:
+    """Return a warning for each curve whose documents a validation repeats. `inputs` are those of the first phase."""
+    lines, iterations = [], settings.training.eval_iters
+    for name, sources in inputs.validation.items() if iterations else ():
+        sample = sample_iteration(settings, replace(inputs, training=sources), windows=windows)
+        if max(sample.epochs) * iterations > 1:
+            held_out = "--split holds out" if name == "split" else f"{name} has"
+            lines.append(
+                f"warning: a validation (--eval-iters {iterations}) reads about "
+                f"{approximate(iterations * sample.documents)} documents, but {held_out} only "
+                f"{sum(len(source.documents) for source in sources):,}, so documents are repeated"
+            )
     return lines
 
 
@@ -256,16 +300,16 @@ def checkpoint_line(settings: Settings, *, vocab_size: int) -> str:
 # ---- averages over iterations
 
 
-def sample_iteration(settings: Settings, inputs: Inputs) -> IterationSample:
-    """Pack up to 8 windows (blocks of documents) of epoch 0 as in training, and return averages per iteration.
+def sample_iteration(settings: Settings, inputs: Inputs, *, windows: int = _MOST_WINDOWS) -> IterationSample:
+    """Pack the first `windows` windows (blocks of documents) of epoch 0, and return averages per iteration.
 
-    Only lengths are read, which takes milliseconds. An epoch of at most 8 windows is packed as a whole; the first 8
-    windows of a longer epoch or of a blend are a random sample, because documents are shuffled.
+    Only lengths are read, which takes milliseconds. A shorter epoch is packed as a whole; the first windows of a longer
+    epoch or of a blend are a random sample, because documents are shuffled.
     """
     batch, sources = batch_settings(settings, inputs.tokenizer), inputs.training
     sequences, squares, offered_tokens, text_tokens = 0, 0, 0, 0
     documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
-    for window in range(min(count_windows(sources, batch), _MOST_WINDOWS)):
+    for window in range(min(count_windows(sources, batch), windows)):
         offered = documents_in_window(sources, batch, epoch=0, window=window)
         packed = pack_window(sources, batch, epoch=0, window=window)
         segments, packed_lengths_n = packed.segments, packed.segments.packed_lengths_n

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,8 +22,9 @@ from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.kernels import choose_kernels, engine_attention
+from megatron_neobert.planning.plan import start_warnings
 from megatron_neobert.runtime import distributed
-from megatron_neobert.runtime.environment import is_rank_zero
+from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.runtime.signals import reason_to_stop, requested_stop
 from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
 from megatron_neobert.training.garbage import collected_together
@@ -69,7 +71,12 @@ def run_training(settings: Settings) -> int:
             monitor.log(_opening_line(run, found.folder if found else None))
             if settings.checkpoint.save is None:
                 monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
-            monitor.log(textwrap.fill(choose_kernels(settings).summary, 80, subsequent_indent="  "))
+            lines = [choose_kernels(settings).summary]
+            if found is None:
+                cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else None
+                lines += start_warnings(settings, inputs, world_size=world_size(), cpu_cores=cores)
+            for line in lines:
+                monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
             with monitor, named_worker_deaths():
                 code = train(run, monitor, detector)
         distributed.shut_down()

@@ -24,12 +24,14 @@ from megatron_neobert.text import duration, percent, with_prefix
 from megatron_neobert.training.step_clock import StepClock
 from megatron_neobert.training.trackers import Trackers
 
+_SMALLEST_LEAD = 0.01  # of the slowest rank over the median, as a share; a smaller one is noise
+
 
 def interval_lines(position: str, values: Mapping[str, float]) -> str:
     """Format the log of an interval: two lines of at most 80 columns, always with the same columns.
 
-    With several ranks, a third line names the slowest rank. Loss and accuracy are dashes if the interval had no update,
-    and the gradient norm if it is not finite.
+    A third line names the slowest rank if its time is at least 1 % above the median. Loss and accuracy are dashes if
+    the interval had no update, and the gradient norm if it is not finite.
 
     Args:
         position: Start of the first line, such as "iteration 100/1000".
@@ -51,7 +53,7 @@ def interval_lines(position: str, values: Mapping[str, float]) -> str:
         f"ETA {duration(values['eta_seconds'])}",
     ]
     lines = [" | ".join(training), " | ".join(machine)]
-    if "slowest_rank" in values:
+    if values.get("slowest_rank_lead", 0.0) >= _SMALLEST_LEAD:
         lead, seconds = percent(values["slowest_rank_lead"], digits=0), values["compute_seconds"]
         lines.append(f"  slowest rank {values['slowest_rank']}, {lead} above the median of {seconds:.3g} s per step")
     return "\n".join(lines)

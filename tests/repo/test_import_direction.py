@@ -49,7 +49,7 @@ LAYERS = {
     "megatron_neobert.data": Layer(4, "data"),
     "megatron_neobert.state": Layer(5, "training"),
     "megatron_neobert.training": Layer(5, "training"),
-    "megatron_neobert.planning": Layer(6, "planning"),
+    "megatron_neobert.planning": Layer(5, "training"),  # a start prints the warnings of the plan
     "megatron_neobert.checkpoint": Layer(5, "training"),
     "megatron_neobert.evaluation": Layer(6, "evaluation"),
     "megatron_neobert.inspection": Layer(7, "inspection"),

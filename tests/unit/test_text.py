@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_neobert.text import duration, visible, with_prefix
+from megatron_neobert.text import approximate, duration, visible, with_prefix
 
 
 @pytest.mark.parametrize(
@@ -10,6 +10,13 @@ from megatron_neobert.text import duration, visible, with_prefix
 )
 def test_rates_have_three_digits(rate, text):
     assert with_prefix(rate, " tokens/s") == f"{text} tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1.684, "1.68"), (26.96, "27.0"), (3_792, "3,790"), (37_925_925.93, "37.9 million")]
+)
+def test_approximate_numbers_have_three_digits(number, text):
+    assert approximate(number) == text
 
 
 @pytest.mark.parametrize(

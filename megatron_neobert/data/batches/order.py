@@ -14,6 +14,7 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert.config.schema import DataConfig
 from megatron_neobert.data.batches.philox import Stream, draw_words
 from megatron_neobert.errors import ConfigError
 
@@ -27,6 +28,8 @@ _SPREAD_WINDOWS = 64
 
 # With 8 rounds, some orders of six documents are visibly more frequent than others; with 12, they are not.
 _ROUNDS = 12
+
+_PARTS = ("training", "validation", "test")  # of --split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +211,8 @@ def split_ranges(documents: int, split: str) -> list[range]:
     for number, (weight, documents_in_range) in enumerate(zip(weights, ranges, strict=True), start=1):
         if weight > 0 and not documents_in_range:
             raise ConfigError(
-                f"--split {split} of {documents:,} documents leaves part {number} (weight {weight:g}) empty. "
-                "Raise the weight, set it to 0, or use a larger corpus."
+                f"--split {split}{' (the default)' if split == DataConfig.split else ''} of {documents:,} documents "
+                f"leaves part {number} ({_PARTS[number - 1]}, weight {weight:g}) empty. Use --split 1 to train on all "
+                "documents, or more documents: neobert preprocess --text-separator cuts a text file into many."
             )
     return ranges

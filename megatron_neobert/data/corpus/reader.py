@@ -227,11 +227,13 @@ def _read_complete(files: CorpusFiles) -> Manifest:
     prefix = files.manifest.parent / files.name
     if not files.manifest.is_file():
         if not files.existing_files():
-            names = [path.stem for path in prefix.parent.glob("*.json")]
+            names = sorted(path.stem for path in prefix.parent.glob("*.json"))
+            # preprocess adds the column and "document" to its --output-prefix.
+            word = next((name for name in names if name.startswith(files.name)), files.name)
             rule = "; give the prefix without .bin, as neobert preprocess printed it"
             raise MissingInputError(
                 f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}"
-                f"{suggestion(files.name, names, otherwise=rule)}"
+                f"{suggestion(word, names, otherwise=rule)}"
             )
         raise _incomplete(prefix, [files.manifest], suggest_adopt=not files.partial.exists())
     manifest = read_manifest(files.manifest)

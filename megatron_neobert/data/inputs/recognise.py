@@ -56,7 +56,7 @@ _REFUSED_NAMES = {
     (".csv", ".tsv"): ("a CSV or TSV table", "write it again as parquet or JSON lines"),
     (".htm", ".html", ".xhtml", ".xml"): (
         "an HTML or XML page",
-        "extract its text, or read it unchanged with --input-format text",
+        "extract its text; neobert preprocess --input-format text reads it unchanged",
     ),
 }
 # Files of these formats have a header even without records. An empty file is the result of a failed transfer.

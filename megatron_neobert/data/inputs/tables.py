@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.data.inputs.records import NULL_TEXT, TOO_LONG, Origin, ReadSettings, RecordBatch, decode
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, is_url, named_errors, open_input
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import ConfigError, DataError, suggestion
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -272,17 +272,18 @@ def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "li
         if pa.types.is_struct(arrow_type):
             queue += [([*names, field.name], field.type) for field in arrow_type]
     texts = [name for name, (_, arrow_type) in columns.items() if _is_text(arrow_type)]
-    remedy = f"its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
+    remedy = f" its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
     key, record_keys = settings.text_key, settings.record_keys or ()
     if key not in columns:
-        raise DataError(f"{path} has no column '{key}'; {remedy}")
+        raise DataError(f"{path} has no column '{key}'{suggestion(key, texts, otherwise=';')}{remedy}")
     key_type = columns[key][1]
     if not _is_text(key_type) and not pa.types.is_null(key_type):
-        raise DataError(f"{path}: column '{key}' has type {key_type}, not string; {remedy}")
+        raise DataError(f"{path}: column '{key}' has type {key_type}, not string;{remedy}")
     for name in record_keys:
         if name not in columns:
             raise ConfigError(
-                f"{path} has no column '{name}'; its columns: {', '.join(columns)}; choose one with --record-key"
+                f"{path} has no column '{name}'{suggestion(name, columns, otherwise=';')} its columns: "
+                f"{', '.join(columns)}; choose one with --record-key"
             )
     return [columns[name] for name in (key, *record_keys)]
 

@@ -27,6 +27,7 @@ from megatron_neobert.data.inputs.records import (
     decode,
 )
 from megatron_neobert.data.inputs.stream import Chunk, ChunkStream, InputDigest, file_size, named_errors, open_input
+from megatron_neobert.errors import suggestion
 from megatron_neobert.text import parse_json
 
 _LINE_BUFFER_BYTES = 64 << 10  # for finding line ends
@@ -99,7 +100,9 @@ def _read_with_standard_library(batch: RecordBatch, line: bytes | TooLong, numbe
         # Only two levels, because deeper levels may have thousands of keys.
         inner = {key: value if isinstance(value, dict) else {} for key, value in record.items()}
         keys = sorted(f"{key}.{name}" if name else key for key, names in inner.items() for name in names or [""])
-        detail = f"no key '{settings.text_key}'; keys found: {', '.join(keys[:10]) or 'none'}"
+        # Comparing thousands of keys in every record would take minutes.
+        hint = suggestion(settings.text_key, keys[:100], otherwise=";")
+        detail = f"no key '{settings.text_key}'{hint} keys found: {', '.join(keys[:10]) or 'none'}"
         return batch.reject(MISSING_KEY, number, detail, line)
     origin = None if settings.record_keys is None else _origin(record, number, settings.record_keys)
     return batch.add_value(value, number, raw=line, repaired=repaired, origin=origin)

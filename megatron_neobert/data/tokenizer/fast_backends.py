@@ -16,7 +16,7 @@ from tokenizers import models
 
 from megatron_neobert.data.tokenizer.files import STANDARD_NAMES, raise_unless_library
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer
-from megatron_neobert.errors import ConfigError
+from megatron_neobert.errors import ConfigError, install_command
 from megatron_neobert.text import parse_json
 
 Backend = Literal["auto", "fast", "reference"]
@@ -165,7 +165,7 @@ def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
     try:
         name = f"{package} {version(package)}"
     except PackageNotFoundError as error:
-        raise BackendMismatch(f"{package} is not installed; pip install 'megatron-neobert[fast]'") from error
+        raise BackendMismatch(f"{package} is not installed; {install_command('fast')}") from error
     encode = _guarded(name, build, tokenizer)
     if probe:
         check_on_probe(name, tokenizer, encode)

@@ -102,7 +102,7 @@ INVALID = [
     (6, "--tensor-model-parallel-size 4", ["6 ranks", "--tensor-model-parallel-size 4"]),
     (8, "--tensor-model-parallel-size 8", ["size 8", "--num-attention-heads 12"]),
     (3, "", ["--global-batch-size 2048", "64 x 3 data-parallel ranks = 192 packed sequences", "Use 2112"]),
-    (1, "--lr-warmup-iters 50 --train-iters 50", ["--lr-warmup-iters 50", "below 45"]),
+    (1, "--lr-warmup-iters 50 --train-iters 50", ["--lr-warmup-iters 50", "below 45", "for example 1"]),
     (2, "--pipeline-model-parallel-size 2 --num-layers 7", ["7", "size 2", "1 or 7"]),
     (8, "--context-parallel-size 8", ["size 8 x", "--num-attention-heads 12"]),
     (3, "--context-parallel-size 3 --micro-batch-size 1", ["1 x --seq-length 1024 = 1024 tokens", "3 ranks"]),

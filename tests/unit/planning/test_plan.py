@@ -15,8 +15,8 @@ from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
-from megatron_neobert.planning.plan import print_plan, sample_iteration
-from megatron_neobert.text import duration, percent
+from megatron_neobert.planning.plan import print_plan, sample_iteration, start_warnings
+from megatron_neobert.text import approximate, duration, percent
 
 # ---- averages over iterations
 
@@ -110,8 +110,24 @@ def test_the_plan_has_the_epochs_and_warns_of_many(epochs, warns, tiny_corpus, c
     (share,) = sample_iteration(settings, open_inputs(settings.data)).epochs  # per iteration
     settings = settings.with_section("training", train_iters=round(epochs / share))
     plan = " ".join(plan_of(settings, capsys).split())
-    assert f"about {epochs:.2f} epochs of" in plan
+    assert f"about {approximate(epochs)} epochs of" in plan
     assert plan.count("warning: documents are read up to") == warns
+
+
+def test_a_start_has_the_warnings_of_the_plan_and_the_time_of_a_long_iteration_on_a_cpu(tiny_corpus, capsys):
+    """A validation reads 1,000 global batches here, and the iteration is of a model of 13 billion parameters."""
+    model = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 40}
+    many = {"train_iters": 10**6, "eval_iters": 1000}
+    settings = tiny_settings(tiny_corpus, data={"seq_length": 16}, training=many, model=model)
+    inputs = [open_inputs(settings.data)]
+    warnings = start_warnings(settings, inputs, world_size=1, cpu_cores=2)
+    subjects = ("% of the tokens are never read", "documents are read up to", "a validation (--eval-iters 1000) reads")
+    assert len(warnings) == 4 and all(map(str.__contains__, warnings, (*subjects, "per iteration at an assumed 50")))
+    plan = " ".join(plan_of(settings, capsys).split())
+    assert all(warning in plan for warning in warnings[:3])
+    assert start_warnings(settings, inputs, world_size=1, cpu_cores=None) == warnings[:3]
+    calm = tiny_settings(tiny_corpus, data={"split": "100"})
+    assert start_warnings(calm, [open_inputs(calm.data)], world_size=1, cpu_cores=1) == []
 
 
 def test_the_plan_has_the_held_out_documents_and_warns_if_many_tokens_are_truncated(tiny_corpus, capsys):

@@ -92,7 +92,8 @@ def test_new_folder_is_checked_by_its_nearest_existing_parent(tmp_path):
 def test_precisions_are_judged_by_the_checks_of_training():
     findings = {subject: (level, detail) for level, subject, detail, _ in probe.precision_findings()}
     assert findings["float32"][0] == findings["bfloat16"][0] == OK
-    assert findings["FP8 tensorwise"][1].startswith("not supported: --fp8-format hybrid needs Transformer Engine")
+    level, detail = findings["FP8 tensorwise"]
+    assert level == "note" and detail.startswith("not supported: --fp8-format hybrid needs Transformer Engine")
     assert list(probe.import_findings()) == []
 
 

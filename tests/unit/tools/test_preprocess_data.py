@@ -22,9 +22,8 @@ def test_report_of_a_run_agrees_with_validation(place):
     code, output = run_forked("preprocess", *arguments_of(place))
     assert code == 0
     assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
-    rows = [line.split(maxsplit=1) for line in output.splitlines() if line.startswith("  ")]
-    assert ["records", "2"] in rows and ["rejected", "none"] in rows and ["dropped", "none"] in rows
-    assert ["tokens", "7, 0.000 % of them unknown"] in rows
+    rows = [line.split()[0] for line in output.splitlines() if line.startswith("  ")]
+    assert rows == ["tokens/document"], "no row that repeats the first line, and none of zeros"
     assert output.splitlines()[-1] == f"wrote {place / 'run_content_document.json'}, run_content_document.bin, .idx"
     code, output = run_forked("validate", place / "run_content_document", "--full")
     assert code == 0 and "2 documents, 7 tokens as uint16, 58 ids" in output

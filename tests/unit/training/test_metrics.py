@@ -113,3 +113,4 @@ def test_lines_of_an_interval_on_cpu_and_on_gpus():
     assert interval_lines("iteration 120000/1000000", CPU | GPUS | ranks) == (
         f"{lines}\n  slowest rank 213, 12 % above the median of 1.23 s per step"
     )
+    assert interval_lines("iteration 120000/1000000", CPU | GPUS | ranks | {"slowest_rank_lead": 0.009}) == lines

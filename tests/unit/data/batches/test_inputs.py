@@ -70,6 +70,7 @@ def test_validation_curves_are_named_after_their_corpus_and_conditions_or_number
 def test_a_missing_corpus_and_a_corpus_of_another_tokenizer_are_refused(place):
     for path, message in (
         (Path(place.corpus().prefix).with_name("run_body_document"), "did you mean 'run_content_document'"),
+        (Path(place.corpus().prefix).with_name("ru"), "did you mean 'run_content_document'"),
         (place.vocab, r"no corpus .*vocab\.txt: expected vocab\.txt\.bin"),
     ):
         with pytest.raises(MissingInputError, match=message):

@@ -89,6 +89,7 @@ def test_ranges_equal_those_of_megatron():
 
 
 def test_a_weight_that_would_get_no_document_is_refused():
-    message = re.escape("--split 99,1 of 50 documents leaves part 2 (weight 1) empty")  # 50 * 0.99 rounds to 50
+    # 50 * 0.99 rounds to 50
+    message = re.escape("--split 99,1 (the default) of 50 documents leaves part 2 (validation, weight 1) empty")
     with pytest.raises(ConfigError, match=message):
         split_ranges(50, "99,1")

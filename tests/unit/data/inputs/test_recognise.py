@@ -144,7 +144,11 @@ PAGE = b"<!DOCTYPE html>\n<html><body>\n" + JSON_LINES + b"</body></html>\n"
     ("name", "content", "message"),
     [
         ("page.html", b"Only text.\n", "an HTML or XML page"),
-        ("input.parquet", b"<html><h1>404 Not Found</h1></html>", "an HTML or XML page; .*--input-format text"),
+        (
+            "input.parquet",
+            b"<html><h1>404 Not Found</h1></html>",
+            "HTML or XML .*preprocess --input-format text",
+        ),
         ("page", PAGE, "an HTML or XML page"),
         ("page.txt", b"\xef\xbb\xbf\n <HTML lang='en'>\nHello.", "an HTML or XML page"),
         ("dump", b'<?xml version="1.0"?>\n<mediawiki><page/></mediawiki>', "an HTML or XML page"),

@@ -91,6 +91,7 @@ def test_invalid_utf8_is_replaced(tmp_path, write, arrow_type):
     ("key", "problem"),
     [
         ("text", "has no column 'text'"),
+        ("contant", "has no column 'contant'; did you mean 'content'"),
         ("n", ": column 'n' has type int64, not string"),
         ("data", ": column 'data' has type struct<body: string.*>, not string"),
         ("tags", ": column 'tags' has type list<.*string>, not string"),
@@ -103,7 +104,7 @@ def test_missing_column_and_column_of_another_type_are_refused_with_the_names_of
     write(tmp_path / "input", pa.table({"content": ["x"], "data": data, "n": [1], "tags": [["x"]]}))
     (chunk,) = split_into_chunks(str(tmp_path / "input"), ReadSettings())
     settings = ReadSettings(text_key=key)
-    message = rf"{problem}; its text columns: content, data\.body, data\.deep\.er; choose one with --text-key"
+    message = rf"{problem}[;?] its text columns: content, data\.body, data\.deep\.er; choose one with --text-key"
     for action in (lambda: split_into_chunks(chunk.path, settings), lambda: list(read_chunk(chunk, settings))):
         with pytest.raises(DataError, match=message):
             action()
