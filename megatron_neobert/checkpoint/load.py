@@ -127,7 +127,7 @@ def _read_tensors(run: Run, stored: StoredTensors, *, with_moments: bool) -> Non
 
 
 def _step_of(optimizer: dict[str, Any], folder: Path) -> int:
-    """Return the number of Adam's updates. Learning rates, betas and epsilon are those of this start.
+    """Return the number of updates that Adam has made. Nothing else of the stored values is used.
 
     Args:
         optimizer: Values of the optimizer that are not tensors.
@@ -180,7 +180,10 @@ def _find_in(settings: Settings, load: str) -> Path | None:
 
 
 def _find_on_rank_zero(settings: Settings, load: str) -> Path | Exception | None:
-    """Return the result of `_find_checkpoint`, or its exception. The other ranks verify what this rank broadcasts."""
+    """Return the newest undamaged checkpoint, None without checkpoints, or the exception that `_find_in` raises.
+
+    Only rank 0 calls this. It broadcasts each folder that the other ranks verify with it.
+    """
     config = settings.checkpoint
     is_save = load == config.load and config.loads_save
     if not list_checkpoints(Path(load)):

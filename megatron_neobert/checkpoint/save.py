@@ -128,7 +128,10 @@ class Saver:
         return self._final.with_name(f".tmp-{self._final.name}")
 
     def _check_finite(self, boxes: Sequence[LocalBox]) -> None:
-        """Raise DivergenceError on all ranks if a value of any rank is not finite. Collective: all ranks."""
+        """Raise DivergenceError on all ranks if a value of any rank is not finite, after deleting the temporary folder.
+
+        Collective: all ranks.
+        """
         # Extremes are NaN if a value is, and need no memory.
         names = sorted({box.name for box in boxes if not torch.stack(box.data.aminmax()).isfinite().all()})
         problem = _first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
@@ -140,10 +143,12 @@ class Saver:
             )
 
     def _complete(self, pending: _Pending, results: list[tuple[dict[str, FileRecord], str | None]]) -> str | None:
-        """Write the remaining files and publish the checkpoint, on rank 0; return the first problem of any rank.
+        """Write the remaining files, publish the checkpoint, and delete old checkpoints. Only rank 0 calls this.
+
+        A problem of a rank, or an error before the checkpoint is published, is returned as a text for all ranks.
 
         Args:
-            results: Records of written files and problem of each rank.
+            results: (records of the written files, problem or None) of each rank.
         """
         run, config = self.run, self.run.settings.checkpoint
         if (problem := next((problem for _, problem in results if problem is not None), None)) is not None:

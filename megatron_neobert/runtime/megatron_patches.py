@@ -123,9 +123,11 @@ def norm_on_device(
 
 
 def finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Run megatron.core's `finalize_model_grads`, then divide the gradients by `num_tokens`, summed over all ranks.
+    """Run megatron.core's `finalize_model_grads`, then divide the gradients in place by the tokens of all ranks.
 
-    The sum replaces `num_tokens` in place. If `num_tokens` is None, nothing is divided.
+    Args:
+        num_tokens: Tokens of this rank, replaced in place by the sum over the data- and context-parallel ranks of the
+            last pipeline stage. If None, nothing is divided.
 
     Collective: all ranks.
     """

@@ -82,7 +82,7 @@ def share_status(run: Run) -> RankStatus:
 def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> StepResult:
     """Return the sums over all ranks, the mean gradient norm, and the largest status, bit-identical on all ranks.
 
-    `run.read_status` gives the status of this rank. Norms are averaged because megatron.core computes them separately
+    The result also has each rank's own computing time. `run.read_status` gives the status of this rank. Norms are averaged because megatron.core computes them separately
     in each replica, unless the optimizer is distributed, and they differ by rounding.
 
     Args:
@@ -130,7 +130,11 @@ def run_schedule(run: Run, batches: StepBatches, *, forward_only: bool = False) 
 
 
 def _sum_reports(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
-    """Return MetricSums of this rank: fp64, [5], in the order of the fields; zeros without reports."""
+    """Return MetricSums of this rank: fp64, [5], in the order of the fields; zeros without reports.
+
+    Args:
+        reports: A report of `_compute_loss` per micro-batch.
+    """
     if not reports:  # a pipeline stage without the head
         return torch.zeros(_SUMS, dtype=torch.float64, device=device)
     # Filled on the device, because a copy from the host would wait for the device.
