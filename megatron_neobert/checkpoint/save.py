@@ -128,7 +128,7 @@ class Saver:
         return self._final.with_name(f".tmp-{self._final.name}")
 
     def _check_finite(self, boxes: Sequence[LocalBox]) -> None:
-        """Raise DivergenceError on all ranks if a value of any rank is not finite, after deleting the temporary folder.
+        """Delete the temporary folder and raise DivergenceError on all ranks, if a value of any rank is not finite.
 
         Collective: all ranks.
         """
