@@ -82,8 +82,9 @@ def share_status(run: Run) -> RankStatus:
 def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> StepResult:
     """Return the sums over all ranks, the mean gradient norm, and the largest status, bit-identical on all ranks.
 
-    The result also has each rank's own computing time. `run.read_status` gives the status of this rank. Norms are averaged because megatron.core computes them separately
-    in each replica, unless the optimizer is distributed, and they differ by rounding.
+    The result also has each rank's own computing time. `run.read_status` gives the status of this rank. Norms are
+    averaged because megatron.core computes them separately in each replica, unless the optimizer is distributed, and
+    they differ by rounding.
 
     Args:
         sums: MetricSums of this rank: fp64, [5], in the order of the fields.
