@@ -32,12 +32,15 @@ CONTROL = "control: "
 LENGTHS = (5, 1, 250, 128, 640)
 LOCAL, ENGINE = {"transformer_impl": "local"}, {"transformer_impl": "transformer_engine"}
 FP8 = {name: {**ENGINE, "fp8_format": "hybrid", "fp8_recipe": name} for name in ("tensorwise", "delayed", "blockwise")}
-# Name -> compute settings, bf16, and key of STEP_TOLERANCES.
-STEPS: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "local layers, float32": (LOCAL, False, "float32"),
-    "local layers, bfloat16": (LOCAL, True, "bfloat16"),
-    "Transformer Engine, bfloat16": (ENGINE, True, "bfloat16"),
-    **{f"FP8 {name}": (compute, True, "FP8") for name, compute in FP8.items()},
+# Name -> compute settings, bf16, key of STEP_TOLERANCES, and whether attention is causal.
+STEPS: dict[str, tuple[dict[str, Any], bool, str, bool]] = {
+    "local layers, float32": (LOCAL, False, "float32", False),
+    "local layers, float32, causal": (LOCAL, False, "float32", True),
+    "local layers, bfloat16": (LOCAL, True, "bfloat16", False),
+    "local layers, bfloat16, causal": (LOCAL, True, "bfloat16", True),
+    "Transformer Engine, bfloat16": (ENGINE, True, "bfloat16", False),
+    "Transformer Engine, bfloat16, causal": (ENGINE, True, "bfloat16", True),
+    **{f"FP8 {name}": (compute, True, "FP8", False) for name, compute in FP8.items()},
 }
 
 
@@ -56,7 +59,7 @@ class StepGap:
 
 # Measured at 28 x 256 on a CPU, Transformer Engine with an emulated extension (loss, gradient): float32 6e-8, 2e-7;
 # bfloat16 2.5e-4, 1.2e-3; FP8 2.2e-3, 0.10 (blockwise; other recipes 0.08). A wrong rotary convention: 1.4e-2, 0.80.
-# Not yet measured on a GPU.
+# At 28 x 768 on an H200: docs/performance.md.
 STEP_TOLERANCES = {"float32": StepGap(1e-5, 1e-5), "bfloat16": StepGap(1e-2, 1e-2), "FP8": StepGap(1e-2, 0.3)}
 
 
@@ -208,7 +211,8 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str
 
     Yields:
         Name of the kernel, the difference (or the reason why this machine cannot run the kernel), and the tolerance.
-        The last item, whose name starts with CONTROL, has wrong weights and must exceed 100 times the tolerance.
+        The last items, whose names start with CONTROL, have wrong weights, or attention that is not causal. They must
+        exceed 100 times the tolerance.
     """
     import torch
 
@@ -224,35 +228,51 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str
     positions_m = torch.arange(sum(LENGTHS))[::4]
     sequence = (tokens_t, starts_n, max(LENGTHS), positions_m, labels_t[positions_m])
     reference, tensors, wrong = build_loud_reference(settings, vocab_size)
-    with torch.enable_grad():
-        total, _ = mlm_loss(reference.forward_packed(tokens_t, starts_n)[positions_m], sequence[-1])
-        total.backward()
-    # The conversion rules only move values, so they apply to gradients as well.
-    reference_gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    expected = to_internal(reference_gradients, model_shape(settings, vocab_size=vocab_size), NEOBERT)
+    expected: dict[bool, tuple[float, dict[str, Tensor]]] = {}  # loss and gradients, by causal or not
+    for is_causal in (False, True):
+        reference.zero_grad()
+        with torch.enable_grad():
+            logits_tv = reference.forward_packed(tokens_t, starts_n, is_causal=is_causal)
+            total, _ = mlm_loss(logits_tv[positions_m], sequence[-1])
+            total.backward()
+        # The conversion rules only move values, so they apply to gradients as well.
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        shape = model_shape(settings, vocab_size=vocab_size)
+        expected[is_causal] = total.detach().item(), to_internal(gradients, shape, NEOBERT)
 
-    def compare(kernel_settings: Settings, weights: "Mapping[str, Tensor]") -> StepGap:
-        loss, gradients = run_step(kernel_settings, weights, sequence, vocab_size)
+    def compare(
+        kernel_settings: Settings, weights: "Mapping[str, Tensor]", *, is_causal: bool = False, against: bool = False
+    ) -> StepGap:
+        loss, gradients = run_step(kernel_settings, weights, sequence, vocab_size, is_causal=is_causal)
+        expected_loss, expected_gradients = expected[against]
         angles = {
             name: 1 - torch.cosine_similarity(gradients[name].flatten(), gradient.flatten(), dim=0, eps=0).item()
-            for name, gradient in expected.items()
+            for name, gradient in expected_gradients.items()
         }
         worst = max(angles, key=lambda name: angles[name])
-        return StepGap(abs(loss / total.item() - 1), angles[worst], worst)
+        return StepGap(abs(loss / expected_loss - 1), angles[worst], worst)
 
-    for name, (compute, bf16, precision) in STEPS.items():
+    for name, (compute, bf16, precision, is_causal) in STEPS.items():
         kernel_settings = settings.with_section("compute", **compute).with_section("training", bf16=bf16)
         try:
             check_hardware(kernel_settings)
         except ConfigError as error:
             yield name, error.problems[0], STEP_TOLERANCES[precision]
             continue
-        yield name, compare(kernel_settings, tensors), STEP_TOLERANCES[precision]
-    yield f"{CONTROL}rotary pairs not permuted", compare(settings, wrong), STEP_TOLERANCES["float32"]
+        gap = compare(kernel_settings, tensors, is_causal=is_causal, against=is_causal)
+        yield name, gap, STEP_TOLERANCES[precision]
+    exact = STEP_TOLERANCES["float32"]
+    yield f"{CONTROL}rotary pairs not permuted", compare(settings, wrong), exact
+    yield f"{CONTROL}not causal", compare(settings, tensors, against=True), exact
 
 
 def run_step(
-    settings: Settings, tensors: "Mapping[str, Tensor]", sequence: tuple[Any, ...], vocab_size: int
+    settings: Settings,
+    tensors: "Mapping[str, Tensor]",
+    sequence: tuple[Any, ...],
+    vocab_size: int,
+    *,
+    is_causal: bool = False,
 ) -> "tuple[float, dict[str, Tensor]]":
     """Return the summed loss of a packed sequence in nats, and the gradients by internal name in fp32 on the CPU.
 
@@ -265,10 +285,11 @@ def run_step(
     from checkpoint_conversion.checkpoint import stored_name
 
     with megatron_model(settings, tensors, vocab_size) as (model, device), torch.enable_grad():
-        losses_m, _ = model(*(value.to(device) if isinstance(value, torch.Tensor) else value for value in sequence))
+        arguments = (value.to(device) if isinstance(value, torch.Tensor) else value for value in sequence)
+        losses_m, _ = model(*arguments, is_causal=is_causal)
         losses_m.sum().backward()
         gradients = {stored_name(name): weight.grad.float().cpu() for name, weight in model.named_parameters()}
-        return float(losses_m.double().sum()), gradients
+        return float(losses_m.detach().double().sum()), gradients
 
 
 @contextmanager

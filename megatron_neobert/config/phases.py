@@ -10,7 +10,7 @@ from megatron_neobert.config.schema import Settings
 
 # Section -> settings that a phase can change.
 _SECTIONS = {
-    "data": ("data_path", "seq_length", "mask_prob", "mask_replacement"),
+    "data": ("data_path", "seq_length", "objective", "mask_prob", "mask_replacement"),
     "training": ("micro_batch_size", "global_batch_size"),
 }
 

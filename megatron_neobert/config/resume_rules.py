@@ -38,6 +38,7 @@ _SAME_RUN = {
         "batch_layout",
         "document_block_size",
         "share_of_data_path",
+        "objective",
         "mask_prob",
         "mask_replacement",
     ),

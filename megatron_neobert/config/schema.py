@@ -156,6 +156,9 @@ class DataConfig:
     document_block_size: int = setting(
         1, "shuffle blocks of N consecutive documents; above 1 for slow storage", minimum=1
     )
+    objective: Literal["mlm", "clm"] = setting(
+        "mlm", "predict masked tokens (mlm), or every next token with causal attention (clm); for --phases"
+    )
     mask_prob: float = setting(0.2, "masking rate: share of the tokens that the model predicts")
     mask_replacement: Literal["all_mask", "bert"] = setting(
         "all_mask", "replace predicted tokens by [MASK], or as BERT: 80 % [MASK], 10 % random, 10 % unchanged"
@@ -165,6 +168,11 @@ class DataConfig:
     )
     dataloader_type: Literal["torch", "dali"] = setting("torch", "data loader: torch or NVIDIA DALI")
     num_workers: int = setting(1, "data loader processes; 0: batches are built in the training process", minimum=0)
+
+    @property
+    def predicted_share(self) -> float:
+        """Share of the tokens that the model predicts. For "clm" it is rounded up: the last token has no next one."""
+        return 1.0 if self.objective == "clm" else self.mask_prob
 
     @property
     def share_of_data_path(self) -> str:
@@ -216,6 +224,7 @@ class PhaseChange:
     after_iters: int
     data_path: tuple[str, ...] | None = None
     seq_length: int | None = None
+    objective: str | None = None
     mask_prob: float | None = None
     mask_replacement: str | None = None
     micro_batch_size: int | None = None
@@ -250,8 +259,8 @@ class TrainingConfig:
     train_iters: int = setting(1_000_000, "iterations of the whole run", minimum=1)
     phases: tuple[PhaseChange, ...] = setting(
         (),
-        "settings that change during the run, as YAML: [{after_iters: N, mask_prob: X}, ...]; also seq_length, "
-        "global_batch_size, micro_batch_size, mask_replacement, data_path",
+        "settings that change during the run, as YAML: [{after_iters: N, mask_prob: X}, ...]; also objective, "
+        "seq_length, global_batch_size, micro_batch_size, mask_replacement, data_path",
     )
     seed: int = setting(0, "random seed of weights, document order and masks", minimum=0)
     bf16: bool = setting(False, "compute in bfloat16, with float32 main weights")

@@ -67,7 +67,8 @@ def read_sequences(global_batch: GlobalBatch) -> Iterator[PackedSequence]:
     for micro_batch, (packed, batch) in enumerate(global_batch.micro_batches):
         tokens_t = batch.tokens_t.numpy()
         labels_t = np.full(len(tokens_t), IGNORED_LABEL)
-        labels_t[batch.masked_positions_m.numpy()] = batch.labels_m.numpy()
+        if not batch.is_causal:  # otherwise all tokens are inputs as they are
+            labels_t[batch.masked_positions_m.numpy()] = batch.labels_m.numpy()
         columns, bounds = packed.segments, np.append(0, np.cumsum(packed.segments.packed_lengths_n))
         segments = []
         for index, (start, end) in enumerate(pairwise(bounds.tolist())):
@@ -128,7 +129,9 @@ def describe(global_batch: GlobalBatch) -> dict[str, str]:
         "them do not reach the end of their document",
         "lengths": f"{lengths_n.min():,} to {lengths_n.max():,} tokens, median {int(np.median(lengths_n)):,}, mean "
         f"{lengths_n.mean():,.0f}",
-        "predicted": f"{predicted:,} tokens, {percent(predicted / max(predictable, 1), digits=2)} of the "
+        "predicted": "every next token (--objective clm)"
+        if data.objective == "clm"
+        else f"{predicted:,} tokens, {percent(predicted / max(predictable, 1), digits=2)} of the "
         f"{predictable:,} tokens that are not special (--mask-prob {data.mask_prob:g}): "
         + (", ".join(f"{kinds[kind]:,} {text}" for kind, text in PREDICTED.items() if kinds[kind]) or "none"),
         "unknown": f"{unknown:,} tokens, {percent(unknown / tokens, digits=2)} of all",

@@ -34,10 +34,11 @@ _NO_ENGINE_KERNEL = (
 
 @dataclass
 class RotaryPackedSeqParams(PackedSeqParams):
-    """Megatron's description of packed documents, with the rotary angles of their tokens."""
+    """Megatron's description of packed documents, with the rotary angles of their tokens and the mask."""
 
     # Cosines and sines of all tokens, [t, 1, e], fp32; None for a model with learned positions.
     rotation: tuple[Tensor, Tensor] | None = None
+    is_causal: bool = False
 
 
 @compiled_on_cuda
@@ -99,8 +100,8 @@ class CoreAttention(MegatronModule):
         """Return the context of this rank's tokens, [t/c, n * d], in the dtype of the query.
 
         For t tokens on c context-parallel ranks, queries, keys and values are [t/c, n, d]: n heads of width d. The
-        caller must not rotate them; `packed_seq_params`, which is required, has the rotation and the documents of all
-        ranks. `attn_mask_type` goes to the kernel. `attention_mask` and `attention_bias` have no effect.
+        caller must not rotate them; `packed_seq_params`, which is required, has the rotation, the documents of all
+        ranks and the kind of attention. The arguments about masks and bias have no effect.
 
         Raises:
             ConfigError: Transformer Engine has no fused attention kernel for this model on this GPU.
@@ -113,8 +114,9 @@ class CoreAttention(MegatronModule):
         if packed_seq_params.rotation is not None:
             query, key = rotate(query, key, *packed_seq_params.rotation)
         try:
+            mask_type = AttnMaskType.padding_causal if packed_seq_params.is_causal else AttnMaskType.padding
             context = self.kernel(
-                query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params
+                query, key, value, None, attn_mask_type=mask_type, packed_seq_params=packed_seq_params
             )
         except ValueError as error:
             if "No dot product attention backend" in str(error):  # message of Transformer Engine 2.9 to 2.20

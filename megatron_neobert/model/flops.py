@@ -47,9 +47,11 @@ def training_flops_per_token(settings: Settings, *, vocab_size: int, document_to
     """
     model, data = settings.model, settings.data
     attended_tokens = data.seq_length if data.batch_layout == "concatenated" else document_tokens
+    if data.objective == "clm":
+        attended_tokens /= 2  # a token attends to the tokens before it
     matrices = model.num_layers * _matrix_weights(model)
     attention = model.num_layers * 4 * attended_tokens * model.hidden_size
-    head = data.mask_prob * 2 * vocab_size * model.hidden_size
+    head = data.predicted_share * 2 * vocab_size * model.hidden_size
     return 3 * (2 * matrices + attention + head)
 
 

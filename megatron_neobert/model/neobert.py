@@ -70,6 +70,8 @@ class NeoBERTModel(GPTModel):
         max_seqlen: int,
         masked_positions_m: Tensor | None = None,
         labels_m: Tensor | None = None,
+        *,
+        is_causal: bool = False,
     ) -> tuple[Tensor, Tensor] | Tensor:
         """Return losses, logits or hidden states of one micro-batch.
 
@@ -79,7 +81,8 @@ class NeoBERTModel(GPTModel):
                 documents may follow at the end.
             max_seqlen: Length of the longest document in tokens, or more.
             masked_positions_m: Indices into `tokens_t`.
-            labels_m: Original token ids at these positions; below 0 for a filler.
+            labels_m: Token ids to predict at these positions; below 0 for a filler.
+            is_causal: Whether a token attends to the tokens before it only, and to itself.
 
         Returns:
             - With labels: (losses_m, correct_m), fp32: losses in nats, and 1 for a correct prediction, else 0.
@@ -118,6 +121,7 @@ class NeoBERTModel(GPTModel):
                 max_seqlen_q=max_seqlen,
                 max_seqlen_kv=max_seqlen,
                 rotation=rotation,
+                is_causal=is_causal,
             ),
         )
         if not self.post_process:

@@ -33,7 +33,7 @@ class TorchAttention(MegatronModule):
         softmax_scale: float | None = None,
     ) -> None:
         super().__init__(config=config)
-        assert attn_mask_type is AttnMaskType.padding, f"{attn_mask_type=}: documents are bidirectional"
+        assert attn_mask_type is AttnMaskType.padding, f"{attn_mask_type=}: the default is bidirectional"
         assert attention_type == "self", f"{attention_type=}: an encoder attends to itself"
         assert softmax_scale is None, f"{softmax_scale=}: the kernels scale by the head width"
 
@@ -46,17 +46,22 @@ class TorchAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return the context, [t, n * d], in the dtype of the query. Each token attends to its whole document.
+        """Return the context, [t, n * d], in the dtype of the query.
 
-        `packed_seq_params`, the document bounds, is required. The two arguments about masks are not used.
+        Each token attends to its whole document or, if `attn_mask_type` is padding_causal, up to itself.
+        `packed_seq_params`, the document bounds, is required. `attention_mask` is not used.
         """
         assert packed_seq_params is not None, "a micro-batch is always packed"
+        is_causal = attn_mask_type is AttnMaskType.padding_causal
         if query_tnd.is_cuda and query_tnd.dtype is torch.bfloat16:
-            return _attend_packed(query_tnd, key_tnd, value_tnd, packed_seq_params)
-        return attend_by_document(query_tnd, key_tnd, value_tnd, packed_seq_params.cu_seqlens_q)
+            return _attend_packed(query_tnd, key_tnd, value_tnd, packed_seq_params, is_causal=is_causal)
+        bounds = packed_seq_params.cu_seqlens_q
+        return attend_by_document(query_tnd, key_tnd, value_tnd, bounds, is_causal=is_causal)
 
 
-def attend_by_document(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, cu_seqlens_n: Tensor) -> Tensor:
+def attend_by_document(
+    query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, cu_seqlens_n: Tensor, *, is_causal: bool = False
+) -> Tensor:
     """Return the context, [t, n * d], with one kernel call per document. Empty documents are skipped."""
     lengths = [length for length in cu_seqlens_n.diff().tolist() if length]
     documents = zip(*(tensor_tnd.split(lengths) for tensor_tnd in (query_tnd, key_tnd, value_tnd)), strict=True)
@@ -64,11 +69,14 @@ def attend_by_document(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, cu
     for document in documents:
         # Torch's fused kernels need four dimensions, [1, n, s, d].
         query, key, value = (tensor_snd.transpose(0, 1).unsqueeze(0) for tensor_snd in document)
-        contexts.append(scaled_dot_product_attention(query, key, value).squeeze(0).transpose(0, 1).flatten(1))
+        context = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        contexts.append(context.squeeze(0).transpose(0, 1).flatten(1))
     return torch.cat(contexts)
 
 
-def _attend_packed(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams) -> Tensor:
+def _attend_packed(
+    query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams, *, is_causal: bool
+) -> Tensor:
     # Only CUDA needs this import, and some builds of torch do not have the module.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -77,5 +85,6 @@ def _attend_packed(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed
     padding = -width % HEAD_WIDTH_MULTIPLE
     query, key, value = (pad(tensor, (0, padding)) if padding else tensor for tensor in (query_tnd, key_tnd, value_tnd))
     bounds: Any = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
-    context_tnd: Any = varlen_attn(query, key, value, *bounds, scale=width**-0.5)
+    window = (-1, 0) if is_causal else (-1, -1)  # tokens before and after the query; -1: all
+    context_tnd: Any = varlen_attn(query, key, value, *bounds, scale=width**-0.5, window_size=window)
     return context_tnd[:, :, :width].flatten(1)

@@ -124,16 +124,18 @@ class ReferenceNeoBERT(nn.Module):
         mask = None if attention_mask_bs is None else attention_mask_bs.bool()[:, None, None, :]
         return self.decoder(self.model(tokens_bs, positions_bs, mask))
 
-    def forward_packed(self, tokens_t: Tensor, cu_seqlens_n: Tensor) -> Tensor:
+    def forward_packed(self, tokens_t: Tensor, cu_seqlens_n: Tensor, *, is_causal: bool = False) -> Tensor:
         """Return logits, [t, v], of documents that follow each other. Attention and positions are per document.
 
         Args:
             cu_seqlens_n: Start of each document, and t at the end.
+            is_causal: Whether a token attends to the tokens before it only, and to itself.
         """
         lengths = cu_seqlens_n.diff()
         document_t = torch.repeat_interleave(torch.arange(len(lengths), device=tokens_t.device), lengths)
         positions_t = torch.arange(len(tokens_t), device=tokens_t.device) - cu_seqlens_n[document_t]
         mask_tt = document_t[:, None] == document_t[None, :]
+        mask_tt = mask_tt.tril() if is_causal else mask_tt
         return self.decoder(self.model(tokens_t[None], positions_t[None], mask_tt[None, None]))[0]
 
 

@@ -33,9 +33,9 @@ class PhaseCost(NamedTuple):
 
 
 def masked_tokens(settings: Settings) -> int:
-    """Return the masked tokens of a micro-batch on one context-parallel rank. On a GPU, batches have fixed shapes."""
+    """Return the predicted tokens of a micro-batch on one context-parallel rank, padded as for a GPU."""
     tokens = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
-    return masked_capacity(tokens, probability=settings.data.mask_prob)
+    return masked_capacity(tokens, probability=settings.data.predicted_share)
 
 
 def fit_micro_batch(phase: PhaseCost, gpus: int) -> PhaseCost | None:

@@ -190,6 +190,8 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
 def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, control: LoopControl) -> LoopControl:
     """Compute and log the loss over the first `eval_iters` batches of each held-out corpus. Updates `run.state`.
 
+    The objective is that of the current phase; all other settings are those of the first phase.
+
     A stop request ends the validation. Nothing is logged then, and the validation is repeated when the run resumes.
 
     Returns:
@@ -198,10 +200,11 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
     Collective: all ranks.
     """
     training, iteration = run.settings.training, run.state.iteration
+    objective = phase_at(run.settings, iteration).settings.data.objective
     validation = (
         (name, batches)
         for name, stream in run.validation_streams.items()
-        for batches in islice(stream.steps(), training.eval_iters)
+        for batches in islice(stream.with_objective(objective).steps(), training.eval_iters)
     )
     sums: dict[str, MetricSums] = {}
     stop: str | None = None

@@ -51,7 +51,8 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
-    # Validation uses the settings and documents of the first phase in all phases, so that a curve is comparable.
+    # Validation uses the settings and documents of the first phase in all phases, so that a curve is comparable. Only
+    # the objective changes with the phase.
     validation = inputs[0].validation if settings.training.eval_iters else {}
     tokenizer = inputs[0].tokenizer
     model = build_model(settings, device, vocab_size=tokenizer.vocab_size, draws_weights=draws_weights)

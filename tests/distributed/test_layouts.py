@@ -61,22 +61,25 @@ IN_BF16 = ("data 2", "tensor 2", "pipeline 2", "context 2", "recomputed layers")
 
 @pytest.fixture(scope="module")
 def one_rank(tiny_corpus, tmp_path_factory) -> Callable[..., Path]:
-    """Return a function that trains on one rank, once per precision, and returns the save folder."""
+    """Return a function that trains on one rank, once per change of the run, and returns the save folder."""
 
     @functools.cache
-    def train(*, bf16: bool = False) -> Path:
+    def train(**changes: Any) -> Path:
         save = tmp_path_factory.mktemp("one_rank")
-        train_on_ranks(run_of(tiny_corpus, save, bf16=bf16))
+        train_on_ranks(run_of(tiny_corpus, save, **changes))
         return save
 
     return train
 
 
-def run_of(corpus: Any, save: Path, *, layout: Layout = ONE_RANK, bf16: bool = False) -> Settings:
+def run_of(
+    corpus: Any, save: Path, *, layout: Layout = ONE_RANK, bf16: bool = False, objective: str = "mlm"
+) -> Settings:
     return tiny_settings(
         corpus,
         save=save,
         model={"num_layers": 4},
+        data={"objective": objective},
         training={"train_iters": STEPS, "eval_interval": STEPS, "bf16": bf16},
         parallel=layout.parallel,
         compute=layout.compute,
@@ -111,3 +114,15 @@ def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, 
     gap = largest_relative_gap(read_metrics(one_rank(bf16=True)), read_metrics(tmp_path))
     print(f"{name} in bfloat16: {gap}")
     assert gap <= BF16_LAYOUT_LOSS.gate
+
+
+@pytest.mark.parametrize("name", quick_only(QUICK, "context 2"))
+def test_every_layout_gives_the_loss_curve_of_one_rank_with_causal_attention(tiny_corpus, one_rank, tmp_path, name):
+    layout = LAYOUTS[name]
+    train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout, objective="clm"), world_size=layout.ranks)
+    gaps = [
+        largest_relative_gap(read_metrics(one_rank(objective="clm"), key), read_metrics(tmp_path, key))
+        for key in ("loss", "validation_loss")
+    ]
+    print(f"{name}, causal: {gaps}")
+    assert max(gaps) <= LAYOUT_LOSS.gate

@@ -16,10 +16,10 @@ SHORT_SEQUENCES = {"seq_length": 32}
 
 
 def phases_of(corpus: Any) -> tuple[PhaseChange, ...]:
-    """Return phases that change masking, batch size, sequence length and corpora."""
+    """Return phases that change the objective, masking, batch size, sequence length and corpora."""
     blend = ("1", corpus.prefix, "3", f"{corpus.prefix}:min=20")
     return (
-        PhaseChange(after_iters=1, mask_prob=0.1, mask_replacement="bert", global_batch_size=16),
+        PhaseChange(after_iters=2, objective="mlm", mask_prob=0.1, mask_replacement="bert", global_batch_size=16),
         PhaseChange(after_iters=3, seq_length=128, micro_batch_size=1, global_batch_size=4),
         PhaseChange(after_iters=5, data_path=blend),
     )
@@ -30,7 +30,8 @@ def phased(settings: Callable[..., Settings], tiny_corpus: Any) -> Callable[...,
     def build(save: str, **training: Any) -> Settings:
         parallel = training.pop("parallel", {})
         training = {"phases": phases_of(tiny_corpus), "eval_interval": 2, **training}
-        return settings(save, data={**SHORT_SEQUENCES, "num_workers": 1}, training=training, parallel=parallel)
+        data = {**SHORT_SEQUENCES, "num_workers": 1, "objective": "clm"}
+        return settings(save, data=data, training=training, parallel=parallel)
 
     return build
 
@@ -58,7 +59,7 @@ def test_run_resumes_bit_for_bit_within_phases_and_at_their_ends(phased, case, c
     for key in RECORDED:
         assert read_metrics(str(whole.checkpoint.save), key) == read_metrics(str(stopping.checkpoint.save), key), key
     last = read_train_state(Path(str(stopping.checkpoint.save)) / "iter_0000006")
-    assert last.state.consumed_samples == 1 * 8 + 2 * 16 + 3 * 4
+    assert last.state.consumed_samples == 2 * 8 + 1 * 16 + 3 * 4
 
 
 def test_run_with_two_phases_equals_two_runs_with_continue_from(settings, tiny_corpus):

@@ -283,7 +283,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("mixes_devices"):
         PackedBatch.to = lambda batch, device, **options: replace(batch, tokens_t=batch.tokens_t.to(device, **options))
     tokens = SEQUENCES * SEQ_LENGTH // settings.parallel.context_parallel_size
-    masked = masked_capacity(tokens, probability=settings.data.mask_prob)
+    masked = masked_capacity(tokens, probability=settings.data.predicted_share)
     results = []
     collectives = Collectives()
     with FakeTensorMode(allow_non_fake_inputs=True), CENSUS:

@@ -113,6 +113,7 @@ def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bo
         long_documents=settings.data.long_documents,
         masking=MaskingScheme(settings.data.mask_prob, mask_share=mask_share, random_share=random_share),
         token_ids=token_ids,
+        objective=settings.data.objective,
         seed=settings.training.seed,
         batch_layout=settings.data.batch_layout,
         document_block_size=settings.data.document_block_size,

@@ -134,12 +134,13 @@ def _exit_with_parent(parent: int) -> None:
 # file descriptor each (4 per micro-batch, often limited to 1,024 in all) and space in /dev/shm (64 MiB in a container).
 def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any, ...]]:
     arrays = {name: getattr(batch, name).numpy() for name in _TENSORS}
-    return _rebuild_packed_batch, (arrays, batch.max_seqlen, batch.real_tokens)
+    others = {name: value for name, value in vars(batch).items() if name not in arrays}
+    return _rebuild_packed_batch, (arrays, others)
 
 
-def _rebuild_packed_batch(arrays: dict[str, NDArray[Any]], max_seqlen: int, real_tokens: int) -> PackedBatch:
+def _rebuild_packed_batch(arrays: dict[str, NDArray[Any]], others: dict[str, Any]) -> PackedBatch:
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return PackedBatch(**tensors, max_seqlen=max_seqlen, real_tokens=real_tokens)
+    return PackedBatch(**tensors, **others)
 
 
 ForkingPickler.register(PackedBatch, _reduce_packed_batch)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 import torch
@@ -50,11 +51,12 @@ class PackedBatch:
     """
 
     tokens_t: Tensor  # int64
-    labels_m: Tensor  # int64, original ids at the masked positions
+    labels_m: Tensor  # int64, original ids at the masked positions; with is_causal, the next tokens
     masked_positions_m: Tensor  # int64 indices into tokens_t, increasing up to the padding
     cu_seqlens_n: Tensor  # int32, from 0 to the token capacity; entries i and i + 1 bound document i
     max_seqlen: int  # seq_length, not the longest document: attention kernels are chosen once
     real_tokens: int  # entries of tokens_t outside dummy documents
+    is_causal: bool = False  # a token attends to the tokens before it and to itself
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -105,6 +107,9 @@ class BatchStream:
     data_parallel_size: int = 1
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
+
+    def with_objective(self, objective: Literal["mlm", "clm"]) -> "BatchStream":
+        return replace(self, settings=replace(self.settings, objective=objective))
 
     def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
         """Yield steps first, first + every, ..., without end. Step 0 begins at `self.cursor`.
@@ -180,7 +185,7 @@ class BatchStream:
             batch = _take_tokens(batch, first=self.context_parallel_rank * capacity // ranks, count=capacity // ranks)
         if not settings.fixed_shapes:
             return batch
-        masked = masked_capacity(capacity // ranks, probability=settings.masking.probability)
+        masked = masked_capacity(capacity // ranks, probability=settings.predicted_share)
         bounds = batch.cu_seqlens_n.numpy()
         bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(len(bounds) - 1), capacity)])
         return replace(
@@ -227,27 +232,34 @@ def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, s
     tokens_t[ends_n[segments.has_sep_n] - 1] = ids.sep
     _read_text(sources, segments, text_starts_n, tokens_t)
 
-    # In the concatenated layout, a segment can consist of [CLS] or [SEP] alone.
-    has_text_n = segments.lengths_n > 0
-    masked = mask_tokens(
-        tokens_t,
-        segments[has_text_n],
-        text_starts_n[has_text_n],
-        scheme=settings.masking,
-        ids=ids,
-        seed=settings.seed,
-    )
-    tokens_t[masked.positions_m] = masked.replacements_m
     # Attention kernels rely on max_seqlen, so padding longer than that is several dummy documents.
     dummy_starts = np.arange(real_tokens, capacity, settings.seq_length)
     bounds = starts_n if settings.batch_layout == "packed" else starts_n[packed.offsets[:-1]]
+    if settings.objective == "clm":
+        # All tokens but the last one of each document.
+        positions_m = np.delete(np.arange(real_tokens), np.append(bounds[1:], real_tokens) - 1)
+        labels_m = tokens_t[positions_m + 1]
+    else:
+        # In the concatenated layout, a segment can consist of [CLS] or [SEP] alone.
+        has_text_n = segments.lengths_n > 0
+        masked = mask_tokens(
+            tokens_t,
+            segments[has_text_n],
+            text_starts_n[has_text_n],
+            scheme=settings.masking,
+            ids=ids,
+            seed=settings.seed,
+        )
+        tokens_t[masked.positions_m] = masked.replacements_m
+        positions_m, labels_m = masked.positions_m, masked.labels_m
     return PackedBatch(
         tokens_t=torch.from_numpy(tokens_t),
-        labels_m=torch.from_numpy(masked.labels_m),
-        masked_positions_m=torch.from_numpy(masked.positions_m),
+        labels_m=torch.from_numpy(labels_m),
+        masked_positions_m=torch.from_numpy(positions_m),
         cu_seqlens_n=torch.from_numpy(np.concatenate([bounds, dummy_starts, [capacity]]).astype(np.int32)),
         max_seqlen=settings.seq_length,
         real_tokens=real_tokens,
+        is_causal=settings.objective == "clm",
     )
 
 

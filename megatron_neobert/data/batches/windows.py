@@ -11,6 +11,7 @@ that exceeds the capacity is padded to its next multiple. Documents are padded t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +52,15 @@ class BatchSettings:
     masking: MaskingScheme
     token_ids: TokenIds
     seed: int
+    objective: Literal["mlm", "clm"] = "mlm"
     batch_layout: BatchLayout = "packed"
     document_block_size: int = 1  # neighbouring documents that are shuffled as one block
     fixed_shapes: bool = False  # pad arrays to the same shape in every micro-batch, cu_seqlens_n to one of a few
+
+    @property
+    def predicted_share(self) -> float:
+        """Share of the tokens that the model predicts; 1 for "clm"."""
+        return 1.0 if self.objective == "clm" else self.masking.probability
 
     @property
     def tokens_per_micro_batch(self) -> int:

@@ -64,6 +64,23 @@ def test_a_document_has_the_same_loss_alone_and_packed(build):
     assert gap > 100 * PACKED_LOSS.gate, "attention across documents must change the loss"
 
 
+def test_with_causal_attention_a_loss_depends_on_no_later_token(build):
+    model = build()
+    tokens_t, cu_seqlens_n = pack_documents()
+    changed_t = tokens_t.clone()
+    changed_t[TOKENS - 10] = (changed_t[TOKENS - 10] + 1) % VOCAB  # in the last document
+    positions_t = torch.arange(TOKENS)
+    for is_causal in (True, False):
+        before_t, after_t = (
+            model(inputs_t, cu_seqlens_n, 64, positions_t, tokens_t, is_causal=is_causal)[0]
+            for inputs_t in (tokens_t, changed_t)
+        )
+        is_equal_t = before_t == after_t
+        assert is_equal_t[: TOKENS - LENGTHS[-1]].all(), "another document"
+        assert is_equal_t[TOKENS - LENGTHS[-1] : TOKENS - 10].all() == is_causal
+        assert not is_equal_t[TOKENS - 10 :].any()
+
+
 def test_micro_batch_without_masked_tokens_has_no_loss_and_no_gradient(build):
     model = build()
     tokens_t, cu_seqlens_n = pack_documents()

@@ -51,12 +51,12 @@ def pack_documents() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_t, torch.tensor([0, *LENGTHS, 0, 0]).cumsum(0).int()
 
 
-def losses_and_gradients(model: NeoBERTModel) -> dict[str, torch.Tensor]:
+def losses_and_gradients(model: NeoBERTModel, *, is_causal: bool = False) -> dict[str, torch.Tensor]:
     tokens_t, cu_seqlens_n = pack_documents()
     positions_m = torch.arange(0, TOKENS, 4)
     labels_m = tokens_t[positions_m]
     labels_m[-3:] = -100
-    losses_m, _ = model(tokens_t, cu_seqlens_n, MAX_SEQLEN, positions_m, labels_m)
+    losses_m, _ = model(tokens_t, cu_seqlens_n, MAX_SEQLEN, positions_m, labels_m, is_causal=is_causal)
     losses_m.sum().backward()
     assert not losses_m[-3:].any()
     results = {"losses": losses_m.detach().float()}
@@ -104,15 +104,17 @@ def test_losses_and_gradients_of_every_architecture_equal_float32(model):
 
 def compare_causal_attention() -> None:
     distributed.initialize(Settings())
-    exact = losses_and_gradients(build(LOCAL, bf16=False))
-    mask = transformer_config.AttnMaskType
-    transformer_config.AttnMaskType = type("Causal", (), {"padding": mask.padding_causal})
-    _, gradient = gaps(losses_and_gradients(build(ENGINE)), exact)
-    print(f"causal: {gradient:.2e}")
-    assert gradient > 10 * ENGINE_GRADIENT["bf16"].gate
+    exact, exact_causal = (
+        losses_and_gradients(build(LOCAL, bf16=False), is_causal=is_causal) for is_causal in (False, True)
+    )
+    causal = losses_and_gradients(build(ENGINE), is_causal=True)
+    (loss, gradient), (_, other_gradient) = gaps(causal, exact_causal), gaps(causal, exact)
+    print(f"causal: loss {loss:.2e} gradient {gradient:.2e}, against bidirectional {other_gradient:.2e}")
+    assert loss <= ENGINE_LOSS.gate
+    assert gradient <= ENGINE_GRADIENT["bf16"].gate < other_gradient / 10
 
 
-def test_causal_attention_gives_other_gradients():
+def test_losses_and_gradients_with_causal_attention_equal_float32():
     on_the_engine(compare_causal_attention)
 
 

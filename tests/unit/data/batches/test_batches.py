@@ -121,6 +121,21 @@ def test_a_packed_batch_has_documents_then_padding_and_masks_no_special_token(co
         assert not torch.isin(batch.masked_positions_m, starts).any()
 
 
+@pytest.mark.parametrize("layout", ["packed", "concatenated"])
+def test_clm_predicts_every_next_token_of_a_document_and_changes_no_token(corpus, layout):
+    """In the concatenated layout, a whole packed sequence is one document for attention."""
+    settings = {"batch_layout": layout, "micro_batch_size": 4, "long_documents": "chunk"}
+    as_mlm, as_clm = (stream_of(corpus, objective=objective, **settings) for objective in ("mlm", "clm"))
+    for masked, batch in zip(micro_batches(as_mlm, 10), micro_batches(as_clm, 10), strict=True):
+        tokens = batch.tokens_t.tolist()
+        assert tokens[: batch.real_tokens] == original_ids(masked)
+        assert torch.equal(batch.cu_seqlens_n, masked.cu_seqlens_n)
+        assert (masked.is_causal, batch.is_causal) == (False, True)
+        documents = [(start, end) for start, end in pairwise(batch.cu_seqlens_n.tolist()) if end <= batch.real_tokens]
+        pairs = [(place, tokens[place + 1]) for start, end in documents for place in range(start, end - 1)]
+        assert list(zip(batch.masked_positions_m.tolist(), batch.labels_m.tolist(), strict=True)) == pairs
+
+
 def test_a_corpus_of_one_short_document_fills_batches_with_one_document_per_packed_sequence():
     corpus = MemoryCorpus([5])
     step = next(stream_of(corpus).steps())

@@ -36,7 +36,7 @@ def stream_of(settings: Settings) -> TrainingStream:
 def all_changes(corpus: Any) -> tuple[PhaseChange, ...]:
     return (
         PhaseChange(after_iters=2, mask_prob=0.1, mask_replacement="bert"),
-        PhaseChange(after_iters=4, global_batch_size=8),
+        PhaseChange(after_iters=4, objective="clm", global_batch_size=8),
         PhaseChange(after_iters=6, seq_length=128, micro_batch_size=1),
         PhaseChange(after_iters=9, data_path=blend(corpus), mask_prob=0.05),
     )
