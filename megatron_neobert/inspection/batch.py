@@ -64,7 +64,8 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
     print(f"batch {options.iteration:,}")
     for name, line in describe(global_batch).items():
         print(f"  {name:<12}{line}")
-    print("", *(f"  {mark:15}{meaning}" for mark, meaning in _LEGEND.items()), sep="\n")
+    if global_batch.settings.data.objective == "mlm":
+        print("", *(f"  {mark:15}{meaning}" for mark, meaning in _LEGEND.items()), sep="\n")
     columns = shutil.get_terminal_size((120, 24)).columns
     for sequence in islice(read_sequences(global_batch), options.rows):
         print(

@@ -45,7 +45,8 @@ class Segment:
         if self.text_tokens == self.document_tokens:
             extent = f"whole, {self.document_tokens:,} tokens"
         predicted = int((self.labels_s != IGNORED_LABEL).sum())
-        return f"document {self.document:,}, epoch {self.epoch}: {extent}, {predicted:,} predicted"
+        suffix = f", {predicted:,} predicted" if predicted else ""
+        return f"document {self.document:,}, epoch {self.epoch}: {extent}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def describe(global_batch: GlobalBatch) -> dict[str, str]:
     predictable = predicted + kinds["plain"]
     unknown = int((np.where(labels_t == IGNORED_LABEL, inputs_t, labels_t) == global_batch.tokenizer.unk_id).sum())
     attended = "its document" if data.batch_layout == "packed" else "its packed sequence"
+    attended = f"the tokens before it in {attended}" if data.objective == "clm" else attended
     lines = {
         "starts at": f"epoch {cursor.epoch}, window {cursor.window:,}, packed sequence {cursor.row:,}",
         "sequences": f"{len(sequences):,} of {data.seq_length:,} tokens, in {len(global_batch.micro_batches):,} "

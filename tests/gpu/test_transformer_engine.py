@@ -164,8 +164,9 @@ def make_heads(width: int) -> list[Tensor]:
     return [torch.randn(TOKENS, 2, width, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(3)]
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("width", [64, 84])  # 84 is not a multiple of 8
-def test_packed_kernel_equals_one_call_per_document(width):
+def test_packed_kernel_equals_one_call_per_document(width, is_causal):
     """With FlashAttention 3 or 4, if `build` activates it."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
@@ -177,8 +178,9 @@ def test_packed_kernel_equals_one_call_per_document(width):
     for heads in (*packed, *by_document):
         heads.requires_grad_()
     bounds = PackedSeqParams("thd", cu_seqlens_n, cu_seqlens_n, max_seqlen_q=MAX_SEQLEN, max_seqlen_kv=MAX_SEQLEN)
-    context = module(*packed, None, packed_seq_params=bounds)
-    expected = attend_by_document(*by_document, cu_seqlens_n)
+    mask = AttnMaskType.padding_causal if is_causal else AttnMaskType.padding
+    context = module(*packed, None, attn_mask_type=mask, packed_seq_params=bounds)
+    expected = attend_by_document(*by_document, cu_seqlens_n, is_causal=is_causal)
     torch.testing.assert_close(context, expected, rtol=2e-2, atol=2e-2)
     weights = torch.randn(context.shape, generator=torch.Generator().manual_seed(1)).to(context)
     (context * weights).sum().backward()

@@ -52,6 +52,13 @@ def test_flops_per_token_with_a_fifth_of_the_head_are_1_48_giga():
     assert flops / 1e9 == pytest.approx(1.482, abs=1e-3)
 
 
+def test_a_causal_token_attends_to_half_of_its_document_and_is_always_predicted():
+    settings = Settings().with_section("data", objective="clm")
+    flops = training_flops_per_token(settings, vocab_size=VOCAB, document_tokens=1024)
+    blocks = 28 * (4 * 768**2 + 3 * 768 * 2048)
+    assert flops == pytest.approx(6 * (blocks + VOCAB * 768) + 12 * 28 * 768 * 512)
+
+
 def test_layout_concatenated_costs_as_much_as_documents_of_the_sequence_length():
     settings = Settings().with_section("data", batch_layout="concatenated")
     expected = training_flops_per_token(Settings(), vocab_size=VOCAB, document_tokens=1024)
