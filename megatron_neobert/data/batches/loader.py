@@ -139,7 +139,7 @@ def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _rebuild_packed_batch(arrays: dict[str, NDArray[Any]], others: dict[str, Any]) -> PackedBatch:
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return PackedBatch(**tensors, **others)
 
 
