@@ -42,8 +42,8 @@ def windows(documents: int, *, block_size: int) -> list[np.ndarray]:
     return [order.window(number, epoch=0) for number in range(order.windows)]
 
 
-@pytest.mark.parametrize("documents", [1, 255, 256, 257, 4096, 50_001])
-@pytest.mark.parametrize("block_size", [1, 2, 100, 256, 4096, 10_000])
+@pytest.mark.parametrize("documents", [1, 257, 50_001])
+@pytest.mark.parametrize("block_size", [1, 100, 256, 10_000])
 def test_windows_of_blocks_have_every_document_once(documents, block_size):
     ordered = np.concatenate(windows(documents, block_size=block_size))
     assert np.array_equal(np.sort(ordered), np.arange(documents))
