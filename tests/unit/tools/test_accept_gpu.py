@@ -167,23 +167,15 @@ def test_kernel_with_another_loss_fails(tmp_path, monkeypatch):
     assert measured == set(phases.KERNELS) - {"Transformer Engine, flash-attn"}  # not installed for the tests
 
 
-@pytest.mark.parametrize(
-    ("last", "problems"),
-    [
-        ([{"loss": 6.0, "grad_norm": 1.0}], 0),
-        ([{"loss": 6.0, "grad_norm": float("inf")}], 1),
-        ([], 1),  # the update was skipped
-    ],
-    ids=["finite", "infinite gradient", "skipped"],
-)
-def test_first_step_must_be_finite(last, problems, tmp_path, monkeypatch):
+@pytest.mark.parametrize("last", [[{"loss": 6.0, "grad_norm": float("inf")}], []], ids=["infinite", "skipped"])
+def test_first_step_that_is_not_finite_fails(last, tmp_path, monkeypatch):
     lines = [{"loss": 9.0, "grad_norm": 2.0}, {"loss": 8.0, "grad_norm": 2.0}, *last]
     curve = {number: {"iteration": number, **line} for number, line in enumerate(lines, 1)}
     monkeypatch.setattr(Phase, "train", lambda *_: curve)
     monkeypatch.setattr(Phase, "run", lambda *_: "")
     phase = Phase("first-step", tmp_path, "cuda")
     phases.check_first_step(phase)
-    assert len(phase.problems) == 2 * problems, "local layers and Transformer Engine"
+    assert len(phase.problems) == 2, "local layers and Transformer Engine"
 
 
 @pytest.mark.slow

@@ -99,7 +99,6 @@ def test_this_machine_can_train_and_other_variables_are_not_printed(tmp_path):
     ("source", "sentence"),
     [
         ("import os\nos.abort()\n", "problem torch: the process was ended by SIGABRT"),
-        ("raise OSError('libcudart.so')\n", "problem torch: cannot be used: OSError: libcudart.so"),
     ],
 )
 def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path, source, sentence):

@@ -49,11 +49,3 @@ def test_same_packages_in_another_folder_give_the_same_shuffled_documents(tmp_pa
     urls = [document.url for document in chosen[0]]
     assert chosen[0] == chosen[1]
     assert urls != sorted(urls)  # shuffled
-
-
-def test_installed_packages_give_the_requested_amount_of_text(tmp_path):
-    code, output = run_forked("sample-corpus", "--output", tmp_path / "c", "--megabytes", 0.2, "--shards", 2)
-    assert code == 0, output
-    rows = pq.read_table(tmp_path / "c").to_pylist()
-    assert 0.2e6 <= sum(len(row["content"].encode()) for row in rows) < 0.5e6
-    assert all(row["url"].startswith("python-package://") for row in rows)

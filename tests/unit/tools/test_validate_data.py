@@ -12,14 +12,6 @@ def prefix(tmp_path):
     return tmp_path / "P"
 
 
-@pytest.mark.parametrize(("more", "scope"), [([], "index"), (["--full"], "all tokens read")])
-def test_sound_corpus_of_several_shards_is_described(prefix, more, scope):
-    code, output = run_forked("validate", prefix, *more)
-    assert code == 0
-    size = "3 documents, 8 tokens as uint16 in 2 corpus shards, 100 ids of "
-    assert output.startswith(f"{prefix} is sound ({scope}): {size}")
-
-
 def test_exchanged_tokens_are_found_by_the_full_check_alone(prefix):
     prefix.with_name("P_00001.bin").write_bytes(bytes([11, 0, 10, 0, 12, 0]))
     assert run_forked("validate", prefix).code == 0

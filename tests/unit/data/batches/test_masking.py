@@ -4,7 +4,6 @@ from unit.data.corpus.memory_corpus import IDS, UNKNOWN, VOCABULARY
 
 from megatron_neobert.data.batches.masking import MaskedTokens, MaskingScheme, mask_tokens
 from megatron_neobert.data.batches.packing import Segments
-from megatron_neobert.errors import ConfigError
 
 BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1)
 
@@ -31,13 +30,6 @@ def test_the_share_of_selected_tokens_is_the_probability(scheme):
     n, p = 400_000, scheme.probability
     selected = len(mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0], scheme=scheme).labels_m)
     assert abs(selected - n * p) < 4 * np.sqrt(n * p * (1 - p))
-
-
-def test_special_tokens_are_never_selected():
-    tokens = np.random.default_rng(0).integers(0, 10, 50_000)  # half of them special: 0 to 4
-    masked = mask(tokens, segments((3, 0, 0, len(tokens))), [0], scheme=MaskingScheme(probability=1.0))
-    assert not np.isin(masked.labels_m, IDS.special).any()
-    assert masked.positions_m.tolist() == np.flatnonzero(tokens > UNKNOWN).tolist()
 
 
 def test_shares_of_masked_random_and_unchanged_tokens_are_those_of_bert():
@@ -71,9 +63,3 @@ def test_masks_of_a_document_do_not_depend_on_how_it_is_cut_and_packed(start):
     assert (packed.positions_m[of_cut] - 201 + start).tolist() == whole.positions_m[of_whole].tolist()
     assert packed.replacements_m[of_cut].tolist() == whole.replacements_m[of_whole].tolist()
     assert 0 < of_cut.sum() < len(of_cut)
-
-
-@pytest.mark.parametrize("probability", [0.0, -0.1, 1.2, 1e-6, float("nan")])
-def test_a_probability_below_1_in_65_536_or_above_1_is_refused(probability):
-    with pytest.raises(ConfigError, match=f"masking probability {probability} is outside"):
-        MaskingScheme(probability=probability)

@@ -1,10 +1,8 @@
 """The manifest has the sha256 of each input file, which is read once if possible."""
 
-import bz2
 import gzip
 import hashlib
 import json
-import lzma
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,11 +18,8 @@ STREAMED = {
     "lines.jsonl": LINES,
     "lines.jsonl.gz": gzip.compress(LINES[:700]) + gzip.compress(LINES[700:]) + b"\0" * 100,
     "lines.jsonl.zst": zstd.compress(LINES),
-    "lines.jsonl.bz2": bz2.compress(LINES),
-    "lines.jsonl.xz": lzma.compress(LINES),
     "text.txt": b"\xef\xbb\xbfhello world\n",
     "no_records.jsonl": b"",
-    "pages.warc.wet": WET,
     "pages.warc.wet.gz": gzip.compress(WET),
 }
 

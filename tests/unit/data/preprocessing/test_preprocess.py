@@ -1,6 +1,5 @@
 """Input files to a corpus: it has every document once and in order, and every record is counted."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from megatron_neobert.data.preprocessing import run as run_module
 from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError
 
 
@@ -117,21 +115,22 @@ def test_corpus_without_a_document_is_refused_and_leaves_nothing(workspace):
     assert list((workspace.folder / "out").iterdir()) == []
 
 
-# --- inputs and outputs
+# --- settings, inputs and outputs
 
 
-def test_manifest_names_inputs_with_size_and_checksum_and_the_tokenizer(workspace):
-    workspace.add_texts("b.jsonl", "hello")
-    workspace.add_texts("a.jsonl", "world")
-    workspace.run(text_key="content")
-    manifest, tokenizer = workspace.corpus().manifest, load_tokenizer(workspace.vocab)
-    assert list(manifest.inputs) == [str(workspace.inputs / name) for name in ("a.jsonl", "b.jsonl")]
-    content = (workspace.inputs / "a.jsonl").read_bytes()
-    record = manifest.inputs[str(workspace.inputs / "a.jsonl")]
-    assert (record.bytes, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-    assert manifest.tokenizer_fingerprint == tokenizer.fingerprint
-    assert (manifest.vocab_size, manifest.special_tokens) == (tokenizer.vocab_size, tokenizer.special_tokens)
-    assert (manifest.documents, manifest.tokens, manifest.dtype, manifest.text_key) == (2, 2, "uint16", "content")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
+        ({"text_separator": ""}, "--text-separator is empty"),
+        ({"max_error_rate": 1.5}, "--max-error-rate 1.5 is not a fraction of the records"),
+        ({"split_validation": 1.0}, "--split-validation 1.0 is not a fraction of the documents"),
+        ({"record_keys": ("2nd",)}, "--record-key 2nd would be the attribute '2nd'"),
+    ],
+)
+def test_invalid_settings_are_refused(workspace, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        workspace.settings(**settings)
 
 
 @pytest.mark.parametrize("changes", [{"shard_size": 1}, {"deduplicate": "exact", "split_validation": 0.4}], ids=str)
@@ -164,20 +163,29 @@ def test_output_of_an_earlier_run_is_refused_as_input(workspace):
         workspace.run(**by_glob, overwrite=True)
 
 
-def test_tokenizer_that_changes_before_the_workers_start_is_refused(workspace):
-    for name in ("a", "b"):
-        workspace.add_texts(f"{name}.jsonl", "hello")
-    plan = plan_preprocessing(workspace.settings(workers=2))
-    write_vocabulary(workspace.vocab, [*WORDS, "more"])
-    with pytest.raises(DataError, match="has changed since the run started"):
-        preprocess(plan)
-
-
-def test_input_file_that_changes_after_the_plan_is_refused(workspace):
-    workspace.add_texts("a.jsonl", "hello")
-    plan = plan_preprocessing(workspace.settings())
+def change_input(workspace):
     workspace.add_texts("a.jsonl", "world")  # same size
-    with pytest.raises(DataError, match=r"a\.jsonl has changed since the run started; .*--resume"):
+
+
+def change_tokenizer(workspace):
+    write_vocabulary(workspace.vocab, [*WORDS, "more"])
+
+
+def change_filter(workspace):
+    with (workspace.folder / "own.py").open("a") as file:
+        file.write("\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(change_input, r"a\.jsonl"), (change_tokenizer, r"vocab\.txt"), (change_filter, "--filter own:keep")],
+)
+def test_file_that_changes_after_the_plan_ends_the_run(workspace, change, name):
+    for file in ("a", "b"):
+        workspace.add_texts(f"{file}.jsonl", "hello")
+    (workspace.folder / "own.py").write_text("def keep(record):\n    return None\n")
+    filters = (f"{workspace.folder / 'own.py'}:keep",)
+    plan = plan_preprocessing(workspace.settings(workers=2, filter=filters, record_keys=()))
+    change(workspace)
+    with pytest.raises(DataError, match=f"{name} has changed since the run started"):
         preprocess(plan)
-    workspace.run()
-    assert decoded(workspace) == ["world"]

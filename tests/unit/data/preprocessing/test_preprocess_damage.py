@@ -40,16 +40,8 @@ def test_damaged_inputs_are_reported_together_after_all_others_are_finished(work
     workspace.add_texts("d.json", "xyz")
     (workspace.inputs / "b.gz").write_bytes(gzip.compress(b'{"content": "hello"}'))
     workspace.run(resume=True)
-    assert decoded(workspace) == [
-        "hello",
-        "world [UNK]",
-        "hello",
-        "hello",
-        "world [UNK]",
-        "xyz",
-        "hello",
-        "world [UNK]",
-    ]
+    sound = ["hello", "world [UNK]"]
+    assert decoded(workspace) == [*sound, "hello", *sound, "xyz", *sound]
 
 
 def test_quarantined_inputs_are_left_out_as_a_whole_and_named_in_the_manifest(workspace, monkeypatch):
@@ -76,20 +68,6 @@ def test_quarantined_inputs_are_left_out_as_a_whole_and_named_in_the_manifest(wo
     workspace.run("sound")
     for end in ("bin", "idx"):
         assert workspace.contents("sound")[f"content_document.{end}"] == workspace.contents()[f"content_document.{end}"]
-
-
-def test_plan_names_all_unusable_tables(workspace):
-    for number, table in enumerate([{"content": ["hello"]}, {"text": ["hello"]}, {"content": [1]}, {"content": ["x"]}]):
-        pq.write_table(pa.table(table), workspace.inputs / f"{number}.parquet")
-    (workspace.inputs / "3.parquet").write_bytes((workspace.inputs / "3.parquet").read_bytes()[:-20])
-    reasons = [
-        r"1\.parquet has no column 'content'",
-        r"2\.parquet: column 'content' has type int64",
-        r"3\.parquet: damaged",
-    ]
-    with pytest.raises(DataError, match="(?s)3 of 4 input files .*" + ".*\n.*".join(reasons)):
-        plan_preprocessing(workspace.settings())
-    assert not (workspace.folder / "out").exists()
 
 
 def test_credentials_of_urls_stay_out_of_manifest_partial_folder_and_screen(workspace, server):
