@@ -142,19 +142,18 @@ def test_flags_of_the_plan_are_checked_and_need_dry_run(flags, problem):
         parse_command_line([*REQUIRED, *flags], world_size=1)
 
 
-def test_help_and_dry_run_do_not_import_torch(tiny_corpus):
+def test_dry_run_does_not_import_torch(tiny_corpus):
     flags = ["--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
-    for arguments in (["--help"], ["--dry-run", "--gpus", "8,64", "--bf16", *flags]):
-        code = (
-            "import sys\n"
-            f"sys.argv = ['launch', 'script', *{arguments!r}]\n"
-            "from megatron_neobert.launch import main\n"
-            "try:\n    main()\nexcept SystemExit:\n    pass\n"
-            "assert 'torch' not in sys.modules, 'torch was imported'\n"
-        )
-        finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert finished.returncode == 0, finished.stderr
-        assert "--num-layers" in finished.stdout or "parameters" in finished.stdout
+    code = (
+        "import sys\n"
+        f"sys.argv = ['launch', 'script', '--dry-run', '--gpus', '8,64', '--bf16', *{flags!r}]\n"
+        "from megatron_neobert.launch import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "parameters" in finished.stdout
 
 
 def test_model_flags_rebuild_the_model_and_omit_defaults():

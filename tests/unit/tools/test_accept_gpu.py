@@ -3,7 +3,6 @@
 Parts that need a GPU (tests/gpu, figures of the benchmark) are replaced where a test is about the judgement of them.
 """
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import ENVIRONMENT, command_line
 from processes import run_command
@@ -40,10 +40,7 @@ def start_and_interrupt(output: Path) -> int:
 
 def processes_about(folder: Path) -> list[str]:
     """Return the command lines of running processes that name the folder."""
-    command_lines = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # the process has ended
-            command_lines.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    command_lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
     return [line for line in command_lines if str(folder) in line]
 
 

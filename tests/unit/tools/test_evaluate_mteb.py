@@ -67,6 +67,17 @@ def test_task_without_data_is_refused_or_with_skip_missing_leaves_out_the_mean(e
     assert "without a score: SICK-R (no data)." in output
 
 
+def test_results_of_other_tasks_and_settings_are_added_as_further_tables(tmp_path, evaluate):
+    (tmp_path / "file.yaml").write_text("types: {STS: wing}")
+    choices = [(), ("--max-length", 8), ("--instructions", tmp_path / "file.yaml")]
+    for number, choice in enumerate([*choices, choices[0]]):
+        evaluate("--output", tmp_path / "out", "--device", "cpu", "--tasks", "local:sts", *choice)
+        tables = json.loads((tmp_path / "out" / "model" / "mteb.json").read_text())["results"]["tables"]
+        assert len(tables) == min(number + 1, len(choices))
+    cached = (tmp_path / "out" / "model" / "mteb").rglob("local:sts.json")
+    assert len(list(cached)) == len(choices), "mteb's cache separates the settings too"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [

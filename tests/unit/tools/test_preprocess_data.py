@@ -18,7 +18,7 @@ def place(tmp_path):
     return place
 
 
-def test_report_of_a_run_agrees_with_validation(place):
+def test_report_of_a_run_agrees_with_validation_and_only_the_full_check_finds_exchanged_tokens(place):
     code, output = run_forked("preprocess", *arguments_of(place))
     assert code == 0
     assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
@@ -27,6 +27,11 @@ def test_report_of_a_run_agrees_with_validation(place):
     assert output.splitlines()[-1] == f"wrote {place / 'run_content_document.json'}, run_content_document.bin, .idx"
     code, output = run_forked("validate", place / "run_content_document", "--full")
     assert code == 0 and "2 documents, 7 tokens as uint16, 58 ids" in output
+    ids = place / "run_content_document.bin"
+    ids.write_bytes(ids.read_bytes()[::-2] + ids.read_bytes()[::2])
+    assert run_forked("validate", place / "run_content_document").code == 0
+    code, output = run_forked("validate", place / "run_content_document", "--full")
+    assert code == 65 and "run_content_document.bin, byte 0: expected " in output
 
 
 def test_relative_inputs_are_named_as_given(place, monkeypatch):

@@ -62,8 +62,6 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "seed_1" / "metrics.jsonl").unlink(), "holds no metrics.jsonl"),
-        (lambda folder: (folder / "seed_1").rename(folder.parent / "elsewhere"), "holds 1 runs; give a folder with 2"),
         (lambda folder: (folder / "seed_1").rename(folder / "seed_9"), "run the same seeds"),
         (
             lambda folder: (folder / "seed_1" / "metrics.jsonl").open("a").write('{"iteration": 3, "loss": 1.0}\n'),

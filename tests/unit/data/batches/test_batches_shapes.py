@@ -7,7 +7,7 @@ import torch
 from unit.data.corpus.memory_corpus import micro_batches, stream_of
 
 from megatron_neobert.data.batches.stream import PackedBatch
-from megatron_neobert.data.batches.windows import IGNORED_LABEL
+from megatron_neobert.data.batches.windows import IGNORED_LABEL, document_capacity
 
 
 @pytest.mark.parametrize("layout", ["packed", "concatenated"])
@@ -50,3 +50,10 @@ def test_with_fixed_shapes_all_batches_have_the_same_shapes_and_padding_is_marke
         assert padded.cu_seqlens_n[:documents].equal(batch.cu_seqlens_n)
         assert (padded.cu_seqlens_n[documents:] == 4 * 64).all()
         assert padded.cu_seqlens_n.dtype == torch.int32
+
+
+def test_a_micro_batch_has_fewer_than_512_empty_documents_and_few_document_counts():
+    """The largest micro-batch is 262,144 tokens of single sentences of 16 tokens."""
+    capacities = {documents: document_capacity(documents) for documents in range(1, 262_144 // 16)}
+    assert all(0 <= capacity - documents < 512 for documents, capacity in capacities.items())
+    assert len({capacities[documents] for documents in range(80, 202)}) == 2  # web pages: 128 and 256

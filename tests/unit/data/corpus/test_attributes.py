@@ -7,14 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from unit.data.corpus.memory_corpus import bits_of
-from unit.data.small_corpus import (
-    cut,
-    numbered_tokenizer,
-    random_documents,
-    replaced,
-    write_attributes,
-    write_corpus,
-)
+from unit.data.small_corpus import cut, numbered_tokenizer, random_documents, replaced, write_attributes, write_corpus
 
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list, write_drop_list

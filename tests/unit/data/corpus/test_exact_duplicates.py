@@ -32,15 +32,3 @@ def test_duplicates_are_those_that_a_set_finds(tmp_path, monkeypatch, step, buck
     assert 0 < sum(expected) < 100
     assert find_exact_duplicates(write_hashes(tmp_path, hashes), tmp_path).tolist() == expected
     assert {file.suffix for file in tmp_path.iterdir()} == {".hashes"}, "buckets are removed"
-
-
-def test_text_that_occurs_a_thousand_times_does_not_fill_a_bucket(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", 100)
-    sorted_together = []
-    original = exact_duplicates.find_repeats
-    monkeypatch.setattr(
-        exact_duplicates, "find_repeats", lambda hashes: sorted_together.append(hashes.size) or original(hashes)
-    )
-    assert find_exact_duplicates(write_hashes(tmp_path, [bytes(16)] * 1000, files=1), tmp_path).sum() == 999
-    # Ten steps, and one bucket with one entry of each step.
-    assert sorted_together == [100] * 10 + [10]

@@ -83,12 +83,7 @@ def test_text_and_json_lines_are_distinguished(tmp_path, content, format):
 
 @pytest.mark.parametrize("is_compressed", [False, True])
 @pytest.mark.parametrize(
-    ("content", "query"),
-    [
-        (b'[{"content": "x"}]', "'.[]'"),
-        (b"[]", "'.[]'"),
-        (b'{\n  "content": "x"\n}\n', "."),
-    ],
+    ("content", "query"), [(b'[{"content": "x"}]', "'.[]'"), (b"[]", "'.[]'"), (b'{\n  "content": "x"\n}\n', ".")]
 )
 def test_json_that_spans_lines_is_refused_with_the_command_that_converts_it(tmp_path, content, query, is_compressed):
     path = tmp_path / "it is.json"

@@ -39,12 +39,6 @@ def texts_table(values, arrow_type=None):
     return pa.table({"content": pa.array(values, arrow_type), "n": list(range(len(values)))})
 
 
-def mixed_table():
-    """300 rows with nulls and empty texts."""
-    texts = [None if row % 30 == 7 else "" if row % 30 == 17 else f"text {row} " * (row % 13) for row in range(300)]
-    return texts_table(texts)
-
-
 @pytest.mark.parametrize(
     "arrow_type",
     [
@@ -125,21 +119,6 @@ def test_column_with_a_dot_in_its_name_takes_precedence_over_a_nested_field(tmp_
 
 
 # --- chunks, batches, memory
-
-
-@pytest.mark.parametrize("rows", [7, 100])
-def test_chunks_of_a_table_give_the_records_of_the_whole_file(tmp_path, rows):
-    write_parquet(tmp_path / "input", mixed_table(), rows)
-    whole = read(tmp_path / "input")
-    assert len(whole.chunks) == 1
-    assert [record.number for record in whole.rejected] == list(range(7, 300, 30))
-    assert whole.numbers == 300 == len(whole.texts) + len(whole.rejected) + whole.dropped.total()
-    for chunk_bytes in (1000, 3000):
-        split = read(tmp_path / "input", chunk_bytes=chunk_bytes)
-        assert len(split.chunks) > 2
-        assert split.texts == whole.texts
-        assert split.rejected == whole.rejected  # including their numbers
-        assert split.dropped == whole.dropped
 
 
 def test_large_row_group_is_streamed(tmp_path):

@@ -78,13 +78,6 @@ def test_records_are_kept_dropped_rewritten_and_rejected_in_the_order_of_the_fil
     assert [name for name in manifest.filters if "filter" in name] == ["own_filters:no_masks", "own_filters:rewrite"]
 
 
-def test_repaired_texts_are_counted_as_read_even_if_a_filter_drops_all_texts_of_a_batch(workspace, filters):
-    workspace.add_texts("a.jsonl", "\ud800 mask")
-    workspace.add_texts("b.jsonl", "hello \ud800", "\ud800 mask", "world")
-    workspace.run(filter=filters("no_masks"), record_keys=())
-    assert workspace.corpus().manifest.repaired_documents == 3
-
-
 def test_result_of_a_wrong_type_is_a_failure_of_the_filter(workspace, filters):
     workspace.add_texts("a.jsonl", "hello")
     with pytest.raises(DataError, match=r"own_filters:no_text: TypeError: returned a record whose text is int instead"):

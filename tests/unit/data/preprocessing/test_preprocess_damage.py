@@ -1,6 +1,9 @@
 """Damaged input files, and fast back ends that give wrong ids."""
 
 import gzip
+import http.server
+import threading
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +20,22 @@ from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
 from megatron_neobert.errors import ConfigError, DataError
 
 # --- damaged input files
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Print nothing: a test checks that no output contains the query of a request."""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Address of a web server that ignores range requests and always sends whole files."""
+    pytest.importorskip("aiohttp")
+    handler = partial(QuietHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
 
 
 def add_damaged_inputs(workspace):

@@ -192,14 +192,6 @@ def test_trained_vocabulary_is_the_same_in_another_process(tmp_path):
     assert characters + 100 < tokenizer.vocab_size <= 5000  # control: there are merges, whose ties need an order
 
 
-def test_alphabet_has_ascii_and_no_rare_characters():
-    texts = ["abc " * 10_000, "a字ö"]  # a, b and c are 30,001 of 30,003 characters: 99.993 %
-    tokenizer = train_wordpiece(texts, vocab_size=200, lowercase=False, min_frequency=2)
-    vocabulary = set(tokenizer.backend.get_vocab())
-    assert {"a", "b", "c", "##b", "Q", "6", "##6", "$"} < vocabulary
-    assert not {"字", "ö"} & vocabulary
-
-
 def test_vocabulary_below_the_number_of_characters_is_refused():
     # 94 ASCII characters without 26 capitals are 68; 26 letters and 10 digits continue words; 5 special tokens.
     with pytest.raises(ConfigError, match=rf"--vocab-size 108 is below the {68 + 36 + 5} ids .* the 68 frequent"):
