@@ -44,16 +44,10 @@ def test_yaml_number_is_read_in_every_notation(tmp_path, text):
     assert parse("--config", config).optimizer.lr == 1e-4
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("1e3", 1000), ("1000", 1000), ("1_000", 1000), ("1.5", None), ("5,000", None)]
-)
-def test_whole_number_can_be_a_power_of_ten_but_not_a_fraction(text, value):
-    arguments = ("--train-iters", text, "--lr-warmup-iters", "1")
-    if value is None:
-        with pytest.raises(ConfigError, match=f"--train-iters '{text}' is not a whole number"):
-            parse(*arguments)
-    else:
-        assert parse(*arguments).training.train_iters == value
+def test_whole_number_can_be_a_power_of_ten_but_not_a_fraction():
+    assert parse("--train-iters", "1e4").training.train_iters == 10_000
+    with pytest.raises(ConfigError, match=r"--train-iters '1\.5' is not a whole number"):
+        parse("--train-iters", "1.5")
 
 
 def test_flag_switches_a_boolean_of_the_file_on_and_off(tmp_path):
@@ -76,25 +70,11 @@ def test_all_problems_of_file_and_flags_are_reported_with_suggestions(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["--config", "run.yaml"],
-            "run.yaml: not readable as YAML: line 3, column 15: mapping values are not allowed here;",
-        ),
-        (
-            ["--phases", "[{after_iters: 3"],
-            "'[{after_iters: 3' is not YAML: line 1, column 17: while parsing a flow mapping, expected ',' or '}'",
-        ),
-    ],
-)
-def test_invalid_yaml_is_reported_by_line_and_column_without_an_excerpt(tmp_path, monkeypatch, arguments, sentence):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "model:\n  num_layers: 2\n   hidden_size: 64\n")
-    with pytest.raises(ConfigError) as refused:
-        parse(*arguments)
-    assert sentence in str(refused.value)
+def test_invalid_yaml_is_reported_by_line_and_column_without_an_excerpt(tmp_path):
+    config = write(tmp_path, "model:\n  num_layers: 2\n   hidden_size: 64\n")
+    sentence = "run.yaml: not readable as YAML: line 3, column 15: mapping values are not allowed here;"
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        parse("--config", config)
     assert "<unicode string>" not in str(refused.value)
 
 
@@ -115,34 +95,16 @@ def test_data_path_can_be_one_text_or_a_list_in_flags_and_in_yaml(tmp_path, flag
     assert read_record(tmp_path / "settings.yaml") == from_flags
 
 
-@pytest.mark.parametrize("text", ["true", "[true]", "null", "[null]", "[[a]]", "{a: 1}", "[{a: 1}]"])
-def test_data_path_of_another_type_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"data\.data_path .* is not a text or a list of texts"):
-        parse("--config", write(tmp_path, f"data:\n  data_path: {text}\n"))
-
-
 def test_record_of_the_version_with_104_settings_is_read():
     """The file is as that version wrote it, with all defaults."""
     expected = Settings().with_section("parallel", overlap_grad_reduce=False)
     assert read_record(Path(__file__).with_name("earlier_record.yaml")) == expected
 
 
-@pytest.mark.parametrize(
-    ("removed", "problem"),
-    [
-        ("logging:\n  tensorboard_dir: /elsewhere\n", None),
-        ("training:\n  loss_spike_sigma: null\n", None),
-        ("optimizer:\n  muon_momentum: 0.95\n", None),
-        ("optimizer:\n  muon_momentum: 0.9\n", r"muon_momentum was 0.9, and this version supports 0.95 only"),
-    ],
-)
-def test_record_with_a_removed_setting_is_read_unless_the_setting_changed_the_result(tmp_path, removed, problem):
-    path = Path(write(tmp_path, removed))
-    if problem is None:
-        assert read_record(path) == Settings()
-    else:
-        with pytest.raises(CheckpointError, match=problem):
-            read_record(path)
+def test_record_with_a_removed_setting_that_changed_the_result_is_refused(tmp_path):
+    path = Path(write(tmp_path, "optimizer:\n  muon_momentum: 0.9\n"))
+    with pytest.raises(CheckpointError, match=r"muon_momentum was 0.9, and this version supports 0.95 only"):
+        read_record(path)
     with pytest.raises(ConfigError, match="unknown setting"):
         parse("--config", str(path))
 
@@ -180,19 +142,18 @@ def test_flags_of_the_plan_are_checked_and_need_dry_run(flags, problem):
         parse_command_line([*REQUIRED, *flags], world_size=1)
 
 
-def test_help_and_dry_run_do_not_import_torch(tiny_corpus):
+def test_dry_run_does_not_import_torch(tiny_corpus):
     flags = ["--data-path", tiny_corpus.prefix, "--tokenizer-model", tiny_corpus.tokenizer]
-    for arguments in (["--help"], ["--dry-run", "--gpus", "8,64", "--bf16", *flags]):
-        code = (
-            "import sys\n"
-            f"sys.argv = ['launch', 'script', *{arguments!r}]\n"
-            "from megatron_neobert.launch import main\n"
-            "try:\n    main()\nexcept SystemExit:\n    pass\n"
-            "assert 'torch' not in sys.modules, 'torch was imported'\n"
-        )
-        finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert finished.returncode == 0, finished.stderr
-        assert "--num-layers" in finished.stdout or "parameters" in finished.stdout
+    code = (
+        "import sys\n"
+        f"sys.argv = ['launch', 'script', '--dry-run', '--gpus', '8,64', '--bf16', *{flags!r}]\n"
+        "from megatron_neobert.launch import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "parameters" in finished.stdout
 
 
 def test_model_flags_rebuild_the_model_and_omit_defaults():

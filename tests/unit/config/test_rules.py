@@ -49,11 +49,6 @@ REFUSED = [
         "--tensor-model-parallel-size 2",
     ),
     (
-        "--bf16 --fp8-format hybrid --ffn-hidden-size 2056",
-        "the feed-forward width (--ffn-hidden-size) 2056 is not. Use 2064.",
-        "--bf16 --fp8-format hybrid --ffn-hidden-size 2064",
-    ),
-    (
         "--bf16 --attention-backend fused --transformer-impl local",
         "--attention-backend fused chooses a kernel of Transformer Engine, and --transformer-impl is local",
         "--bf16 --attention-backend fused --transformer-impl auto",
@@ -97,7 +92,6 @@ def test_heads_of_odd_width_are_accepted_with_learned_positions_only():
 # Ranks, flags, and parts of the only message.
 INVALID = [
     (1, "--num-attention-heads 14", ["--hidden-size 768", "--num-attention-heads 14", "12 or 16 heads"]),
-    (1, "--num-attention-heads 256", ["heads of width 3", "even width"]),
     (1, "--seq-length 8192", ["--seq-length 8192", "--max-position-embeddings 4096", "to 8192"]),
     (6, "--tensor-model-parallel-size 4", ["6 ranks", "--tensor-model-parallel-size 4"]),
     (8, "--tensor-model-parallel-size 8", ["size 8", "--num-attention-heads 12"]),
@@ -112,16 +106,12 @@ INVALID = [
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         ["6 ranks", "size 2 x --context-parallel-size 1 = 4"],
     ),
-    (1, "--lr inf", ["--lr inf", "finite"]),
     (1, "--continue-from one --save two", ["--continue-from one", "--save two", "--load two"]),
     (1, "--document-block-size 8192", ["--document-block-size 8192", "4096", "Use 256"]),
     (1, "--min-lr 0.001", ["--min-lr 0.001", "--lr 0.0006"]),
     (1, "--adam-beta2 1.0", ["--adam-beta2 1.0", "below 1"]),
     (1, "--mask-prob 1.5", ["--mask-prob 1.5", "between 1/65,536 and 1"]),
-    (1, "--mask-prob 1e-6", ["--mask-prob 1e-06", "between 1/65,536 and 1"]),
     (1, "--mask-prob nan", ["--mask-prob nan", "finite"]),
-    (1, "--micro-batch-size 0", ["--micro-batch-size 0", "below 1"]),
-    (1, "--lr nan", ["--lr nan"]),
     (1, "--lr-decay-style poly", ["--lr-decay-style poly", "cosine, linear, constant"]),
     (1, "--lr-decay-style WSD", ["--lr-decay-style WSD needs --lr-wsd-decay-iters"]),
     (1, "--lr-wsd-decay-iters 10", ["--lr-wsd-decay-iters 10 needs --lr-decay-style WSD"]),
@@ -138,7 +128,6 @@ INVALID = [
     (1, "--valid-data-path a b a", ["--valid-data-path a b a names a corpus twice"]),
     (1, "--save one --profile 10-12 --train-iters 9 --lr-warmup-iters 1", ["--profile 10-12", "--train-iters 9"]),
     (1, "--save one --profile 12-10", ["--profile 12-10 is not a range", "such as 10-12"]),
-    (1, "--save one --profile 10", ["--profile 10 is not a range"]),
 ]
 
 

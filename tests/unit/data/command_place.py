@@ -20,8 +20,3 @@ def arguments_of(place: Path, *more: object) -> tuple[object, ...]:
     """Return the arguments of a preprocessing that writes place/run_content_document."""
     given = {"--input": place / "shards", "--output-prefix": place / "run", "--tokenizer-model": place / "vocab.txt"}
     return (*(word for pair in given.items() if pair[0] not in more for word in pair), *more)
-
-
-def corpus_bytes(place: Path, name: str = "run") -> list[bytes]:
-    """Return the bytes of the .bin, the .idx and the manifest."""
-    return [(place / f"{name}_content_document.{end}").read_bytes() for end in ("bin", "idx", "json")]

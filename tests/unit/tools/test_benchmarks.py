@@ -5,19 +5,17 @@ import json
 import random
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from commands import ENVIRONMENT, REPOSITORY, run, run_forked
 
 from benchmarks import benchmark_loader, benchmark_step
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import DataError
 
 # --- preprocessing
 
@@ -164,28 +162,7 @@ def test_a_packed_step_is_timed_without_other_layouts_and_profiled(tmp_path):
     assert "--recompute-granularity" in figures["arguments"]["flags of a run"]
 
 
-def test_waits_for_the_gpu_are_counted_by_line(monkeypatch):
-    """Without a GPU, the test raises torch's warning; another warning must not count."""
-    modes = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def step() -> None:
-        for _ in range(2):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-
-    line = step.__code__.co_firstlineno + 2
-    assert benchmark_step.find_waits(step) == {f"{Path(__file__).name}:{line}": 2}
-    assert modes == ["warn", "default"]
-
-
 # --- loading
-
-
-def test_batch_of_more_rows_than_there_are_is_refused(inputs, tmp_path):
-    job = benchmark_loader.Job(None, load_tokenizer(inputs.vocabulary), seq_length=8, batch_size=2, folder=tmp_path)
-    with pytest.raises(ConfigError, match="--batch-size 2 exceeds the 1 rows"):
-        next(benchmark_loader.collator(job, lambda job: [[5, 6]]))
 
 
 @pytest.mark.slow

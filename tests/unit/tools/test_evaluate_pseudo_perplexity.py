@@ -39,7 +39,6 @@ def test_models_are_measured_one_after_the_other_and_a_second_start_prints_the_s
     ("models", "flags", "code", "problem"),
     [
         (["bert", "bert"], (), 2, "two folders are named bert"),
-        (["bert"], ("--data", "none.parquet"), 66, "none.parquet: no file matches"),
         (["no model"], (), 66, "no model has no tokenizer"),
         (
             ["no model"],

@@ -3,7 +3,6 @@
 import os
 import re
 import runpy
-import shlex
 import signal
 import subprocess
 import sys
@@ -71,24 +70,6 @@ def test_command_without_the_environment_ends_with_69_and_names_the_remedy(words
     assert f"{REPOSITORY}/tools/prepare_environment.sh" in errors or f"{REPOSITORY}/.venv/bin/python" in errors
 
 
-def test_command_whose_extra_is_missing_prints_the_command_that_installs_it(tmp_path):
-    (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError('hidden', name='datasets')")
-    code, errors = start("fetch", "mteb", "--output", tmp_path, packages=tmp_path)
-    assert code == 69
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-c",
-        f"{REPOSITORY}/constraints.txt",
-        "-e",
-        f"{REPOSITORY}[eval]",
-    ]
-    remedy = shlex.join(command)
-    assert errors == f"error: datasets is not installed; it comes with the extra [eval]: {remedy}\n"
-
-
 @pytest.mark.parametrize(("words", "expected"), [("preprocess", 69), ("check environment", 0)])
 def test_python_that_is_too_old_is_refused_except_by_check_environment(words, expected):
     code = f"import sys; sys.version_info, sys.argv[1:] = (3, 9, 18), {words.split()}; import megatron_neobert"
@@ -122,27 +103,6 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
     direction = ["megatron-to-hf"] if str(command).endswith("convert.py") else []
     with pytest.raises(ConfigError, match=r"unknown flag --hlep; did you mean '--help'\?"):
         typed(command, *direction, "--hlep")
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "problems"),
-    [
-        (
-            "convert megatron-to-hf", "--laod x --output=y",
-            ["unknown flag --laod; did you mean '--load'?",
-             "--load is missing: folder given to training as --save."],
-        ),
-        ("validate", "corpus another",
-         ["'another' is not the value of any flag; check the spelling before it, and quote a value that has a space."]),
-        ("inspect batch", "--iteration 5 --micro-batch-sise 2 --rowz -1",
-         ["unknown flag --micro-batch-sise; did you mean '--micro-batch-size'?",
-          "unknown flag --rowz; did you mean '--rows'?"]),
-    ],
-)  # fmt: skip
-def test_every_unknown_flag_and_value_of_a_command_is_reported(command, words, problems, typed):
-    with pytest.raises(ConfigError) as refusal:
-        typed(command, *words.split())
-    assert refusal.value.problems == problems
 
 
 # --- before torch

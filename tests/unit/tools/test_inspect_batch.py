@@ -36,14 +36,6 @@ def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_start_for_any_layout
     assert printed != inspect("--load", place / "run", *config[2:], "--seed", 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--iteration", "0"], 2, "--iteration 0 is below 1"),
-        (["--iteration", "101"], 2, "--iteration 101 is after the last iteration of this run, 100"),
-        (["--iteration", "1", "--load", "nowhere"], 66, "nowhere holds no checkpoint"),
-    ],
-)
-def test_an_iteration_or_checkpoint_that_does_not_exist_is_refused(place, arguments, code, message):
-    ended, _, errors = call("inspect batch", "--load", place / "run", *arguments)
-    assert ended == code and message in errors
+def test_an_iteration_after_the_end_of_the_run_is_refused(place):
+    ended, _, errors = call("inspect batch", "--load", place / "run", "--iteration", "101")
+    assert ended == 2 and "--iteration 101 is after the last iteration of this run, 100" in errors

@@ -38,14 +38,6 @@ def test_runs_in_folders_of_one_name_are_named_with_their_parents(tmp_path):
     assert [line.split(":")[0] for line in printed.splitlines()[:2]] == ["a/run", "b/run"]
 
 
-def test_unreadable_lines_cause_a_warning(tmp_path):
-    folder = write_run(tmp_path / "a")
-    with (folder / "metrics.jsonl").open("a") as stream:
-        stream.write("\n\n")
-    _, _, errors = call("plot", folder, "--output", tmp_path)
-    assert errors == "warning: a: dropped 1 unreadable line\n"
-
-
 def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path):
     folder = write_run(tmp_path / "\x1b[31mred\udc80\u5b9f")
     hostile = {"iteration": 50, "loss": 1.0, "consumed_tokens": 5000, "\x1b]0;owned\x07": 1.0, "a\ud800b": 1.0}
@@ -63,7 +55,6 @@ def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path):
         ((".",), 66, "holds no metrics"),
         (("a", "--metrics", "bleu"), 2, "--metrics bleu was not logged by any of these runs. Choose from loss, lr"),
         (("a", "a/metrics.jsonl"), 2, "is named more than once"),
-        (("a", "--output", "a/metrics.jsonl/p"), 73, "cannot be written"),
         (("a", "--output", "/proc"), 73, "--output /proc cannot be written"),
     ],
 )

@@ -18,7 +18,7 @@ def place(tmp_path):
     return place
 
 
-def test_report_of_a_run_agrees_with_validation(place):
+def test_report_of_a_run_agrees_with_validation_and_only_the_full_check_finds_exchanged_tokens(place):
     code, output = run_forked("preprocess", *arguments_of(place))
     assert code == 0
     assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
@@ -27,6 +27,11 @@ def test_report_of_a_run_agrees_with_validation(place):
     assert output.splitlines()[-1] == f"wrote {place / 'run_content_document.json'}, run_content_document.bin, .idx"
     code, output = run_forked("validate", place / "run_content_document", "--full")
     assert code == 0 and "2 documents, 7 tokens as uint16, 58 ids" in output
+    ids = place / "run_content_document.bin"
+    ids.write_bytes(ids.read_bytes()[::-2] + ids.read_bytes()[::2])
+    assert run_forked("validate", place / "run_content_document").code == 0
+    code, output = run_forked("validate", place / "run_content_document", "--full")
+    assert code == 65 and "run_content_document.bin, byte 0: expected " in output
 
 
 def test_relative_inputs_are_named_as_given(place, monkeypatch):
@@ -63,9 +68,7 @@ def test_many_unknown_tokens_cause_a_warning(place):
         (["--tokenizer-model", "bert-base-uncased"], 66, "--tokenizer-model bert-base-uncased: no such file or folder"),
         (["--shard-size", "inf"], 2, "--shard-size 'inf' is not a size"),
         (["--text-separator", "\\"], 2, "has an invalid escape"),
-        (["--text-separator", "\\ud800"], 2, "has an invalid escape"),
         (["--max-error-rate", "nan"], 2, "nan is not finite"),
-        (["--shard-size", "10XB"], 2, "--shard-size '10XB' is not a size; use a number of bytes"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_sentence_with_their_exit_code(place, more, code, message):
@@ -129,14 +132,11 @@ def test_resuming_a_finished_corpus_reports_that_and_changes_nothing(place, flag
 # --- tokenizers
 
 
-def test_trained_tokenizer_is_reproducible_and_preprocesses_its_inputs(place):
-    for name in ("one", "two"):
-        more = ("--output", place / name, "--vocab-size", "150", "--min-frequency", "1")
-        code, output = run_forked("train-tokenizer", "--input", place / "shards", *more)
-        assert code == 0 and output.startswith("2 documents | ")
-    for file in ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        assert (place / "one" / file).read_bytes() == (place / "two" / file).read_bytes()
-    assert run_forked("preprocess", *arguments_of(place, "--tokenizer-model", place / "one")).code == 0
+def test_trained_tokenizer_preprocesses_its_inputs_without_unknown_tokens(place):
+    more = ("--output", place / "trained", "--vocab-size", "150", "--min-frequency", "1")
+    code, output = run_forked("train-tokenizer", "--input", place / "shards", *more)
+    assert code == 0 and output.startswith("2 documents | ")
+    assert run_forked("preprocess", *arguments_of(place, "--tokenizer-model", place / "trained")).code == 0
     assert json.loads((place / "run_content_document.json").read_text())["unknown_tokens"] == 0
 
 

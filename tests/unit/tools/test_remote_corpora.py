@@ -1,17 +1,11 @@
 """Commands with a corpus at a URL."""
 
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from commands import run_forked
 from object_server import ObjectServer
 from processes import run_command
-from unit.data.corpus.memory_corpus import contents
-
-from megatron_neobert.config.schema import DataConfig, Settings
-from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
-from megatron_neobert.data.batches.stream import BatchStream
 
 pytest.importorskip("aiohttp")
 
@@ -26,27 +20,9 @@ def url_of(server, tiny_corpus):
     return f"{server.url}/{Path(tiny_corpus.prefix).name}"
 
 
-def test_batches_of_a_blend_of_urls_are_those_of_the_local_corpora(server, tiny_corpus, tmp_path):
-    def opened(prefix):
-        data = DataConfig(
-            data_path=("0.3", prefix, "0.7", f"{prefix}:min=20:max=90"),
-            tokenizer_model=tiny_corpus.tokenizer,
-            seq_length=128,
-            object_storage_cache_path=str(tmp_path / "cache"),
-        )
-        inputs = open_inputs(data)
-        settings = Settings(data=data).with_section("training", micro_batch_size=2, global_batch_size=8)
-        streams = [
-            BatchStream(sources, batch_settings(settings, inputs.tokenizer))
-            for sources in (inputs.training, *inputs.validation.values())
-        ]
-        return inputs.identities, [contents(islice(stream.steps(), 8)) for stream in streams]
-
-    assert opened(url_of(server, tiny_corpus)) == opened(tiny_corpus.prefix)
-
-
 def test_dry_run_fetches_manifest_and_index_but_no_tokens(server, tiny_corpus, tmp_path):
-    flags = ["--data-path", url_of(server, tiny_corpus), "--tokenizer-model", tiny_corpus.tokenizer]
+    url = url_of(server, tiny_corpus)
+    flags = ["--data-path", "0.3", url, "0.7", f"{url}:min=20:max=90", "--tokenizer-model", tiny_corpus.tokenizer]
     ended = run_command(
         "megatron_neobert.pretrain", "--dry-run", *flags, "--object-storage-cache-path", tmp_path / "cache"
     )

@@ -26,14 +26,8 @@ def test_a_window_has_every_document_once_between_one_cls_and_one_sep(corpus, lo
     packed = concatenate_documents(documents, seq_length=64, long_documents=long_documents)
     segments = packed.segments
     by_document = defaultdict(list)
-    for number, start, length, cls, sep in zip(
-        segments.documents_n.tolist(),
-        segments.starts_n.tolist(),
-        segments.lengths_n.tolist(),
-        segments.has_cls_n.tolist(),
-        segments.has_sep_n.tolist(),
-        strict=True,
-    ):
+    columns = (segments.documents_n, segments.starts_n, segments.lengths_n, segments.has_cls_n, segments.has_sep_n)
+    for number, start, length, cls, sep in zip(*(column.tolist() for column in columns), strict=True):
         by_document[number].append((start, start + length, cls, sep))
     assert set(by_document) == set(range(150))
     for number, ranges in by_document.items():

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from unit.data.corpus.memory_corpus import micro_batches, stream_of
 
 from megatron_neobert.data.batches.stream import PackedBatch
-from megatron_neobert.data.batches.windows import IGNORED_LABEL, document_capacity, pad_to_capacity
+from megatron_neobert.data.batches.windows import IGNORED_LABEL, document_capacity
 
 
 @pytest.mark.parametrize("layout", ["packed", "concatenated"])
@@ -58,11 +57,3 @@ def test_a_micro_batch_has_fewer_than_512_empty_documents_and_few_document_count
     capacities = {documents: document_capacity(documents) for documents in range(1, 262_144 // 16)}
     assert all(0 <= capacity - documents < 512 for documents, capacity in capacities.items())
     assert len({capacities[documents] for documents in range(80, 202)}) == 2  # web pages: 128 and 256
-    assert {capacities[documents] for documents in range(3_300, 4_232)} == {3_584, 4_096, 4_608}  # single sentences
-
-
-def test_an_array_longer_than_its_capacity_is_padded_to_the_next_multiple():
-    values = np.arange(1, 131)
-    lengths = {count: len(pad_to_capacity(values[:count], 64, 0)) for count in (0, 1, 64, 65, 128, 129)}
-    assert lengths == {0: 64, 1: 64, 64: 64, 65: 128, 128: 128, 129: 192}
-    assert pad_to_capacity(values[:2], 4, -100).tolist() == [1, 2, -100, -100]

@@ -38,15 +38,6 @@ def numbers(source):
     return source.numbers(np.arange(len(source.documents))).tolist()
 
 
-def test_one_corpus_is_split_into_training_and_validation(place):
-    inputs = open_inputs(settings(place, split="3,1"))
-    documents = len(place.corpus())
-    boundary = round(documents * 3 / 4)
-    (training,), (validation,) = inputs.training, inputs.validation["split"]
-    assert (training.documents, validation.documents) == (range(boundary), range(boundary, documents))
-    assert validation.corpus is training.corpus
-
-
 def test_with_a_corpus_for_validation_all_documents_of_the_other_are_for_training(place):
     held_out = place.corpus(end="_validation")
     inputs = open_inputs(settings(place, valid_data_path=(str(held_out.prefix),), split="3,1"))
@@ -68,13 +59,9 @@ def test_validation_curves_are_named_after_their_corpus_and_conditions_or_number
 
 
 def test_a_missing_corpus_and_a_corpus_of_another_tokenizer_are_refused(place):
-    for path, message in (
-        (Path(place.corpus().prefix).with_name("run_body_document"), "did you mean 'run_content_document'"),
-        (Path(place.corpus().prefix).with_name("ru"), "did you mean 'run_content_document'"),
-        (place.vocab, r"no corpus .*vocab\.txt: expected vocab\.txt\.bin"),
-    ):
-        with pytest.raises(MissingInputError, match=message):
-            open_inputs(settings(place, valid_data_path=(str(path),)))
+    missing = str(Path(prefix(place)).with_name("run_body_document"))
+    with pytest.raises(MissingInputError, match="did you mean 'run_content_document'"):
+        open_inputs(settings(place, valid_data_path=(missing,)))
     (place.folder / "other").mkdir()
     other = Workspace(place.folder / "other")
     write_vocabulary(other.vocab, ["hello"])
@@ -149,15 +136,12 @@ def drop(place, *numbers, name="list"):
     return f"{prefix(place)}:drop={place.folder / name}"
 
 
-def test_documents_of_a_drop_list_are_not_read(place):
-    inputs = open_inputs(settings(place, drop(place, 0, 3, 4), split="1"))
-    assert numbers(inputs.training[0]) == [n for n in range(len(place.corpus())) if n not in (0, 3, 4)]
-
-
 def test_a_drop_list_is_part_of_the_identity_by_its_content_and_not_by_its_path(place):
     lists = {"none": (), "some": (1, 2), "others": (1, 3), "moved": (1, 2)}
     paths = {"whole": prefix(place), **{name: drop(place, *numbers, name=name) for name, numbers in lists.items()}}
-    identities = {name: open_inputs(settings(place, path, split="1")).identities for name, path in paths.items()}
+    inputs = {name: open_inputs(settings(place, path, split="1")) for name, path in paths.items()}
+    identities = {name: opened.identities for name, opened in inputs.items()}
+    assert numbers(inputs["some"].training[0]) == [n for n in range(len(place.corpus())) if n not in (1, 2)]
     assert identities.pop("moved") == identities["some"]
     assert len(set(identities.values())) == 4
 

@@ -28,22 +28,14 @@ def test_documents_of_a_huge_corpus_are_distinct_and_in_range(size):
     assert documents.max() < size
 
 
-def test_all_orders_of_four_documents_are_equally_likely():
-    """Chi-squared of 2,400 seeds over 4! = 24 orders has the mean 23 and the standard deviation sqrt(2 * 23)."""
-    orders = [tuple(whole(4, seed=seed)) for seed in range(2400)]
-    counts = np.unique(orders, axis=0, return_counts=True)[1]
-    assert len(counts) == 24
-    assert abs(((counts - 100) ** 2 / 100).sum() - 23) < 4 * np.sqrt(2 * 23)
-
-
 def windows(documents: int, *, block_size: int) -> list[np.ndarray]:
     """Return all windows of an epoch."""
     order = DocumentOrder(documents=documents, window_documents=4096, block_size=block_size, seed=1)
     return [order.window(number, epoch=0) for number in range(order.windows)]
 
 
-@pytest.mark.parametrize("documents", [1, 255, 256, 257, 4096, 50_001])
-@pytest.mark.parametrize("block_size", [1, 2, 100, 256, 4096, 10_000])
+@pytest.mark.parametrize("documents", [1, 257, 50_001])
+@pytest.mark.parametrize("block_size", [1, 100, 256, 10_000])
 def test_windows_of_blocks_have_every_document_once(documents, block_size):
     ordered = np.concatenate(windows(documents, block_size=block_size))
     assert np.array_equal(np.sort(ordered), np.arange(documents))

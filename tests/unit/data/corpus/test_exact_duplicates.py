@@ -1,5 +1,7 @@
 """Exact duplicates: the same as a Python set finds, for any size of steps and buckets."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -15,43 +17,18 @@ def write_hashes(folder, hashes, files=3):
     return paths
 
 
-@pytest.fixture(params=[(1 << 20, 1 << 24), (7, 5), (1, 1), (64, 64)], ids=str)
-def sizes(request, monkeypatch):
-    """Documents per step and per bucket."""
-    step, bucket = request.param
+@pytest.mark.parametrize(("step", "bucket"), [(1 << 20, 1 << 24), (7, 5), (1, 1), (64, 64)])
+@pytest.mark.parametrize("seed", range(3))
+def test_duplicates_are_those_that_a_set_finds(tmp_path, monkeypatch, step, bucket, seed):
+    """Many hashes agree in one half only."""
     monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", step)
     monkeypatch.setattr(exact_duplicates, "_BUCKET_DOCUMENTS", bucket)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_duplicates_are_those_that_a_set_finds(tmp_path, sizes, seed):
     generator = np.random.default_rng(seed)
-    distinct = [generator.bytes(16) for _ in range(50)]
-    hashes = [distinct[index] for index in generator.integers(0, 50, 100)]
+    halves = [generator.bytes(8) for _ in range(7)]
+    distinct = [first + second for first, second in product(halves, halves)]
+    hashes = [distinct[index] for index in generator.integers(0, 49, 100)]
     seen = set()
     expected = [hash_ in seen or seen.add(hash_) is not None for hash_ in hashes]
     assert 0 < sum(expected) < 100
     assert find_exact_duplicates(write_hashes(tmp_path, hashes), tmp_path).tolist() == expected
     assert {file.suffix for file in tmp_path.iterdir()} == {".hashes"}, "buckets are removed"
-
-
-def test_hashes_that_agree_in_only_one_half_are_different(tmp_path, sizes):
-    halves = [b"a" * 8, b"b" * 8, b"c" * 8]
-    paths = write_hashes(tmp_path, [first + second for first in halves for second in halves])
-    assert not find_exact_duplicates(paths, tmp_path).any()
-    # Negative control: one file twice.
-    assert find_exact_duplicates([*paths, paths[1]], tmp_path).tolist() == [False] * 9 + [True] * 3
-
-
-def test_text_that_occurs_a_thousand_times_is_kept_once_and_does_not_fill_a_bucket(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", 100)
-    monkeypatch.setattr(exact_duplicates, "_BUCKET_DOCUMENTS", 1000)
-    sorted_together = []
-    original = exact_duplicates.find_repeats
-    monkeypatch.setattr(
-        exact_duplicates, "find_repeats", lambda hashes: sorted_together.append(hashes.size) or original(hashes)
-    )
-    paths = write_hashes(tmp_path, [b"0123456789abcdef"] * 1000, files=1)
-    assert find_exact_duplicates(paths, tmp_path).tolist() == [False] + [True] * 999
-    # Ten steps, and one bucket with one entry of each step.
-    assert sorted_together == [100] * 10 + [10]

@@ -1,4 +1,4 @@
-"""Corpus shards are written by jobs: the same bytes for any number of workers, and finished shards survive a kill."""
+"""Corpus shards are written by jobs: finished shards of other settings are not kept, and the memory is bounded."""
 
 import multiprocessing
 import tracemalloc
@@ -18,16 +18,8 @@ SPLIT = {"shard_bytes": 30, "deduplicate": True, "validation_fraction": 0.4}
 
 
 @pytest.fixture
-def whole(tmp_path):
-    """The corpus, written without an interrupt."""
-    folder = ChunkFolder(tmp_path / "whole")
-    folder.write(**SPLIT)
-    return folder
-
-
-@pytest.fixture
 def stopped(tmp_path, monkeypatch):
-    """The same, interrupted after two corpus shards: that for validation and the first for training."""
+    """A corpus, interrupted after two corpus shards: that for validation and the first for training."""
     folder, done = ChunkFolder(tmp_path / "stopped"), []
 
     def stop_after_two(job):
@@ -43,30 +35,13 @@ def stopped(tmp_path, monkeypatch):
     return folder
 
 
-def test_finished_corpus_shards_are_kept_after_an_interrupt_and_the_others_are_written(whole, stopped, monkeypatch):
-    (work,) = stopped.files.partial.glob("output-*")
-    finished = {file.stat().st_ino for file in work.glob("*.bin")}
-    assert len(finished) == 2 and not any(name.startswith("P.") for name in stopped.corpus_bytes())
-    unfinished = [work / name for name in ("1.bin.host-7", "1.done.host-7", "choices.host.name-7")]
-    for file in unfinished:
-        file.touch()
-
-    def run(job):
-        assert not any(file.exists() for file in unfinished), "unfinished files would need the disk space of the corpus"
-        return jobs.run_job(job)
-
-    monkeypatch.setattr(writer, "finish_jobs", partial(jobs.finish_jobs, function=run))
-    stopped.write(**SPLIT)
-    assert stopped.corpus_bytes() == whole.corpus_bytes()
-    assert finished == {(stopped.folder / name).stat().st_ino for name in ("P_00000.bin", "P_validation.bin")}
-    assert not work.exists()
-
-
 @pytest.mark.parametrize(
     "change", [{"shard_bytes": 60}, {"shard_bytes": None}, {"deduplicate": False}, {"texts": "other"}], ids=str
 )
-def test_finished_corpus_shards_of_other_settings_or_chunks_are_not_kept(tmp_path, whole, stopped, change):
-    fresh, options = ChunkFolder(tmp_path / "fresh"), {**SPLIT, **change}
+def test_finished_corpus_shards_of_other_settings_or_chunks_are_not_kept(tmp_path, stopped, change):
+    whole, fresh = ChunkFolder(tmp_path / "whole"), ChunkFolder(tmp_path / "fresh")
+    options = {**SPLIT, **change}
+    whole.write(**SPLIT)
     for folder in (stopped, fresh) if options.pop("texts", None) else ():
         rest, folder.chunks = folder.chunks[1:], []
         texts = ["another", *folder.texts[1:3]]

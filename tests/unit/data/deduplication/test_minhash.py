@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from unit.data.small_corpus import random_documents
 
 from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
 
@@ -55,26 +54,6 @@ def test_share_of_equal_minima_has_the_mean_and_the_spread_of_a_jaccard_index(ki
     # Four standard deviations of a mean of 400.
     assert abs(np.mean(errors)) < 0.2
     assert 0.85 < np.std(errors) < 1.15
-
-
-@pytest.mark.parametrize("ngram", [1, 2, 5])
-def test_signature_depends_only_on_the_set_of_ngrams_of_the_document(ngram):
-    settings = MinHashSettings(ngram=ngram)
-    lengths = [1, 3, 4, 5, 6, 40, 2, 100]
-    documents = random_documents(lengths, 30_000)
-    together = minima_of(*documents, settings=settings)
-    for number, document in enumerate(documents):
-        alone = minima_of(document, settings=settings)
-        assert np.array_equal(alone[:, 0], together[:, number]), "other documents change nothing"
-    once = minima_of(documents[5], settings=settings)
-    twice = minima_of(np.concatenate([documents[5]] * 2)[: 40 + ngram - 1], settings=settings)
-    assert (once == twice).mean() > 0.8, "repeated n-grams count once"
-    if ngram > 1:
-        assert (once == minima_of(documents[5][::-1], settings=settings)).mean() < 0.1, (
-            "the order within an n-gram counts"
-        )
-        short, longer = minima_of([7], [7, 7], settings=settings).T
-        assert not np.array_equal(short, longer), "documents shorter than an n-gram differ"
 
 
 def test_keys_of_a_band_are_equal_with_the_probability_that_all_its_rows_are_equal():

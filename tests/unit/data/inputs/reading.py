@@ -15,7 +15,7 @@ from backports import zstd
 
 from megatron_neobert.data.inputs.recognise import CHUNK_BYTES, read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings, Rejected
-from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk
+from megatron_neobert.data.inputs.stream import Chunk
 
 TEXTS = ["first text", "Grüße 東京 🚀", "third\nwith two lines"]
 JSON_LINES = "".join(json.dumps({"content": text, "url": "u"}) + "\n" for text in TEXTS).encode()
@@ -27,18 +27,6 @@ def compress_zstd(content: bytes) -> bytes:
 
 
 COMPRESS = {"gzip": gzip.compress, "zstd": compress_zstd, "bzip2": bz2.compress, "xz": lzma.compress}
-
-
-class SlowStream:
-    """A stream that returns a few bytes per read, so that blocks end anywhere."""
-
-    def __init__(self, content: bytes, width: int) -> None:
-        self._content, self._width = content, width
-
-    def read(self, size: int = BATCH_BYTES) -> bytes:
-        block = self._content[: min(self._width, size)]
-        self._content = self._content[len(block) :]
-        return block
 
 
 @dataclass

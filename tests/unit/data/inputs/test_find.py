@@ -173,7 +173,6 @@ def test_missing_package_of_an_address_ends_with_69_and_the_command_that_install
         ("s3://key:secret@bucket/b.jsonl?versionId=1", "s3://bucket/b.jsonl"),
         ("abfs://container@account.dfs.core.windows.net/b?sig=x", "abfs://container@account.dfs.core.windows.net/b"),
         ("simplecache::https://me:secret@host.org/b?sig=x", "simplecache::https://host.org/b"),
-        ("s3://bucket/part-?.jsonl", "s3://bucket/part-?.jsonl"),
         ("/data/what?/me:x@home.jsonl", "/data/what?/me:x@home.jsonl"),
     ],
 )

@@ -69,13 +69,10 @@ def test_format_is_recognised_in_every_compression(tmp_path, format, compression
     [
         (b"A plain text.\nWith two lines.\n", "text"),
         (b"\xef\xbb\xbfA plain text.", "text"),
-        (b"[see above] and so on", "text"),
         (b" \n\n", "jsonl"),
         (b"not json\n" + JSON_LINES, "jsonl"),
-        (b'["content"]\n' + JSON_LINES, "jsonl"),
         (b'{"content": "cut o\n' + JSON_LINES, "jsonl"),
         (b'{"content": "' + b"x" * 100_000 + b'"}\n', "jsonl"),  # longer than the head that is examined
-        (b'{"content": NaN}\n{"content": "x"}', "jsonl"),
         (b"\xef\xbb\xbf" + JSON_LINES, "jsonl"),
     ],
 )
@@ -86,14 +83,7 @@ def test_text_and_json_lines_are_distinguished(tmp_path, content, format):
 
 @pytest.mark.parametrize("is_compressed", [False, True])
 @pytest.mark.parametrize(
-    ("content", "query"),
-    [
-        (b'[{"content": "x"}]', "'.[]'"),
-        (b'\xef\xbb\xbf [\n\n {"content": "x"}]', "'.[]'"),
-        (b"[]", "'.[]'"),
-        (b'{\n  "content": "x"\n}\n', "."),
-        (b'{"url": "u",\n "content": "x"}\n', "."),
-    ],
+    ("content", "query"), [(b'[{"content": "x"}]', "'.[]'"), (b"[]", "'.[]'"), (b'{\n  "content": "x"\n}\n', ".")]
 )
 def test_json_that_spans_lines_is_refused_with_the_command_that_converts_it(tmp_path, content, query, is_compressed):
     path = tmp_path / "it is.json"
@@ -120,70 +110,38 @@ def test_input_format_overrides_recognition_except_for_tables(tmp_path):
         read(tmp_path / "input", input_format="parquet")
 
 
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        (b"PK\x03\x04", "neither a supported format"),
-        (b"a.jsonl" + bytes(250) + b"ustar\00000" + JSON_LINES, "neither a supported format"),  # a tar archive
-        ('{"content": "x"}'.encode("utf-16"), "neither .*iconv -t UTF-8"),
-        (bytes(range(256)) * 20, "neither a supported format nor UTF-8 text"),
-        ("Привет, мир, как дела?".encode("koi8-r"), r"neither .* \(16 of its first 22 .* invalid\); .*iconv -t UTF-8"),
-    ],
-)
-@pytest.mark.parametrize("name", ["input.jsonl", "input"])
-def test_unsupported_content_is_refused_with_a_remedy(tmp_path, name, head, message):
-    (tmp_path / name).write_bytes(head)
-    with pytest.raises(DataError, match=f"{name} is {message}"):
-        read(tmp_path / name)
-
-
 PAGE = b"<!DOCTYPE html>\n<html><body>\n" + JSON_LINES + b"</body></html>\n"
+CYRILLIC = "Привет, мир, как дела?".encode("koi8-r")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("page.html", b"Only text.\n", "an HTML or XML page"),
-        (
-            "input.parquet",
-            b"<html><h1>404 Not Found</h1></html>",
-            "HTML or XML .*preprocess --input-format text",
+        ("input", b"PK\x03\x04", "is neither a supported format"),
+        ("tar.jsonl", b"a.jsonl" + bytes(250) + b"ustar\00000" + JSON_LINES, "is neither a supported format"),
+        ("input.jsonl", '{"content": "x"}'.encode("utf-16"), "is neither .*iconv -t UTF-8"),
+        ("input", CYRILLIC, r"is neither .* \(16 of its first 22 .* invalid\); .*iconv -t UTF-8"),
+        ("input.parquet", b"<html><h1>404 Not Found</h1></html>", "is an HTML or XML .* --input-format text"),
+        ("page", PAGE, "is an HTML or XML page"),
+        ("dump", b'<?xml version="1.0"?>\n<mediawiki><page/></mediawiki>', "is an HTML or XML page"),
+        ("table.csv", b"id,content\n1,hello\n", "is a CSV or TSV table; .*: write it again as parquet"),
+        *(
+            (f"input.{end}", b"", "is empty, .*; fetch it again")
+            for end in ("parquet", "arrow", "JSONL.ZST", "warc.xz")
         ),
-        ("page", PAGE, "an HTML or XML page"),
-        ("page.txt", b"\xef\xbb\xbf\n <HTML lang='en'>\nHello.", "an HTML or XML page"),
-        ("dump", b'<?xml version="1.0"?>\n<mediawiki><page/></mediawiki>', "an HTML or XML page"),
-        ("table.csv", b"id,content\n1,hello\n", "a CSV or TSV table; .*: write it again as parquet"),
-        ("table.TSV.gz", b"id\tcontent\n1\thello\n", "a CSV or TSV table"),
+        ("input", gzip.compress(CONTENT["parquet"]), "a gzip-compressed parquet file; decompress it"),
+        ("input", gzip.compress(zstd.compress(JSON_LINES)), "compressed twice"),
     ],
 )
-def test_pages_and_csv_tables_are_refused_unless_input_format_is_text(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(DataError, match=f"{name} is {message}"):
-        read(path)
-    text = content.decode("utf-8-sig")
-    assert texts_of(path, input_format="text") == [text]
+def test_unsupported_content_is_refused_with_a_remedy(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name}.*{message}"):
+        read(tmp_path / name)
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "JSONL.ZST", "txt.bz2", "warc.xz"])
-def test_empty_file_of_a_format_with_a_header_is_refused(tmp_path, suffix):
-    (tmp_path / f"input.{suffix}").touch()
-    with pytest.raises(DataError, match=rf"input\.{suffix} is empty, .*; fetch it again"):
-        read(tmp_path / f"input.{suffix}")
-    (tmp_path / "part-00000.jsonl").touch()  # control: Spark writes this for a partition without rows
+def test_pages_are_read_with_input_format_text_and_partitions_without_rows_are_empty(tmp_path):
+    (tmp_path / "page").write_bytes(b"\xef\xbb\xbf" + PAGE)
+    assert texts_of(tmp_path / "page", input_format="text") == [PAGE.decode()]
+    (tmp_path / "part-00000.jsonl").touch()  # as Spark writes it
     (tmp_path / "part.jsonl.gz").write_bytes(gzip.compress(b""))
     assert read(tmp_path / "part-00000.jsonl").numbers == read(tmp_path / "part.jsonl.gz").numbers == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (CONTENT["parquet"], "a gzip-compressed parquet file; decompress it"),
-        (CONTENT["arrow"], "a gzip-compressed arrow file; decompress it"),
-        (zstd.compress(JSON_LINES), "compressed twice"),
-    ],
-)
-def test_content_that_is_compressed_twice_and_compressed_tables_are_refused(tmp_path, content, message):
-    (tmp_path / "input").write_bytes(gzip.compress(content))
-    with pytest.raises(DataError, match=message):
-        read(tmp_path / "input")

@@ -71,13 +71,9 @@ def test_main_text_is_taken_without_navigation_and_with_its_paragraphs(tmp_path)
     assert text == "Über uns\n\nFirst bold & plain text.\n\nSecond.\n\na\n  b"
 
 
-CHUNKED = b"5\r\n<p>Th\r\n1F \r\nis page was sent in small piece\r\n6\r\ns.</p>\r\n0\r\nTrailer: x\r\n\r\n"
-
-
 @pytest.mark.parametrize(
     ("block", "text"),
     [
-        (http(CHUNKED, more="Transfer-Encoding: chunked\r\n"), "This page was sent in small pieces."),
         (http(gzip.compress(b"<p>Packed.</p>"), more="Content-Encoding: gzip\r\n"), "Packed."),
         (
             http(
@@ -86,7 +82,6 @@ CHUNKED = b"5\r\n<p>Th\r\n1F \r\nis page was sent in small piece\r\n6\r\ns.</p>\
             ),
             "Both.",
         ),
-        (http(b"<p>Loud.</p>", "TEXT/HTML ; Charset=UTF-8"), "Loud."),
         (http(b"1 < 2 <b>stays</b>\n", "text/plain"), "1 < 2 <b>stays</b>\n"),
         (b"HTTP/2 200 \r\ncontent-type: text/html\r\n\r\n<p>New.</p>", "New."),
     ],
@@ -106,8 +101,6 @@ JAPANESE = "<p>これは日本語のページです</p>"
         (GERMAN.encode("latin-1"), "text/html", GERMAN),  # guessed
         (GERMAN.encode(), "text/html; charset=ISO-8859-1", GERMAN),  # the server is wrong
         (GERMAN.encode("utf-16"), "text/html", GERMAN),
-        (GERMAN.encode("utf-16-be"), "text/html; charset=utf-16be", GERMAN),
-        (JAPANESE.encode("shift_jis"), "text/html; charset=Shift_JIS", JAPANESE),
         (b"<meta charset=euc-jp>" + JAPANESE.encode("euc-jp"), "text/html; charset=nonsense", JAPANESE),
         (JAPANESE.encode("iso2022_jp"), "text/html; charset=ISO-2022-JP", JAPANESE),
     ],
@@ -115,11 +108,6 @@ JAPANESE = "<p>これは日本語のページです</p>"
 def test_encoding_of_a_page_is_detected(tmp_path, body, content_type, text):
     reading = read_between(tmp_path, record("response", http(body, content_type)))
     assert (reading.texts, reading.repaired) == ([text[3:-4]], 0)
-
-
-def test_invalid_bytes_of_an_encoding_are_replaced_and_counted(tmp_path):
-    reading = read_between(tmp_path, record("response", http(b"<p>a\xffb", "text/html; charset=utf-8")))
-    assert (reading.texts, reading.repaired) == (["a\ufffdb"], 1)
 
 
 def test_wet_records_are_unchanged_texts_and_need_no_fastwarc(tmp_path, monkeypatch):
@@ -140,13 +128,10 @@ def test_wet_records_are_unchanged_texts_and_need_no_fastwarc(tmp_path, monkeypa
     ("block", "reason"),
     [
         (record("request", b"GET / HTTP/1.1\r\n\r\n", b"application/http; msgtype=request"), NOT_A_RESPONSE),
-        (record("metadata", b"fetchTimeMs: 1\r\n", b"application/warc-fields"), NOT_A_RESPONSE),
         (record("resource", b"<p>x", b"text/html"), NOT_A_RESPONSE),
         (page("gone", status="404 Not Found"), HTTP_STATUS),
         (record("response", http(b"%PDF", "application/pdf")), NOT_HTML),
         (record("response", b"HTTP/1.1 200 OK\r\nX: y\r\n\r\n<p>x"), NOT_HTML),  # without a content type
-        (record("conversion", b"\x89PNG", b"image/png"), NOT_HTML),
-        (page(""), EMPTY_TEXT),
         (page("<script>only()</script>"), EMPTY_TEXT),
     ],
 )
@@ -163,7 +148,6 @@ NEVER_GZIP = http(b"<p>never packed", more="Content-Encoding: gzip\r\n")
     ("block", "detail"),
     [
         (record("response", b""), "no HTTP status"),
-        (record("response", http(b"<p>x", status="OK")), "no HTTP status"),
         (record("response", NEVER_GZIP), "HTTP: Gzip decompression error"),
         (record("response", http(b"zzz", more="Transfer-Encoding: chunked\r\n")), "HTTP: Invalid chunk header"),
         (record("response", http(b"<div>" * 10_000 + b"deep")), "HTML: elements are nested 10,"),
@@ -182,10 +166,8 @@ def test_malformed_record_is_rejected_and_its_neighbours_are_kept(tmp_path, bloc
 @pytest.mark.parametrize(
     ("block", "detail"),
     [
-        (record("response", b"x" * 50, length=20), "no WARC header"),
         (record("response", b"x" * 50, length=200_000), "ends within"),
         (record("response", b"x" * 50, length="many"), "a Content-Length is many"),
-        (record("response", b"x" * 50, length="9" * 5000), "a Content-Length is 9999"),
         (record("response", b"x").replace(b"Content-Length", b"Other"), "a Content-Length is missing"),
         (b"\x00" * 200_000 + b"\r\n", "no WARC header"),
         (b"WARC/1.0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n", "a header has more than 65,536 bytes"),
@@ -202,12 +184,6 @@ def test_page_below_the_depth_limit_is_read_with_thousands_of_elements_that_are_
     drawing = b"<svg>" + b"<path d='M0 0'/>" * 3000 + b"</svg>"
     body = b"<div>" * 1000 + b"<br>word " * 3000 + drawing + b"</div>" * 1000
     assert text_of(tmp_path, record("response", http(body))).count("word") == 3000
-
-
-@pytest.mark.parametrize("line_ends", [b"", b"\r\n", b"\n", b"\r\n" * 4])
-def test_line_ends_between_records_may_differ(tmp_path, line_ends):
-    (tmp_path / "input").write_bytes(BEFORE.rstrip(b"\r\n") + line_ends + AFTER.rstrip(b"\r\n") + line_ends)
-    assert read(tmp_path / "input").texts == ["The page before.", "The page after."]
 
 
 def test_too_long_record_is_rejected_whether_compressed_or_not(tmp_path):

@@ -1,5 +1,6 @@
 """Input files to a corpus: it has every document once and in order, and every record is counted."""
 
+import gzip
 import hashlib
 import json
 from pathlib import Path
@@ -7,15 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from backports import zstd
 from unit.data.preprocess_workspace import WORDS, add_mixed_inputs, cut_small, decoded
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.corpus.reader import check_content
-from megatron_neobert.data.preprocessing import run as run_module
-from megatron_neobert.data.preprocessing.chunks import tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.data.preprocessing.run import preprocess
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError
 
 
@@ -62,16 +61,6 @@ def test_every_record_is_kept_rejected_or_dropped_and_rejects_are_listed(workspa
     assert decoded(workspace) == ["hello", "world"]
 
 
-def test_line_numbers_of_rejects_count_from_the_beginning_of_the_file_in_every_chunk(workspace, monkeypatch):
-    lines = ["broken" if number % 7 == 0 else '{"content": "hello"}' for number in range(1, 200)]
-    workspace.add_lines("a.jsonl", *lines)
-    cut_small(monkeypatch, 500)
-    assert len(plan_preprocessing(workspace.settings()).chunks) > 5
-    workspace.run()
-    numbers = [json.loads(line)["line"] for line in workspace.settings().files.rejects.read_text().splitlines()]
-    assert numbers == list(range(7, 200, 7))
-
-
 @pytest.mark.parametrize(("good", "allowed"), [(998, False), (999, True)])
 def test_run_ends_only_if_the_error_rate_exceeds_its_bound(workspace, good, allowed):
     """1 of 999 is above 0.001, 1 of 1,000 is not."""
@@ -96,19 +85,6 @@ def test_error_rate_is_that_of_all_input_files_in_any_order(workspace, bad_file)
     assert workspace.corpus().manifest.rejected == {"malformed JSON": 15}
 
 
-@pytest.mark.parametrize(("errors", "allowed"), [(10_000, 0.001), (1, 0.0)])
-def test_run_with_too_many_errors_ends_before_all_input_files_are_read(workspace, monkeypatch, errors, allowed):
-    workspace.add_lines("a.jsonl", *['{"text": "hello"}'] * errors)
-    workspace.add_texts("b.jsonl", "hello")
-    read = []
-    monkeypatch.setattr(run_module, "tokenize_chunk", lambda job: read.append(job.input_name) or tokenize_chunk(job))
-    message = rf"{errors:,} of {errors:,} records .*100.00 %.*a\.jsonl, line 1: .*no key 'content'; keys found: text"
-    with pytest.raises(DataError, match=message):
-        workspace.run(max_error_rate=allowed)
-    assert read == [str(workspace.inputs / "a.jsonl")]
-    assert not list((workspace.folder / "out").glob("*.bin"))
-
-
 def test_corpus_without_a_document_is_refused_and_leaves_nothing(workspace):
     workspace.add_texts("a.jsonl", "", " ")
     (workspace.inputs / "b.jsonl").touch()
@@ -117,21 +93,45 @@ def test_corpus_without_a_document_is_refused_and_leaves_nothing(workspace):
     assert list((workspace.folder / "out").iterdir()) == []
 
 
-# --- inputs and outputs
+# --- settings, inputs and outputs
 
 
-def test_manifest_names_inputs_with_size_and_checksum_and_the_tokenizer(workspace):
-    workspace.add_texts("b.jsonl", "hello")
-    workspace.add_texts("a.jsonl", "world")
-    workspace.run(text_key="content")
-    manifest, tokenizer = workspace.corpus().manifest, load_tokenizer(workspace.vocab)
-    assert list(manifest.inputs) == [str(workspace.inputs / name) for name in ("a.jsonl", "b.jsonl")]
-    content = (workspace.inputs / "a.jsonl").read_bytes()
-    record = manifest.inputs[str(workspace.inputs / "a.jsonl")]
-    assert (record.bytes, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-    assert manifest.tokenizer_fingerprint == tokenizer.fingerprint
-    assert (manifest.vocab_size, manifest.special_tokens) == (tokenizer.vocab_size, tokenizer.special_tokens)
-    assert (manifest.documents, manifest.tokens, manifest.dtype, manifest.text_key) == (2, 2, "uint16", "content")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ray_address": "auto"}, "--ray-address auto has no effect without --executor ray"),
+        ({"text_separator": ""}, "--text-separator is empty"),
+        ({"max_error_rate": 1.5}, "--max-error-rate 1.5 is not a fraction of the records"),
+        ({"split_validation": 1.0}, "--split-validation 1.0 is not a fraction of the documents"),
+        ({"record_keys": ("2nd",)}, "--record-key 2nd would be the attribute '2nd'"),
+    ],
+)
+def test_invalid_settings_are_refused(workspace, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        workspace.settings(**settings)
+
+
+def test_manifest_has_the_sha256_of_all_bytes_of_inputs_except_of_remote_tables(workspace, monkeypatch):
+    lines = b'{"content": "hello"}\n' * 100
+    content = {
+        "lines.jsonl": lines,
+        "lines.jsonl.gz": gzip.compress(lines[:70]) + gzip.compress(lines[70:]) + b"\0" * 100,
+        "lines.jsonl.zst": zstd.compress(lines),
+        "no_records.jsonl": b"",
+        "text.txt": b"\xef\xbb\xbfhello world\n",
+    }
+    for name, data in content.items():
+        (workspace.inputs / name).write_bytes(data)
+    table = workspace.inputs / "table.parquet"
+    pq.write_table(pa.table({"content": ["hello"] * 5, "other": range(5)}), table)
+    cut_small(monkeypatch, 1000)  # lines.jsonl has several chunks
+    expected = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
+    workspace.run()
+    local = {Path(path).name: record.sha256 for path, record in workspace.corpus().manifest.inputs.items()}
+    assert local == {**expected, table.name: hashlib.sha256(table.read_bytes()).hexdigest()}
+    workspace.run("remote", inputs=tuple(f"file://{workspace.inputs / name}" for name in ("text.txt", table.name)))
+    remote = [record.sha256 for record in workspace.corpus("remote").manifest.inputs.values()]
+    assert remote == [expected["text.txt"], None]
 
 
 @pytest.mark.parametrize("changes", [{"shard_size": 1}, {"deduplicate": "exact", "split_validation": 0.4}], ids=str)
@@ -164,20 +164,29 @@ def test_output_of_an_earlier_run_is_refused_as_input(workspace):
         workspace.run(**by_glob, overwrite=True)
 
 
-def test_tokenizer_that_changes_before_the_workers_start_is_refused(workspace):
-    for name in ("a", "b"):
-        workspace.add_texts(f"{name}.jsonl", "hello")
-    plan = plan_preprocessing(workspace.settings(workers=2))
-    write_vocabulary(workspace.vocab, [*WORDS, "more"])
-    with pytest.raises(DataError, match="has changed since the run started"):
-        preprocess(plan)
-
-
-def test_input_file_that_changes_after_the_plan_is_refused(workspace):
-    workspace.add_texts("a.jsonl", "hello")
-    plan = plan_preprocessing(workspace.settings())
+def change_input(workspace):
     workspace.add_texts("a.jsonl", "world")  # same size
-    with pytest.raises(DataError, match=r"a\.jsonl has changed since the run started; .*--resume"):
+
+
+def change_tokenizer(workspace):
+    write_vocabulary(workspace.vocab, [*WORDS, "more"])
+
+
+def change_filter(workspace):
+    with (workspace.folder / "own.py").open("a") as file:
+        file.write("\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(change_input, r"a\.jsonl"), (change_tokenizer, r"vocab\.txt"), (change_filter, "--filter own:keep")],
+)
+def test_file_that_changes_after_the_plan_ends_the_run(workspace, change, name):
+    for file in ("a", "b"):
+        workspace.add_texts(f"{file}.jsonl", "hello")
+    (workspace.folder / "own.py").write_text("def keep(record):\n    return None\n")
+    filters = (f"{workspace.folder / 'own.py'}:keep",)
+    plan = plan_preprocessing(workspace.settings(workers=2, filter=filters, record_keys=()))
+    change(workspace)
+    with pytest.raises(DataError, match=f"{name} has changed since the run started"):
         preprocess(plan)
-    workspace.run()
-    assert decoded(workspace) == ["world"]

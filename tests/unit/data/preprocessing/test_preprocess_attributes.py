@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from collections import Counter
 
 import numpy as np
@@ -11,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.preprocess_workspace import Workspace, cut_small, random_text
 
-from megatron_neobert.data.corpus.attributes import ChosenDocuments, attribute_types, choose_documents
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.errors import DataError, OutputError
+from megatron_neobert.errors import DataError
 
 RECORDS = 60
 VALUES = ["wiki", "web", "b\u00fccher", None, 7]
@@ -100,8 +99,6 @@ def test_attributes_have_the_same_bytes_for_any_number_of_workers_and_a_split_ke
 def test_overwriting_a_corpus_removes_its_attributes(workspace):
     workspace.run("fresh")
     workspace.run(record_keys=("meta.from",))
-    with pytest.raises(OutputError, match=r"content_document\.attributes\.parquet"):
-        workspace.run()
     workspace.run(overwrite=True)
     assert workspace.contents() == workspace.contents("fresh")
     assert "attributes" not in workspace.contents()["content_document.json"].decode()
@@ -134,13 +131,3 @@ def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(
     }
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | counted))
     check_content(Corpus(workspace.corpus().prefix))
-
-
-def test_names_that_are_not_utf8_keep_their_attributes(workspace):
-    file, name = os.fsdecode(b"d\xff.jsonl"), os.fsdecode(b"run\xff")
-    workspace.add_lines(file, *(json.dumps({"content": "hello world", "meta": {"from": "new"}}) for _ in range(3)))
-    workspace.run(name, record_keys=("meta.from",))
-    corpus = workspace.corpus(name)
-    assert attribute_types(corpus) == {"meta_from": "a text", "length": "a number", "input": "a text"}
-    chosen = [choose_documents(corpus, [where], None) for where in ("meta_from=='new'", "input=='d*'", "length>=1")]
-    assert [len(ChosenDocuments(bits, range(len(corpus)))) for bits in chosen] == [3, 3, len(corpus)]

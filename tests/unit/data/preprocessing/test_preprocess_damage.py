@@ -1,6 +1,9 @@
 """Damaged input files, and fast back ends that give wrong ids."""
 
 import gzip
+import http.server
+import threading
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +20,22 @@ from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch
 from megatron_neobert.errors import ConfigError, DataError
 
 # --- damaged input files
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Print nothing: a test checks that no output contains the query of a request."""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Address of a web server that ignores range requests and always sends whole files."""
+    pytest.importorskip("aiohttp")
+    handler = partial(QuietHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
 
 
 def add_damaged_inputs(workspace):
@@ -40,16 +59,8 @@ def test_damaged_inputs_are_reported_together_after_all_others_are_finished(work
     workspace.add_texts("d.json", "xyz")
     (workspace.inputs / "b.gz").write_bytes(gzip.compress(b'{"content": "hello"}'))
     workspace.run(resume=True)
-    assert decoded(workspace) == [
-        "hello",
-        "world [UNK]",
-        "hello",
-        "hello",
-        "world [UNK]",
-        "xyz",
-        "hello",
-        "world [UNK]",
-    ]
+    sound = ["hello", "world [UNK]"]
+    assert decoded(workspace) == [*sound, "hello", *sound, "xyz", *sound]
 
 
 def test_quarantined_inputs_are_left_out_as_a_whole_and_named_in_the_manifest(workspace, monkeypatch):
@@ -76,20 +87,6 @@ def test_quarantined_inputs_are_left_out_as_a_whole_and_named_in_the_manifest(wo
     workspace.run("sound")
     for end in ("bin", "idx"):
         assert workspace.contents("sound")[f"content_document.{end}"] == workspace.contents()[f"content_document.{end}"]
-
-
-def test_plan_names_all_unusable_tables(workspace):
-    for number, table in enumerate([{"content": ["hello"]}, {"text": ["hello"]}, {"content": [1]}, {"content": ["x"]}]):
-        pq.write_table(pa.table(table), workspace.inputs / f"{number}.parquet")
-    (workspace.inputs / "3.parquet").write_bytes((workspace.inputs / "3.parquet").read_bytes()[:-20])
-    reasons = [
-        r"1\.parquet has no column 'content'",
-        r"2\.parquet: column 'content' has type int64",
-        r"3\.parquet: damaged",
-    ]
-    with pytest.raises(DataError, match="(?s)3 of 4 input files .*" + ".*\n.*".join(reasons)):
-        plan_preprocessing(workspace.settings())
-    assert not (workspace.folder / "out").exists()
 
 
 def test_credentials_of_urls_stay_out_of_manifest_partial_folder_and_screen(workspace, server):

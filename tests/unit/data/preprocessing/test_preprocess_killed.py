@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from commands import ENVIRONMENT, command_line
 from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
-from unit.data.command_place import LETTERS, arguments_of, corpus_bytes, make_place
+from unit.data.command_place import LETTERS, arguments_of, make_place
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_stop_signal_ends_the_run_with_75_and_finished_chunks_are_resumed(folder
     assert re.match(f"stopped by {number.name}: [12] finished chunks are kept in ", errors)
     finish(folder, "--resume")
     finish(folder, "--output-prefix", folder / "fresh")
-    assert corpus_bytes(folder) == corpus_bytes(folder, "fresh")
+    assert all_bytes(folder, "run") == all_bytes(folder, "fresh")
 
 
 def test_full_disk_ends_the_run_with_74_and_the_run_is_resumed_when_there_is_room(folder):

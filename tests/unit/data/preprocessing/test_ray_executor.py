@@ -5,7 +5,6 @@ import signal
 import socket
 import tempfile
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from unit.data.preprocess_workspace import add_mixed_inputs
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.runtime.executors import RayCluster
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 psutil = pytest.importorskip("psutil")
@@ -56,21 +54,6 @@ def test_chunk_of_a_killed_ray_worker_is_tokenized_again(workspace):
         killer.join()
     assert len(killed) == 1
     assert workspace.contents("ray") == workspace.contents("local")
-
-
-@pytest.mark.parametrize(
-    ("failure", "expected", "message"),
-    [
-        (ray.exceptions.RayTaskError("work", "at line 5", IndexError()), ray.exceptions.RayTaskError, "at line 5"),
-        (ray.exceptions.WorkerCrashedError(), ChildProcessError, "the Ray worker at a chunk died 4 times"),
-    ],
-)
-def test_bug_of_a_job_is_not_reported_as_a_dead_worker(failure, expected, message):
-    cluster, future = object.__new__(RayCluster), Future()
-    cluster._ray = ray
-    future.set_exception(failure)
-    with pytest.raises(expected, match=message):
-        cluster.result(future, "a chunk")
 
 
 def test_cluster_of_another_user_in_the_temporary_folder_is_not_joined(workspace, monkeypatch, capsys):

@@ -1,8 +1,8 @@
 """Fast back ends give the ids of the reference, and a difference in a verified document is detected."""
 
+import importlib.metadata
 import json
 import pickle
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,10 +48,6 @@ def fast_encode(tokenizer: Tokenizer) -> EncodeTexts:
     return fast_backends._build_nanotoken(tokenizer)
 
 
-def encoder_of(tokenizer: Tokenizer, fast: EncodeTexts) -> Encoder:
-    return Encoder(tokenizer, name="fast 1.0", fast=fast)
-
-
 @pytest.fixture
 def two_tokenizers(tmp_path):
     """A tokenizer, and another one in which the ids of "odd" and "world" are swapped."""
@@ -92,7 +88,7 @@ def test_gigatoken_gives_the_reference_ids_for_books(shared_data):
 @pytest.mark.parametrize("backend", ["fast", "reference"])
 def test_text_of_special_tokens_stays_text_with_every_back_end(tmp_path, backend):
     for tokenizer in (wordpiece(tmp_path), byte_level_bpe(["<mask> <s> </s> <pad> <unk>"] * 20)):
-        encoder = open_encoder(tokenizer, backend)
+        encoder = open_encoder(pickle.loads(pickle.dumps(tokenizer)), backend)
         text = " ".join(["hello", *tokenizer.special_names.values(), *ROBERTA, *SPECIAL])
         control = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
         assert set(control.encode(text, add_special_tokens=False).ids) >= set(tokenizer.special_ids)
@@ -129,7 +125,7 @@ def test_ordinary_added_tokens_keep_their_ids_with_gigatoken():
 )
 def test_wrong_ids_are_detected_in_the_first_64_documents_and_in_every_2000th(two_tokenizers, number, is_detected):
     right, wrong = two_tokenizers
-    encoder = encoder_of(right, fast_encode(wrong))
+    encoder = Encoder(right, name="fast 1.0", fast=fast_encode(wrong))
     texts = ["hello"] * 4100
     texts[number] = "hello odd worlds"
     if not is_detected:
@@ -153,7 +149,7 @@ def test_wrong_number_of_lengths_or_ids_is_a_mismatch_in_any_batch(tmp_path):
         lambda texts: right(texts[1:]),
         lambda texts: EncodedBatch(right(texts).ids[1:], right(texts).lengths),
     ):
-        encoder = encoder_of(tokenizer, right)
+        encoder = Encoder(tokenizer, name="fast 1.0", fast=right)
         encoder.encode_batch(["hello"] * 64)
         encoder._fast = wrong
         with pytest.raises(BackendMismatch, match=r"for 2 documents"):
@@ -176,9 +172,9 @@ def test_panic_of_a_rust_back_end_is_a_mismatch_and_ctrl_c_is_not(tmp_path):
         panic([])
     assert not isinstance(caught.value, Exception)  # control: `except Exception` does not catch it
     with pytest.raises(BackendMismatch, match=r"fast 1\.0 failed \(PanicException: AddedVocabulary bad split\)"):
-        encoder_of(tokenizer, panic).encode_batch(["a"])
+        Encoder(tokenizer, name="fast 1.0", fast=panic).encode_batch(["a"])
     with pytest.raises(KeyboardInterrupt):
-        encoder_of(tokenizer, interrupt).encode_batch(["a"])
+        Encoder(tokenizer, name="fast 1.0", fast=interrupt).encode_batch(["a"])
 
 
 # --- choice of the back end
@@ -201,18 +197,13 @@ def test_model_without_fast_back_end_falls_back_with_a_note_or_is_refused():
         open_encoder(unigram(), "fast")
 
 
-def test_missing_package_falls_back_with_its_remedy_or_is_refused(tmp_path, monkeypatch):
-    import importlib.metadata
-
+def test_missing_package_falls_back_with_its_remedy(tmp_path, monkeypatch):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    tokenizer = wordpiece(tmp_path)
+    encoder = open_encoder(wordpiece(tmp_path), "auto")
     remedy = f"nanotoken is not installed; {install_command('fast')}"
-    with pytest.raises(ConfigError, match=re.escape(remedy)):
-        open_encoder(tokenizer, "fast")
-    encoder = open_encoder(tokenizer, "auto")
     assert encoder.is_reference and encoder.note is not None and encoder.note.endswith(remedy)
 
 

@@ -168,14 +168,6 @@ def test_names_of_the_model_and_of_bert_are_recognised(tmp_path):
     assert (names["cls"], names["sep"], names["unk"]) == ("<bos>", "<eos>", "<oov>")
 
 
-def test_names_in_tokenizer_config_take_precedence(tmp_path):
-    path = train(tmp_path, model_type="bpe", control_symbols=["<start>"])
-    (tmp_path / "tokenizer_config.json").write_text('{"cls_token": {"content": "<start>"}, "mask_token": "<hole>"}')
-    tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.cls_id, tokenizer.special_names["mask"]) == (3, "<hole>")
-    assert path.name == "tokenizer.model"
-
-
 # --- files
 
 
