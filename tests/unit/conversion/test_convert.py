@@ -58,11 +58,8 @@ def test_export_with_a_wrong_setting_that_logits_do_not_show_is_refused(saved, t
     ("change", "message"),
     [
         ({"num_attention_heads": 0}, "--num-attention-heads 0 is below 1"),
-        ({"ffn_hidden_size": -8}, "--ffn-hidden-size -8 is below 1"),
         ({"hidden_size": 2**31}, "shape"),
         ({"num_layers": 3}, r"of 2 layers, but settings.yaml has --num-layers 3\."),
-        ({"num_layers": 10**9}, r"of 2 layers, but settings.yaml has --num-layers 1000000000\."),
-        ({"swiglu": False}, "iter_0000030 was trained with .*swiglu False.* have SwiGLU"),
         ({"normalization": "LayerNorm"}, "iter_0000030 was trained with .*normalization LayerNorm.* have SwiGLU"),
     ],
 )
@@ -102,8 +99,6 @@ def test_existing_output_is_refused_and_not_changed(saved, tmp_path, existing):
 @pytest.mark.parametrize(
     ("flags", "missing", "code", "message"),
     [
-        (["--load", "nowhere"], None, 66, "nowhere holds no checkpoint; name the folder given to --save"),
-        (["--load", "loop"], None, 66, "loop holds no checkpoint"),
         (["--iteration", "77"], None, 66, "holds no checkpoint of iteration 77. Choose one of 30."),
         ([], "MANIFEST.json", 66, "checkpoints holds no checkpoint"),
         ([], "rank_00000.safetensors", 78, "rank_00000.safetensors: missing"),
@@ -113,7 +108,6 @@ def test_missing_checkpoint_or_file_has_its_message_and_exit_code(
     saved, tmp_path, monkeypatch, flags, missing, code, message
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop").symlink_to("loop")
     if missing:
         (saved.iteration_folder / missing).unlink()
     exit_code, _, error = to_hf("checkpoints", "model", *flags)

@@ -13,8 +13,8 @@ import pytest
 from commands import call
 from saved_model import assert_nothing_written, convert
 
-from megatron_neobert.errors import MissingInputError, OutputError, run_command
-from megatron_neobert.runtime.atomic_files import build_folder, require_folder
+from megatron_neobert.errors import OutputError, run_command
+from megatron_neobert.runtime.atomic_files import build_folder
 
 
 @contextmanager
@@ -89,12 +89,6 @@ def test_error_of_an_input_is_not_an_error_of_the_output(tmp_path: Path):
     with pytest.raises(FileNotFoundError), build_folder(tmp_path / "model"):
         (tmp_path / "input").read_bytes()
     assert_nothing_written(tmp_path)
-
-
-def test_file_is_not_a_folder(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(MissingInputError, match=r"--results .*file: no such folder"):
-        require_folder("--results", tmp_path / "file")
 
 
 def test_output_that_another_program_created_meanwhile_is_kept(tmp_path: Path):

@@ -69,12 +69,6 @@ def test_changed_weight_is_not_equal_and_equal_within_a_larger_tolerance(saved, 
     assert call("verify", saved.save, model, "--tolerance", "2")[0] == 0
 
 
-def test_folder_without_a_model_is_a_missing_input(model, tmp_path):
-    (tmp_path / "empty").mkdir()
-    code, _, error = call("verify", model, tmp_path / "empty")
-    assert code == 66 and "empty" in error
-
-
 def test_damaged_head_of_a_llama_folder_is_refused(exported):
     folder, _ = exported(layout="llama")
     damaged = shutil.copytree(folder, folder.with_name("damaged"))

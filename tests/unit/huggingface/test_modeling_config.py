@@ -47,10 +47,8 @@ def test_published_config_is_read_and_saved_with_the_names_of_this_code(shared_d
 @pytest.mark.parametrize(
     ("settings", "fragments"),
     [
-        ({"hidden_size": 33}, ["hidden_size 33", "num_attention_heads 4"]),
         ({"hidden_size": 36}, ["dim_head 9", "even"]),
         ({"dim_head": 16}, ["dim_head 16", "hidden_size 32"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "rope_theta"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "rope_theta"]),
         ({"rope_parameters": {"rope_theta": 5e3}, "rope_theta": 1e4}, ["rope_theta 5000", "rope_theta 10000"]),
     ],

@@ -13,14 +13,11 @@ import transformers
 from tiny_neobert import build_documents, build_model, gap, pack, pad
 
 from megatron_neobert.huggingface.modeling_neobert import (
-    AUTO_MAP,
-    NeoBERT,
     NeoBERTForMaskedLM,
 )
 
 DOCUMENTS = build_documents()
 BATCH = pad(DOCUMENTS)
-TASKS = [name for name in AUTO_MAP if name != "AutoConfig"]
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +47,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(task: str, folder: Path, **options: Any) -> Any:
     return getattr(transformers, task).from_pretrained(folder, trust_remote_code=True, local_files_only=True, **options)
-
-
-@pytest.mark.usefixtures("remote_code", "only_remote_code")
-@pytest.mark.parametrize("task", TASKS)
-def test_folder_is_loaded_as_every_class_and_saved_with_its_code(task: str, saved: Path, tmp_path: Path):
-    model, info = load(task, saved, output_loading_info=True)
-    assert type(model).__name__ == AUTO_MAP[task].split(".")[1]
-    assert type(model).__module__.startswith("transformers_modules.")
-    assert {name.split(".")[0] for name in info["missing_keys"]} <= {"dense", "classifier"}
-    expected = build_model(NeoBERT)(**BATCH).last_hidden_state
-    assert torch.equal(model.eval().base_model(**BATCH).last_hidden_state, expected)
-
-    model.save_pretrained(tmp_path)
-    code = Path(sys.modules[NeoBERT.__module__].__file__ or "")
-    assert (tmp_path / "modeling_neobert.py").read_bytes() == code.read_bytes()
-    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["auto_map"] == AUTO_MAP
-    again = load(task, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
 @pytest.mark.usefixtures("remote_code", "only_remote_code")
