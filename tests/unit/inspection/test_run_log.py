@@ -71,10 +71,7 @@ def test_a_line_that_was_appended_to_a_cut_line_is_read(tmp_path):
         "[" * 100_000,
         '{"iteration": ' + "9" * 5000 + ', "loss": 1}',
         '{"iteration": -1, "loss": 1}',
-        '{"iteration": true, "loss": 1}',
-        '{"iteration": 20.5, "loss": 1}',
         '{"loss": 1}',
-        "[1, 2]",
         "\0",
     ],
 )

@@ -1,7 +1,6 @@
 """Values and lines that an interval logs, with and without skipped updates."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,20 +85,7 @@ CPU = {
     "eta_seconds": 6 * 86_400 + 3 * 3_600 + 59 * 60,
 }
 GPUS = {"tokens_per_second": 1.2e6, "tflops_per_rank": 247.25, "mfu": 0.25, "memory_gib": 41.23}
-
-
-def test_slowest_rank_is_that_of_the_means_of_the_interval(tmp_path, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    monitor = start(tmp_path)
-    times_us = [(0, 0, 0), (10, 20, 90), (10, 80, 30)]  # the first step of a start has no previous step
-    for iteration, compute_us in enumerate(times_us, start=1):
-        monitor.add(replace(result(), compute_us=compute_us), state_of(iteration))
-    monitor.close_interval(state_of(3), lr=1e-4, grad_norm=1.0)
-    line = recorded(monitor)[-1]
-    assert line["slowest_rank"] == 2
-    assert line["compute_seconds"] == pytest.approx((20 + 80) / 2 / 1e6)
-    assert line["slowest_rank_lead"] == pytest.approx((90 + 30) / (20 + 80) - 1)
+GPUS |= {"slowest_rank": 213, "slowest_rank_lead": 0.124, "compute_seconds": 1.2345}
 
 
 def test_lines_of_an_interval_on_cpu_and_on_gpus():
@@ -107,10 +93,7 @@ def test_lines_of_an_interval_on_cpu_and_on_gpus():
         "iteration 120000/1000000 | loss 2.4131 | accuracy 51.23 % | grad norm 0.831\n"
         "  lr 6.0e-04 | 9.34 k tok/s | 14.9 GFLOP/s | 0.8 GiB | wait 0 % | ETA 6 d 3 h"
     )
-    lines = interval_lines("iteration 120000/1000000", CPU | GPUS)
-    assert lines.endswith("| 1.20 M tok/s | MFU 25.0 % | 41 GiB | wait 0 % | ETA 6 d 3 h")
-    ranks = {"slowest_rank": 213, "slowest_rank_lead": 0.124, "compute_seconds": 1.2345}
-    assert interval_lines("iteration 120000/1000000", CPU | GPUS | ranks) == (
-        f"{lines}\n  slowest rank 213, 12 % above the median of 1.23 s per step"
+    assert interval_lines("iteration 120000/1000000", CPU | GPUS).endswith(
+        "| 1.20 M tok/s | MFU 25.0 % | 41 GiB | wait 0 % | ETA 6 d 3 h\n"
+        "  slowest rank 213, 12 % above the median of 1.23 s per step"
     )
-    assert interval_lines("iteration 120000/1000000", CPU | GPUS | ranks | {"slowest_rank_lead": 0.009}) == lines
