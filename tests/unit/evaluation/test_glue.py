@@ -10,7 +10,7 @@ from unit.evaluation.glue_inputs import build_options, write_inputs
 
 from megatron_neobert.errors import ConfigError, MissingInputError
 from megatron_neobert.evaluation import sweep
-from megatron_neobert.evaluation.glue import evaluate, read_task
+from megatron_neobert.evaluation.glue import evaluate
 from megatron_neobert.evaluation.ledger import LEDGER, Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.sweep import best_weights, last_sweep
@@ -99,18 +99,6 @@ def test_other_settings_are_measured_separately_and_leave_earlier_weights_and_or
     shutil.rmtree(weights)
     assert run(options) == [], "the user may remove weights"
     assert record_of(options)["results"]["tasks"]["sst2"]["kept"] is None
-
-
-def test_changed_data_is_measured_again(inputs, tmp_path):
-    shutil.copytree(inputs / "glue", tmp_path / "glue")
-    shutil.copytree(inputs / "model", tmp_path / "model")
-    options = build_options(tmp_path, "sst2")
-    assert len(run(options)) == 1
-    path = tmp_path / "glue" / "SST-2" / "train.csv"
-    header, *lines = path.read_text().splitlines()
-    path.write_text("\n".join([header, *reversed(lines)]) + "\n")
-    read_task.cache_clear()  # a new command starts without the cache
-    assert len(run(options)) == 1
 
 
 @pytest.mark.slow

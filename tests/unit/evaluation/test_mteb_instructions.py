@@ -1,6 +1,5 @@
 """Instructions and the choice of tasks."""
 
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,20 +58,6 @@ def test_recipe_has_an_instruction_for_every_task_of_both_english_benchmarks_and
     assert {name.removesuffix("-document") for name in prompts} <= known
 
 
-def test_papers_benchmark_has_56_tasks_and_twelve_forums_in_one_of_them():
-    tasks = choose_tasks(MTEB_PAPER, (), (), Path())
-    assert Counter(task.metadata.type for task in tasks) == {
-        "Classification": 12,
-        "Clustering": 11,
-        "PairClassification": 3,
-        "Reranking": 4,
-        "Retrieval": 15,
-        "STS": 10,
-        "Summarization": 1,
-    }
-    assert len(flatten(tasks)) == 56 - 1 + 12
-
-
 def test_task_by_name_has_the_benchmarks_settings_and_an_unknown_or_repeated_name_is_refused():
     (msmarco,) = by_name("MSMARCO")
     assert msmarco.eval_splits == ["dev"]
@@ -80,14 +65,3 @@ def test_task_by_name_has_the_benchmarks_settings_and_an_unknown_or_repeated_nam
         by_name("SICKR")
     with pytest.raises(ConfigError, match="names a task twice"):
         by_name("STS12", "STS12")
-
-
-def test_any_benchmark_and_any_language_of_mteb_can_be_chosen():
-    german = choose_tasks("MTEB(deu, v1)", (), (), Path())
-    assert "deu" in german[0].metadata.languages
-    (sts,) = by_name("STS22.v2", languages=("deu", "fra"))
-    assert sts.hf_subsets and set(sts.hf_subsets) <= {"de", "fr", "de-fr", "de-en", "fr-pl", "de-pl"}
-    with pytest.raises(ConfigError, match=r"no such benchmark; did you mean 'MTEB\(deu, v1\)'"):
-        choose_tasks("MTEB(deu, v11)", (), (), Path())
-    with pytest.raises(ConfigError, match="--languages"):
-        by_name("STS22.v2", languages=("klingon",))

@@ -89,10 +89,8 @@ def test_every_format_gives_the_same_sentences(tmp_path, format_):
     [
         ("cat\n", "line 1: 'cat' is one field; a line must begin with a word and end with its tag"),
         ("the O\ncat ANIMAL\n", "train row 0: 'ANIMAL' is not a tag"),
-        ("\n\n", "train has no rows"),
         ({"tokens": [["a"]], "ner_tags": [[1]]}, "tag 1 has no name, because the file has no tag names"),
         ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "row 0 has 2 words, but 1 tags"),
-        ({"text": ["a"]}, "has the columns text, but no tokens, ner_tags"),
     ],
 )
 def test_data_with_missing_columns_or_invalid_tags_is_refused_with_its_position(tmp_path, content, message):

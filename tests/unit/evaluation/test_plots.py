@@ -1,20 +1,13 @@
-"""Figures show the bands that they are given, and names as they are."""
+"""Figures show names as they are."""
 
 from megatron_neobert.evaluation.plots import Curve, plot_curves
 
 X, Y = [512, 1024, 2048], [3, 2, 1]
-NAN = float("nan")
 
 
 def draw(path, *curves, **options):
     plot_curves(path, curves, **{"x_label": "tokens", "y_label": "tokens/s", "title": "t", **options})
     return path.read_bytes()
-
-
-def test_band_is_drawn_except_where_its_values_are_missing(tmp_path):
-    without = draw(tmp_path / "a.png", Curve("a", X, Y), log_y=True)
-    assert draw(tmp_path / "a.png", Curve("a", X, Y, [2, 1, NAN], [4, 3, NAN]), log_y=True) != without
-    assert draw(tmp_path / "a.png", Curve("a", X, Y, [NAN] * 3, [NAN] * 3), log_y=True) == without
 
 
 def test_names_with_an_underscore_or_dollars_are_shown_as_they_are(tmp_path):

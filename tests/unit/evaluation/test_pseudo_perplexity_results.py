@@ -30,11 +30,6 @@ def test_mean_squared_standard_error_is_the_variance_of_the_mean_over_all_draws(
     assert fmean(r.mean_nll for r in results) == pytest.approx(fmean(losses))
 
 
-def test_standard_error_is_zero_if_every_token_was_masked_and_unknown_for_one_of_several():
-    assert result_of([1.0, 2.0, 5.0]).standard_error == 0
-    assert result_of([1.0], tokens=3).standard_error is None
-
-
 def test_documents_are_weighted_by_their_tokens_however_many_were_drawn():
     short, long = result_of([1.0, 3.0]), result_of([4.0, 6.0], tokens=100)
     average = average_over_tokens([short, long])
