@@ -1,6 +1,5 @@
 """Scores: metrics, grids, the best point of a grid, and the average over tasks."""
 
-import math
 import statistics
 
 import numpy as np
@@ -16,18 +15,15 @@ from megatron_neobert.evaluation.sweep import GRIDS, summarise, write_results
 SETTINGS = {"protocol": {"epochs": 10, "limit": None}, "grid": {}, "seeds": [0], "data": {}, "from_mnli": False}
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 1])
 PREDICTED = np.array([1, 1, 0, 0, 0, 1, 0, 1])
-TP, TN, FP, FN = 3, 3, 1, 1
-F1 = 2 * TP / (2 * TP + FP + FN)
-MATTHEWS = (TP * TN - FP * FN) / math.sqrt((TP + FP) * (TP + FN) * (TN + FP) * (TN + FN))
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ("cola", {"matthews": MATTHEWS}),
-        ("mrpc", {"accuracy": 6 / 8, "f1": F1}),
-        ("qqp", {"accuracy": 6 / 8, "f1": F1}),
+        ("cola", {"matthews": 0.5}),
+        ("mrpc", {"accuracy": 6 / 8, "f1": 6 / 8}),
+        ("qqp", {"accuracy": 6 / 8, "f1": 6 / 8}),
         ("rte", {"accuracy": 6 / 8}),
     ],
 )
@@ -37,9 +33,7 @@ def test_classification_scores_are_the_metrics_of_the_task(task, expected):
 
 def test_stsb_scores_are_pearson_and_spearman_correlations():
     labels, predicted = np.array([0.0, 1.0, 2.5, 4.0, 5.0]), np.array([0.3, 0.1, 2.0, 9.0, 4.0])
-    # Spearman's formula, from the squared differences of the ranks.
-    squares = sum((a - b) ** 2 for a, b in zip([1, 2, 3, 4, 5], [2, 1, 3, 5, 4], strict=True))
-    expected = {"pearson": np.corrcoef(labels, predicted)[0, 1], "spearman": 1 - 6 * squares / (5 * (25 - 1))}
+    expected = {"pearson": np.corrcoef(labels, predicted)[0, 1], "spearman": 0.8}
     assert compute_scores(TASKS["stsb"], predicted[:, None], labels) == pytest.approx(expected)
 
 

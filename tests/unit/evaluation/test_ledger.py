@@ -1,11 +1,17 @@
-"""The ledger of finished work: keys, order, locking, and damaged files."""
+"""The ledger of finished work, and the models under evaluation: what identifies them, and what may be missing."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from unit.evaluation.pseudo_perplexity_models import WORDS, write_model
 
-from megatron_neobert.errors import DataError, OutputError
-from megatron_neobert.evaluation.ledger import LEDGER, Ledger, open_ledger
+from megatron_neobert.errors import ConversionError, DataError, OutputError
+from megatron_neobert.evaluation import models
+from megatron_neobert.evaluation.ledger import LEDGER, Ledger, open_ledger, read_record, write_record
 
 UNIT = {"model": "abc", "data": {"train": "def"}, "lengths": (8, 16), "rate": 1e-5}
 
@@ -63,3 +69,81 @@ def test_ledger_that_is_open_can_be_read_but_not_opened_again(tmp_path):
             pass
     with open_ledger(tmp_path) as ledger:
         assert ledger.find(UNIT) == {}
+
+
+# --- models: what identifies them, and which weights may be missing from their folders
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", "Bert")
+
+
+def remove_weight(folder: Path, name: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_fingerprint_changes_with_weights_and_tokenizer_but_not_with_the_card_or_an_onnx_export(
+    folder: Path, tmp_path: Path
+):
+    first = models.fingerprint(folder)
+    (folder / "README.md").write_text("a card")
+    (folder / "onnx").mkdir()
+    shutil.copy(folder / "config.json", folder / "onnx")
+    assert models.fingerprint(folder) == first
+    fingerprints = {first, models.fingerprint(write_model(tmp_path / "other", "Bert", seed=1))}
+    (folder / "1_Pooling").mkdir()
+    names = ("tokenizer.json", "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
+    for name, content in zip(names, ("{}", '[{"path": "1_Pooling"}]', "{}", "{}"), strict=True):
+        (folder / name).write_text(content)
+        fingerprints.add(models.fingerprint(folder))
+    assert len(fingerprints) == 2 + len(names)
+
+
+def test_record_names_the_model_and_the_machines_and_versions_of_the_measurements(folder: Path, tmp_path: Path):
+    path = tmp_path / "results" / "model" / "throughput.json"
+    with open_ledger(tmp_path, "cpu") as ledger:
+        ledger.add({"task": 1}, {})
+        ledger.add({"task": 2}, {}, {"machine": "a GPU", "versions": {"torch": "1.0"}})
+    results = {"tokens": 1.5}
+    write_record(path, "throughput", folder=folder, settings={"seed": 3}, results=results, lines=ledger.lines.values())
+    record = read_record(path)
+    assert record["model"] == {"name": "model", "fingerprint": models.fingerprint(folder)}
+    assert (record["kind"], record["settings"], record["results"]) == ("throughput", {"seed": 3}, {"tokens": 1.5})
+    assert record["versions"]["torch"] == f"{torch.__version__}, 1.0"
+    assert record["command"]
+    assert "CPU" in record["machine"] and record["machine"].endswith("; a GPU")
+
+
+def test_missing_masked_language_model_head_is_refused(tmp_path: Path):
+    folder = write_model(tmp_path / "model", "EuroBert")
+    remove_weight(folder, "lm_head.weight")
+    refusal = r"lm_head\.weight is not there; AutoModelForMaskedLM would have random weights there"
+    with pytest.raises(ConversionError, match=refusal):
+        models.load_model(folder, "AutoModelForMaskedLM")
+    assert models.load_model(folder, "AutoModel") is not None
+
+
+def test_classification_head_may_be_missing_but_the_encoder_may_not(folder: Path):
+    models.load_model(folder, "AutoModelForSequenceClassification", num_labels=3).save_pretrained(folder)
+    assert models.load_model(folder, "AutoModelForSequenceClassification", num_labels=5).num_labels == 5
+    lost = next(name for name in load_file(folder / "model.safetensors") if "attention" in name)
+    remove_weight(folder, lost)
+    with pytest.raises(ConversionError, match=f"{lost} is not there"):
+        models.load_model(folder, "AutoModelForSequenceClassification", num_labels=3)
+
+
+@pytest.mark.parametrize(
+    "auto_class", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
+)
+@pytest.mark.parametrize("kind", ["Bert", "EuroBert", "neobert"])
+def test_encoder_whose_weights_have_another_shape_than_its_config_is_refused(
+    tmp_path: Path, kind: str, auto_class: str
+):
+    folder = write_model(tmp_path / "model", kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(WORDS) + 8}))
+    with pytest.raises(ConversionError, match=rf"embed|encoder\.weight.*the shape \({len(WORDS)}, 32\) and not"):
+        models.load_model(folder, auto_class)

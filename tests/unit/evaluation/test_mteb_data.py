@@ -63,20 +63,6 @@ def test_stored_task_has_the_same_scores_as_a_loaded_task(mock, encoder, tmp_pat
     assert json.dumps(evaluate(encoder, stored).scores) == json.dumps(evaluate(encoder, mock()).scores)
 
 
-def test_settings_that_loading_changes_are_stored(tmp_path):
-    class ChangesSetting(STS):
-        max_fraction_of_documents_to_embed = 0.5
-
-        def load_data(self, **kwargs):
-            super().load_data(**kwargs)
-            self.max_fraction_of_documents_to_embed = None
-
-    store_task(tmp_path, ChangesSetting())
-    task = ChangesSetting()
-    load_task(tmp_path, task)
-    assert task.max_fraction_of_documents_to_embed is None
-
-
 def test_data_of_another_revision_is_refused(tmp_path):
     task = STS()
     store_task(tmp_path, task)

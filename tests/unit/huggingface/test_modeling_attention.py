@@ -7,12 +7,10 @@ import torch
 import transformers
 from tiny_neobert import FlashKernel, build_documents, build_model, gap, logits_alone, pack, pad
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ROUNDING = 1e-5  # difference between two orders of the same sums in fp32
 WRONG = 1e-2  # smallest difference in the negative controls
 DOCUMENTS = build_documents()
-# flex_attention would compile for half a minute; a test below checks its masks only.
 with_eager_and_sdpa = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 
 
@@ -104,26 +102,3 @@ def test_invalid_inputs_are_refused_with_their_values(inputs: dict[str, Any], fr
     with pytest.raises(ValueError) as caught:
         build_model()(**inputs)
     assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []
-
-
-def test_block_masks_for_flex_attention_separate_documents_and_padding(monkeypatch: pytest.MonkeyPatch):
-    masks = []
-
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        masks.append(mask)
-        return value.transpose(1, 2), None
-
-    def to_pairs(mask: Any, rows: int, length: int) -> Tensor:
-        row, query, key = torch.meshgrid(*map(torch.arange, (rows, length, length)), indexing="ij")
-        return mask.mask_mod(row, torch.tensor(0), query, key)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flex_attention", record)
-    model, batch, row = build_model(attention="flex_attention"), pad(DOCUMENTS), pack(DOCUMENTS)
-    model(input_ids=batch["input_ids"])
-    model(**batch)
-    model(**row)
-    unmasked, padded, packed = masks[::2]  # those of the first layer
-    assert unmasked is None
-    assert torch.equal(to_pairs(padded, 3, 9), batch["attention_mask"].bool()[:, None].expand(3, 9, 9))
-    document = torch.tensor([0] * 9 + [1] + [2] * 6)
-    assert torch.equal(to_pairs(packed, 1, 16)[0], document[:, None] == document[None, :])

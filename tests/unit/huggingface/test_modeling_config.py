@@ -31,12 +31,7 @@ def test_published_config_is_read_and_saved_with_the_names_of_this_code(shared_d
     published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text(encoding="utf-8"))
     config = NeoBERTConfig.from_dict({**published, "max_length": 2048})
     assert config.max_position_embeddings == 2048
-    assert {name: getattr(config, name) for name in ("hidden_size", "norm_eps", "rope_theta", "dim_head")} == {
-        "hidden_size": 768,
-        "norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "dim_head": 64,
-    }
+    assert (config.hidden_size, config.norm_eps, config.rope_theta, config.dim_head) == (768, 1e-5, 10_000.0, 64)
     config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert saved["max_position_embeddings"] == 2048

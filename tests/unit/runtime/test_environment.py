@@ -1,5 +1,6 @@
 """Rank and node are read from environment variables, and wrong variables are refused with one sentence."""
 
+import os
 import re
 
 import pytest
@@ -9,22 +10,14 @@ from megatron_neobert.errors import LauncherError
 from megatron_neobert.runtime.environment import Node, find_node, is_rank_zero, local_rank, world_size
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-VARIABLES = (*LAUNCHED, "NNODES", "NODE_RANK", "SLURM_NNODES", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
-VARIABLES += ("SLURM_STEP_NUM_TASKS",)
 
 
 @pytest.fixture
 def set_variables(monkeypatch):
-    """Return a function that sets these variables of a launcher and no others."""
-
-    def set_variables(variables):
-        for name in VARIABLES:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            if value is not None:
-                monkeypatch.setenv(name, value)
-
-    return set_variables
+    """Return a function that sets these variables and no others."""
+    return lambda variables: monkeypatch.setattr(
+        os, "environ", {name: value for name, value in variables.items() if value is not None}
+    )
 
 
 @pytest.mark.parametrize(("variables", "expected"), [(LAUNCHED, (2, 1, False)), ({}, (1, 0, True))])
