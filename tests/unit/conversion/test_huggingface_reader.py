@@ -14,7 +14,13 @@ from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, Llama
 
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.imports import read_folder
-from checkpoint_conversion.mapping import TABLES, to_internal, to_published
+from checkpoint_conversion.mapping import (
+    EUROBERT,
+    NEOBERT,
+    TABLES,
+    to_internal,
+    to_published,
+)
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
@@ -233,3 +239,40 @@ def test_index_that_does_not_fit_the_shards_is_refused(write, index, message):
     folder = write("neobert")
     split_into_shards(folder, **index)
     assert message in refusal(folder)
+
+
+# --- tensors that do not fit the model
+
+
+def edit(name: str, change: Callable[[Tensor], object]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: change(tensors[name])
+
+
+def add(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("decoder.final_layernorm.weight"), r"^missing: decoder\.final_.* has 16 tensors"),
+        (add("decoder.layers.2.mlp.x", 1), r"^not part of .*: decoder\.layers\.2\.mlp\.x;"),
+        (add("decoder.layers.1.mlp.linear_fc2.weight", 8, 7), r"linear_fc2\.weight has shape \(8, 7\).*\(32, 48\)"),
+        (edit("output_layer.weight", lambda tensor: tensor[2, 1:4].fill_(torch.nan)), r"weight has 3 of 4096 values"),
+        (
+            edit("output_layer.bias", lambda tensor: tensor[13].fill_(1)),
+            r"bias is not zero in rows 13 to 127.*13 tokens",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_the_model_are_refused_by_name(internal, change, message):
+    change(internal)
+    with pytest.raises(ConversionError, match=message):
+        to_published(internal, SHAPE, NEOBERT)
+
+
+def test_published_bias_that_is_not_zero_is_refused(internal):
+    published = to_published(internal, SHAPE, EUROBERT)
+    published["model.layers.1.mlp.down_proj.bias"][5] = 0.5
+    with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.down_proj\.bias has 1 nonzero values"):
+        to_internal(published, SHAPE, EUROBERT)

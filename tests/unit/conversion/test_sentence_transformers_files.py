@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
-from saved_model import MODEL, WORDS
+from saved_model import MODEL
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
@@ -17,7 +17,6 @@ from checkpoint_conversion.export import write_sentence_transformers_files
 from megatron_neobert.huggingface.auto_classes import register_neobert
 
 TEXTS = ["the cat sat on a mat .", "a mat"]
-MAX_TOKENS = MODEL.max_position_embeddings
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +47,6 @@ def test_embedding_is_the_mean_over_all_tokens(folder: Path, model: SentenceTran
     torch.testing.assert_close(encode(model, TEXTS), expected, atol=1e-6, rtol=0)  # measured: equal
     without_cls = torch.stack([last_hidden_states(folder, text)[1:].mean(dim=0) for text in TEXTS])
     assert (without_cls - expected).abs().max() > 1e-2, "[CLS] must be included"
-
-
-def test_long_text_is_truncated_at_max_seq_length_before_sep(model: SentenceTransformer):
-    text = " ".join(["cat"] * 100)
-    ids = model.preprocess([text])["input_ids"][0].tolist()
-    assert model.max_seq_length == MAX_TOKENS
-    assert ids == [WORDS.index(word) for word in ("[CLS]", *["cat"] * (MAX_TOKENS - 2), "[SEP]")]
-    fitting = " ".join(["cat"] * (MAX_TOKENS - 2))
-    torch.testing.assert_close(encode(model, [text]), encode(model, [fitting]), atol=0, rtol=0)
 
 
 def test_texts_are_embedded_without_padding_if_flash_attention_is_there(exported: Any, monkeypatch: pytest.MonkeyPatch):

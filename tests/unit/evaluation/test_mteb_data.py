@@ -84,15 +84,6 @@ def test_damaged_description_of_a_task_is_replaced(tmp_path, monkeypatch):
         assert stored_revision(tmp_path, task) == task.metadata.revision
 
 
-def test_task_without_data_has_no_score_and_names_its_missing_subtasks(encoder, tmp_path):
-    tasks = [mteb.get_task("CQADupstackRetrieval"), mteb.get_task("STS12"), STS()]
-    store_task(tmp_path, STS())
-    scores = run(encoder, tasks, tmp_path)
-    assert [score.score is None for score in scores] == [True, True, False]
-    assert scores[1].missing == "no data"
-    assert scores[0].missing.count("Retrieval") == 12
-
-
 def test_score_is_kept_until_data_or_settings_change(encoder, tmp_path, capsys):
     store_task(tmp_path, STS())
 

@@ -7,14 +7,25 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean, pvariance, variance
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from scipy import stats
-from unit.evaluation.pseudo_perplexity_models import LONGEST, make_texts, plain_losses, write_model, write_tokenizer
+from unit.evaluation.pseudo_perplexity_models import (
+    ARCHITECTURES,
+    LONGEST,
+    make_texts,
+    plain_losses,
+    write_model,
+    write_tokenizer,
+)
 
+from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation import pseudo_perplexity
 from megatron_neobert.evaluation.ledger import Ledger
+from megatron_neobert.evaluation.masked_scorer import MaskedDocument, Scorer
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.pseudo_perplexity import (
@@ -245,3 +256,74 @@ def test_band_is_students_interval_over_documents_and_missing_for_a_few():
     low, high = stats.t.interval(0.95, len(means) - 1, loc=fmean(means), scale=stats.sem(means))
     assert (point["low"], point["high"]) == pytest.approx((math.exp(low), math.exp(high)))
     assert point["pseudo_perplexity"] == pytest.approx(math.exp(fmean(means)))
+
+
+# --- losses of single masked tokens equal one plain forward pass per token
+
+
+SENTENCES = ["the cat sat on a mat .", "cat", "a mat sat on the cat on the mat . the cat ."]
+NEAR_NATS = 1e-4  # nats; measured: up to 4e-6
+
+
+@pytest.fixture
+def scorer(tmp_path):
+    return Scorer(write_model(tmp_path / "model", "Bert"))
+
+
+def mask_each_token(scorer, text):
+    ids_s = torch.tensor(scorer.tokenizer(text)["input_ids"], dtype=torch.int32)
+    return [MaskedDocument(ids_s, position) for position in range(1, len(ids_s) - 1)]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_losses_of_a_padded_batch_equal_a_plain_forward_pass_per_token(kind, tmp_path):
+    folder = write_model(tmp_path / kind, kind)
+    scorer = Scorer(folder)
+    losses = scorer.score([masked for text in SENTENCES for masked in mask_each_token(scorer, text)])
+    assert losses == pytest.approx([loss for text in SENTENCES for loss in plain_losses(folder, text)], abs=NEAR_NATS)
+
+
+def test_losses_without_the_mask_or_with_the_special_tokens_differ(scorer):
+    """Control: the comparison above would detect either mistake."""
+    right = plain_losses(scorer.folder, SENTENCES[0])
+    unmasked = plain_losses(scorer.folder, SENTENCES[0], with_mask=False)
+    assert np.abs(np.subtract(right, unmasked)).min() > 100 * NEAR_NATS
+    specials = plain_losses(scorer.folder, SENTENCES[0], with_specials=True)
+    assert abs(np.mean(specials) - np.mean(right)) > 100 * NEAR_NATS
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_longest_input_of_learned_positions_is_scored_and_a_longer_one_is_refused(kind, tmp_path):
+    folder = write_model(tmp_path / "model", kind)
+    with pytest.raises(ConfigError, match=f"--max-length {LONGEST + 1}: .* has {LONGEST} learned positions"):
+        Scorer(folder, max_length=LONGEST + 1)
+    scorer = Scorer(folder)
+    assert scorer.max_length == LONGEST
+    longest = torch.full((LONGEST,), 5, dtype=torch.int32)
+    assert math.isfinite(scorer.score([MaskedDocument(longest, LONGEST - 1)])[0])
+
+
+def test_tokenizer_without_a_mask_token_is_refused(tmp_path):
+    folder = write_model(tmp_path / "model", "EuroBert")  # a BERT's tokenizer has one by default
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        content = json.loads((folder / name).read_text())
+        del content["mask_token"]
+        (folder / name).write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match="its tokenizer has no mask token"):
+        Scorer(folder)
+
+
+def test_loss_that_is_not_finite_is_refused(scorer):
+    with torch.no_grad():
+        scorer.model.get_output_embeddings().bias.fill_(float("nan"))
+    with pytest.raises(DivergenceError, match="gives nan instead of a loss in float32"):
+        scorer.score(mask_each_token(scorer, "cat"))
+
+
+def test_batch_that_does_not_fit_into_memory_names_its_size_and_the_flag(scorer):
+    def run_out_of_memory(module, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    scorer.model.register_forward_pre_hook(run_out_of_memory)
+    with pytest.raises(ConfigError, match=r"7 documents of up to 9 tokens .* --batch-tokens below 63\."):
+        scorer.score(mask_each_token(scorer, SENTENCES[0]))
