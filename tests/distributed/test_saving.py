@@ -30,8 +30,7 @@ def tensors_of(checkpoint: Path) -> dict[str, bytes]:
 
 
 def saves_each_iteration(settings: Any, name: str, **checkpoint: Any) -> Settings:
-    run = settings(name)
-    return run.with_section("checkpoint", load=run.checkpoint.save, save_interval=1, **checkpoint)
+    return settings(name).with_section("checkpoint", save_interval=1, **checkpoint)
 
 
 def write_after_the_next_update() -> None:
