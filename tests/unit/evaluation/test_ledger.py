@@ -5,13 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from unit.evaluation.pseudo_perplexity_models import WORDS, write_model
 
 from megatron_neobert.errors import ConversionError, DataError, OutputError
 from megatron_neobert.evaluation import models
-from megatron_neobert.evaluation.ledger import LEDGER, Ledger, open_ledger, read_record, write_record
+from megatron_neobert.evaluation.ledger import LEDGER, Ledger, open_ledger
 
 UNIT = {"model": "abc", "data": {"train": "def"}, "lengths": (8, 16), "rate": 1e-5}
 
@@ -100,21 +99,6 @@ def test_fingerprint_changes_with_weights_and_tokenizer_but_not_with_the_card_or
         (folder / name).write_text(content)
         fingerprints.add(models.fingerprint(folder))
     assert len(fingerprints) == 2 + len(names)
-
-
-def test_record_names_the_model_and_the_machines_and_versions_of_the_measurements(folder: Path, tmp_path: Path):
-    path = tmp_path / "results" / "model" / "throughput.json"
-    with open_ledger(tmp_path, "cpu") as ledger:
-        ledger.add({"task": 1}, {})
-        ledger.add({"task": 2}, {}, {"machine": "a GPU", "versions": {"torch": "1.0"}})
-    results = {"tokens": 1.5}
-    write_record(path, "throughput", folder=folder, settings={"seed": 3}, results=results, lines=ledger.lines.values())
-    record = read_record(path)
-    assert record["model"] == {"name": "model", "fingerprint": models.fingerprint(folder)}
-    assert (record["kind"], record["settings"], record["results"]) == ("throughput", {"seed": 3}, {"tokens": 1.5})
-    assert record["versions"]["torch"] == f"{torch.__version__}, 1.0"
-    assert record["command"]
-    assert "CPU" in record["machine"] and record["machine"].endswith("; a GPU")
 
 
 def test_missing_masked_language_model_head_is_refused(tmp_path: Path):

@@ -32,7 +32,6 @@ from megatron_neobert.evaluation.pseudo_perplexity import (
     DocumentResult,
     average_by_length,
     average_over_tokens,
-    document_id,
     draw_positions,
     evaluate_model,
     select_documents,
@@ -64,15 +63,10 @@ def documents_in(output):
     return [(line["unit"]["document"], line["result"]) for line in ledger.lines.values()]
 
 
-def test_every_document_has_the_losses_of_a_plain_computation(folder, measure, tmp_path):
+def test_result_is_that_of_a_plain_computation(folder, measure):
     results = measure()
-    losses = {document_id(text): plain_losses(folder, text) for text in TEXTS}
-    documents = dict(documents_in(tmp_path))
-    sums = {id_: document["nll_sum"] for id_, document in documents.items()}
-    assert sums == pytest.approx({id_: sum(values) for id_, values in losses.items()}, rel=NEAR)
-    counts = {id_: document["positions"] for id_, document in documents.items()}
-    assert counts == {id_: len(values) for id_, values in losses.items()}
-    mean = fmean(loss for values in losses.values() for loss in values)
+    losses = [plain_losses(folder, text) for text in TEXTS]
+    mean = fmean(loss for values in losses for loss in values)
     assert results["pseudo_perplexity"] == pytest.approx(math.exp(mean), rel=NEAR)
     assert results["standard_error"] == 0
 
@@ -318,12 +312,3 @@ def test_loss_that_is_not_finite_is_refused(scorer):
         scorer.model.get_output_embeddings().bias.fill_(float("nan"))
     with pytest.raises(DivergenceError, match="gives nan instead of a loss in float32"):
         scorer.score(mask_each_token(scorer, "cat"))
-
-
-def test_batch_that_does_not_fit_into_memory_names_its_size_and_the_flag(scorer):
-    def run_out_of_memory(module, inputs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    scorer.model.register_forward_pre_hook(run_out_of_memory)
-    with pytest.raises(ConfigError, match=r"7 documents of up to 9 tokens .* --batch-tokens below 63\."):
-        scorer.score(mask_each_token(scorer, SENTENCES[0]))

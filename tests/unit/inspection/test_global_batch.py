@@ -6,17 +6,14 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from commands import call
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
-from unit.inspection.small_runs import LENGTHS, RED, REVERSED, settings_of, write_checkpoint
+from unit.inspection.small_runs import LENGTHS, RED, REVERSED, settings_of, write_checkpoint, write_corpora
 
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, PhaseChange
 from megatron_neobert.data.batches.windows import IGNORED_LABEL
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
-from megatron_neobert.inspection.batch_text import describe, read_sequences, token_kinds, token_text
+from megatron_neobert.inspection.batch_text import describe, read_sequences, token_kinds
 from megatron_neobert.inspection.global_batch import (
     checkpoint_before,
     override_settings,
@@ -26,6 +23,12 @@ from megatron_neobert.inspection.global_batch import (
 )
 
 CLS, SEP, MASK = 2, 3, 4  # indices in small_corpus.SPECIAL
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """A folder with vocab.txt and the corpora P and Q."""
+    return write_corpora(tmp_path_factory.mktemp("inspection"))
 
 
 def contents(settings, iteration, checkpoint=None):
@@ -158,23 +161,3 @@ def test_brackets_mark_predicted_tokens_and_control_characters_do_not_reach_the_
     assert len(re.findall(r"\[=", printed)) == kinds.count("unchanged") + 1
     assert RED not in printed and REVERSED not in printed
     assert r"\x1b[31mred" in printed and r"\u202edesrever" in printed
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "decoder", "texts"),
-    [
-        (["word", "##ly"], decoders.WordPiece(), [(" ", "word"), ("", "ly")]),
-        (["▁word", "ly"], decoders.Metaspace(), [(" ", "word"), ("", "ly")]),
-        (
-            ["Ġword", "ly", "Ã", "Ġ", "Ã©"],
-            decoders.ByteLevel(),
-            [(" ", "word"), ("", "ly"), ("", "Ã"), ("", "Ġ"), ("", "é")],
-        ),
-    ],
-)
-def test_tokens_of_every_kind_of_tokenizer_are_shown_as_text(vocabulary, decoder, texts):
-    ids = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *vocabulary])}
-    backend = Backend(models.WordLevel(ids, unk_token="[UNK]"))
-    backend.decoder = decoder
-    tokenizer = Tokenizer(backend, {role: f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")})
-    assert [token_text(tokenizer, 5 + number) for number in range(len(vocabulary))] == texts
