@@ -10,7 +10,6 @@ from mteb.mocks import ALL_MOCK_TASK_TEST_GRID  # noqa: E402
 from unit.evaluation.mteb_inputs import make_encoder, write_beir  # noqa: E402
 
 from megatron_neobert.errors import DataError, MissingInputError  # noqa: E402
-from megatron_neobert.evaluation.fetch import fetch_mteb  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb import TaskScore, build_encoder, build_units, run_tasks, to_results  # noqa: E402
@@ -21,7 +20,7 @@ from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
     store_task,
     stored_revision,
 )
-from megatron_neobert.evaluation.options import FetchMtebOptions, MtebOptions  # noqa: E402
+from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
 
 TYPES = ("Classification", "Clustering", "PairClassification", "Reranking", "Retrieval", "STS", "Summarization")
 MOCKS = [  # monolingual tasks of every type, and multilingual tasks of two types
@@ -71,17 +70,6 @@ def test_data_of_another_revision_is_refused(tmp_path):
     about.write_text(about.read_text().replace(task.metadata.revision, "older"))
     with pytest.raises(DataError, match="holds revision older"):
         build_units([task], tmp_path, {})
-
-
-def test_damaged_description_of_a_task_is_replaced(tmp_path, monkeypatch):
-    task = STS()
-    monkeypatch.setattr("megatron_neobert.evaluation.mteb_tasks.choose_tasks", lambda *_: [task])
-    for content in ("{", '{"parts": []}', ""):
-        about = tmp_path / "tasks" / task.metadata.name / "task.json"
-        about.parent.mkdir(parents=True, exist_ok=True)
-        about.write_text(content)
-        fetch_mteb(FetchMtebOptions(output=tmp_path))
-        assert stored_revision(tmp_path, task) == task.metadata.revision
 
 
 def test_score_is_kept_until_data_or_settings_change(encoder, tmp_path, capsys):

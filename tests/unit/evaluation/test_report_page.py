@@ -1,4 +1,4 @@
-"""The report marks the paper's numbers, names missing and differing settings, and shows text of records as text."""
+"""The report marks the paper's numbers, names what is missing or differs, and shows text of records as text."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from megatron_neobert.errors import MissingInputError
 from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.ledger import write_record
 from megatron_neobert.evaluation.paper import MTEB
+from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.evaluation.report import write_report
 
 HOSTILE = "<script>alert(1)</script> | `x` [a](b)"
@@ -170,3 +171,21 @@ def test_folders_without_records_are_refused(tmp_path):
     with pytest.raises(MissingInputError, match=r"has none of pseudo_perplexity\.json, throughput\.json"):
         write_report([tmp_path], tmp_path / "report")
     assert not (tmp_path / "report").exists()
+
+
+# --- figures
+
+
+X, Y = [512, 1024, 2048], [3, 2, 1]
+
+
+def draw(path, *curves, **options):
+    plot_curves(path, curves, **{"x_label": "tokens", "y_label": "tokens/s", "title": "t", **options})
+    return path.read_bytes()
+
+
+def test_names_with_an_underscore_or_dollars_are_shown_as_they_are(tmp_path):
+    """matplotlib hides labels that begin with an underscore, and reads text between dollars as TeX."""
+    shown = {draw(tmp_path / "a.png", Curve(name, X, Y)) for name in ("_a", "_b", r"$\frac$", r"$\no$")}
+    assert len(shown) == 4
+    draw(tmp_path / "a.png", Curve("a", X, Y), title=r"$\frac$", x_label=r"$\no$")
