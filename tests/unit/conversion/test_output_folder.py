@@ -75,16 +75,6 @@ def test_sigterm_removes_the_unfinished_folder(tmp_path: Path):
     assert_nothing_written(tmp_path)
 
 
-def test_unfinished_folder_of_a_killed_process_is_named_by_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with building(tmp_path / "model[1]") as killed:
-        killed.kill()
-        killed.join()
-    (leftover,) = tmp_path.iterdir()
-    with build_folder(tmp_path / "model[1]"):
-        pass
-    assert f"note: {leftover} may be left over from a killed process; remove it" in capsys.readouterr().out
-
-
 def test_error_of_an_input_is_not_an_error_of_the_output(tmp_path: Path):
     with pytest.raises(FileNotFoundError), build_folder(tmp_path / "model"):
         (tmp_path / "input").read_bytes()

@@ -33,10 +33,6 @@ CHANGES = {
         folder / "1_Pooling" / "config.json",
         {"word_embedding_dimension": 8, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
     ),
-    "two pooling modes": lambda folder: good.write_json(
-        folder / "1_Pooling" / "config.json",
-        {"embedding_dimension": 8, "pooling_mode": ["max", "mean"], "include_prompt": True},
-    ),
     "no modules.json": lambda folder: (folder / "modules.json").unlink(),
     "format of this version": lambda folder: SentenceTransformer(str(folder), device="cpu").save_pretrained(
         str(folder)

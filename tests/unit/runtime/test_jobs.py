@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from unittest.mock import Mock
 
 import pytest
-from unit.data.child_processes import children_of, has_ended, needs_proc
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.jobs import Job, JobFolder, finish_jobs, read_finished, run_job, run_jobs
@@ -195,14 +194,3 @@ def test_exception_of_a_job_keeps_its_class_and_attributes(tmp_path, number, kin
         list(run_jobs(fail, jobs, workers=2))
     assert getattr(caught.value, "errno", None) == (28 if number == 2 else None)
     assert getattr(caught.value, "name", None) == ("fastwarc" if number == 3 else None)
-
-
-@needs_proc
-def test_closing_the_results_ends_the_workers(tmp_path):
-    before = set(children_of(os.getpid()))
-    results = run_jobs(run_job, squares(tmp_path, range(9)), workers=3)
-    assert next(results)[1].result in range(81)
-    started = set(children_of(os.getpid())) - before
-    assert started
-    results.close()
-    assert all(has_ended(worker) for worker in started)
