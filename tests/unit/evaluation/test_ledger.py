@@ -1,14 +1,17 @@
-"""The ledger of finished work, and the models under evaluation: what identifies them, and what may be missing."""
+"""The ledger of finished work, and the models under evaluation: what identifies them, and how they are loaded."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from security import good_inputs as good
+from sentence_transformers import SentenceTransformer
 from unit.evaluation.pseudo_perplexity_models import WORDS, write_model
 
-from megatron_neobert.errors import ConversionError, DataError, OutputError
+from megatron_neobert.errors import ConversionError, DataError, MissingInputError, OutputError
 from megatron_neobert.evaluation import models
 from megatron_neobert.evaluation.ledger import LEDGER, Ledger, open_ledger
 
@@ -125,3 +128,81 @@ def test_encoder_whose_weights_have_another_shape_than_its_config_is_refused(
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(WORDS) + 8}))
     with pytest.raises(ConversionError, match=rf"embed|encoder\.weight.*the shape \({len(WORDS)}, 32\) and not"):
         models.load_model(folder, auto_class)
+
+
+# --- modules built from the allow-list equal those that sentence-transformers loads itself
+
+
+TEXTS = ["a bad cab", "dead beef", "a cage of jade"]
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    return good.write_model(tmp_path / "model")
+
+
+def encode(model: SentenceTransformer) -> torch.Tensor:
+    return model.encode(TEXTS, convert_to_tensor=True)
+
+
+def load(encoder: Path) -> SentenceTransformer:
+    return models.load_sentence_transformer(encoder, max_length=1024)
+
+
+CHANGES = {
+    "format of old versions": lambda encoder: None,
+    "first token": lambda encoder: good.write_json(
+        encoder / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": 8, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+    ),
+    "no modules.json": lambda encoder: (encoder / "modules.json").unlink(),
+    "format of this version": lambda encoder: SentenceTransformer(str(encoder), device="cpu").save_pretrained(
+        str(encoder)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_embeddings_and_prompts_equal_those_of_sentence_transformers(encoder: Path, change):
+    good.write_json(encoder / "config_sentence_transformers.json", {"prompts": {"query": "a cab: "}})
+    change(encoder)
+    expected = SentenceTransformer(str(encoder), device="cpu")
+    assert torch.equal(encode(load(encoder)), encode(expected))
+    assert load(encoder).prompts["query"] == "a cab: "
+    if (encoder / "modules.json").exists():  # otherwise the library ignores prompts
+        assert expected.prompts["query"] == "a cab: "
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "message"),
+    [
+        ("sentence_bert_config.json", {"model_args": {"use_safetensors": False}}, r"at `\$.model_args`"),
+        ("1_Pooling/config.json", {"pooling_mode": "unknown"}, "pooling_mode"),
+        ("config_sentence_transformers.json", {"prompts": {"query": ["a"]}}, r"at `\$.prompts"),
+    ],
+)
+def test_loader_argument_or_invalid_setting_is_refused(encoder: Path, path: str, changes, message: str):
+    good.write_json(encoder / path, json.loads((encoder / path).read_text()) | changes)
+    with pytest.raises(ConversionError, match=message):
+        load(encoder)
+
+
+def test_missing_file_of_a_module_is_a_missing_input(encoder: Path):
+    (encoder / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(MissingInputError, match=r"1_Pooling/config\.json: no such file"):
+        load(encoder)
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        {"": "Transformer", "1_Pooling": "Pooling", "2_WordWeights": "WordWeights"},
+        {"0_Transformer": "Transformer"},
+        {"": "Transformer", "../elsewhere": "Pooling"},
+    ],
+    ids=str,
+)
+def test_module_outside_the_allow_list_or_the_folder_is_refused(encoder: Path, types: dict[str, str]):
+    good.write_modules(encoder, types)
+    with pytest.raises(ConversionError, match=r"modules\.json"):
+        load(encoder)

@@ -32,7 +32,6 @@ from megatron_neobert.evaluation.pseudo_perplexity import (
     DocumentResult,
     average_by_length,
     average_over_tokens,
-    draw_positions,
     evaluate_model,
     select_documents,
 )
@@ -191,15 +190,6 @@ def test_duplicates_and_short_documents_are_dropped_and_counted_up_to_the_limit(
 ):
     documents, counts = select(texts, **options)
     assert (lengths(documents), counts) == ([count + ADDED for count in tokens], dropped)
-
-
-def test_drawn_positions_depend_on_document_and_seed_only():
-    drawn = draw_positions("a document", range(1, 101), 10, seed=0)
-    assert draw_positions("a document", range(1, 101), 10, seed=0) == drawn
-    assert draw_positions("another", range(1, 101), 10, seed=0) != drawn
-    assert draw_positions("a document", range(1, 101), 10, seed=1) != drawn
-    assert list(drawn) == sorted(set(drawn))
-    assert set(drawn) <= set(range(1, 101))
 
 
 # --- standard errors, averages and bands
