@@ -8,6 +8,8 @@ import pytest
 import torch
 from processes import run_on_ranks
 from ranks import read_metrics, train_on_ranks
+from test_layouts import TP2
+from test_muon import WHOLE
 from tolerances import MEGATRON_LOGITS
 from torch import Tensor
 
@@ -46,21 +48,16 @@ def stored_tensors(save: str, prefix: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "parallel"),
-    [
-        (2, {"tensor_model_parallel_size": 2}),
-        pytest.param(2, {"use_distributed_optimizer": False}, marks=pytest.mark.slow),
-    ],
-    ids=["TP 2", "DP 2 with a whole optimizer"],
+    "parallel", [TP2, pytest.param(WHOLE, marks=pytest.mark.slow)], ids=["TP 2", "whole optimizer"]
 )
 def test_converted_weights_give_the_loss_of_the_original_weights(
-    settings: Any, imported: str, tmp_path: Path, world_size: int, parallel: dict[str, Any]
+    settings: Any, imported: str, tmp_path: Path, parallel: dict[str, Any]
 ):
     # With another seed, the data start again, as they do with converted weights. So both runs read the same batch.
     whole = continued(settings("whole"), str(tmp_path / "first"), exit_interval=STOP + 1, seed=1)
     train_on_ranks(whole)
     run = continued(settings("second", parallel=parallel), imported, exit_interval=2, seed=1)
-    train_on_ranks(run, world_size=world_size)
+    train_on_ranks(run, world_size=2)
     expected, loss = read_metrics(whole.checkpoint.save)[STOP + 1], read_metrics(run.checkpoint.save)[1]
     assert loss == pytest.approx(expected, rel=1e-6)  # other layouts add in another order
     initial_loss = read_metrics(tmp_path / "first")[1]

@@ -15,16 +15,12 @@ from torch.distributed import TCPStore
 from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of
 
 TORCHRUN_2 = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT]
-TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64"
-SHORT = "--micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --num-workers 0"
 
 
 def flags(corpus, save: Path | None = None, **changes: object) -> list[str]:
-    result = ["--data-path", corpus.prefix, "--tokenizer-model", corpus.tokenizer, *TINY.split(), *SHORT.split()]
-    result += ["--save", str(save), "--load", str(save)] if save else []
-    for name, value in changes.items():
-        result += [f"--{name.replace('_', '-')}", str(value)]
-    return result
+    settings = tiny_settings(corpus, save=save).with_section("checkpoint", load=str(save) if save else None)
+    changed = (word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value)))
+    return [*flags_of(settings), *changed]
 
 
 def test_script_runs_its_own_checkout_and_not_an_installed_package(tmp_path):
@@ -105,7 +101,7 @@ def test_torchrun_resumes_a_run_of_the_bash_script(stopped, tiny_corpus):
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        ({"hidden_size": 33}, 2, "--hidden-size 33 is not a multiple of --num-attention-heads 2"),
+        ({"hidden_size": 33}, 2, "--hidden-size 33 is not a multiple of --num-attention-heads 4"),
         ({"split": "0,1"}, 65, "none"),
         ({"save": "/dev/null/run"}, 73, "--save /dev/null/run cannot be created"),
         ({"num_layers": 10**9, "save": "run"}, 74, " GiB free; at least one must fit. Make room there"),

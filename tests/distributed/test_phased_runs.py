@@ -35,16 +35,12 @@ def phased(settings: Callable[..., Settings], tiny_corpus: Any) -> Callable[...,
     return build
 
 
-@pytest.mark.parametrize(
-    "case",
-    quick_only(["one rank", "two ranks, several buckets", "pipeline 2"], "two ranks, several buckets"),
-)
+CASES = {"one rank": (1, {}), "two ranks, several buckets": (2, DP2_OVERLAP), "pipeline 2": (2, PP2)}
+
+
+@pytest.mark.parametrize("case", quick_only(CASES, "two ranks, several buckets"))
 def test_run_resumes_bit_for_bit_within_phases_and_at_their_ends(phased, case, capfd):
-    world_size, parallel = {
-        "one rank": (1, {}),
-        "two ranks, several buckets": (2, DP2_OVERLAP),
-        "pipeline 2": (2, PP2),
-    }[case]
+    world_size, parallel = CASES[case]
     whole = phased("whole", parallel=parallel)
     train_on_ranks(whole, world_size=world_size)
     assert "a phase begins with iteration 4: --seq-length 128 --micro-batch-size 1" in capfd.readouterr().out

@@ -14,14 +14,12 @@ from security.hostile import seal
 from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, largest_relative_gap
 from tests_tiny import ITERATIONS, tiny_settings
 from tolerances import LAYOUT_LOSS
-from torch.multiprocessing import ProcessRaisedException
 from training_command import SCRIPT, flags_of
 
 from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import list_checkpoints
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import open_inputs
-from megatron_neobert.model import initialization
 
 STOP = ITERATIONS // 2
 FOUR_LAYERS = {"num_layers": 4}
@@ -43,27 +41,12 @@ CASES = {
 }
 
 
-def forbid_drawing() -> None:
-    """Let this process fail if it draws initial weights."""
-
-    def draw(name, *_: object, **__: object) -> None:
-        raise AssertionError(f"drew {name}")
-
-    initialization._draw = draw
-
-
 def stop_and_resume(settings, *, world_size: int, **sections: dict) -> Path:
     stop = {**sections.pop("training", {}), "exit_interval": STOP}
-    for prepare in (None, forbid_drawing):  # the first start stops after STOP, and the second resumes
+    for _ in range(2):  # the first start stops after STOP, and the second resumes
         run = settings("stopped", training=stop, **sections)
-        train_on_ranks(run, world_size=world_size, prepare=prepare)
+        train_on_ranks(run, world_size=world_size)
     return Path(run.checkpoint.save)
-
-
-def test_only_a_fresh_run_draws_initial_weights(settings):
-    with pytest.raises(ProcessRaisedException, match="drew embedding"):
-        train_on_ranks(settings("fresh"), prepare=forbid_drawing)
-    # The tests below resume with `forbid_drawing`.
 
 
 @pytest.mark.parametrize(
@@ -121,29 +104,21 @@ def test_every_layout_loads_and_saves_the_checkpoint_of_another_bit_for_bit(sett
     assert read_metrics(last.checkpoint.save) == {number: losses[number] for number in losses if number > STOP}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((2, {}), (1, {})),
-        pytest.param((2, TP2), (1, {}), marks=pytest.mark.slow),
-        pytest.param((1, {}), (2, TP2), marks=pytest.mark.slow),
-        ((2, PP2), (2, TP2)),
-        pytest.param((4, {**TP2, **PP2}), (2, CP2), marks=pytest.mark.slow),
-        pytest.param((1, {}), (4, {**PP2, **DP2_OVERLAP}), marks=pytest.mark.slow),
-    ],
-    ids=[
-        "data parallel 2 to 1",
-        "tensor parallel 2 to 1",
-        "1 to tensor parallel 2",
-        "pipeline to tensor parallel",
-        "tensor x pipeline to context parallel",
-        "1 to pipeline x data 2, overlapped",
-    ],
-)
-def test_a_checkpoint_goes_on_in_another_layout(settings, before, after):
+MOVES = {
+    "data parallel 2 to 1": ((2, {}), (1, {})),
+    "tensor parallel 2 to 1": ((2, TP2), (1, {})),
+    "1 to tensor parallel 2": ((1, {}), (2, TP2)),
+    "pipeline to tensor parallel": ((2, PP2), (2, TP2)),
+    "tensor x pipeline to context parallel": ((4, {**TP2, **PP2}), (2, CP2)),
+    "1 to pipeline x data 2, overlapped": ((1, {}), (4, {**PP2, **DP2_OVERLAP})),
+}
+
+
+@pytest.mark.parametrize("move", quick_only(MOVES, "data parallel 2 to 1", "pipeline to tensor parallel"))
+def test_a_checkpoint_goes_on_in_another_layout(settings, move):
     uninterrupted = settings("uninterrupted", model=FOUR_LAYERS)
     train_on_ranks(uninterrupted)
-    for world_size, parallel in (before, after):
+    for world_size, parallel in MOVES[move]:
         run = settings("moved", model=FOUR_LAYERS, parallel=parallel, training={"exit_interval": STOP})
         train_on_ranks(run, world_size=world_size)
     for key in ("cursor", "consumed_tokens"):
