@@ -21,7 +21,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 RECOMPUTE_ALL = {"recompute_granularity": "full"}
 # Number of ranks, and settings that are not those of one rank.
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS = {
     "data 2": (2, {}),
     "data 2, overlapped": (2, {"parallel": DP2_OVERLAP}),
     "data 2, whole optimizer": (2, {"parallel": {"use_distributed_optimizer": False}}),
