@@ -12,9 +12,10 @@ from megatron_neobert.config.schema import Settings
 
 @pytest.fixture
 def settings(tiny_corpus: Any, tmp_path: Path) -> Callable[..., Settings]:
-    """Return a function that builds settings of a tiny run; keyword arguments are `section={field: value}`."""
+    """Return a function that builds settings of a tiny run, which resumes; arguments are `section={field: value}`."""
 
     def build(save: str = "run", **sections: dict[str, Any]) -> Settings:
-        return tiny_settings(tiny_corpus, save=tmp_path / save, **sections)
+        run = tiny_settings(tiny_corpus, save=tmp_path / save, **sections)
+        return run.with_section("checkpoint", load=run.checkpoint.save)
 
     return build

@@ -10,20 +10,17 @@ import psutil
 import pytest
 from processes import run_command
 from ranks import read_metrics
+from tests_tiny import tiny_settings
 from torch.distributed import TCPStore
-from training_command import BASH, SCRIPT, TORCHRUN, environment
+from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of
 
 TORCHRUN_2 = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT]
-TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64"
-SHORT = "--micro-batch-size 2 --global-batch-size 4 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --num-workers 0"
 
 
 def flags(corpus, save: Path | None = None, **changes: object) -> list[str]:
-    result = ["--data-path", corpus.prefix, "--tokenizer-model", corpus.tokenizer, *TINY.split(), *SHORT.split()]
-    result += ["--save", str(save), "--load", str(save)] if save else []
-    for name, value in changes.items():
-        result += [f"--{name.replace('_', '-')}", str(value)]
-    return result
+    settings = tiny_settings(corpus, save=save).with_section("checkpoint", load=str(save) if save else None)
+    changed = (word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value)))
+    return [*flags_of(settings), *changed]
 
 
 def test_script_runs_its_own_checkout_and_not_an_installed_package(tmp_path):
@@ -104,9 +101,7 @@ def test_torchrun_resumes_a_run_of_the_bash_script(stopped, tiny_corpus):
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        ({"data_path": "nowhere"}, 66, "no corpus nowhere"),
-        ({"hidden_size": 33}, 2, "--hidden-size 33 is not a multiple of --num-attention-heads 2"),
-        ({"load": "nowhere"}, 66, "--load nowhere holds no checkpoint"),
+        ({"hidden_size": 33}, 2, "--hidden-size 33 is not a multiple of --num-attention-heads 4"),
         ({"split": "0,1"}, 65, "none"),
         ({"save": "/dev/null/run"}, 73, "--save /dev/null/run cannot be created"),
         ({"num_layers": 10**9, "save": "run"}, 74, " GiB free; at least one must fit. Make room there"),
@@ -121,3 +116,44 @@ def test_wrong_start_ends_with_its_exit_code_and_one_sentence(
     assert ended.refused(code), ended.output
     assert message in ended.output
     assert list(tmp_path.iterdir()) == [], "no files are left"
+
+
+# The training command. Rank 1 sleeps before its fifth update.
+HANGING_SCRIPT = """
+import os, time
+from megatron_neobert.errors import run_command
+from megatron_neobert.pretrain import main
+from megatron_neobert.training import loop
+
+train_step = loop.train_step
+
+def hang(run, batches):
+    if run.state.iteration == 4 and os.environ["RANK"] == "1":
+        print("rank 1 sleeps", flush=True)
+        time.sleep(300)
+    return train_step(run, batches)
+
+loop.train_step = hang
+run_command(main)
+"""
+
+
+@pytest.mark.slow
+def test_second_interrupt_aborts_launcher_and_ranks_with_130(tiny_corpus, tmp_path):
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING_SCRIPT)
+    command = [sys.executable, "-m", "megatron_neobert.launch", str(script), *flags_of(tiny_settings(tiny_corpus))]
+    with subprocess.Popen(
+        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any("rank 1 sleeps" in line for line in process.stdout)
+        ranks = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGINT)
+        assert any("Ctrl-C again aborts at once" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, output
+    assert "rank 0: aborted\n" in output
+    assert "rank 1: aborted\n" in output
+    assert not any(rank.is_running() for rank in ranks)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,31 @@ from megatron_neobert.config.schema import Settings
 STEPS = 20
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Number of ranks, and settings for their parallelism."""
-
-    ranks: int
-    parallel: dict[str, Any] = field(default_factory=dict)
-    compute: dict[str, Any] = field(default_factory=dict)
-
-
-ONE_RANK = Layout(1)
 DP2_OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 10_000}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 RECOMPUTE_ALL = {"recompute_granularity": "full"}
+# Number of ranks, and settings that are not those of one rank.
 LAYOUTS = {
-    "data 2": Layout(2),
-    "data 2, overlapped": Layout(2, DP2_OVERLAP),
-    "data 2, whole optimizer": Layout(2, {"use_distributed_optimizer": False}),
-    "tensor 2": Layout(2, TP2),
-    "pipeline 2": Layout(2, PP2),
-    "context 2": Layout(2, CP2),
-    "tensor 2 x data 2": Layout(4, TP2),
-    "tensor 2 x pipeline 2": Layout(4, {**TP2, **PP2}),
-    "tensor 2 x context 2": Layout(4, {**TP2, **CP2}),
-    "pipeline 2 x context 2": Layout(4, {**PP2, **CP2}),
-    "pipeline 2 x data 2, overlapped": Layout(4, {**PP2, **DP2_OVERLAP}),
-    "tensor 2 x pipeline 2 x data 2": Layout(8, {**TP2, **PP2}),
-    "recomputed layers": Layout(1, compute=RECOMPUTE_ALL),
-    "recomputed layers, pipeline 2": Layout(2, PP2, RECOMPUTE_ALL),
-    "recomputed attention, tensor 2": Layout(2, TP2, {"recompute_granularity": "selective"}),
+    "data 2": (2, {}),
+    "data 2, overlapped": (2, {"parallel": DP2_OVERLAP}),
+    "data 2, whole optimizer": (2, {"parallel": {"use_distributed_optimizer": False}}),
+    "tensor 2": (2, {"parallel": TP2}),
+    "pipeline 2": (2, {"parallel": PP2}),
+    "context 2": (2, {"parallel": CP2}),
+    "tensor 2 x data 2": (4, {"parallel": TP2}),
+    "tensor 2 x pipeline 2": (4, {"parallel": {**TP2, **PP2}}),
+    "tensor 2 x context 2": (4, {"parallel": {**TP2, **CP2}}),
+    "pipeline 2 x context 2": (4, {"parallel": {**PP2, **CP2}}),
+    "pipeline 2 x data 2, overlapped": (4, {"parallel": {**PP2, **DP2_OVERLAP}}),
+    "tensor 2 x pipeline 2 x data 2": (8, {"parallel": {**TP2, **PP2}}),
+    "recomputed layers": (1, {"compute": RECOMPUTE_ALL}),
+    "recomputed layers, pipeline 2": (2, {"parallel": PP2, "compute": RECOMPUTE_ALL}),
+    "recomputed attention, tensor 2": (2, {"parallel": TP2, "compute": {"recompute_granularity": "selective"}}),
 }
 # One layout for each kind of parallelism. Combinations need four ranks, which are slow on two cores.
-QUICK = (
-    "data 2, overlapped",
-    "tensor 2",
-    "pipeline 2",
-    "context 2",
-    "recomputed layers",
-)
+QUICK = ("data 2, overlapped", "tensor 2", "pipeline 2", "context 2", "recomputed layers")
 IN_BF16 = ("data 2", "tensor 2", "pipeline 2", "context 2", "recomputed layers")
 
 
@@ -73,7 +57,7 @@ def one_rank(tiny_corpus, tmp_path_factory) -> Callable[..., Path]:
 
 
 def run_of(
-    corpus: Any, save: Path, *, layout: Layout = ONE_RANK, bf16: bool = False, objective: str = "mlm"
+    corpus: Any, save: Path, *, bf16: bool = False, objective: str = "mlm", **layout: dict[str, Any]
 ) -> Settings:
     return tiny_settings(
         corpus,
@@ -81,8 +65,7 @@ def run_of(
         model={"num_layers": 4},
         data={"objective": objective},
         training={"train_iters": STEPS, "eval_interval": STEPS, "bf16": bf16},
-        parallel=layout.parallel,
-        compute=layout.compute,
+        **layout,
     )
 
 
@@ -93,8 +76,8 @@ def largest_relative_gap(first: dict[int, float], second: dict[int, float]) -> f
 
 @pytest.mark.parametrize("name", quick_only(LAYOUTS, *QUICK))
 def test_every_layout_gives_the_loss_curve_of_one_rank(tiny_corpus, one_rank, tmp_path, name):
-    layout = LAYOUTS[name]
-    train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout), world_size=layout.ranks)
+    world_size, layout = LAYOUTS[name]
+    train_on_ranks(run_of(tiny_corpus, tmp_path, **layout), world_size=world_size)
     gaps = {
         key: largest_relative_gap(read_metrics(one_rank(), key), read_metrics(tmp_path, key))
         for key in ("loss", "grad_norm", "validation_loss", "consumed_tokens")
@@ -109,8 +92,8 @@ def test_every_layout_gives_the_loss_curve_of_one_rank(tiny_corpus, one_rank, tm
 
 @pytest.mark.parametrize("name", quick_only(IN_BF16))
 def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, one_rank, tmp_path, name):
-    layout = LAYOUTS[name]
-    train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout, bf16=True), world_size=layout.ranks)
+    world_size, layout = LAYOUTS[name]
+    train_on_ranks(run_of(tiny_corpus, tmp_path, bf16=True, **layout), world_size=world_size)
     gap = largest_relative_gap(read_metrics(one_rank(bf16=True)), read_metrics(tmp_path))
     print(f"{name} in bfloat16: {gap}")
     assert gap <= BF16_LAYOUT_LOSS.gate
@@ -118,8 +101,8 @@ def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, 
 
 @pytest.mark.parametrize("name", quick_only(QUICK, "context 2"))
 def test_every_layout_gives_the_loss_curve_of_one_rank_with_causal_attention(tiny_corpus, one_rank, tmp_path, name):
-    layout = LAYOUTS[name]
-    train_on_ranks(run_of(tiny_corpus, tmp_path, layout=layout, objective="clm"), world_size=layout.ranks)
+    world_size, layout = LAYOUTS[name]
+    train_on_ranks(run_of(tiny_corpus, tmp_path, objective="clm", **layout), world_size=world_size)
     gaps = [
         largest_relative_gap(read_metrics(one_rank(objective="clm"), key), read_metrics(tmp_path, key))
         for key in ("loss", "validation_loss")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,14 +138,6 @@ def test_run_without_save_warns_once_at_its_start_and_once_at_its_end(build, cap
     lines = [line for line in capfd.readouterr().out.splitlines() if re.match("training|iteration|warning", line)]
     warnings = [number for number, line in enumerate(lines) if "weights are lost" in line]
     assert warnings == [1, len(lines) - 1], lines
-
-
-def test_missing_wandb_is_refused_before_the_ranks_connect(build, monkeypatch):
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    importlib.invalidate_caches()
-    with pytest.raises(ModuleNotFoundError, match="--wandb-project needs the package wandb"):
-        loop.run_training(build(logging={"wandb_project": "books"}))
 
 
 @needs_wandb

@@ -48,10 +48,6 @@ def stopped_halfway(settings: Callable[..., Settings], name: str) -> Settings:
     return settings(name, training={**LENGTH, "exit_interval": STOP})
 
 
-def resumed(run: Settings) -> Settings:
-    return run.with_section("checkpoint", load=run.checkpoint.save)
-
-
 def test_a_checkpoint_that_the_other_line_loads_and_saves_keeps_every_bit(settings):
     run, copy = stopped_halfway(settings, "run"), settings("copy", training=LENGTH)
     train_on_ranks(run)
@@ -60,7 +56,7 @@ def test_a_checkpoint_that_the_other_line_loads_and_saves_keeps_every_bit(settin
     assert_same_state(*folders)
     uninterrupted = settings("uninterrupted", training=LENGTH)
     train_on_ranks(uninterrupted)
-    train_on_ranks(resumed(copy))
+    train_on_ranks(copy)
     losses = read_metrics(uninterrupted.checkpoint.save)
     assert read_metrics(copy.checkpoint.save) == {k: v for k, v in losses.items() if k > STOP}
 

@@ -36,24 +36,16 @@ def phased(settings: Callable[..., Settings], tiny_corpus: Any) -> Callable[...,
     return build
 
 
-def resumable(run: Settings) -> Settings:
-    return run.with_section("checkpoint", load=run.checkpoint.save)
+CASES = {"one rank": (1, {}), "two ranks, several buckets": (2, DP2_OVERLAP), "pipeline 2": (2, PP2)}
 
 
-@pytest.mark.parametrize(
-    "case",
-    quick_only(["one rank", "two ranks, several buckets", "pipeline 2"], "two ranks, several buckets"),
-)
+@pytest.mark.parametrize("case", quick_only(CASES, "two ranks, several buckets"))
 def test_run_resumes_bit_for_bit_within_phases_and_at_their_ends(phased, case, capfd):
-    world_size, parallel = {
-        "one rank": (1, {}),
-        "two ranks, several buckets": (2, DP2_OVERLAP),
-        "pipeline 2": (2, PP2),
-    }[case]
+    world_size, parallel = CASES[case]
     whole = phased("whole", parallel=parallel)
     train_on_ranks(whole, world_size=world_size)
     assert "a phase begins with iteration 4: --seq-length 128 --micro-batch-size 1" in capfd.readouterr().out
-    stopping = resumable(phased("stopping", parallel=parallel, exit_interval=1))
+    stopping = phased("stopping", parallel=parallel, exit_interval=1)
     for _ in range(6):
         train_on_ranks(stopping, world_size=world_size)
     for key in RECORDED:
@@ -75,7 +67,7 @@ def test_run_with_two_phases_equals_two_runs_with_continue_from(settings, tiny_c
     losses = {}
     for seed in (1, 2):
         second = settings(f"seed {seed}", data=later, training={"global_batch_size": 4, "seed": seed})
-        second = resumable(second).with_section("checkpoint", continue_from=first.checkpoint.save)
+        second = second.with_section("checkpoint", continue_from=first.checkpoint.save)
         train_on_ranks(second)
         losses[seed] = read_metrics(str(first.checkpoint.save)) | read_metrics(str(second.checkpoint.save))
     assert losses[1] == read_metrics(str(both.checkpoint.save))
@@ -85,14 +77,12 @@ def test_run_with_two_phases_equals_two_runs_with_continue_from(settings, tiny_c
 def test_phase_can_be_added_to_a_run_but_not_change_its_past(settings, capfd):
     first = settings("run", training={"exit_interval": 2})
     train_on_ranks(first)
-    added = resumable(
-        settings("run", training={"phases": (PhaseChange(after_iters=3, mask_prob=0.1),), "exit_interval": 4})
-    )
+    added = settings("run", training={"phases": (PhaseChange(after_iters=3, mask_prob=0.1),), "exit_interval": 4})
     train_on_ranks(added)
     assert "--phases was () and is now ({after_iters: 3, mask_prob: 0.1},)" in capfd.readouterr().out
     with pytest.raises(Exception, match=r"--mask-prob was 0\.1 and is now 0\.2"):
-        train_on_ranks(resumable(settings("run")))
-    edited = resumable(settings("run", training={"phases": (PhaseChange(after_iters=2, mask_prob=0.1),)}))
+        train_on_ranks(settings("run"))
+    edited = settings("run", training={"phases": (PhaseChange(after_iters=2, mask_prob=0.1),)})
     with pytest.raises(Exception, match="a phase before iteration 4 has changed"):
         train_on_ranks(edited)
 
@@ -108,7 +98,7 @@ def test_decay_that_branches_off_equals_a_planned_decay_bit_for_bit(settings, ca
     train_on_ranks(stable)
     train_on_ranks(planned)
     branch = decaying("branch", train_iters=6, exit_interval=5)
-    branch = resumable(branch).with_section("checkpoint", continue_from=stable.checkpoint.save)
+    branch = branch.with_section("checkpoint", continue_from=stable.checkpoint.save)
     for _ in range(2):
         train_on_ranks(branch)
     output = capfd.readouterr().out

@@ -102,10 +102,8 @@ def test_replay_has_the_tokens_loss_and_gradient_norm_of_training(trained, tmp_p
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (("--iteration", 0), 2, "--iteration 0 is below 1"),
         (("--iteration", LAST + 1), 2, f"--iteration {LAST + 1} is after the last iteration of this run, {LAST} ("),
         (("--iteration", 4, "--checkpoint-iteration", 3), 66, "no checkpoint of iteration 3"),
-        (("--iteration", 4, "--load", "nowhere"), 66, "nowhere holds no checkpoint"),
     ],
 )
 def test_missing_iteration_or_checkpoint_is_refused(trained, flags, code, message):

@@ -18,10 +18,9 @@ from torch.multiprocessing import ProcessRaisedException
 from training_command import SCRIPT, flags_of
 
 from megatron_neobert.checkpoint.contents import StoredTensors
-from megatron_neobert.checkpoint.folder import check_folders, list_checkpoints
-from megatron_neobert.config.schema import CheckpointConfig, Settings
+from megatron_neobert.checkpoint.folder import list_checkpoints
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import open_inputs
-from megatron_neobert.errors import MissingInputError
 from megatron_neobert.model import initialization
 
 STOP = ITERATIONS // 2
@@ -57,7 +56,6 @@ def stop_and_resume(settings, *, world_size: int, **sections: dict) -> Path:
     stop = {**sections.pop("training", {}), "exit_interval": STOP}
     for prepare in (None, forbid_drawing):  # the first start stops after STOP, and the second resumes
         run = settings("stopped", training=stop, **sections)
-        run = run.with_section("checkpoint", load=run.checkpoint.save)
         train_on_ranks(run, world_size=world_size, prepare=prepare)
     return Path(run.checkpoint.save)
 
@@ -123,31 +121,22 @@ def test_every_layout_loads_and_saves_the_checkpoint_of_another_bit_for_bit(sett
     assert read_metrics(last.checkpoint.save) == {number: losses[number] for number in losses if number > STOP}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((2, {}), (1, {})),
-        pytest.param((2, TP2), (1, {}), marks=pytest.mark.slow),
-        pytest.param((1, {}), (2, TP2), marks=pytest.mark.slow),
-        ((2, PP2), (2, TP2)),
-        pytest.param((4, {**TP2, **PP2}), (2, CP2), marks=pytest.mark.slow),
-        pytest.param((1, {}), (4, {**PP2, **DP2_OVERLAP}), marks=pytest.mark.slow),
-    ],
-    ids=[
-        "data parallel 2 to 1",
-        "tensor parallel 2 to 1",
-        "1 to tensor parallel 2",
-        "pipeline to tensor parallel",
-        "tensor x pipeline to context parallel",
-        "1 to pipeline x data 2, overlapped",
-    ],
-)
-def test_a_checkpoint_goes_on_in_another_layout(settings, before, after):
+MOVES = {
+    "data parallel 2 to 1": ((2, {}), (1, {})),
+    "tensor parallel 2 to 1": ((2, TP2), (1, {})),
+    "1 to tensor parallel 2": ((1, {}), (2, TP2)),
+    "pipeline to tensor parallel": ((2, PP2), (2, TP2)),
+    "tensor x pipeline to context parallel": ((4, {**TP2, **PP2}), (2, CP2)),
+    "1 to pipeline x data 2, overlapped": ((1, {}), (4, {**PP2, **DP2_OVERLAP})),
+}
+
+
+@pytest.mark.parametrize("move", quick_only(MOVES, "data parallel 2 to 1", "pipeline to tensor parallel"))
+def test_a_checkpoint_goes_on_in_another_layout(settings, move):
     uninterrupted = settings("uninterrupted", model=FOUR_LAYERS)
     train_on_ranks(uninterrupted)
-    for world_size, parallel in (before, after):
+    for world_size, parallel in MOVES[move]:
         run = settings("moved", model=FOUR_LAYERS, parallel=parallel, training={"exit_interval": STOP})
-        run = run.with_section("checkpoint", load=run.checkpoint.save)
         train_on_ranks(run, world_size=world_size)
     for key in ("cursor", "consumed_tokens"):
         assert read_metrics(run.checkpoint.save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
@@ -167,7 +156,6 @@ def test_validation_at_the_iteration_of_a_stop_is_made_after_resuming(settings):
 
 def test_finished_run_trains_nothing_when_started_again(settings, capfd):
     run = settings("run", training={"train_iters": 2})
-    run = run.with_section("checkpoint", load=run.checkpoint.save)
     for _ in range(2):
         train_on_ranks(run)
     assert "nothing to do: iteration 2 of 2 is already saved" in capfd.readouterr().out
@@ -198,7 +186,7 @@ def test_dry_run_refuses_a_checkpoint_like_a_real_start(settings, stopped, tiny_
     data = {name: tuple(tiny_corpus.prefix + suffix for suffix in value) for name, value in suffixes.items()}
     run = settings(**{"save": "run", **changes, "data": data})
     if "save" in changes:
-        run = run.with_section("checkpoint", load=run.checkpoint.save, continue_from=stopped.checkpoint.save)
+        run = run.with_section("checkpoint", continue_from=stopped.checkpoint.save)
     else:
         run = run.with_section("checkpoint", save=stopped.checkpoint.save, load=stopped.checkpoint.save)
     ended = run_command("megatron_neobert.launch", SCRIPT, *flags_of(run), "--dry-run")
@@ -216,7 +204,7 @@ def test_checkpoint_of_a_version_without_hashed_document_bounds_resumes_with_a_n
     state["progress"]["corpus_sha256"] = old_identity
     (folder / "train_state.json").write_text(json.dumps(state))
     seal(folder)
-    train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save))
+    train_on_ranks(run)
     assert f"{folder} does not record document boundaries" in capfd.readouterr().out
     newest = list_checkpoints(Path(run.checkpoint.save))[0]
     assert json.loads((newest / "train_state.json").read_text())["progress"]["corpus_sha256"] == identity
@@ -242,7 +230,7 @@ def test_checkpoint_of_a_version_that_gathered_the_optimizer_state_resumes_bit_f
     state["optimizer"] = {"optimizer": state["optimizer"], "param_state_sharding_type": "fully_reshardable"}
     (folder / "train_state.json").write_text(json.dumps(state))
     seal(folder)
-    train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save), world_size=1)
+    train_on_ranks(run)
     assert read_metrics(run.checkpoint.save) == read_metrics(uninterrupted.checkpoint.save)
 
 
@@ -252,7 +240,7 @@ def test_run_continues_from_the_given_checkpoint_or_the_newest_one(settings):
     for source, iterations in (("iter_0000001", [2, 3]), ("", [3])):
         second = settings(f"second{source}", training={"train_iters": 3, "eval_interval": 3})
         continue_from = str(Path(first.checkpoint.save) / source)
-        train_on_ranks(second.with_section("checkpoint", load=second.checkpoint.save, continue_from=continue_from))
+        train_on_ranks(second.with_section("checkpoint", continue_from=continue_from))
         assert list(read_metrics(second.checkpoint.save)) == iterations
 
 
@@ -262,7 +250,7 @@ def test_run_with_another_seed_continues_weights_and_schedule_and_starts_the_dat
     second = settings(
         "second", data={"seq_length": 64}, training={"micro_batch_size": 4, "seed": 1, "exit_interval": STOP + 1}
     )
-    second = second.with_section("checkpoint", load=second.checkpoint.save, continue_from=first.checkpoint.save)
+    second = second.with_section("checkpoint", continue_from=first.checkpoint.save)
     for _ in range(2):  # the second start resumes from its own checkpoint
         train_on_ranks(second)
     lines = [json.loads(line) for line in (Path(second.checkpoint.save) / "metrics.jsonl").open()]
@@ -288,9 +276,4 @@ def test_continuing_with_another_tokenizer_of_the_same_size_is_refused(settings,
     seal(folder)
     run = settings("second")
     with pytest.raises(Exception, match=rf"was trained with tokenizer .* \({len(vocabulary)} ids\)"):
-        train_on_ranks(run.with_section("checkpoint", load=run.checkpoint.save, continue_from=str(folder)))
-
-
-def test_continuing_from_a_folder_without_checkpoints_is_refused(tmp_path):
-    with pytest.raises(MissingInputError, match=r"--continue-from .*nothing holds no checkpoint"):
-        check_folders(CheckpointConfig(save=str(tmp_path / "run"), continue_from=str(tmp_path / "nothing")))
+        train_on_ranks(run.with_section("checkpoint", continue_from=str(folder)))

@@ -17,12 +17,6 @@ RANK = os.environ.get("RANK", "0")
 LARGEST_FILE_BYTES = 1 << 16
 
 
-def crash(run: Run) -> None:
-    """Raise an exception, but not after a restart."""
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        raise RuntimeError("crashed on purpose")
-
-
 def clock_ahead(run: Run) -> None:
     """Set this rank's start time back by an hour."""
     signals._started_seconds -= 3600

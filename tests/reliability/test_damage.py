@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from distributed.training_command import TORCHRUN
-from reliability.conftest import FAULTY_SCRIPT, ITERATIONS, LAUNCH_FAULTY
+from reliability.conftest import ITERATIONS, LAUNCH_FAULTY
 from reliability.states import assert_same_state, names_in
 
 from megatron_neobert.checkpoint.folder import verify_files
@@ -69,13 +68,3 @@ def test_full_disk_of_one_rank_ends_all_ranks_with_74_and_loses_no_checkpoint(st
         assert training.finish() == 0, training.output
     assert_same_state(save / LAST, undisturbed / LAST)
     assert [name for name in names_in(save) if name.startswith(".")] == []
-
-
-def test_run_that_crashes_and_is_restarted_by_torchrun_equals_the_undisturbed_run(start, copy_until, undisturbed):
-    save = copy_until(200)
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", FAULTY_SCRIPT]
-    with start(save, command=command, FAULTS="crash:1:260") as training:
-        assert training.finish() == 0, training.output
-    assert "crashed on purpose" in training.output
-    assert f"from {save / 'iter_0000250'}" in training.output
-    assert_same_state(save / LAST, undisturbed / LAST)

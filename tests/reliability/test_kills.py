@@ -64,7 +64,7 @@ def test_run_killed_five_times_equals_the_undisturbed_run_bit_for_bit(start: Sta
         wait_for_a_random_moment(training, rng)
         os.kill(training.process.pid, signal.SIGKILL)
         training.finish()
-    assert training.pids() == []
+    assert training.processes() == []
     assert max(read_metrics(save)) < ITERATIONS
 
     with start(save) as training:

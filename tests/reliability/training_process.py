@@ -8,13 +8,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
+import psutil
 from distributed.training_command import environment
 
 _TIMEOUT_SECONDS = 600  # on an idle machine every wait ends within 20 s
@@ -31,17 +31,13 @@ class Training:
 
     def __init__(self, command: list[str], **variables: object) -> None:
         self._mark = uuid.uuid4().hex
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115, it is read until the test ends
         self.process = subprocess.Popen(
             command,
             env=environment(2, **{_MARK: self._mark}, **variables),
-            stdout=subprocess.PIPE,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
-            text=True,
         )
-        self.lines: list[str] = []
-        self._changed = threading.Condition()
-        self._has_ended = False  # all processes have closed their output
-        threading.Thread(target=self._read, daemon=True).start()
 
     def __enter__(self) -> "Training":
         return self
@@ -52,77 +48,60 @@ class Training:
     @property
     def output(self) -> str:
         """Output of all processes so far, both streams."""
-        return "".join(self.lines)
+        # pread, because the processes share the offset of this file.
+        return os.pread(self._output.fileno(), 1 << 24, 0).decode(errors="replace")
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of the output that are complete."""
+        return self.output.rpartition("\n")[0].splitlines()
 
     def wait_for(self, text: str) -> str:
         """Wait for a line that contains `text`, and return the first one."""
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
-        with self._changed:
-            while True:
-                for line in self.lines:
-                    if text in line:
-                        return line.rstrip("\n")
-                if self._has_ended or not self._changed.wait(deadline - time.monotonic()):
-                    break
-        raise self._failure(f"no output contains {text!r}")
+        self.wait_until(lambda: any(text in line for line in self.lines), f"no output contains {text!r}")
+        return next(line for line in self.lines if text in line)
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition that is not visible in the output, such as a file."""
+    def wait_until(self, condition: Callable[[], bool], problem: str = "the condition did not become true") -> None:
+        """Wait for a condition while a process of this start runs."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not condition():
-            if self._has_ended or time.monotonic() > deadline:
-                raise self._failure("the condition did not become true")
+            has_ended = self.process.poll() is not None and not self.processes()
+            if time.monotonic() > deadline or (has_ended and not condition()):
+                self.kill()
+                raise AssertionError(f"{problem}; exit code {self.process.returncode}:\n{self.output}")
             time.sleep(0.01)
 
     def finish(self) -> int:
         """Wait until all processes have ended, and return the exit code of the command."""
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
-        with self._changed:
-            while not self._has_ended:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise self._failure("it did not end")
-        return self.process.wait(timeout=_TIMEOUT_SECONDS)
+        self.wait_until(lambda: self.process.poll() is not None and not self.processes(), "it did not end")
+        return self.process.returncode
 
-    def pids(self) -> list[int]:
+    def processes(self) -> list[psutil.Process]:
         """Return the running processes of this start, oldest first."""
-        mark = f"{_MARK}={self._mark}"
-        pids = sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-        return [pid for pid in pids if mark in _variables_of(pid)]
+        return sorted(
+            (process for process in psutil.process_iter() if _variables_of(process).get(_MARK) == self._mark),
+            key=lambda process: process.pid,
+        )
 
     def rank(self, number: int) -> int:
         """Return the process of one rank. Its children have the same RANK, but are younger."""
-        return next(pid for pid in self.pids() if f"RANK={number}" in _variables_of(pid))
+        return next(process.pid for process in self.processes() if _variables_of(process).get("RANK") == str(number))
 
     def send_to_all(self, number: int) -> None:
         """Send a signal to every process of this start."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):  # has ended meanwhile
-                os.kill(pid, number)
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # has ended meanwhile
+                process.send_signal(number)
 
     def kill(self) -> None:
         """Kill all processes at once, as a power failure does."""
-        while self.pids():
+        while self.processes():
             self.send_to_all(signal.SIGKILL)
         self.process.wait(timeout=_TIMEOUT_SECONDS)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout:
-            for line in self.process.stdout:
-                with self._changed:
-                    self.lines.append(line)
-                    self._changed.notify_all()
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
 
-    def _failure(self, problem: str) -> AssertionError:
-        self.kill()
-        return AssertionError(f"{problem}; exit code {self.process.returncode}:\n{self.output}")
-
-
-def _variables_of(pid: int) -> list[str]:
+def _variables_of(process: psutil.Process) -> dict[str, str]:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # the process has ended, or belongs to another user
-        return []
+        return process.environ()
+    except psutil.Error:  # the process has ended, or belongs to another user
+        return {}

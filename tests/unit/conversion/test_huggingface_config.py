@@ -109,31 +109,19 @@ def test_keys_that_affect_the_function_are_required(layout: str, key: str, value
 
 UNFIT = [
     ("eurobert", {"num_key_value_heads": 2}, "num_key_value_heads is 2; NeoBERT has one key head for each of its 4"),
-    ("llama", {"head_dim": 16}, "head_dim is 16; NeoBERT's head width is hidden_size / num_attention_heads = 8"),
     ("neobert", {"dim_head": 4}, "dim_head is 4; NeoBERT's head width is hidden_size / num_attention_heads = 8"),
     ("eurobert", {"attention_bias": True}, "attention_bias is True; NeoBERT's attention has no biases"),
-    ("llama", {"mlp_bias": True}, "mlp_bias is True; NeoBERT's feed-forward has no biases"),
     ("llama", {"is_causal": True}, "is_causal is True; NeoBERT's attention is bidirectional"),
-    ("eurobert", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; NeoBERT's feed-forward is SwiGLU"),
-    ("neobert", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the feed-forward must be SwiGLU"),
-    ("neobert", {"rms_norm": False}, "rms_norm is False; the norms must be RMSNorm"),
     ("neobert", {"rope": False}, "rope is False; positions must be rotary"),
-    ("neobert", {"rope": 1}, "rope is 1; positions must be rotary"),
-    ("llama", {"is_causal": 0}, "is_causal is 0; NeoBERT's attention is bidirectional"),
-    ("neobert", {"ngpt": True}, "ngpt is True; NeoBERT does not have the normalised layers of nGPT"),
     ("eurobert", {"quantization_config": {"bits": 4}}, "quantization_config is a dict of length 1; quantized"),
     ("eurobert", {"num_attention_heads": 5}, "num_attention_heads is 5; hidden_size 32 must give each head the same"),
-    ("eurobert", {"num_attention_heads": 32}, "num_attention_heads is 32; hidden_size 32 must give each head the same"),
     ("eurobert", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has 'rope_type' 'yarn', but NeoBERT's rotary"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has 'type' 'linear', but NeoBERT's"),
     ("llama", {"rope_parameters": {"rope_theta": 9, "factor": 2.0}}, "rope_parameters has 'factor' 2.0, but NeoBERT's"),
     ("llama", {"rope_parameters": [5000.0]}, "rope_parameters is a list of length 1; an object with"),
     ("eurobert", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; NeoBERT rotates every channel"),
     ("eurobert", {"rope_theta": 9000}, "rope_theta 9000 and rope_parameters.rope_theta 5000 contradict each other"),
     ("neobert", {"rope_theta": 0.5}, "rope_theta is 0.5; it must be a whole number from 2 to 2,147,483,647"),
-    ("neobert", {"rope_theta": 5000.5}, "rope_theta is 5000.5; it must be a whole number"),
     ("neobert", {"model_type": "bert"}, "model_type is 'bert'; only eurobert, neobert, llama have"),
-    ("neobert", {"model_type": ...}, "model_type is missing; only eurobert, neobert, llama have"),
 ]
 
 

@@ -14,7 +14,13 @@ from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, Llama
 
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.imports import read_folder
-from checkpoint_conversion.mapping import TABLES, to_internal, to_published
+from checkpoint_conversion.mapping import (
+    EUROBERT,
+    NEOBERT,
+    TABLES,
+    to_internal,
+    to_published,
+)
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
@@ -172,12 +178,10 @@ def remove_bias(weights: dict[str, Tensor]) -> None:
     ("layout", "change", "fields", "message"),
     [
         ("eurobert", replace_head_by_classifier, {}, "there is no lm_head.weight, but 'classifier.weight'. Pre-"),
-        ("neobert", replace_head_by_classifier, {}, "there is no decoder.weight, but 'classifier.weight'. Pre-"),
         ("eurobert", remove_bias, {}, "the files lack 'lm_head.bias'; a eurobert folder of 2 layers has 28 tensors"),
         ("eurobert", keep, {"tie_word_embeddings": True}, "lm_head.weight differs from the embedding in"),
         ("eurobert", keep, {"mlp_bias": False}, "config.json has mlp_bias false, but the files have 'model"),
         ("neobert", keep, {"num_hidden_layers": 1}, "layers 1 does not have 'model.transformer_encoder.1"),
-        ("neobert", keep, {"num_hidden_layers": 3}, "the files lack 'model.transformer_encoder.2"),
     ],
 )
 def test_weights_that_do_not_fit_the_config_are_refused_by_name(write, layout, change, fields, message):
@@ -212,7 +216,6 @@ def add_shards(folder: Path) -> None:
     [
         ("neobert", remove("config.json"), MissingInputError, "without config.json"),
         ("neobert", remove("vocab.txt"), MissingInputError, "has no tokenizer; add the tokenizer.json or vocab.txt"),
-        ("neobert", remove("model.safetensors"), MissingInputError, f"neither model.safetensors nor {INDEX}"),
         ("llama", remove("mlm_head/model.safetensors"), ConversionError, "there is no mlm_head/model.safetensors"),
         ("llama", add_second_decoder, ConversionError, "'decoder.bias' is in mlm_head as well"),
         ("neobert", remove_shard, MissingInputError, f"{SECOND_SHARD}: no such file, but {INDEX} lists it"),
@@ -229,7 +232,6 @@ def test_missing_or_contradictory_files_are_refused_by_name(write, layout, chang
     ("index", "message"),
     [
         ({"decoder.bias": SECOND_SHARD}, f"has 'decoder.bias', whose file in {INDEX} is '{SECOND_SHARD}"),
-        ({"decoder.bias": None}, f"has 'decoder.bias', whose file in {INDEX} is None"),
         ({"extra": FIRST_SHARD}, f"does not have 'extra', whose file in {INDEX} is '{FIRST_SHARD}'"),
     ],
 )
@@ -237,3 +239,40 @@ def test_index_that_does_not_fit_the_shards_is_refused(write, index, message):
     folder = write("neobert")
     split_into_shards(folder, **index)
     assert message in refusal(folder)
+
+
+# --- tensors that do not fit the model
+
+
+def edit(name: str, change: Callable[[Tensor], object]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: change(tensors[name])
+
+
+def add(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("decoder.final_layernorm.weight"), r"^missing: decoder\.final_.* has 16 tensors"),
+        (add("decoder.layers.2.mlp.x", 1), r"^not part of .*: decoder\.layers\.2\.mlp\.x;"),
+        (add("decoder.layers.1.mlp.linear_fc2.weight", 8, 7), r"linear_fc2\.weight has shape \(8, 7\).*\(32, 48\)"),
+        (edit("output_layer.weight", lambda tensor: tensor[2, 1:4].fill_(torch.nan)), r"weight has 3 of 4096 values"),
+        (
+            edit("output_layer.bias", lambda tensor: tensor[13].fill_(1)),
+            r"bias is not zero in rows 13 to 127.*13 tokens",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_the_model_are_refused_by_name(internal, change, message):
+    change(internal)
+    with pytest.raises(ConversionError, match=message):
+        to_published(internal, SHAPE, NEOBERT)
+
+
+def test_published_bias_that_is_not_zero_is_refused(internal):
+    published = to_published(internal, SHAPE, EUROBERT)
+    published["model.layers.1.mlp.down_proj.bias"][5] = 0.5
+    with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.down_proj\.bias has 1 nonzero values"):
+        to_internal(published, SHAPE, EUROBERT)

@@ -2,11 +2,15 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 import yaml
-from unit.evaluation.tiny_bert import write_bert
+from unit.data.small_corpus import write_vocabulary
+
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 WORDS = [first + second for first in "bcdfghklmn" for second in ("a", "e", "i", "o", "u")]
 INSTRUCTIONS = {"LARGE": "find :", "SMALL": "similar :", "HARD": "other :"}
@@ -15,6 +19,17 @@ INSTRUCTIONS = {"LARGE": "find :", "SMALL": "similar :", "HARD": "other :"}
 def write_encoder(folder: Path) -> Path:
     """Write a BERT with dropout, so that a resumed run needs the state of the random generators."""
     return write_bert(folder, ["find", "similar", "other", ":", *WORDS], positions=32)
+
+
+def write_bert(folder: Path, words: Sequence[str], *, positions: int) -> Path:
+    """Write a BERT of 2 layers x 32, with dropout and its own vocabulary."""
+    tokenizer = load_tokenizer(write_vocabulary(folder.parent / "vocab.txt", words))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=tokenizer.vocab_size, max_position_embeddings=positions, **sizes)
+    transformers.set_seed(0)
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_tokenizer_files(folder, model_max_length=positions)
+    return folder
 
 
 def make_pairs(count: int, *, negatives: int, seed: int) -> list[dict[str, Any]]:

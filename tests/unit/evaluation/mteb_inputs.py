@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from unit.evaluation.contrastive_inputs import write_card, write_jsonl
-from unit.evaluation.tiny_bert import write_bert
+from unit.evaluation.contrastive_inputs import write_bert, write_card, write_jsonl
 
 WORDS = ["wing", "flow", "heat", "card", "money", "bank", "cell", "gene", "food", "health", "the", "of"]
 DIGITS = [str(digit) for digit in range(10)] + [f"##{digit}" for digit in range(10)]

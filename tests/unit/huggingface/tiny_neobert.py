@@ -90,6 +90,8 @@ class FlashKernel:
             "_flash_varlen_fn": attend,
             "_process_flash_kwargs_fn": flash_attention._lazy_define_process_function(attend),
             "_process_with_kvcache_kwargs_fn": dict,
+            "_pad_fn": flash_attention._pad_input,
+            "_unpad_fn": flash_attention._unpad_input,
         }
         for name, value in replaced.items():
             monkeypatch.setattr(flash_attention, name, value)

@@ -1,16 +1,19 @@
-"""A rebuilt batch equals the batch of training, and checkpoint and settings are those of its iteration."""
+"""A rebuilt batch equals the batch of training and is shown as text; checkpoint and settings of its iteration."""
 
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from unit.inspection.small_runs import LENGTHS, settings_of, write_checkpoint
+from commands import call
+from unit.inspection.small_runs import LENGTHS, RED, REVERSED, settings_of, write_checkpoint, write_corpora
 
+from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, PhaseChange
 from megatron_neobert.data.batches.windows import IGNORED_LABEL
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
-from megatron_neobert.inspection.batch_text import describe, read_sequences
+from megatron_neobert.inspection.batch_text import describe, read_sequences, token_kinds
 from megatron_neobert.inspection.global_batch import (
     checkpoint_before,
     override_settings,
@@ -20,6 +23,12 @@ from megatron_neobert.inspection.global_batch import (
 )
 
 CLS, SEP, MASK = 2, 3, 4  # indices in small_corpus.SPECIAL
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """A folder with vocab.txt and the corpora P and Q."""
+    return write_corpora(tmp_path_factory.mktemp("inspection"))
 
 
 def contents(settings, iteration, checkpoint=None):
@@ -53,15 +62,6 @@ def test_segments_with_their_labels_put_back_are_the_documents(corpora, layout):
                 if label != IGNORED_LABEL:
                     kinds.add("masked" if input_id == MASK else "unchanged" if input_id == label else "replaced")
     assert kinds == {"masked", "unchanged", "replaced"}
-
-
-def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_first_iteration(corpora, tmp_path):
-    settings = settings_of(corpora, data_path=("2", str(corpora / "P"), "1", str(corpora / "Q")))
-    cursor = write_fourth_checkpoint(tmp_path, settings)
-    assert contents(settings, 7, tmp_path / "iter_0000004") == contents(settings, 7)
-    # Control: the same cursor at another iteration gives another batch.
-    wrong = write_checkpoint(tmp_path, settings, iteration=5, cursor=cursor)
-    assert contents(settings, 7, wrong) != contents(settings, 7)
 
 
 def test_a_checkpoint_of_other_documents_is_refused(corpora, tmp_path):
@@ -105,10 +105,6 @@ def test_statistics_are_those_of_the_segments(corpora):
     assert lines["predicted"].endswith(f"{unchanged:,} left as they are")
     cut = [segment.first_token + segment.text_tokens < segment.document_tokens for segment in segments]
     assert 0 < sum(cut) < len(cut) and f"; {sum(cut):,} of them do not reach the end" in lines["segments"]
-    for name in ("P", "Q"):
-        sizes = [len(segment.input_ids_s) for segment in segments if segment.corpus == str(corpora / name)]
-        share = f"{100 * sum(sizes) / len(inputs):.1f} %"
-        assert sizes and f"{corpora / name} {len(sizes):,} segments with {share}" in lines["blend"]
 
 
 # --- checkpoint and settings of an iteration
@@ -145,3 +141,23 @@ def test_flags_replace_settings_and_outputs_are_removed(corpora, tmp_path):
     for config in (["--config", "tiny"], ["--config=tiny"]):
         with pytest.raises(ConfigError, match="--config would replace all settings of the run"):
             override_settings(settings, ["--seed", "3", *config])
+
+
+# --- a batch as text: predicted tokens are marked, and control characters are escaped
+
+
+def test_brackets_mark_predicted_tokens_and_control_characters_do_not_reach_the_terminal(corpora, tmp_path):
+    settings = settings_of(corpora, mask_replacement="bert")
+    write_record(settings, tmp_path / "settings.yaml")
+    flags = ("--config", tmp_path / "settings.yaml", "--iteration", 2, "--rows", 8)
+    code, printed, errors = call("inspect batch", *flags)
+    assert (code, errors) == (0, "")
+    batch = rebuild_batch(settings, 2, checkpoint=None)
+    segments = [segment for sequence in read_sequences(batch) for segment in sequence.segments]
+    kinds = [kind for each in segments for kind in token_kinds(batch.tokenizer, each.input_ids_s, each.labels_s)]
+    assert printed.count("of micro-batch") == 8
+    # The legend has one more of each.
+    assert printed.count("[MASK->") == kinds.count("masked") + 1
+    assert len(re.findall(r"\[=", printed)) == kinds.count("unchanged") + 1
+    assert RED not in printed and REVERSED not in printed
+    assert r"\x1b[31mred" in printed and r"\u202edesrever" in printed

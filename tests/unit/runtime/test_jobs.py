@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.jobs import Job, JobFolder, finish_jobs, read_finished, run_job, run_jobs
@@ -45,25 +43,13 @@ def squares(folder, numbers):
 # --- finished jobs
 
 
-def test_finished_job_has_files_record_and_result(tmp_path):
-    (job,) = squares(tmp_path, [3])
-    assert read_finished(job) is None
-    assert run_job(job).result == 9
-    assert (tmp_path / "3.square").read_text() == "9"
-    assert read_finished(job) == run_job(job)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["3.done", "3.number", "3.square"]
-
-
 @pytest.mark.parametrize(
     "damage",
     {
         "file changed": lambda folder: (folder / "3.square").write_text("8"),
         "file missing": lambda folder: (folder / "3.square").unlink(),
-        "file is a pipe": lambda folder: ((folder / "3.square").unlink(), os.mkfifo(folder / "3.square")),
         "record truncated": lambda folder: (folder / "3.done").write_text("{"),
-        "record of zeros": lambda folder: (folder / "3.done").write_bytes(bytes(100)),
         "record nested": lambda folder: (folder / "3.done").write_text("[" * 100_000),
-        "record is a folder": lambda folder: ((folder / "3.done").unlink(), (folder / "3.done").mkdir()),
         "wrong result type": lambda folder: edit(folder / "3.done", result="nine"),
         "no hash": lambda folder: edit(folder / "3.done", files={}),
         "another key": lambda folder: edit(folder / "3.done", key="0"),
@@ -141,11 +127,6 @@ def test_folder_with_damaged_settings_is_refused_unless_overwritten(folder, cont
     assert begin(folder, overwrite=True) == set()
 
 
-def test_folder_without_a_finished_job_is_removed(folder):
-    begin(folder)
-    assert not folder.exists()
-
-
 def test_folder_has_one_run_at_a_time(folder):
     with JobFolder(folder), pytest.raises(OutputError, match=r"run\.partial belongs to a run that is still going"):
         begin(folder)
@@ -178,38 +159,9 @@ def fail(job):
     raise errors.get(job.number) or KeyError(job.number)
 
 
-def work_forever(job):
-    (job.folder / "pid").write_text(str(os.getpid()))
-    time.sleep(10_000)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 9])  # 9 is more than there are jobs
-def test_every_job_runs_once(tmp_path, workers):
-    jobs = squares(tmp_path, range(5))
-    results = dict(run_jobs(run_job, jobs, workers=workers))
-    assert {job.number: finished.result for job, finished in results.items()} == {n: n * n for n in range(5)}
-    assert all(read_finished(job) == finished for job, finished in results.items())
-
-
-class ClosedTerminal:
-    """A terminal whose writes fail with an error."""
-
-    def __init__(self, error):
-        self.error, self.writes = error, 0
-
-    def isatty(self):
-        return True
-
-    def write(self, text):
-        self.writes += 1
-        raise self.error
-
-    flush = isatty
-
-
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ValueError("I/O operation on closed file")])
 def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, monkeypatch, error):
-    terminal = ClosedTerminal(error)
+    terminal = Mock(write=Mock(side_effect=error))
     monkeypatch.setattr(sys, "stderr", terminal)
 
     def work_for_a_while(job):
@@ -218,7 +170,7 @@ def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, mon
 
     jobs = squares(tmp_path, range(2))
     assert [job for job, _ in finish_jobs(jobs, label="jobs", function=work_for_a_while, workers=1)] == jobs
-    assert terminal.writes > 0
+    terminal.write.assert_called()
 
 
 def test_worker_that_exits_ends_the_run(tmp_path):
@@ -242,33 +194,3 @@ def test_exception_of_a_job_keeps_its_class_and_attributes(tmp_path, number, kin
         list(run_jobs(fail, jobs, workers=2))
     assert getattr(caught.value, "errno", None) == (28 if number == 2 else None)
     assert getattr(caught.value, "name", None) == ("fastwarc" if number == 3 else None)
-
-
-@needs_proc
-def test_closing_the_results_ends_the_workers(tmp_path):
-    before = set(children_of(os.getpid()))
-    results = run_jobs(run_job, squares(tmp_path, range(9)), workers=3)
-    assert next(results)[1].result in range(81)
-    started = set(children_of(os.getpid())) - before
-    assert started
-    results.close()
-    assert all(has_ended(worker) for worker in started)
-
-
-@needs_proc
-def test_worker_ends_when_its_parent_is_killed(tmp_path):
-    script = (
-        "import test_jobs\nfrom pathlib import Path\n"
-        f"jobs = test_jobs.squares(Path({str(tmp_path)!r}), range(2))\n"
-        "list(test_jobs.run_jobs(test_jobs.work_forever, jobs, workers=2))"
-    )
-    path = os.pathsep.join(str(Path(__file__).parents[level]) for level in (0, 2, 3))
-    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
-    try:
-        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        worker = int((tmp_path / "pid").read_text())
-        assert not has_ended(worker)
-    finally:
-        parent.kill()
-        parent.wait()
-    wait_for(lambda: has_ended(worker))

@@ -17,17 +17,9 @@ from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingC
 from megatron_neobert.runtime import signals
 
 
-def rank() -> None:
-    signals.install_signal_handlers()
-
-
 def rank_in_a_group() -> None:
     signals.install_signal_handlers()
     signals.finish_iteration_at_signals()
-
-
-def launcher() -> None:
-    signals.forward_stop_signals()
 
 
 def wait_for_rank_1(prepare: Callable[[], None], port: int) -> None:
@@ -73,11 +65,13 @@ def end_while_waiting(
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS, ids=lambda number: number.name)
 def test_stop_signal_ends_a_rank_that_waits_for_another_rank_with_75(number):
-    assert end_while_waiting(rank, number) == (75, f"rank 0: stopped by {number.name} before the first iteration\n")
+    ended = end_while_waiting(signals.install_signal_handlers, number)
+    assert ended == (75, f"rank 0: stopped by {number.name} before the first iteration\n")
 
 
 def test_stop_signal_ends_a_launcher_that_waits_for_another_node_with_75():
-    assert end_while_waiting(launcher, signal.SIGTERM) == (75, "stopped by SIGTERM while no rank was running\n")
+    ended = end_while_waiting(signals.forward_stop_signals, signal.SIGTERM)
+    assert ended == (75, "stopped by SIGTERM while no rank was running\n")
 
 
 def test_second_interrupt_aborts_a_rank_that_waits_for_another_rank():

@@ -8,13 +8,12 @@ import time
 import torch
 
 from megatron_neobert.config.schema import ParallelConfig
-from megatron_neobert.text import parse_json
 from megatron_neobert.training import hang_detector, heartbeats
 from megatron_neobert.training.hang_detector import HangDetector
 
 
 def fail(how: str) -> None:
-    if how in ("sleep", "sleep, no recorder"):
+    if how == "sleep":
         time.sleep(300)
     if how == "raise":
         raise ValueError("planted")
@@ -65,8 +64,6 @@ def main() -> None:
     hang_detector._TICK_SECONDS, heartbeats.SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
     os.environ["TORCH_FR_BUFFER_SIZE"] = "16"  # as in a run
     heartbeats._SILENT_CALLS = 40
-    if how == "sleep, no recorder":  # a release of torch without this flight recorder
-        hang_detector.pending_collective = lambda: parse_json("")
     torch.distributed.init_process_group("gloo")
     detector = HangDetector(ParallelConfig(distributed_timeout_minutes=float(minutes)))
     try:

@@ -1,15 +1,21 @@
-"""Values and lines that an interval logs, with and without skipped updates."""
+"""Values and lines of an interval, with and without skipped updates, and the trackers that record them."""
 
+import importlib.util
 import json
-from dataclasses import replace
+import math
+import resource
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_neobert.config.schema import CheckpointConfig, Settings, TrainingConfig
+from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings, TrainingConfig
+from megatron_neobert.data.batches.windows import Cursor
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.state import MetricSums, StepResult, TrainState
 from megatron_neobert.training.metrics import Monitor, interval_lines
+from megatron_neobert.training.trackers import Trackers, start_wandb
 
 NAN = float("nan")
 TOKENS, PAIRS = 50, 20**2 + 30**2  # of a step with two documents
@@ -86,20 +92,7 @@ CPU = {
     "eta_seconds": 6 * 86_400 + 3 * 3_600 + 59 * 60,
 }
 GPUS = {"tokens_per_second": 1.2e6, "tflops_per_rank": 247.25, "mfu": 0.25, "memory_gib": 41.23}
-
-
-def test_slowest_rank_is_that_of_the_means_of_the_interval(tmp_path, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    monitor = start(tmp_path)
-    times_us = [(0, 0, 0), (10, 20, 90), (10, 80, 30)]  # the first step of a start has no previous step
-    for iteration, compute_us in enumerate(times_us, start=1):
-        monitor.add(replace(result(), compute_us=compute_us), state_of(iteration))
-    monitor.close_interval(state_of(3), lr=1e-4, grad_norm=1.0)
-    line = recorded(monitor)[-1]
-    assert line["slowest_rank"] == 2
-    assert line["compute_seconds"] == pytest.approx((20 + 80) / 2 / 1e6)
-    assert line["slowest_rank_lead"] == pytest.approx((90 + 30) / (20 + 80) - 1)
+GPUS |= {"slowest_rank": 213, "slowest_rank_lead": 0.124, "compute_seconds": 1.2345}
 
 
 def test_lines_of_an_interval_on_cpu_and_on_gpus():
@@ -107,10 +100,74 @@ def test_lines_of_an_interval_on_cpu_and_on_gpus():
         "iteration 120000/1000000 | loss 2.4131 | accuracy 51.23 % | grad norm 0.831\n"
         "  lr 6.0e-04 | 9.34 k tok/s | 14.9 GFLOP/s | 0.8 GiB | wait 0 % | ETA 6 d 3 h"
     )
-    lines = interval_lines("iteration 120000/1000000", CPU | GPUS)
-    assert lines.endswith("| 1.20 M tok/s | MFU 25.0 % | 41 GiB | wait 0 % | ETA 6 d 3 h")
-    ranks = {"slowest_rank": 213, "slowest_rank_lead": 0.124, "compute_seconds": 1.2345}
-    assert interval_lines("iteration 120000/1000000", CPU | GPUS | ranks) == (
-        f"{lines}\n  slowest rank 213, 12 % above the median of 1.23 s per step"
+    assert interval_lines("iteration 120000/1000000", CPU | GPUS).endswith(
+        "| 1.20 M tok/s | MFU 25.0 % | 41 GiB | wait 0 % | ETA 6 d 3 h\n"
+        "  slowest rank 213, 12 % above the median of 1.23 s per step"
     )
-    assert interval_lines("iteration 120000/1000000", CPU | GPUS | ranks | {"slowest_rank_lead": 0.009}) == lines
+
+
+# --- trackers: TensorBoard, the record, and a W&B that does not start
+
+
+def test_tensorboard_has_the_finite_values_of_the_record_in_groups(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = Trackers(Settings(checkpoint=CheckpointConfig(save=str(tmp_path))), iteration=0, log=print)
+    values = {
+        "loss": 2.5,
+        "lr": 0.125,
+        "mfu": 0.5,
+        "memory_gib": 3.0,
+        "validation_loss_web": 4.0,
+        "grad_norm": math.inf,
+    }
+    trackers.record(7, values, cursor=Cursor())
+    trackers.close(failed=False)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags = {
+        "train/loss": 2.5,
+        "train/lr": 0.125,
+        "machine/mfu": 0.5,
+        "machine/memory_gib": 3.0,
+        "validation/loss_web": 4.0,
+    }
+    assert found == {tag: [(7, value)] for tag, value in tags.items()}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()).items() >= {"loss": 2.5, "iteration": 7}.items()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_full_disk_is_reported_once_and_training_continues(tmp_path):
+    logged: list[str] = []
+    settings = Settings(checkpoint=CheckpointConfig(save=str(tmp_path)))
+    trackers = Trackers(settings, iteration=0, log=logged.append)
+    trackers.tensorboard._get_file_writer().event_writer._async_writer._worker._flush_secs = 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # writing beyond raises EFBIG
+    try:
+        for iteration in range(1, 60):
+            trackers.record(iteration, {"loss": 1.0, "lr": 2.0}, cursor=Cursor())
+            time.sleep(0.01)
+        trackers.close(failed=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    record, tensorboard = sorted(logged)
+    assert (
+        record == f"warning: {tmp_path}/metrics.jsonl cannot be written (File too large); training continues without it"
+    )
+    assert tensorboard.startswith(f"warning: {tmp_path}/tensorboard cannot be written (File too large)")
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 2000
+
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+
+
+def start_with_wandb(save: object) -> None:
+    settings = Settings(checkpoint=CheckpointConfig(save=str(save)), logging=LoggingConfig(wandb_project="books"))
+    start_wandb(settings)
+
+
+@needs_wandb
+def test_wrong_variable_of_wandb_is_reported_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    with pytest.raises(ConfigError, match=r"did not start \(.* mode Input .*'nonsense'.*correct the setting"):
+        start_with_wandb(tmp_path)

@@ -1,0 +1,311 @@
+"""Outputs, losses, attention and folders of the model follow the conventions of transformers."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_neobert import FlashKernel, build_config, build_documents, build_model, gap, logits_alone, pack, pad
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+
+from megatron_neobert.huggingface.modeling_neobert import (
+    AUTO_MAP,
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+)
+
+DOCUMENTS = build_documents()
+BATCH = pad(DOCUMENTS)
+
+
+def build_labels() -> Tensor:
+    """Return labels for every third token except padding."""
+    chosen = (torch.arange(27).view(3, 9) % 3 == 0) & BATCH["attention_mask"].bool()
+    return BATCH["input_ids"].masked_fill(~chosen, -100)
+
+
+@pytest.mark.parametrize("num_items", [None, 0, torch.tensor(0)], ids=repr)
+def test_loss_without_labels_is_zero_with_zero_gradients(num_items: Any):
+    model = build_model()
+    loss = model(**BATCH, labels=torch.full((3, 9), -100), num_items_in_batch=num_items).loss
+    loss.backward()
+    assert loss == 0
+    assert model.decoder.bias.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "labels", "loss", "kind"),
+    [
+        (1, torch.tensor([0.5, -1.0, 2.0]), lambda x, y: F.mse_loss(x[:, 0], y), "regression"),
+        (3, torch.tensor([0, 2, 1]), F.cross_entropy, "single_label_classification"),
+        (
+            3,
+            torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]),
+            F.binary_cross_entropy_with_logits,
+            "multi_label_classification",
+        ),
+    ],
+)
+def test_sequence_classification_loss_follows_from_the_labels(num_labels: int, labels: Tensor, loss: Any, kind: str):
+    model = build_model(NeoBERTForSequenceClassification, num_labels=num_labels)
+    output = model(**BATCH, labels=labels)
+    assert output.logits.shape == (3, num_labels)
+    assert torch.allclose(output.loss, loss(output.logits, labels))
+    assert model.config.problem_type == kind
+
+
+def test_sequence_classification_uses_the_first_token_of_every_document():
+    model = build_model(NeoBERTForSequenceClassification, num_labels=3)
+    expected = model(**BATCH).logits
+    first = model.model(**BATCH).last_hidden_state[:, 0]
+    assert torch.allclose(expected, model.classifier(model.dense(first).tanh()))
+    row = pack(DOCUMENTS)
+    assert gap(model(**row).logits, expected) < 1e-5
+    assert gap(model(row["input_ids"], cu_seq_lens_q=row["cu_seqlens"]).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [NeoBERTForMaskedLM, NeoBERTForSequenceClassification])
+def test_trainer_makes_the_same_update_with_one_and_two_micro_batches(kind: type, tmp_path):
+    """A model with **kwargs that ignores num_items_in_batch would make an update twice as large with two."""
+    labels = build_labels() if kind is NeoBERTForMaskedLM else torch.tensor([0, 1, 1])
+    rows = [
+        {"input_ids": BATCH["input_ids"][row], "attention_mask": BATCH["attention_mask"][row], "labels": labels[row]}
+        for row in (0, 2)
+    ]
+    updates = []
+    for rows_per_batch in (2, 1):
+        model = build_model(kind, classifier_dropout=0.0)
+        before = model.model.layer_norm.weight.detach().clone()
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=rows_per_batch,
+            gradient_accumulation_steps=2 // rows_per_batch,
+            max_steps=1,
+            learning_rate=0.1,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        Trainer(model, arguments, train_dataset=rows).train()
+        updates.append(model.model.layer_norm.weight.detach() - before)
+    assert updates[0].abs().max() > 1e-4
+    assert gap(updates[1], updates[0]) < 1e-3
+
+
+# --- attention: padding and packed documents are masked by every implementation
+
+
+ROUNDING = 1e-5  # difference between two orders of the same sums in fp32
+WRONG = 1e-2  # smallest difference in the negative controls
+with_eager_and_sdpa = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+
+
+@with_eager_and_sdpa
+@torch.no_grad()
+def test_logits_of_padded_documents_equal_those_of_single_documents(implementation: str):
+    model, batch = build_model(attention=implementation), pad(DOCUMENTS)
+    tokens = batch["attention_mask"].bool()
+    alone = logits_alone(model, DOCUMENTS)
+    assert alone.abs().max() > 1
+    assert gap(model(**batch).logits[tokens], alone) < ROUNDING
+    assert gap(model(input_ids=batch["input_ids"]).logits[tokens], alone) > WRONG, "padding must matter without a mask"
+
+
+@with_eager_and_sdpa
+@torch.no_grad()
+def test_logits_of_packed_documents_equal_those_of_single_documents(implementation: str):
+    model, row = build_model(attention=implementation), pack(DOCUMENTS)
+    alone = logits_alone(model, DOCUMENTS)
+    assert gap(model(**row).logits[0], alone) < ROUNDING
+    assert gap(model(**row, max_seqlen=9, attention_mask=torch.ones_like(row["input_ids"])).logits[0], alone) < ROUNDING
+    assert gap(model(input_ids=row["input_ids"]).logits[0], alone) > WRONG, (
+        "without cu_seqlens, documents must matter to each other"
+    )
+
+
+def flatten(documents: list[Tensor]) -> dict[str, Any]:
+    """Return the batch of transformers' collator, with the arguments that sentence-transformers sends."""
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collator([{"input_ids": document.tolist()} for document in documents], return_tensors="pt")
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+@torch.no_grad()
+def test_document_bounds_reach_every_layer_s_kernel_and_are_never_read_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    """Meta tensors have no values: to read one raises, as the control shows."""
+    kernel, batch, padded = FlashKernel(monkeypatch), flatten(DOCUMENTS), pad(DOCUMENTS)
+    model, alone = build_model(attention="flash_attention_2"), logits_alone(build_model(), DOCUMENTS)
+    assert gap(model(**padded).logits[padded["attention_mask"].bool()], alone) < ROUNDING
+    kernel.calls.clear()
+    assert gap(model(**batch).logits[0], alone) < ROUNDING
+    on_device = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in batch.items()}
+    model.bfloat16().to("meta")(**on_device)
+    assert len(kernel.calls) == 2 * model.config.num_hidden_layers
+    assert all(call["longest"] == (9, 9) and type(call["longest"][0]) is int for call in kernel.calls)
+    for call in kernel.calls:
+        assert call["starts"] is call["key_starts"] and call["starts"].dtype == torch.int32
+    assert kernel.calls[0]["starts"].tolist() == [0, 9, 10, 16]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(**{**on_device, "max_length_q": None})
+
+
+@torch.no_grad()
+def test_position_ids_of_packed_documents_are_used():
+    model, row = build_model(), pack(DOCUMENTS)
+    expected = model(**row).logits
+    positions = torch.cat([torch.arange(len(document)) for document in DOCUMENTS])[None]
+    assert torch.equal(model(**row, position_ids=positions).logits, expected)
+    assert gap(model(**row, position_ids=positions * 3).logits, expected) > WRONG
+
+
+@torch.no_grad()
+def test_positions_of_a_bf16_model_are_not_rounded():
+    """bf16 cannot represent odd numbers above 256, so rounded positions 4001 and 4002 would be equal."""
+    model, tokens = build_model(max_position_embeddings=8192).bfloat16(), DOCUMENTS[0][None]
+    far = torch.arange(9)[None] + 4001
+    assert gap(model(tokens, position_ids=far).logits.float(), model(tokens).logits.float()) < 0.05
+    rounded = far.bfloat16().long()
+    assert gap(model(tokens, position_ids=rounded).logits.float(), model(tokens).logits.float()) > 0.2
+
+
+ROW = pack(DOCUMENTS)
+TOKENS = ROW["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fragments"),
+    [
+        ({"input_ids": TOKENS.expand(2, 16), "cu_seqlens": ROW["cu_seqlens"]}, ["2 rows"]),
+        ({**ROW, "attention_mask": torch.arange(16)[None]}, ["attention_mask and cu_seqlens"]),
+        ({"input_ids": TOKENS, "cu_seqlens": torch.tensor([0, 9, 15])}, ["[0, 9, 15]", "16 tokens"]),
+        ({"input_ids": TOKENS, "cu_seqlens": torch.tensor([0, 9, 9, 16])}, ["[0, 9, 9, 16]", "must increase"]),
+        ({**ROW, "max_seqlen": 8}, ["max_seqlen 8", "9 tokens"]),
+        ({"input_ids": TOKENS, "attention_mask": torch.ones(1, 1, 16, 16)}, ["(1, 1, 16, 16)", "(1, 16)"]),
+        ({"input_ids": TOKENS, "inputs_embeds": torch.ones(1, 16, 32)}, ["exactly one of them"]),
+    ],
+)
+def test_invalid_inputs_are_refused_with_their_values(inputs: dict[str, Any], fragments: list[str]):
+    with pytest.raises(ValueError) as caught:
+        build_model()(**inputs)
+    assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []
+
+
+# --- folders: a saved folder is loaded with its own code; config, tying and compilation
+
+
+@pytest.fixture(scope="module")
+def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Use a separate cache for code of folders, and forget the modules that were imported from the cache."""
+
+    def cached_modules() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        cache = str(tmp_path_factory.mktemp("transformers_modules"))
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        patch.setattr(sys, "path", [*sys.path])
+        for name in cached_modules():
+            patch.delitem(sys.modules, name)
+        yield
+        for name in cached_modules():
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    build_model().save_pretrained(folder)
+    return folder
+
+
+def load(task: str, folder: Path, **options: Any) -> Any:
+    return getattr(transformers, task).from_pretrained(folder, trust_remote_code=True, local_files_only=True, **options)
+
+
+@pytest.mark.usefixtures("remote_code", "only_remote_code")
+def test_folder_with_the_published_class_name_is_loaded(saved: Path, tmp_path: Path):
+    folder = shutil.copytree(saved, tmp_path / "older")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["architectures"] = ["NeoBERTLMHead"]
+    config["auto_map"]["AutoModelForMaskedLM"] = "modeling_neobert.NeoBERTLMHead"
+    (folder / "config.json").write_text(json.dumps(config))
+    model, info = load("AutoModelForMaskedLM", folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(model.eval()(**BATCH).logits, build_model()(**BATCH).logits)
+
+
+def test_model_has_no_buffers():
+    """transformers 5 builds models on the meta device and fills in stored tensors; a buffer would be undefined."""
+    assert list(build_model().buffers()) == []
+
+
+def test_tied_weights_are_shared_also_after_saving(tmp_path: Path):
+    model = build_model(tie_word_embeddings=True)
+    assert model.decoder.weight is model.model.encoder.weight
+    expected = model(**BATCH).logits
+    model.save_pretrained(tmp_path)
+    again = NeoBERTForMaskedLM.from_pretrained(tmp_path, trust_remote_code=False).eval()
+    assert again.decoder.weight is again.model.encoder.weight
+    assert torch.equal(again(**BATCH).logits, expected)
+    assert build_model().decoder.weight is not build_model().model.encoder.weight
+
+
+@pytest.mark.parametrize("batch", [BATCH, pack(DOCUMENTS)], ids=["padded", "packed"])
+def test_forward_compiles_to_one_graph_for_all_lengths(batch: dict[str, torch.Tensor]):
+    torch._dynamo.reset()
+    model = build_model()
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    shorter = pad(DOCUMENTS[1:]) if "attention_mask" in batch else pack(DOCUMENTS[:2])
+    with torch.no_grad():
+        for inputs in (batch, shorter):
+            chosen = inputs["attention_mask"].bool() if "attention_mask" in inputs else slice(None)
+            assert gap(compiled(**inputs).logits[chosen], model(**inputs).logits[chosen]) < 1e-5
+
+
+# --- config: published settings, refused settings, and initialization
+
+
+def test_published_config_is_read_and_saved_with_the_names_of_this_code(shared_data: Path, tmp_path: Path):
+    published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text(encoding="utf-8"))
+    config = NeoBERTConfig.from_dict({**published, "max_length": 2048})
+    assert config.max_position_embeddings == 2048
+    assert (config.hidden_size, config.norm_eps, config.rope_theta, config.dim_head) == (768, 1e-5, 10_000.0, 64)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert saved["max_position_embeddings"] == 2048
+    assert "max_length" not in saved
+    assert saved["auto_map"] == AUTO_MAP, "the published file is not in the saved folder"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragments"),
+    [
+        ({"hidden_size": 36}, ["dim_head 9", "even"]),
+        ({"dim_head": 16}, ["dim_head 16", "hidden_size 32"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "rope_theta"]),
+        ({"rope_parameters": {"rope_theta": 5e3}, "rope_theta": 1e4}, ["rope_theta 5000", "rope_theta 10000"]),
+    ],
+)
+def test_invalid_settings_are_refused_with_their_values(settings: dict[str, Any], fragments: list[str]):
+    with pytest.raises(ValueError) as caught:
+        build_config(**settings)
+    assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_rotary_base_is_read_from_the_keys_of_transformers_5(name: str):
+    assert build_config(**{name: {"rope_type": "default", "rope_theta": 5000.0}}).rope_theta == 5000.0
+    assert build_config(**{name: {"type": "default"}}).rope_theta == 10_000.0
+    assert build_config(**{name: None}).rope_theta == 10_000.0
