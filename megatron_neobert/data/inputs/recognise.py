@@ -19,7 +19,6 @@ from megatron_neobert.data.inputs.stream import (
     ChunkStream,
     DamagedStream,
     Format,
-    InputDigest,
     compression_of,
     named_errors,
     open_input,
@@ -33,7 +32,9 @@ from megatron_neobert.text import parse_json
 # Text in one chunk: about one minute of work for the reference tokenizer.
 CHUNK_BYTES = 256 << 20
 
-_STREAM_READERS: dict[Format, Callable[[Chunk, ReadSettings, InputDigest | None], Iterator[RecordBatch]]] = {
+_READERS: dict[Format, Callable[[Chunk, ReadSettings], Iterator[RecordBatch]]] = {
+    "parquet": read_column,
+    "arrow": read_column,
     "jsonl": read_lines,
     "text": read_text,
     "warc": read_archive,
@@ -91,11 +92,8 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
     return [Chunk(path, whole.format, whole.compression, start or 0, end) for start, end in pairwise(edges)]
 
 
-def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
+def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the records of a chunk, in file order. Malformed records are in the `rejected` of their batch.
-
-    Args:
-        digest: Updated with the file's bytes as they are read, but not for a table, which is not read in order.
 
     Raises:
         DataError: The file is damaged, or a table has no text column --text-key. Batches before the damage are yielded.
@@ -105,8 +103,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
     """
     numbers = 0
     try:
-        read = _STREAM_READERS.get(chunk.format)
-        for batch in read(chunk, settings, digest) if read else read_column(chunk, settings):
+        for batch in _READERS[chunk.format](chunk, settings):
             numbers += batch.numbers
             yield batch
     except DamagedStream as damage:

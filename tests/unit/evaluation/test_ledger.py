@@ -20,12 +20,6 @@ def test_result_is_found_for_an_equal_unit_only_and_read_back_as_written(tmp_pat
         assert read.find({**UNIT, **changed}) is None
 
 
-def test_line_without_an_origin_is_from_an_unknown_machine(tmp_path):
-    line = {"key": "a", "unit": {"task": "a"}, "result": {"score": 1}}
-    (tmp_path / LEDGER).write_text(json.dumps(line) + "\n")
-    assert list(Ledger(tmp_path).lines.values()) == [line | {"origin": {"machine": "unknown", "versions": {}}}]
-
-
 def test_unit_that_is_added_again_becomes_the_last_line(tmp_path):
     with open_ledger(tmp_path) as ledger:
         for name, score in (("a", 1), ("b", 2), ("a", 3)):

@@ -129,6 +129,9 @@ def test_manifest_names_inputs_with_size_and_checksum_and_the_tokenizer(workspac
     content = (workspace.inputs / "a.jsonl").read_bytes()
     record = manifest.inputs[str(workspace.inputs / "a.jsonl")]
     assert (record.bytes, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    workspace.run("remote", inputs=(f"file://{workspace.inputs / 'a.jsonl'}",))
+    (remote,) = workspace.corpus("remote").manifest.inputs.values()
+    assert (remote.bytes, remote.sha256) == (len(content), None), "a remote file is not read a second time"
     assert manifest.tokenizer_fingerprint == tokenizer.fingerprint
     assert (manifest.vocab_size, manifest.special_tokens) == (tokenizer.vocab_size, tokenizer.special_tokens)
     assert (manifest.documents, manifest.tokens, manifest.dtype, manifest.text_key) == (2, 2, "uint16", "content")
