@@ -2,10 +2,9 @@
 
     python benchmarks/benchmark_step.py --seq-length 512 1024
 
-Trains the same documents with the same masks from the same weights in three layouts, in turns:
+Trains the same documents with the same masks from the same weights in two layouts, in turns:
 
     packed      this project, with packed sequences
-    padded      this project, with one document per row
     reference   plain PyTorch: SDPA, AdamW, padded to the longest document, decoder at every position
 
 The losses are compared. Document lengths are about those of web pages, truncated at --seq-length. Seconds are CPU
@@ -32,7 +31,7 @@ from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerCon
 from megatron_neobert.errors import ConfigError, run_command
 
 LEARNING_RATE = 1e-4  # does not affect speed or memory
-LAYOUTS = ("packed", "padded", "reference")
+LAYOUTS = ("packed", "reference")
 DOCUMENTS = 4096  # one window, so packing is as efficient as with a large corpus
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4")
 _WAIT_WARNING = "called a synchronizing CUDA operation"  # of torch
@@ -169,8 +168,8 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
 
     Args:
         run: megatron_neobert.state.Run.
-        reference: benchmarks.step_layouts.Reference or None. If given, its weights are copied to `run` before a step in
-            another layout than "reference".
+        reference: benchmarks.step_layouts.Reference or None. If given, its weights are copied to `run` before a packed
+            step.
         passes: Batches of the step in every layout, from `steps_in_each_layout`.
     """
     import torch
@@ -179,7 +178,7 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
     from megatron_neobert.training.step import train_step
 
     on_gpu, clock = run.device.type == "cuda", time.process_time
-    if layout != "reference" and reference is not None:
+    if layout == "packed" and reference is not None:
         reference.copy_weights_to(run)
     if on_gpu:
         clock = time.perf_counter
@@ -190,16 +189,18 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
     if layout == "reference":
         loss = reference.step(passes["reference"])
     else:
-        loss = train_step(run, passes[layout]).sums.mean_loss
+        loss = train_step(run, passes["packed"]).sums.mean_loss
     seconds = clock() - start
-    batches = passes["packed" if layout == "packed" else "padded"].micro_batches
-    tokens, capacity = sum(batch.real_tokens for batch in batches), sum(batch.tokens_t.numel() for batch in batches)
+    lengths = passes["lengths"]
+    inputs = [batch.tokens_t for batch in passes["packed"].micro_batches]
+    if layout == "reference":
+        inputs = [tokens_bs for tokens_bs, *_ in passes["reference"]]
+    tokens, capacity = sum(lengths), sum(map(torch.numel, inputs))
     print(
         f"{seq_length} {layout} | {tokens:,} of {capacity:,} tokens | {tokens / seconds:,.0f} tokens/s | "
         f"loss {loss:.6f}",
         flush=True,
     )
-    lengths = passes["lengths"]
     # Tokens of the document of the average token.
     document_tokens = sum(length * length for length in lengths) / sum(lengths)
     flops_per_token = training_flops_per_token(

@@ -48,10 +48,6 @@ _FORMAT_MAGIC: dict[bytes, Format] = {
     b"WARC/": "warc",
 }
 _MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
-_REFUSED_CONTENT = {
-    b"filedesc://": ("an ARC archive", "convert it to WARC"),
-    b"%PDF-": ("a PDF document", "extract its text"),
-}
 # Formats whose content looks like plain text.
 _REFUSED_NAMES = {
     (".csv", ".tsv"): ("a CSV or TSV table", "write it again as parquet or JSON lines"),
@@ -161,11 +157,8 @@ def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
         head: First _HEAD_BYTES of the decompressed file.
 
     Raises:
-        DataError: The content is binary, a PDF, markup, a CSV table, or JSON whose objects span lines.
+        DataError: The content is binary, markup, a CSV table, or JSON whose objects span lines.
     """
-    for magic, (kind, remedy) in _REFUSED_CONTENT.items():
-        if head.startswith(magic):
-            raise DataError(f"{path} is {kind}; {_SUPPORTED}: {remedy}")
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without records
