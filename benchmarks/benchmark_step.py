@@ -300,10 +300,8 @@ def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[
 
 def largest_loss_gap(timings: list[Timing]) -> float:
     """Return the largest relative difference between the loss of a step and the reference's in the same round."""
-    references = [timing.loss for timing in timings if timing.layout == "reference"]
-    layouts = dict.fromkeys(timing.layout for timing in timings)
-    by_layout = ([timing.loss for timing in timings if timing.layout == layout] for layout in layouts)
-    return max(abs(loss / ref - 1) for losses in by_layout for loss, ref in zip(losses, references, strict=True))
+    packed, references = ([timing.loss for timing in timings if timing.layout == layout] for layout in LAYOUTS)
+    return max(abs(loss / reference - 1) for loss, reference in zip(packed, references, strict=True))
 
 
 def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:
