@@ -241,7 +241,7 @@ def resolve_device(options: Options) -> Options:
 
     CUDA is not initialized. Raises ConfigError if the device is cuda without a GPU, or the dtype is float16 on a CPU.
     """
-    device = choose_device(options.device).type
+    device: Any = choose_device(options.device).type
     if options.dtype == "float16" and device == "cpu":
         raise ConfigError("--dtype float16 needs a GPU; on a CPU use float32 or bfloat16.")
     return dataclasses.replace(options, device=device)
