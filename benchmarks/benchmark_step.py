@@ -2,9 +2,10 @@
 
     python benchmarks/benchmark_step.py --seq-length 512 1024
 
-Trains the same documents with the same masks from the same weights in two layouts, in turns:
+Trains the same documents with the same masks from the same weights in three layouts, in turns:
 
     packed      this project, with packed sequences
+    padded      this project, with one document per row
     reference   plain PyTorch: SDPA, AdamW, padded to the longest document, decoder at every position
 
 The losses are compared. Document lengths are about those of web pages, truncated at --seq-length. Seconds are CPU
@@ -31,7 +32,7 @@ from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerCon
 from megatron_neobert.errors import ConfigError, run_command
 
 LEARNING_RATE = 1e-4  # does not affect speed or memory
-LAYOUTS = ("packed", "reference")
+LAYOUTS = ("packed", "padded", "reference")
 DOCUMENTS = 4096  # one window, so packing is as efficient as with a large corpus
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4")
 _WAIT_WARNING = "called a synchronizing CUDA operation"  # of torch
@@ -168,8 +169,8 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
 
     Args:
         run: megatron_neobert.state.Run.
-        reference: benchmarks.step_layouts.Reference or None. If given, its weights are copied to `run` before a packed
-            step.
+        reference: benchmarks.step_layouts.Reference or None. If given, its weights are copied to `run` before a step in
+            another layout than "reference".
         passes: Batches of the step in every layout, from `steps_in_each_layout`.
     """
     import torch
@@ -178,7 +179,7 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
     from megatron_neobert.training.step import train_step
 
     on_gpu, clock = run.device.type == "cuda", time.process_time
-    if layout == "packed" and reference is not None:
+    if layout != "reference" and reference is not None:
         reference.copy_weights_to(run)
     if on_gpu:
         clock = time.perf_counter
@@ -189,18 +190,16 @@ def time_step(run: Any, reference: Any, seq_length: int, layout: str, passes: di
     if layout == "reference":
         loss = reference.step(passes["reference"])
     else:
-        loss = train_step(run, passes["packed"]).sums.mean_loss
+        loss = train_step(run, passes[layout]).sums.mean_loss
     seconds = clock() - start
-    lengths = passes["lengths"]
-    inputs = [batch.tokens_t for batch in passes["packed"].micro_batches]
-    if layout == "reference":
-        inputs = [tokens_bs for tokens_bs, *_ in passes["reference"]]
-    tokens, capacity = sum(lengths), sum(map(torch.numel, inputs))
+    batches = passes["packed" if layout == "packed" else "padded"].micro_batches
+    tokens, capacity = sum(batch.real_tokens for batch in batches), sum(batch.tokens_t.numel() for batch in batches)
     print(
         f"{seq_length} {layout} | {tokens:,} of {capacity:,} tokens | {tokens / seconds:,.0f} tokens/s | "
         f"loss {loss:.6f}",
         flush=True,
     )
+    lengths = passes["lengths"]
     # Tokens of the document of the average token.
     document_tokens = sum(length * length for length in lengths) / sum(lengths)
     flops_per_token = training_flops_per_token(
@@ -300,8 +299,10 @@ def summarise(timings: list[Timing], *, peak_tflops: float | None) -> list[dict[
 
 def largest_loss_gap(timings: list[Timing]) -> float:
     """Return the largest relative difference between the loss of a step and the reference's in the same round."""
-    packed, references = ([timing.loss for timing in timings if timing.layout == layout] for layout in LAYOUTS)
-    return max(abs(loss / reference - 1) for loss, reference in zip(packed, references, strict=True))
+    references = [timing.loss for timing in timings if timing.layout == "reference"]
+    layouts = dict.fromkeys(timing.layout for timing in timings)
+    by_layout = ([timing.loss for timing in timings if timing.layout == layout] for layout in layouts)
+    return max(abs(loss / ref - 1) for losses in by_layout for loss, ref in zip(losses, references, strict=True))
 
 
 def build_settings(arguments: argparse.Namespace, folder: Path) -> Settings:

@@ -1,6 +1,7 @@
 """Batches and reference model of benchmark_step.py: the same documents packed and padded."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,22 +56,24 @@ class Reference:
 
 
 def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[str, Any]:
-    """Return the documents of a step in both layouts, and the length of each document.
+    """Return the documents of a step in three layouts, and the length of each document.
 
     Documents are padded to the longest of the step. A pass has as many padded documents as fit into `capacity_per_pass`
     tokens, at least one.
 
     Returns:
-        "lengths": tokens of each document. "packed": `batches`, unchanged. "reference": list of `Padded`, inputs of the
-        reference model.
+        "lengths": tokens of each document. "packed": `batches`, unchanged. "padded": StepBatches with one document per
+        row. "reference": list of `Padded`, inputs of the reference model.
     """
     documents = split_documents(batches.micro_batches)
     width = max(len(tokens) for tokens, _ in documents)
     size = max(1, capacity_per_pass // width)
+    padded = [to_padded(documents[first : first + size], width) for first in range(0, len(documents), size)]
     return {
         "lengths": [len(tokens) for tokens, _ in documents],
         "packed": batches,
-        "reference": [to_padded(documents[first : first + size], width) for first in range(0, len(documents), size)],
+        "padded": replace(batches, micro_batches=[one_document_per_row(*tensors) for tensors in padded]),
+        "reference": padded,
     }
 
 
@@ -97,3 +100,20 @@ def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
         labels_bs[row, : len(labels)] = labels
     lengths_b = torch.tensor([len(tokens) for tokens, _ in documents])
     return tokens_bs, torch.arange(width) < lengths_b[:, None], labels_bs
+
+
+def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> PackedBatch:
+    """Convert a result of `to_padded` to a PackedBatch, in which the padding of each row is a separate document."""
+    rows, width = tokens_bs.shape
+    starts_b = torch.arange(rows) * width
+    bounds = torch.cat([starts_b, starts_b + present_bs.sum(1), torch.tensor([rows * width])])
+    labels_t = labels_bs.flatten()
+    positions_m = (labels_t != IGNORED_LABEL).nonzero().squeeze(1)
+    return PackedBatch(
+        tokens_t=tokens_bs.flatten(),
+        labels_m=labels_t[positions_m],
+        masked_positions_m=positions_m,
+        cu_seqlens_n=bounds.unique().to(torch.int32),  # unique() sorts, and removes the empty padding of full rows
+        max_seqlen=width,
+        real_tokens=int(present_bs.sum()),
+    )
