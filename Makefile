@@ -39,7 +39,7 @@ test-current:
 	OTHER_PYTHON="$$other" "$$python" -m pytest -n auto --dist worksteal -m "not slow" $(engine)
 
 test-gpu-path:
-	@$(environment) && export WRITE_DOCUMENTATION=1 && "$$python" -m pytest tests/gpu_path && "$$python" -m pytest tests/repo/test_roofline.py
+	@$(environment) && WRITE_DOCUMENTATION=1 "$$python" -m pytest tests/gpu_path
 
 golden:
 	@$(environment) && WRITE_GOLDEN=1 "$$python" -m pytest tests/distributed/test_golden_curves.py -k has_its_golden_curve

@@ -1,4 +1,4 @@
-"""Measure the rows and tokens per second that one core prepares for training, in comparison with other loaders.
+"""Measure the tokens per second that one core prepares for training, in comparison with other loaders.
 
     python benchmarks/benchmark_loader.py
 
@@ -52,7 +52,6 @@ class Job:
 class Size(NamedTuple):
     """Size of one batch."""
 
-    rows: int
     capacity: int  # tokens, padding included
     real_tokens: int
 
@@ -62,14 +61,9 @@ class Turn:
     """Size of all batches that one loader prepared in one round."""
 
     loader: str
-    rows: int
     capacity: int  # tokens, padding included
     real_tokens: int
     cpu_seconds: float  # of this process and its workers
-
-    @property
-    def rows_per_second(self) -> float:
-        return self.rows / self.cpu_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -146,7 +140,7 @@ def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Siz
     else:
         steps = build_loader(our_stream(job), num_workers=num_workers) if num_workers else our_stream(job).steps()
     for step in steps:
-        yield Size(job.batch_size, step.micro_batches[0].tokens_t.numel(), step.real_tokens)
+        yield Size(step.micro_batches[0].tokens_t.numel(), step.real_tokens)
 
 
 # ---- other loaders
@@ -189,7 +183,7 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
         random.Random(SEED).shuffle(features)
         for first in range(0, len(features) - job.batch_size + 1, job.batch_size):
             batch = collate(features[first : first + job.batch_size])
-            yield Size(job.batch_size, batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
+            yield Size(batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
 
 
 # ---- measurement
@@ -224,7 +218,7 @@ def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: fl
     turns = []
     for number, name in in_turns(loaders, rounds=rounds):
         turns.append(measure(name, loaders[name], seconds))
-        print(f"round {number} | {name} | {turns[-1].rows_per_second:,.0f} rows/cpu-s", flush=True)
+        print(f"round {number} | {name} | {turns[-1].tokens_per_second:,.0f} tokens/cpu-s", flush=True)
     return turns
 
 
@@ -236,8 +230,8 @@ def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
     while time.perf_counter() < end:
         taken.append(next(batches))
     time.sleep(SETTLE_SECONDS)
-    rows, capacity, real_tokens = (sum(numbers) for numbers in zip(*taken, strict=True))
-    return Turn(name, rows, capacity, real_tokens, cpu_seconds=tree_cpu_seconds() - cpu)
+    capacity, real_tokens = (sum(numbers) for numbers in zip(*taken, strict=True))
+    return Turn(name, capacity, real_tokens, cpu_seconds=tree_cpu_seconds() - cpu)
 
 
 def tree_cpu_seconds() -> float:
@@ -260,10 +254,8 @@ def summarise(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         table.append(
             {
                 "loader": name,
-                "rows/cpu-s": statistics.median(turn.rows_per_second for turn in group),
                 "real tokens/cpu-s": statistics.median(turn.tokens_per_second for turn in group),
                 "% unused": 100 * (1 - used),
-                "x rows": statistics.median(ours.rows_per_second / turn.rows_per_second for ours, turn in pairs),
                 "x tokens": statistics.median(ours.tokens_per_second / turn.tokens_per_second for ours, turn in pairs),
             }
         )

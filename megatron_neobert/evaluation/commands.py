@@ -13,7 +13,6 @@ from megatron_neobert.evaluation.options import (
     PerplexityOptions,
     ReportOptions,
     ThroughputOptions,
-    choose_glue_tasks,
 )
 from megatron_neobert.runtime.atomic_files import name_models, require_folder
 from megatron_neobert.text import counted
@@ -26,7 +25,6 @@ def evaluate_glue(options: GlueOptions) -> None:
 
     Write OUTPUT/MODEL/glue.json and glue.md, and print glue.md. Raises a NeoBERTError if an input cannot be used.
     """
-    choose_glue_tasks(options.tasks)
     _prepare(options.model, options.data_dir, FETCH_GLUE)
     from megatron_neobert.evaluation.glue import evaluate
 

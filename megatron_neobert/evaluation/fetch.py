@@ -13,14 +13,14 @@ from pathlib import Path
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError, short_reason
 from megatron_neobert.evaluation.options import FetchContrastiveOptions, FetchMtebOptions
-from megatron_neobert.runtime.atomic_files import make_folder, replacing
+from megatron_neobert.runtime.atomic_files import replacing
 
 
 def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -> None:
     """Call `fetch` for every name, and print one line per name. After a failure, the remaining names are still fetched.
 
     Args:
-        output: Folder to create. It may exist. If a download fails, a new folder that is empty is removed.
+        output: Folder to create. It may exist.
         fetch: Downloads one dataset or task, and returns the text to print. Any exception is a failed download.
 
     Raises:
@@ -28,7 +28,7 @@ def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -
         MissingInputError: A download failed. Raised after the last name; the reasons were printed.
     """
     try:
-        created = make_folder(output)
+        output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{output}: cannot be created ({error.strerror}); name another folder.") from error
     failed = []
@@ -39,9 +39,6 @@ def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -
             print(f"{number}/{len(names)} {name}: failed ({short_reason(error)})", flush=True)
             failed.append(name)
     if failed:
-        with suppress(OSError):  # a folder with files stays
-            for folder in created:
-                folder.rmdir()
         raise MissingInputError(
             f"{output}: {len(failed)} of {len(names)} could not be fetched ({', '.join(failed)}). The reasons are "
             "above; run the same command again on a machine with network."

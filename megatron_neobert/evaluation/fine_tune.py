@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_neobert.errors import ConfigError, print_warnings_as_sentences, short_reason
-from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer, longest_input
+from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.runtime.jobs import run_jobs
 
@@ -241,11 +241,7 @@ def resolve_device(options: Options) -> Options:
 
     CUDA is not initialized. Raises ConfigError if the device is cuda without a GPU, or the dtype is float16 on a CPU.
     """
-    # Not choose_device, which initializes CUDA. After that a run could no longer choose its GPU.
-    gpus = visible_gpus()
-    if options.device == "cuda" and not gpus:
-        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu, or a machine with a GPU.")
-    device = options.device or ("cuda" if gpus else "cpu")
+    device: Any = choose_device(options.device).type
     if options.dtype == "float16" and device == "cpu":
         raise ConfigError("--dtype float16 needs a GPU; on a CPU use float32 or bfloat16.")
     return dataclasses.replace(options, device=device)

@@ -36,7 +36,7 @@ from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, 
 from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device, shortest_first
 from megatron_neobert.evaluation.ledger import Ledger
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
-from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions, choose_glue_tasks
+from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
 
@@ -230,7 +230,7 @@ def evaluate(options: GlueOptions) -> Path:
         ChildProcessError: A worker process died.
     """
     # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
-    tasks = sorted(choose_glue_tasks(options.tasks or tuple(TASKS)), key=list(TASKS).index)
+    tasks = [task for task in TASKS if task in (options.tasks or TASKS)]
     options, folder = resolve_device(options), options.output / options.model.resolve().name
     model = fingerprint(options.model)
     transfer_tasks = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]

@@ -66,8 +66,7 @@ class Ledger:
         self.complete_bytes = content.rfind(b"\n") + 1
         for number, text in enumerate(content[: self.complete_bytes].splitlines(), 1):
             try:
-                # Lines of early development versions have no origin.
-                line = {"origin": {"machine": "unknown", "versions": {}}, **dict(parse_json(text))}
+                line = dict(parse_json(text))
                 self._put({"key": line["key"]} | {name: dict(line[name]) for name in ("unit", "result", "origin")})
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(

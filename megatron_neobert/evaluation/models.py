@@ -151,16 +151,15 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
 def choose_device(device: torch.device | str | None) -> torch.device:
     """Return the torch device with this name. None gives the GPU if there is one, else the CPU.
 
-    Raises ConfigError if there is no such device.
+    CUDA is not initialized. Raises ConfigError if there is no such device.
     """
-    has_cuda = torch.cuda.is_available()
+    gpus = torch.cuda.device_count()
     if device is None:
-        return torch.device("cuda" if has_cuda else "cpu")
+        return torch.device("cuda" if gpus else "cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"--device {device}: torch has no such device; give cpu, cuda or cuda:1.") from error
-    gpus = torch.cuda.device_count() if has_cuda else 0
     if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
         raise ConfigError(f"--device {device}: torch sees {gpus} GPUs; give cpu, or use a machine with a GPU.")
     return chosen

@@ -1,12 +1,10 @@
 """Command-line options of all evaluation commands, one dataclass per command. Imports neither torch nor datasets."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron_neobert.cli import option
-from megatron_neobert.errors import ConfigError
 from megatron_neobert.evaluation.paper import MTEB_PAPER, THROUGHPUT_LENGTHS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -16,17 +14,6 @@ FETCH_GLUE = "on a machine with network: hf download nyu-mll/glue --repo-type da
 _MODEL = "Hugging Face folder of an encoder"
 _OUTPUT = "folder for the results"
 _ATTENTION = "attn_implementation of transformers, for example sdpa (default: chosen by transformers)"
-
-
-def choose_glue_tasks(names: Sequence[str]) -> list[str]:
-    """Return the tasks in the order of `names`, in the spelling of GLUE_TASKS and without duplicates.
-
-    Raises ConfigError if a name is not a GLUE task. Case and hyphens do not matter.
-    """
-    chosen = list(dict.fromkeys(name.lower().replace("-", "") for name in names))
-    if unknown := [name for name in chosen if name not in GLUE_TASKS]:
-        raise ConfigError(f"--tasks {' '.join(unknown)}: GLUE's tasks are {', '.join(GLUE_TASKS)}.")
-    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +32,7 @@ class FineTuneOptions:
     model: Path = option(help=_MODEL, metavar="DIR")
     data_dir: Path = option(help="folder with one folder per task, with text or Parquet files", metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
-    tasks: tuple[str, ...] = option((), "tasks or datasets to run (default: all)", metavar="NAME")
+    tasks: tuple[str, ...] = option((), "datasets to run (default: all)", metavar="NAME")
     batch_size: tuple[int, ...] = option((), "batch sizes to try, instead of the grid's", minimum=1)
     learning_rate: tuple[float, ...] = option((), "learning rates to try, instead of the grid's", minimum=0)
     weight_decay: tuple[float, ...] = option((), "weight decays to try, instead of the grid's", minimum=0)
@@ -63,6 +50,7 @@ class FineTuneOptions:
 class GlueOptions(FineTuneOptions):
     """Options of `neobert evaluate glue`."""
 
+    tasks: tuple[str, ...] = option((), "tasks to run (default: all)", choices=GLUE_TASKS, metavar="NAME")
     grid: Literal["paper", "small", "best"] = option(
         "best", "paper: the paper's 60 points; small: the 6 points of its ablations; best: NeoBERT's best point"
     )

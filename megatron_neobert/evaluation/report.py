@@ -194,9 +194,7 @@ def fastest(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """
     best: dict[int, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (row["length"], row["batch_size"])):
-        # Records of early development versions also have rows of packed documents and of backward passes.
-        if row.get("layout", "padded") == "padded" and row.get("passes", "forward") == "forward":
-            best[row["length"]] = max(best.get(row["length"], row), row, key=_median_speed)
+        best[row["length"]] = max(best.get(row["length"], row), row, key=_median_speed)
     return best
 
 
@@ -306,20 +304,16 @@ def mteb(records: Sequence[Record], output: Path) -> list[str]:
 
 
 def contrastive(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown blocks with first and last losses (nats). If curves are recorded, draw OUTPUT/contrastive.png."""
+    """Return Markdown blocks with first and last losses (nats). Draw OUTPUT/contrastive.png."""
     rows, curves, path = [], [], output / "contrastive.png"
     for record in records:
         first_and_last = [f"{record.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
         rows.append([record.model.name, *first_and_last, ", ".join(record.results["datasets"])])
-        # Early development versions wrote the losses of all steps into another file.
-        if losses := record.results.get("losses_nats"):
-            steps, values = zip(*losses, strict=True)
-            curves.append(Curve(record.model.name, steps, values))
-    blocks = [table(("model", "first loss, nats", "last loss, nats", "datasets"), rows)]
-    if curves:
-        plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")
-        blocks.append(figure(path, "Loss of contrastive fine-tuning"))
-    return blocks
+        steps, values = zip(*record.results["losses_nats"], strict=True)
+        curves.append(Curve(record.model.name, steps, values))
+    plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")
+    header = ("model", "first loss, nats", "last loss, nats", "datasets")
+    return [table(header, rows), figure(path, "Loss of contrastive fine-tuning")]
 
 
 SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {

@@ -140,13 +140,6 @@ def existing_parent(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
-def make_folder(folder: Path) -> list[Path]:
-    """Create a folder and its parents, and return the folders that did not exist, innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 def refuse_existing(output: Path) -> None:
     """Raise OutputError if `output` is a file, a symbolic link, or a folder that is not empty."""
     if output.is_symlink():

@@ -146,7 +146,7 @@ class InputRecord(msgspec.Struct, frozen=True):
     """An input file at the time when it was read, and its documents in this corpus."""
 
     bytes: Count
-    # None for a URL whose bytes are not read in order by one reader (tables, and files with several chunks).
+    # None for a URL.
     sha256: str | None
     # These documents are consecutive in the corpus.
     documents: Count = 0
@@ -280,11 +280,6 @@ def read_manifest(path: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise DataError(
             f"{path}: expected format_version {FORMAT_VERSION}, found {reprlib.repr(version)}; preprocess again"
-        )
-    if content.get("eod_id") is not None:
-        raise DataError(
-            f"{path}: documents end with an end-of-document token, which is no longer supported; remove "
-            f"{path.with_suffix('')}.* and run neobert adopt again"
         )
     try:
         manifest = msgspec.convert(content, Manifest)

@@ -19,7 +19,6 @@ from megatron_neobert.data.inputs.stream import (
     ChunkStream,
     DamagedStream,
     Format,
-    InputDigest,
     compression_of,
     named_errors,
     open_input,
@@ -33,7 +32,9 @@ from megatron_neobert.text import parse_json
 # Text in one chunk: about one minute of work for the reference tokenizer.
 CHUNK_BYTES = 256 << 20
 
-_STREAM_READERS: dict[Format, Callable[[Chunk, ReadSettings, InputDigest | None], Iterator[RecordBatch]]] = {
+_READERS: dict[Format, Callable[[Chunk, ReadSettings], Iterator[RecordBatch]]] = {
+    "parquet": read_column,
+    "arrow": read_column,
     "jsonl": read_lines,
     "text": read_text,
     "warc": read_archive,
@@ -47,10 +48,6 @@ _FORMAT_MAGIC: dict[bytes, Format] = {
     b"WARC/": "warc",
 }
 _MARKUP = re.compile(rb"<(!doctype\s+html|html|head|body)\b|<\?xml\b", re.IGNORECASE)
-_REFUSED_CONTENT = {
-    b"filedesc://": ("an ARC archive", "convert it to WARC"),
-    b"%PDF-": ("a PDF document", "extract its text"),
-}
 # Formats whose content looks like plain text.
 _REFUSED_NAMES = {
     (".csv", ".tsv"): ("a CSV or TSV table", "write it again as parquet or JSON lines"),
@@ -91,11 +88,8 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
     return [Chunk(path, whole.format, whole.compression, start or 0, end) for start, end in pairwise(edges)]
 
 
-def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
+def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the records of a chunk, in file order. Malformed records are in the `rejected` of their batch.
-
-    Args:
-        digest: Updated with the file's bytes as they are read, but not for a table, which is not read in order.
 
     Raises:
         DataError: The file is damaged, or a table has no text column --text-key. Batches before the damage are yielded.
@@ -105,8 +99,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None 
     """
     numbers = 0
     try:
-        read = _STREAM_READERS.get(chunk.format)
-        for batch in read(chunk, settings, digest) if read else read_column(chunk, settings):
+        for batch in _READERS[chunk.format](chunk, settings):
             numbers += batch.numbers
             yield batch
     except DamagedStream as damage:
@@ -164,11 +157,8 @@ def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
         head: First _HEAD_BYTES of the decompressed file.
 
     Raises:
-        DataError: The content is binary, a PDF, markup, a CSV table, or JSON whose objects span lines.
+        DataError: The content is binary, markup, a CSV table, or JSON whose objects span lines.
     """
-    for magic, (kind, remedy) in _REFUSED_CONTENT.items():
-        if head.startswith(magic):
-            raise DataError(f"{path} is {kind}; {_SUPPORTED}: {remedy}")
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without records

@@ -5,7 +5,6 @@ decompressed bytes.
 """
 
 import bz2
-import hashlib
 import io
 import lzma
 import os
@@ -184,29 +183,14 @@ def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
     return zstd.ZstdDecompressor(options=options), zstd.ZstdError
 
 
-class InputDigest:
-    """SHA-256 of an input file, computed while a ChunkStream reads the file."""
-
-    def __init__(self) -> None:
-        self._sha256, self._bytes = hashlib.sha256(), 0
-
-    def update(self, block: bytes) -> None:
-        self._sha256.update(block)
-        self._bytes += len(block)
-
-    def of_whole_file(self, file_bytes: int) -> str | None:
-        """Return the hexadecimal digest, or None if fewer than `file_bytes` bytes were read."""
-        return self._sha256.hexdigest() if self._bytes == file_bytes else None
-
-
 class ChunkStream(io.RawIOBase):
     """Decompressed bytes of one chunk, without the byte order mark of a text file."""
 
     # `close` is called even if the constructor cannot open the file.
     _file: BinaryIO = io.BytesIO()
 
-    def __init__(self, chunk: Chunk, digest: InputDigest | None = None) -> None:
-        self._chunk, self._digest = chunk, digest
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
         self._file = open_input(chunk.path)
         self._size = chunk.end or file_size(self._file, chunk.path)
         # The stream of a URL may not support seeking.
@@ -271,8 +255,6 @@ class ChunkStream(io.RawIOBase):
             if not block:
                 return
             self._position += len(block)
-            if self._digest is not None:
-                self._digest.update(block)
             yield block
 
     def _decompressed(self) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ from megatron_neobert.data.inputs.records import (
     RecordBatch,
     decode,
 )
-from megatron_neobert.data.inputs.stream import Chunk, ChunkStream, InputDigest, file_size, named_errors, open_input
+from megatron_neobert.data.inputs.stream import Chunk, ChunkStream, file_size, named_errors, open_input
 from megatron_neobert.errors import suggestion
 from megatron_neobert.text import parse_json
 
@@ -42,19 +42,13 @@ class TooLong(NamedTuple):
 Records = list[bytes | TooLong]
 
 
-def read_lines(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
-    """Yield batches of the texts in a chunk of JSON lines.
+def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
+    """Yield batches of the texts in a chunk of JSON lines. Raise DamagedStream if the file is damaged.
 
     Malformed records raise no error: they are in the `rejected` of their batch.
-
-    Args:
-        digest: If given, it is updated with the bytes that are read.
-
-    Raises:
-        DamagedStream: The file is damaged.
     """
     number = 1
-    with ChunkStream(chunk, digest) as stream:
+    with ChunkStream(chunk) as stream:
         for records in read_records(stream, separator=b"\n", limit=settings.max_document_bytes):
             batch = _read_objects(records, number, settings)
             batch.progress = stream.progress
@@ -127,14 +121,14 @@ def _look_up(record: dict[str, object], key: str) -> object:
     return _look_up(inner, rest)
 
 
-def read_text(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
+def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield the documents of plain text in batches. Without --text-separator, the file is one document.
 
     A document of more than `max_document_bytes` is in `rejected`. Documents of only white space are skipped, but have a
-    number. `digest` gets the bytes that are read. Raise DamagedStream if the file is damaged.
+    number. Raise DamagedStream if the file is damaged.
     """
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
-    with ChunkStream(chunk, digest) as stream:
+    with ChunkStream(chunk) as stream:
         groups: Iterable[Records]
         if separator is None:
             content = stream.read(limit + 1)

@@ -22,7 +22,7 @@ from megatron_neobert.data.inputs.records import (
     RecordBatch,
     decode,
 )
-from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, ChunkStream, DamagedStream, InputDigest
+from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, ChunkStream, DamagedStream
 
 _LONGEST_HEADER_BYTES = 64 << 10
 _LONGEST_LENGTH_DIGITS = 18  # every number of 18 digits fits into int64
@@ -43,14 +43,14 @@ class ArchiveRecord(NamedTuple):
     too_long: str | None = None  # length of a record that is too long
 
 
-def read_archive(chunk: Chunk, settings: ReadSettings, digest: InputDigest | None = None) -> Iterator[RecordBatch]:
+def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield the texts of HTTP responses and WET records in batches. Other records are counted in `dropped`.
 
     If the archive is damaged, yield the records before the damage, then raise DamagedStream. Raise ModuleNotFoundError
     if there are HTTP responses, and the extra [warc] is not installed.
     """
     batch = RecordBatch()
-    with ChunkStream(chunk, digest) as stream:
+    with ChunkStream(chunk) as stream:
         try:
             archive = io.BufferedReader(stream, BATCH_BYTES)
             for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):

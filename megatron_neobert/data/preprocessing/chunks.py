@@ -20,7 +20,7 @@ from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dt
 from megatron_neobert.data.inputs.find import InputVersion, input_version
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
-from megatron_neobert.data.inputs.stream import Chunk, InputDigest, is_url
+from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -76,7 +76,7 @@ class ChunkResult:
     """Record of a finished chunk, besides its files."""
 
     counts: Counts
-    input_sha256: str | None  # of the whole input file; None unless this is its first chunk, and for some URLs
+    input_sha256: str | None  # of the whole input file; None unless this is its first chunk, and for URLs
     numbers: int  # record numbers that the chunk uses
     encoder: str  # name and version of the tokenizer back end
     compared: int  # documents whose ids were compared with the reference tokenizer
@@ -125,8 +125,7 @@ class ChunkJob(Job[ChunkResult]):
         encoder.start_chunk()
         counts, numbers = Counts(), 0
         writer = _ChunkWriter(self, tokenizer, encoder, files)
-        digest = InputDigest() if self.starts_input and self.chunk.end is None else None
-        for batch in self._read(digest):
+        for batch in self._read():
             try:
                 counts.add(writer.add(apply_filters(batch, self.settings.filters, self.input_name)))
             except BackendMismatch as mismatch:
@@ -140,22 +139,20 @@ class ChunkJob(Job[ChunkResult]):
             raise DamagedInput(
                 f"{self} has changed since the run started; start again with --resume, which reads it again"
             )
-        sha256 = digest.of_whole_file(self.version.bytes) if digest else None
         # A remote file is not transferred a second time for its hash.
-        if self.starts_input and sha256 is None and not is_url(self.chunk.path):
-            sha256 = sha256_of(Path(self.chunk.path))
+        is_hashed = self.starts_input and not is_url(self.chunk.path)
         return ChunkResult(
             counts=counts,
-            input_sha256=sha256,
+            input_sha256=sha256_of(Path(self.chunk.path)) if is_hashed else None,
             numbers=numbers,
             encoder=encoder.name,
             compared=encoder.compared,
             first_error=writer.first_error,
         )
 
-    def _read(self, digest: InputDigest | None) -> Iterator[RecordBatch]:
+    def _read(self) -> Iterator[RecordBatch]:
         try:
-            yield from read_chunk(self.chunk, self.settings.read, digest)
+            yield from read_chunk(self.chunk, self.settings.read)
         except DataError as error:
             raise DamagedInput(str(error).replace(self.chunk.path, self.input_name)) from error
 

@@ -16,7 +16,8 @@ from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.data.corpus.attribute_columns import check_record_keys
-from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, read_manifest, validation_files
+from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, validation_files
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_version
 from megatron_neobert.data.inputs.recognise import split_into_chunks
@@ -26,7 +27,7 @@ from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkSettings
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
 from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.jobs import JobFolder
 
 _PLANNING_THREADS = 16  # opening remote input files is mostly waiting for the network
@@ -292,17 +293,9 @@ def is_complete(plan: Plan) -> bool:
 def _read_complete(files: CorpusFiles) -> Manifest | None:
     """Return the manifest, or None if it is missing or invalid, or if a corpus file is missing or has another size."""
     try:
-        manifest = read_manifest(files.manifest)
-    except (FileNotFoundError, DataError):
+        return Corpus(files.manifest.with_suffix("")).manifest
+    except (MissingInputError, DataError):
         return None
-    recorded = [
-        (file, record.bytes)
-        for pair, shard in zip(files.shard_files(len(manifest.shards)), manifest.shards, strict=True)
-        for file, record in zip(pair, (shard.bin, shard.idx), strict=True)
-    ]
-    if manifest.attributes is not None:
-        recorded.append((files.attributes, manifest.attributes.bytes))
-    return manifest if all(file.exists() and file.stat().st_size == size for file, size in recorded) else None
 
 
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:

@@ -149,7 +149,6 @@ def test_declared_facts_are_in_the_front_matter_and_stay_when_the_card_is_rewrit
     [
         (("--model", "nowhere"), 66, "--model nowhere: no such folder"),
         (("--model", ".", "--dataset", "a/b/c"), 2, "--dataset 'a/b/c' cannot be a name on the Hub"),
-        (("--model", ".", "--language", "en", "English"), 2, "cannot be codes of languages; expected ISO 639"),
         (("--model", ".", "--name", '"); import os'), 2, "cannot be a name on the Hub; expected owner/name."),
     ],
 )

@@ -179,18 +179,18 @@ def test_every_loader_prepares_batches_of_the_requested_size(tmp_path):
     table = {row["loader"]: row for row in figures["table"]}
     assert list(table) == [ours, "this project, 1 worker", *dali, padded, full]
     for turn in figures["turns"]:
-        assert turn["rows"] % 8 == 0 and turn["rows"] > 0
-        assert turn["real_tokens"] <= turn["capacity"] <= turn["rows"] * 256
+        assert 0 < turn["real_tokens"] <= turn["capacity"]
     assert table[full]["% unused"] == 0 < table[ours]["% unused"] < table[padded]["% unused"]
 
 
 @pytest.mark.slow
-def test_the_checkpoint_benchmark_prints_the_cost_of_each_mode_and_the_speed_of_verifying(tmp_path):
-    options = ["--num-layers", "1", "--hidden-size", "64", "--iterations", "2", "--rounds", "1"]
+def test_the_checkpoint_benchmark_prints_what_each_rank_writes_reads_and_hashes(tmp_path):
+    options = ["--ranks", "1", "2", "--num-layers", "1", "--hidden-size", "64", "--rounds", "1"]
     code, output, complaints = run("benchmarks/benchmark_checkpoint.py", *options, "--folder", tmp_path)
     assert code == 0, complaints
-    rows = [line.split(" | ") for line in output.splitlines() if " | " in line]
-    assert [row[0].strip() for row in rows] == ["checkpoint", "none", "synchronous", "asynchronous"]
-    assert float(rows[1][3]) == 0.0, "the round without a checkpoint costs nothing"
-    assert "MiB/s" in output
+    header, alone, of_two = [line.split(" | ") for line in output.splitlines() if " | " in line]
+    for name in ("written MiB", "read MiB", "hashed MiB"):
+        column = [cell.strip() for cell in header].index(name)
+        # Each of two ranks has half of the state.
+        assert float(of_two[column]) == pytest.approx(float(alone[column]) / 2, rel=0.1), name
     assert list(tmp_path.iterdir()) == []
