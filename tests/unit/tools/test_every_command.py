@@ -134,7 +134,7 @@ for name in FUNCTIONS:
         ("convert megatron-to-hf --load nothere --output out", 66, "nothere holds no"),
         ("convert hf-to-megatron --load nothere --output out", 66, "--load nothere: no"),
         ("verify / nothere", 66, "B nothere: no such folder"),
-        ("evaluate glue --model / --data-dir / --output out --tasks mrcp", 2, "--tasks mrcp: GLUE's"),
+        ("evaluate glue --model / --data-dir / --output out --tasks mrcp", 2, "--tasks mrcp is not one of"),
         ("evaluate glue --model nothere --data-dir / --output out", 66, "--model nothere: no such folder"),
         ("evaluate mteb --model nothere --data-dir / --output out", 66, "--model nothere: no such folder"),
         ("evaluate ppl --model nothere --data / --output out", 66, "--model nothere: no"),
