@@ -15,7 +15,7 @@ from megatron_neobert.config import cli
 # Settings that have another name in Megatron-LM -> its flag; empty if it has no such setting.
 MEGATRON_NAMES = dict.fromkeys((
     "long_documents", "batch_layout", "document_block_size", "mask_replacement", "weight_decay_scope", "phases",
-    "continue_from", "keep_last",
+    "continue_from", "keep_last", "objective",
 ), "") | {
     "init_method_range": "--init-method-std",
     "loss_normalization": "--calculate-per-token-loss",
