@@ -21,7 +21,7 @@ run() { # run FILE COMMAND...: skip the command if its output FILE exists
     if [[ -e $1 ]]; then echo "   already there: $1"; else "${@:2}"; fi
 }
 
-stage "1/7 Environment" "Python packages at the tested versions; the first time, pip downloads several gigabytes"
+stage "1/7 Environment" "Python packages at the tested versions; the first time, pip downloads them, which takes minutes"
 python=$(bash "$repository/tools/prepare_environment.sh")
 export PYTHON=$python # for examples/pretrain_neobert.sh
 echo "   $python"

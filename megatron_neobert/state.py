@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run has come. A run resumes from this, the weights and the optimizer state."""
+    """Progress of a run. A run resumes from this, the weights and the optimizer state."""
 
     corpus_sha256: str  # identity of the corpus or blend at the last iteration, into which `cursor` points
     iteration: int = 0  # last trained or skipped iteration

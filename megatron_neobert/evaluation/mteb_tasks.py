@@ -191,23 +191,22 @@ def local_task(name: str, data_dir: Path) -> AbsTask:
             .huggingface.yaml or state.json.
     """
     folder = data_dir / name
-    with reading(folder):
-        pass  # only its checks
     task_classes: tuple[type[_LocalTask], ...] = (LocalRetrieval, LocalClassification, LocalSTS)
-    for task_class in task_classes:
-        files = [folder / file_name for file_name in task_class.file_names]
-        if all(file.is_file() for file in files):
-            metadata = TaskMetadata(
-                name=f"{LOCAL_PREFIX}{name}",
-                # The revision changes with the files, so changed data is evaluated again.
-                dataset={"path": f"local/{name}", "revision": "-".join(sha256_of(file)[:8] for file in files)},
-                description=f"Local files of {name}.",
-                type=task_class.type_,
-                eval_splits=["test"],
-                eval_langs=["eng-Latn"],
-                main_score=task_class.main_score,
-            )
-            return task_class(folder, metadata)
+    with reading(folder):
+        for task_class in task_classes:
+            files = [folder / file_name for file_name in task_class.file_names]
+            if all(file.is_file() for file in files):
+                metadata = TaskMetadata(
+                    name=f"{LOCAL_PREFIX}{name}",
+                    # The revision changes with the files, so changed data is evaluated again.
+                    dataset={"path": f"local/{name}", "revision": "-".join(sha256_of(file)[:8] for file in files)},
+                    description=f"Local files of {name}.",
+                    type=task_class.type_,
+                    eval_splits=["test"],
+                    eval_langs=["eng-Latn"],
+                    main_score=task_class.main_score,
+                )
+                return task_class(folder, metadata)
     raise MissingInputError(
         f"--tasks {LOCAL_PREFIX}{name}: {folder} is not a folder with corpus.jsonl, queries.jsonl and qrels.tsv; with "
         "train.csv and test.csv; or with test.tsv. Put one of these sets of files there."

@@ -187,7 +187,7 @@ def build_folder(output: Path) -> Iterator[Path]:
             raise  # such as a missing input
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise OutputError(
-                f"--output {output} was created by another program meanwhile; name a new folder."
+                f"--output {output} was created by another program at the same time; name a new folder."
             ) from error
         raise SaveError(
             f"--output {output} cannot be written ({error}), and no file of it is left. Free some space, or name a "

@@ -147,8 +147,8 @@ def _sum_reports(reports: list[Tensor], batches: StepBatches, device: torch.devi
 def _forward_step(run: Run, data: Iterator[PackedBatch], model: torch.nn.Module) -> tuple:
     run.tick()
     batch = next(data).to(run.device, non_blocking=True)
-    places = batch.masked_positions_m, batch.labels_m
-    output = model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, *places, is_causal=batch.is_causal)
+    predicted = batch.masked_positions_m, batch.labels_m
+    output = model(batch.tokens_t, batch.cu_seqlens_n, batch.max_seqlen, *predicted, is_causal=batch.is_causal)
     return output, partial(_compute_loss, batch)
 
 

@@ -90,7 +90,7 @@ class Training:
     def send_to_all(self, number: int) -> None:
         """Send a signal to every process of this start."""
         for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):  # has ended meanwhile
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process has already ended
                 process.send_signal(number)
 
     def kill(self) -> None:

@@ -185,7 +185,8 @@ class BatchStream:
             batch = _take_tokens(batch, first=self.context_parallel_rank * capacity // ranks, count=capacity // ranks)
         if not settings.fixed_shapes:
             return batch
-        masked = masked_capacity(capacity // ranks, probability=settings.predicted_share)
+        share = 1.0 if settings.objective == "clm" else settings.masking.probability
+        masked = masked_capacity(capacity // ranks, probability=share)
         bounds = batch.cu_seqlens_n.numpy()
         bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(len(bounds) - 1), capacity)])
         return replace(

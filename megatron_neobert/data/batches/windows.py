@@ -58,11 +58,6 @@ class BatchSettings:
     fixed_shapes: bool = False  # pad arrays to the same shape in every micro-batch, cu_seqlens_n to one of a few
 
     @property
-    def predicted_share(self) -> float:
-        """Share of the tokens that the model predicts; 1 for "clm"."""
-        return 1.0 if self.objective == "clm" else self.masking.probability
-
-    @property
     def tokens_per_micro_batch(self) -> int:
         """Token capacity of a micro-batch, over all context-parallel ranks."""
         return self.micro_batch_size * self.seq_length

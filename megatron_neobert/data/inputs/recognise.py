@@ -59,6 +59,10 @@ _REFUSED_NAMES = {
 # Files of these formats have a header even without records. An empty file is the result of a failed transfer.
 _NEVER_EMPTY = (".parquet", ".arrow", ".feather", ".gz", ".zst", ".bz2", ".xz")
 _COMPRESSED_NAME = re.compile(r"\.(gz|zst|bz2|xz)$")
+_REFUSED_CONTENT = {
+    b"filedesc://": ("an ARC archive", "convert it to WARC"),
+    b"%PDF-": ("a PDF document", "extract its text"),
+}
 _SUPPORTED = "supported formats are parquet, Arrow, JSON lines, plain text in UTF-8 and WARC"
 _CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # without white space and escape, which occur in texts
 # Largest share of invalid UTF-8 and control characters in a text. Text in another encoding has more.
@@ -157,8 +161,11 @@ def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
         head: First _HEAD_BYTES of the decompressed file.
 
     Raises:
-        DataError: The content is binary, markup, a CSV table, or JSON whose objects span lines.
+        DataError: The content is binary, a PDF, markup, a CSV table, or JSON whose objects span lines.
     """
+    for magic, (kind, remedy) in _REFUSED_CONTENT.items():
+        if head.startswith(magic):
+            raise DataError(f"{path} is {kind}; {_SUPPORTED}: {remedy}")
     content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not content:
         return "jsonl"  # without records

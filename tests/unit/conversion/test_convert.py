@@ -313,7 +313,7 @@ def test_error_of_an_input_is_not_an_error_of_the_output(tmp_path: Path):
 
 def test_output_that_another_program_created_meanwhile_is_kept(tmp_path: Path):
     with (
-        pytest.raises(OutputError, match="model was created by another program meanwhile"),
+        pytest.raises(OutputError, match="model was created by another program at the same time"),
         build_folder(tmp_path / "model"),
     ):
         (tmp_path / "model").mkdir()

@@ -157,7 +157,8 @@ def test_document_bounds_reach_every_layer_s_kernel_and_are_never_read_on_the_ho
     for call in kernel.calls:
         assert call["starts"] is call["key_starts"] and call["starts"].dtype == torch.int32
     assert kernel.calls[0]["starts"].tolist() == [0, 9, 10, 16]
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    # Without the longest length, the model reads it from the bounds, and a tensor on "meta" has no values to read.
+    with pytest.raises(RuntimeError, match="meta tensors"):
         model(**{**on_device, "max_length_q": None})
 
 
