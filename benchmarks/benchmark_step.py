@@ -129,6 +129,8 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     if arguments.profile:
         step = partial(time_step, run, reference, seq_length, "packed", passes)
         profiled = {"waits": find_waits(step) if on_gpu else None, "profile": profile_step(step, on_gpu=on_gpu)}
+    if run.graph is not None:
+        run.graph.free()
     distributed.shut_down()
 
     gpu = find_gpu(device) if on_gpu and arguments.bf16 else None

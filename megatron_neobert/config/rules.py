@@ -42,6 +42,10 @@ REQUIREMENTS = (
     Requirement("attention_backend", "bf16", "the kernel does not support float32"),
     Requirement("fp8_format", "bf16", "operations other than matrix products use bfloat16"),
     Requirement("fp8_recipe", "fp8_format"),
+    Requirement("cuda_graph_impl", "bf16", "in float32 the host waits for the lengths of the documents"),
+    Requirement(
+        "cuda_graph_impl", "pipeline_model_parallel_size", "a graph holds no exchange between stages", required_value=1
+    ),
     Requirement("optimizer", "use_distributed_optimizer", _WHOLE_MATRICES, value="muon", required_value=False),
     Requirement("optimizer", "tensor_model_parallel_size", _WHOLE_MATRICES, value="muon", required_value=1),
     Requirement("lr_decay_style", "lr_wsd_decay_iters", "it sets the length of the decay", value="WSD"),

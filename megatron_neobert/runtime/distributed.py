@@ -74,7 +74,8 @@ def initialize(settings: Settings) -> torch.device:
         create_gloo_process_groups=False,  # each rank would hold three sockets to every other rank, for no use
     )
     # A step draws no random numbers, but Megatron's sequence parallelism and recomputation need the states to exist.
-    tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed)
+    uses_graph = settings.compute.cuda_graph_impl == "full_iteration"
+    tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed, use_cudagraphable_rng=uses_graph)
     return device
 
 

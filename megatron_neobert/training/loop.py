@@ -79,6 +79,8 @@ def run_training(settings: Settings) -> int:
                 monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
             with monitor, named_worker_deaths():
                 code = train(run, monitor, detector)
+        if run.graph is not None:
+            run.graph.free()
         distributed.shut_down()
         return code
 

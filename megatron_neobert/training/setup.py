@@ -17,6 +17,7 @@ from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.megatron_patches import finalize_gradients
 from megatron_neobert.runtime.signals import finish_iteration_at_signals
 from megatron_neobert.state import Run, TrainState
+from megatron_neobert.training.cuda_graph import GraphedSchedule
 from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
 
@@ -51,6 +52,11 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
+    uses_graph = settings.compute.cuda_graph_impl == "full_iteration"
+    if uses_graph:
+        # A graph cannot be captured on the default stream, nor if gradients are accumulated there. Autograd accumulates
+        # them on the stream on which the model was wrapped.
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     # Validation uses the settings and documents of the first phase in all phases, so that a curve is comparable. Only
     # the objective changes with the phase.
     validation = inputs[0].validation if settings.training.eval_iters else {}
@@ -69,6 +75,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *,
             name: replace(training_stream.streams[0], sources=sources) for name, sources in validation.items()
         },
         state=TrainState(corpus_sha256=inputs[0].identities[0]),
+        graph=GraphedSchedule() if uses_graph else None,
     )
 
     def finalize(*args: Any, **options: Any) -> None:

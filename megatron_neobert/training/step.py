@@ -61,7 +61,7 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Ten
     """
     run.model.zero_grad_buffer()
     run.optimizer.zero_grad()
-    reports = run_schedule(run, batches)
+    reports = (run.graph or run_schedule)(run, batches)
     # Megatron checks for infinities here only with float16, which is not used.
     run.optimizer.prepare_grads()
     return reports, run.optimizer.get_grad_norm()

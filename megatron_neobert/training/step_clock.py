@@ -35,6 +35,7 @@ class StepClock:
         """Return the time in seconds, or on a GPU an event, so that the host does not wait for the device."""
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        # External: also recorded whenever a CUDA graph is launched that it was captured in.
+        event = torch.cuda.Event(enable_timing=True, external=True)
         event.record()
         return event

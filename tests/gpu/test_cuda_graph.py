@@ -1,0 +1,70 @@
+"""Training with a CUDA graph gives the losses of training without one, for each kind of layers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.shared import write_corpus
+from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
+from megatron_neobert.data.batches.inputs import open_phases
+from megatron_neobert.data.batches.stream import PackedBatch
+from megatron_neobert.errors import ConfigError
+from megatron_neobert.model.kernels import check_hardware
+from megatron_neobert.runtime import distributed
+from megatron_neobert.training.setup import build_run
+from megatron_neobert.training.step import train_step
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, needs_gpu]
+ENGINE = {"transformer_impl": "transformer_engine"}
+FP8 = {**ENGINE, "fp8_format": "hybrid", "fp8_recipe": "delayed"}
+BATCH_SIZES = (4, 4, 4, 4, 2, 2, 2)  # packed sequences per step; another number has another graph
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    prefix, vocabulary = write_corpus(folder, documents=256, median_tokens=100, longest=256, vocab_size=2000)
+    built = Settings(
+        model=ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, max_position_embeddings=256),
+        data=DataConfig(data_path=(prefix,), tokenizer_model=vocabulary, seq_length=256, split="1", num_workers=0),
+        optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-3, lr_decay_style="constant", lr_warmup_iters=0),
+        training=TrainingConfig(micro_batch_size=2, global_batch_size=4, bf16=True, eval_iters=0),
+    ).with_section("compute", cuda_graph_impl="full_iteration")
+    distributed.initialize(built)
+    yield built
+    distributed.shut_down()
+
+
+def train(settings: Settings, **compute: Any) -> list[float]:
+    """Return the loss of each step, in nats per masked token."""
+    settings = settings.with_section("compute", **compute)
+    try:
+        check_hardware(settings)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    run = build_run(settings, open_phases(settings), torch.device("cuda", torch.cuda.current_device()))
+    losses = []
+    for size, batches in zip(BATCH_SIZES, run.training_stream.streams[0].steps(), strict=False):
+        losses.append(
+            train_step(run, replace(batches, micro_batches=batches.micro_batches[: size // 2])).sums.mean_loss
+        )
+    if run.graph is not None:
+        run.graph.free()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "layers", [{"transformer_impl": "local"}, ENGINE, FP8, {**ENGINE, "recompute_granularity": "full"}]
+)
+def test_graph_gives_the_losses_of_single_launches(settings, layers, monkeypatch):
+    expected = train(settings, cuda_graph_impl="none", **layers)
+    losses = train(settings, **layers)
+    print("graph", layers, expected, losses)
+    assert losses == pytest.approx(expected, rel=2e-3)
+    monkeypatch.setattr(PackedBatch, "copy_tensors_from", lambda ours, other: None)
+    assert train(settings, **layers) != pytest.approx(expected, rel=2e-3), "control: each step trains the second batch"
