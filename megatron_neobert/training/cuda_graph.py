@@ -4,13 +4,13 @@ Without a graph, the host launches every kernel itself. With Transformer Engine 
 28 layers, longer than the GPU computes for a few thousand tokens. A graph is launched as a whole. It includes all
 micro-batches and the reduction of the gradients, but not the update of the weights.
 
-A graph repeats kernels on fixed addresses, so each step copies its batch to the tensors that the graph reads. On a GPU
-all steps of a phase have the same shapes (PackedBatch).
+A graph repeats kernels on fixed addresses, so each step copies its micro-batches to the tensors that the graph reads.
 """
 
 from dataclasses import replace
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
@@ -23,48 +23,72 @@ class GraphedSchedule:
     """`run_schedule` with a graph. The run must be built and trained on a stream that is not CUDA's default stream.
 
     The first step with new shapes runs without a graph, because kernels are chosen and compiled in it. The second one
-    is captured. An older graph is freed.
+    is captured. All steps of a phase have the same shapes, but for the number of documents. It is padded to the largest
+    number so far, so the graph is captured again a few times at the start of a phase.
     """
 
     def __init__(self) -> None:
-        self._shapes: list[tuple] = []
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[PackedBatch] = []
         self._reports: list[Tensor] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._is_warm = False
 
     def __call__(self, run: Run, batches: StepBatches) -> list[Tensor]:
         """Run forward and backward, and return the reports of `run_schedule`, which the next call overwrites.
 
         Collective: all ranks.
         """
-        shapes = [_shapes(batch) for batch in batches.micro_batches]
-        if shapes != self._shapes:
-            self.free()
-            self._shapes = shapes
-            return run_schedule(run, batches)
+        if not self._fits(batches.micro_batches):
+            self._allocate(batches.micro_batches, run.device)
+        for target, batch in zip(self._inputs, batches.micro_batches, strict=True):
+            copy_batch(batch, target)
+        inputs = replace(batches, micro_batches=self._inputs)
+        if not self._is_warm:
+            self._is_warm = True
+            return run_schedule(run, inputs)
         if self._graph is None:
-            self._inputs = [batch.to(run.device).clone() for batch in batches.micro_batches]
-            self._graph = self._capture(run, replace(batches, micro_batches=self._inputs))
+            self._graph = self._capture(run, inputs)
         run.tick()
-        for ours, batch in zip(self._inputs, batches.micro_batches, strict=True):
-            ours.copy_tensors_from(batch)
         self._graph.replay()
         return self._reports
 
     def free(self) -> None:
-        """Free the graph with its memory. NCCL cannot destroy a group before the graphs with its collectives."""
-        self._shapes, self._graph, self._inputs, self._reports = [], None, [], []
+        """Free the graph and its memory. NCCL cannot destroy a group while a graph holds its collectives."""
+        self._inputs, self._reports, self._graph, self._is_warm = [], [], None, False
 
-    def _capture(self, run: Run, batches: StepBatches) -> torch.cuda.CUDAGraph:
+    def _fits(self, batches: list[PackedBatch]) -> bool:
+        return [_shapes(batch) for batch in batches] == [_shapes(target) for target in self._inputs] and all(
+            len(batch.cu_seqlens_n) <= len(target.cu_seqlens_n)
+            for batch, target in zip(batches, self._inputs, strict=True)
+        )
+
+    def _allocate(self, batches: list[PackedBatch], device: torch.device) -> None:
+        self.free()
+        bounds = max(len(batch.cu_seqlens_n) for batch in batches)
+        for batch in batches:
+            empty = batch.map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
+            self._inputs.append(replace(empty, cu_seqlens_n=empty.cu_seqlens_n.new_empty(bounds)))
+
+    def _capture(self, run: Run, inputs: StepBatches) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Layers switch between these states of the random number generator even though they draw no number.
+        # Layers switch between these states of the random number generator although they draw no number.
         for state in get_cuda_rng_tracker().get_states().values():
             graph.register_generator_state(state)
         # Other threads may allocate memory meanwhile: those of the loader and of a checkpoint that is being written.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            self._reports = run_schedule(run, batches)
+            self._reports = run_schedule(run, inputs)
         return graph
 
 
 def _shapes(batch: PackedBatch) -> tuple:
-    return batch.max_seqlen, batch.is_causal, *(tensor.shape for tensor in batch.tensors().values())
+    """Return what must be equal in all steps of a graph."""
+    return batch.max_seqlen, batch.is_causal, len(batch.tokens_t), len(batch.labels_m)
+
+
+def copy_batch(batch: PackedBatch, target: PackedBatch) -> None:
+    """Copy the tensors of a micro-batch to those of `target`, which has more empty documents at the end."""
+    for name in ("tokens_t", "labels_m", "masked_positions_m"):
+        getattr(target, name).copy_(getattr(batch, name), non_blocking=True)
+    bounds = len(batch.cu_seqlens_n)
+    target.cu_seqlens_n[:bounds].copy_(batch.cu_seqlens_n, non_blocking=True)
+    target.cu_seqlens_n[bounds:] = len(batch.tokens_t) * parallel_state.get_context_parallel_world_size()

@@ -59,25 +59,16 @@ class PackedBatch:
     is_causal: bool = False  # a token attends to the tokens before it and to itself
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "PackedBatch":
         """Return a copy in pinned memory."""
-        return self._map_tensors(lambda tensor: tensor.pin_memory())
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
 
-    def clone(self) -> "PackedBatch":
-        return self._map_tensors(Tensor.clone)
-
-    def copy_tensors_from(self, other: "PackedBatch") -> None:
-        """Overwrite all tensors by those of a batch of the same shapes, which may be on another device."""
-        for name, tensor in self.tensors().items():
-            tensor.copy_(getattr(other, name), non_blocking=True)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})  # type: ignore[arg-type]
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
+        """Return a copy with the results of `function` for all tensors."""
+        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
