@@ -165,7 +165,8 @@ class BatchStream:
 
     def build(self, packed: PackedSequences) -> list[PackedBatch]:
         """Return this rank's micro-batches of a global batch."""
-        return [self._build_micro_batch(sequences) for sequences in self._micro_batches_of_rank(packed)]
+        documents = self._count_documents(packed)
+        return [self._build_micro_batch(sequences, documents) for sequences in self._micro_batches_of_rank(packed)]
 
     def prefetch(self, packed: PackedSequences) -> None:
         """Start to fetch this rank's documents of a global batch from object storage, without waiting."""
@@ -178,7 +179,17 @@ class BatchStream:
         firsts = range(0, self.settings.global_batch_size, size)[self.data_parallel_rank :: self.data_parallel_size]
         return [packed.take(first, first + size) for first in firsts]
 
-    def _build_micro_batch(self, packed: PackedSequences) -> PackedBatch:
+    def _count_documents(self, packed: PackedSequences) -> int:
+        """Return the largest number of documents in a micro-batch of any rank, dummies included."""
+        settings = self.settings
+        offsets = packed.offsets[:: settings.micro_batch_size]
+        ends_n = np.append(0, np.cumsum(packed.segments.packed_lengths_n))
+        unused = settings.tokens_per_micro_batch - np.diff(ends_n[offsets])
+        is_packed = settings.batch_layout == "packed"
+        documents = np.diff(offsets) if is_packed else np.full(len(unused), settings.micro_batch_size)
+        return int((documents + -(-unused // settings.seq_length)).max())
+
+    def _build_micro_batch(self, packed: PackedSequences, documents: int) -> PackedBatch:
         settings, ranks = self.settings, self.context_parallel_size
         batch = build_micro_batch(self.sources, packed, settings=settings)
         capacity = settings.tokens_per_micro_batch
@@ -189,7 +200,7 @@ class BatchStream:
         share = 1.0 if settings.objective == "clm" else settings.masking.probability
         masked = masked_capacity(capacity // ranks, probability=share)
         bounds = batch.cu_seqlens_n.numpy()
-        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(len(bounds) - 1), capacity)])
+        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(documents), capacity)])
         return replace(
             batch,
             labels_m=torch.from_numpy(pad_to_capacity(batch.labels_m.numpy(), masked, IGNORED_LABEL)),

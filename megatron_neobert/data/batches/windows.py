@@ -5,7 +5,8 @@ the settings. A `Cursor` points to the next unread packed sequence; resuming the
 
 With `BatchSettings.fixed_shapes`, kernels and memory can be planned once for all micro-batches: masked positions are
 padded to a capacity that nearly every micro-batch stays below, six standard deviations above the mean. A micro-batch
-that exceeds the capacity is padded to its next multiple. Documents are padded to one of a few numbers.
+that exceeds the capacity is padded to its next multiple. Documents are padded to one of a few numbers, the same in all
+micro-batches of a global batch: with CUDA graphs, all ranks must capture a collective in the same step.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Shapes of a rank's micro-batch: its share under context parallelism, and fixed shapes."""
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -50,6 +51,20 @@ def test_with_fixed_shapes_all_batches_have_the_same_shapes_and_padding_is_marke
         assert padded.cu_seqlens_n[:documents].equal(batch.cu_seqlens_n)
         assert (padded.cu_seqlens_n[documents:] == 4 * 64).all()
         assert padded.cu_seqlens_n.dtype == torch.int32
+
+
+def test_all_ranks_pad_a_step_to_the_same_number_of_documents(corpus):
+    whole = stream_of(corpus, micro_batch_size=16, global_batch_size=64)
+    steps = list(islice(replace(whole, settings=replace(whole.settings, fixed_shapes=True)).steps(), 30))
+    numbers = [{len(batch.cu_seqlens_n) - 1 for batch in step.micro_batches} for step in steps]
+    documents = [len(batch.cu_seqlens_n) - 1 for step in islice(whole.steps(), 30) for batch in step.micro_batches]
+    assert len({document_capacity(number) for number in documents}) > 1, "micro-batches alone need different numbers"
+    assert all(len(of_step) == 1 for of_step in numbers)
+    ranks = [replace(whole, data_parallel_rank=rank, data_parallel_size=2) for rank in range(2)]
+    for stream in ranks:
+        own = replace(stream, settings=replace(stream.settings, fixed_shapes=True)).steps()
+        for step, of_step in zip(own, numbers, strict=False):
+            assert {len(batch.cu_seqlens_n) - 1 for batch in step.micro_batches} == of_step
 
 
 def test_a_micro_batch_has_fewer_than_512_empty_documents_and_few_document_counts():
