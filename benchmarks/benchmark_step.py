@@ -253,8 +253,9 @@ def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> list[dict[str, Any
         if on_gpu:
             torch.cuda.synchronize()
     all_events = profiler.key_averages()
-    # An operation has the time of its kernels, which are events, too.
-    events = [event for event in all_events if not on_gpu or event.device_type is DeviceType.CUDA]
+    # An operation has the time of its kernels, which are events, too. Each event has its own DeviceType object.
+    device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [event for event in all_events if event.device_type == device_type]
 
     def microseconds(event: Any) -> float:
         return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)

@@ -15,7 +15,6 @@ from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 # Conversion reads TrainState without megatron.core, whose import takes seconds.
 if TYPE_CHECKING:
     from megatron_neobert.model.neobert import NeoBERTModel
-    from megatron_neobert.training.cuda_graph import GraphedSchedule
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Run:
     training_stream: TrainingStream  # starts at the first packed sequence; the loop continues at `state.cursor`
     validation_streams: dict[str, BatchStream]  # name of the curve -> batches
     state: TrainState
-    graph: "GraphedSchedule | None" = None  # runs forward and backward of training steps; None: no CUDA graph
+    graph: Any = None  # GraphedSchedule of training/cuda_graph.py, or None without a CUDA graph
     tick: Callable[[], None] = lambda: None  # called before each micro-batch, to report progress to the hang detector
     has_gradients: Callable[[], None] = lambda: None  # called when this rank has its gradients, before they are reduced
     read_status: Callable[[], RankStatus] = RankStatus  # called once per step, returns the status of this rank

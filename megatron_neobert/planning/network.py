@@ -191,7 +191,7 @@ class StepTime:
     compute: float  # the GPU computes at the assumed rate
     waiting: float  # the GPU waits for the host, which launches kernels, or for other pipeline stages
     exposed: float  # communication during which the GPU does not compute
-    host_per_micro_batch: float  # the host launches the kernels of a micro-batch
+    host_per_micro_batch: float  # the host launches the kernels of a micro-batch; 0 with a CUDA graph
 
     @property
     def total(self) -> float:
@@ -234,7 +234,8 @@ def plan_step(
             data[each.operation] = seconds
         else:
             exposed += seconds * (2 if each.operation == "send" else 1)  # as many receives
-    host = _HOST_SECONDS_PER_LAUNCH * kernel_launches(settings)
+    has_graph = settings.compute.cuda_graph_impl != "none"
+    host = 0.0 if has_graph else _HOST_SECONDS_PER_LAUNCH * kernel_launches(settings)
     busy = max(compute_seconds / micro_batches, host)  # per micro-batch
     exposed_data = sum(data.values())
     if settings.parallel.overlap_grad_reduce is not False:

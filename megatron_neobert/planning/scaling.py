@@ -140,6 +140,6 @@ def _host_warnings(gpus: int, settings: Settings, step: StepTime) -> list[str]:
         return []
     return [
         f"warning: on {gpus:,} GPUs the host is the limit: it launches the kernels of a micro-batch in about "
-        f"{1e3 * step.host_per_micro_batch:.0f} ms, and the GPU computes them in {1e3 * computing:.0f} ms. Use fewer "
-        "GPUs or a larger --global-batch-size"
+        f"{1e3 * step.host_per_micro_batch:.0f} ms, and the GPU computes them in {1e3 * computing:.0f} ms. Use "
+        "--cuda-graph-impl full_iteration, fewer GPUs or a larger --global-batch-size"
     ]

@@ -373,6 +373,8 @@ def profile_step(phase: Phase) -> None:
             phase.tables[name], waits = figures["profile"], figures["waits"]
             if waits is not None:
                 phase.notes.append(f"{name}: the host waits at {waits}")
+                if not any(row["ms"] for row in figures["profile"]):
+                    raise Failed("torch's profiler recorded no kernel")
                 if sum(waits.values()) != 1:
                     raise Failed(f"the host waits {sum(waits.values())} times per step instead of once: {waits}")
 

@@ -140,7 +140,7 @@ def test_settings_of_the_gpu_phases_are_valid_at_full_size(flags):
     ],
 )
 def test_step_in_which_the_host_does_not_wait_exactly_once_fails(waits, problems, tmp_path, monkeypatch):
-    figures = {"waits": waits, "profile": [{"operation": "aten::mm", "calls": 1}]}
+    figures = {"waits": waits, "profile": [{"operation": "aten::mm", "calls": 1, "ms": 1.0}]}
     monkeypatch.setattr(Phase, "benchmark", lambda *_, **__: figures)
     phase = Phase("profile", tmp_path, "cpu")
     phases.profile_step(phase)

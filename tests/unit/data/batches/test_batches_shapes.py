@@ -54,7 +54,7 @@ def test_with_fixed_shapes_all_batches_have_the_same_shapes_and_padding_is_marke
 
 
 def test_all_ranks_pad_a_step_to_the_same_number_of_documents(corpus):
-    whole = stream_of(corpus, micro_batch_size=16, global_batch_size=64)
+    whole = stream_of(corpus, micro_batch_size=22, global_batch_size=88)
     steps = list(islice(replace(whole, settings=replace(whole.settings, fixed_shapes=True)).steps(), 30))
     numbers = [{len(batch.cu_seqlens_n) - 1 for batch in step.micro_batches} for step in steps]
     documents = [len(batch.cu_seqlens_n) - 1 for step in islice(whole.steps(), 30) for batch in step.micro_batches]
