@@ -236,7 +236,7 @@ def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
         yield f"--attention-backend flash needs the package flash-attn ({problem}); install it, or use auto."
     if hardware.gpu is None:
         if compute.cuda_graph_impl != "none":
-            yield f"--cuda-graph-impl {compute.cuda_graph_impl} needs a CUDA device; leave it out."
+            yield f"--cuda-graph-impl {compute.cuda_graph_impl} needs a CUDA device; use --cuda-graph-impl none."
         return
     gpu = f"{hardware.gpu} (compute capability {'.'.join(map(str, hardware.capability))})"
     if settings.training.bf16 and hardware.capability < (8, 0):
