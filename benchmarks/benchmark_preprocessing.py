@@ -36,7 +36,7 @@ from megatron_neobert.text import counted, parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMPARED = ("datatrove", "datasets", "megatron")
-PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
+PACKAGES = ("tokenizers", "nanotoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,16 @@ from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFil
 from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, check_index, damage_error
 from megatron_neobert.errors import DataError, MissingInputError, suggestion
 from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.text import listed
+from megatron_neobert.text import listed, percent
 
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
+# Percentages of documents for which `Corpus.describe` states the largest length.
+_PERCENTAGES = (5, 25, 50, 75, 95, 99)
+# The sequence lengths, in tokens, that NeoBERT was trained with.
+_TRUNCATION_LENGTHS = (1024, 2048)
+_LENGTHS_STEP = 1 << 20
 # Files that the process may open besides the corpus shards.
 _SPARE_OPEN_FILES = 200
 
@@ -159,6 +164,25 @@ class Corpus:
         else:
             _compare_sha256(self.files, path, recorded.sha256, sha256_of(path))
         return path
+
+    def describe(self) -> dict[str, str]:
+        """Return table rows about records, tokens and document lengths, as {label: formatted values}."""
+        longest = max(int(shard.lengths.max()) for shard in self.shards)
+        counts = np.zeros(longest + 1, dtype=np.int64)
+        for first in range(0, len(self), _LENGTHS_STEP):
+            lengths = self.lengths_between(first, min(first + _LENGTHS_STEP, len(self)))
+            counts += np.bincount(lengths, minlength=longest + 1)
+        ranks = [-(-percentage * len(self) // 100) for percentage in _PERCENTAGES]
+        at_ranks = np.searchsorted(np.cumsum(counts), ranks)
+        percentiles = ", ".join(f"{p} % {length:,}" for p, length in zip(_PERCENTAGES, at_ranks.tolist(), strict=True))
+        rows = {"tokens/document": f"mean {self.manifest.tokens / len(self):,.1f}, {percentiles}, longest {longest:,}"}
+        for limit in _TRUNCATION_LENGTHS:
+            above = counts[limit + 1 :]
+            dropped = percent(int(above @ np.arange(1, len(above) + 1)) / self.manifest.tokens)
+            rows[f"over {limit} tokens"] = (
+                f"{percent(int(above.sum()) / len(self))} of the documents; truncation drops {dropped} of the tokens"
+            )
+        return self.manifest.describe() | rows
 
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Raise DataError if the corpus was written with another tokenizer, or its manifest was changed."""

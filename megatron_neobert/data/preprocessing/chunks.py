@@ -39,7 +39,6 @@ class ChunkSettings:
 
     read: ReadSettings
     tokenizer_model: str
-    tokenizer_type: str
     fingerprint: str  # of the tokenizer when the run was planned
     backend: Literal["auto", "fast", "reference"]
     filters: tuple[FilterSource, ...]
@@ -228,7 +227,7 @@ def _load(settings: ChunkSettings) -> tuple[Tokenizer, Encoder]:
     """Return the run's tokenizer and encoder, loaded once per process. Raise DataError if the tokenizer has changed."""
     key = settings.fingerprint, settings.backend == "reference"
     if key not in _loaded:
-        tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
+        tokenizer = load_tokenizer(settings.tokenizer_model)
         if tokenizer.fingerprint != settings.fingerprint:
             raise DataError(
                 f"--tokenizer-model {settings.tokenizer_model} has changed since the run started; start again"

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.data.corpus.attribute_columns import check_record_keys
 from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, validation_files
 from megatron_neobert.data.corpus.reader import Corpus
@@ -49,13 +48,11 @@ class PreprocessSettings:
         help="vocab.txt, tokenizer.json, SentencePiece's tokenizer.model, or a folder with one of them", metavar="PATH"
     )
     read: ReadSettings = field(default_factory=ReadSettings, metadata={"help": "what is read"})
-    tokenizer_type: str = option(
-        "auto", "Megatron's name; auto follows from the file", choices=TOKENIZER_TYPES, group="how it is tokenized"
-    )
     tokenizer_backend: Literal["auto", "fast", "reference"] = option(
         "auto",
-        "fast is nanotoken or gigatoken, compared with the reference throughout the run: a difference ends the run; "
-        "auto is fast if installed",
+        "fast is nanotoken (WordPiece only), compared with the reference throughout the run: a difference ends the "
+        "run; auto is fast if installed",
+        group="how it is tokenized",
     )
     filter: tuple[str, ...] = option(
         (),
@@ -145,7 +142,6 @@ class Plan:
         shared = ChunkSettings(
             read=settings.read,
             tokenizer_model=str(Path(settings.tokenizer_model).absolute()),
-            tokenizer_type=settings.tokenizer_type,
             fingerprint=self.tokenizer.fingerprint,
             backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
             filters=self.filter_sources,
@@ -196,14 +192,13 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. The
             message names all such files. With --quarantine, this is only an error if all input files are damaged.
         ConfigError: The output of an earlier run is among the inputs, a table lacks a --record-key column, two URLs
-            have the same label, a filter cannot be loaded, --tokenizer-type does not fit, or --tokenizer-backend fast
-            cannot be used.
+            have the same label, a filter cannot be loaded, or --tokenizer-backend fast cannot be used.
         OSError: An input file cannot be read.
         MissingPackageError, ModuleNotFoundError: A URL or a SentencePiece model needs a package that is not installed.
     """
     if not settings.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
-    tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
+    tokenizer = load_tokenizer(settings.tokenizer_model)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
     paths = find_inputs(settings.inputs)
     _refuse_own_output(settings, paths)

@@ -4,13 +4,13 @@ The corpus, its manifest and its rejects are the same for any number of workers,
 Finished chunks are kept in PREFIX.partial, so that a resumed run does not repeat them.
 """
 
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from megatron_neobert.data.corpus.chunk_files import ChunkFiles
 from megatron_neobert.data.corpus.format import (
     BackendRecord,
     InputRecord,
@@ -18,7 +18,6 @@ from megatron_neobert.data.corpus.format import (
     describe_reasons,
     draft_manifest,
 )
-from megatron_neobert.data.corpus.shard_job import ChunkFiles
 from megatron_neobert.data.corpus.writer import OutputSettings, WrittenCorpus, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkResult, Counts, cache_tokenizer, tokenize_chunk
@@ -155,7 +154,7 @@ def _join_chunks(
     counts: Counts,
     damaged: Mapping[str, str],
 ) -> WrittenCorpus:
-    """Write the corpus of the finished `jobs`, in their order, with processes of this machine. Replace an older corpus.
+    """Write the corpus of the finished `jobs`, in their order, replacing an older corpus.
 
     Args:
         records: One record per job, in the order of `jobs`. `counts` is the sum of their counts.
@@ -164,11 +163,8 @@ def _join_chunks(
     Raises:
         DataError: No document is left for the corpus, or no document is held out for validation.
         OutputError: A new file would replace a file of another corpus.
-        ChildProcessError: A worker process died.
     """
     settings = plan.settings
-    # The workers of a Ray cluster do not bound the processes of this machine.
-    cores = len(os.sched_getaffinity(0))
     inputs: dict[str, InputRecord] = {}
     backends: dict[str, BackendRecord] = {}
     for job, record in zip(jobs, records, strict=True):
@@ -204,7 +200,6 @@ def _join_chunks(
             },
         ),
         folder=plan.files.partial,
-        workers=settings.workers if settings.executor == "local" else min(settings.workers or cores, cores),
     )
 
 
@@ -221,7 +216,8 @@ def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResul
                 documents=result.counts.documents,
                 tokens=result.counts.tokens,
                 unknown_tokens=result.counts.unknown_tokens,
-                sha256={kind: file.sha256 for kind, file in record.files.items() if kind != "rejects"},
+                ids_sha256=record.files["ids"].sha256,
+                has_attributes="attributes" in record.files,
                 records_before=(job.chunk.unit, records_before) if job.chunk.numbers_are_relative else None,
             )
         )

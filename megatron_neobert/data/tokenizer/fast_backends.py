@@ -1,23 +1,20 @@
 """Encode with a fast back end, and verify that its ids are those of the reference.
 
 The reference is `Tokenizer.encode_batch`. A fast back end must give the same ids for `probe_strings` before it is used,
-and for the first documents of each chunk and every 2,000th document after that. nanotoken is for BERT's WordPiece,
-gigatoken for byte-level and SentencePiece BPE. Both use only the calling thread.
+and for the first documents of each chunk and every 2,000th document after that. The only fast back end is nanotoken,
+for BERT's WordPiece. It uses only the calling thread.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import tokenizers
-from tokenizers import models
 
 from megatron_neobert.data.tokenizer.files import STANDARD_NAMES, raise_unless_library
 from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer
 from megatron_neobert.errors import ConfigError, install_command
-from megatron_neobert.text import parse_json
 
 Backend = Literal["auto", "fast", "reference"]
 Result = TypeVar("Result")
@@ -149,24 +146,17 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
 
 
 def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
-    """Return the fast encoder. Raise BackendMismatch if none supports the tokenizer, is installed and gives its ids."""
+    """Return the fast encoder. Raise BackendMismatch if nanotoken is missing, unsuitable, or gives other ids."""
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
 
-    model = tokenizer.backend.model
-    build: Callable[[Tokenizer], EncodeTexts]
-    if tokenizer.is_bert_wordpiece:
-        package, build = "nanotoken", _build_nanotoken
-    elif isinstance(model, models.BPE):
-        package, build = "gigatoken", _build_gigatoken
-    else:
-        raise BackendMismatch(
-            f"no back end supports a {type(model).__name__} model with this normalizer and pre-tokenizer"
-        )
+    if not tokenizer.is_bert_wordpiece:
+        model = type(tokenizer.backend.model).__name__
+        raise BackendMismatch(f"nanotoken does not support a {model} model with this normalizer and pre-tokenizer")
     try:
-        name = f"{package} {version(package)}"
+        name = f"nanotoken {version('nanotoken')}"
     except PackageNotFoundError as error:
-        raise BackendMismatch(f"{package} is not installed; {install_command('fast')}") from error
-    encode = _guarded(name, build, tokenizer)
+        raise BackendMismatch(f"nanotoken is not installed; {install_command('fast')}") from error
+    encode = _guarded(name, _build_nanotoken, tokenizer)
     if probe:
         check_on_probe(name, tokenizer, encode)
     return Encoder(tokenizer, name=name, fast=encode)
@@ -176,41 +166,17 @@ def _build_nanotoken(tokenizer: Tokenizer) -> EncodeTexts:
     import nanotoken
 
     nanotoken.set_cache_entries(_NANOTOKEN_CACHE_ENTRIES)
-    fast = nanotoken.WordPieceTokenizer.from_json(_json_without_special_tokens(tokenizer))
+    # Without special tokens, "[MASK]" is encoded as ordinary text.
+    plain = tokenizers.Tokenizer(tokenizer.backend.model)
+    plain.normalizer = tokenizer.backend.normalizer
+    plain.pre_tokenizer = tokenizer.backend.pre_tokenizer
+    fast = nanotoken.WordPieceTokenizer.from_json(plain.to_str())
 
     def encode(texts: Sequence[str]) -> EncodedBatch:
         ids, offsets = fast.encode_batch(texts, add_special_tokens=False, parallel=False)
         return EncodedBatch(tokenizer.without_special_ids(ids), np.diff(offsets).astype(np.int32))
 
     return encode
-
-
-def _build_gigatoken(tokenizer: Tokenizer) -> EncodeTexts:
-    from gigatoken.gigatoken_rs import load_hf_json
-
-    fast = load_hf_json(_json_without_special_tokens(tokenizer))
-
-    def encode(texts: Sequence[str]) -> EncodedBatch:
-        array = fast.encode_batch(texts, parallel=False).layout  # awkward's ListOffsetArray
-        offsets = array.offsets.data
-        ids = tokenizer.without_special_ids(array.content.data[offsets[0] : offsets[-1]])
-        return EncodedBatch(ids, np.diff(offsets).astype(np.int32))
-
-    return encode
-
-
-def _json_without_special_tokens(tokenizer: Tokenizer) -> str:
-    """Return the text of a tokenizer.json without special tokens, so that "[MASK]" is encoded as ordinary text."""
-    backend = tokenizer.backend
-    # If all added tokens are special, a copy without them is ten times faster than parsing the JSON.
-    if all(token.special for token in backend.get_added_tokens_decoder().values()):
-        plain = tokenizers.Tokenizer(backend.model)
-        plain.normalizer = backend.normalizer
-        plain.pre_tokenizer = backend.pre_tokenizer
-        return plain.to_str()
-    state = parse_json(backend.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
-    return json.dumps(state)
 
 
 def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -287,7 +253,7 @@ def probe_strings(tokenizer: Tokenizer) -> list[str]:
     fixed += [*special, *(f"a{name}b {name}, {name.lower()}" for name in special)]
 
     pieces = map(tokenizer.backend.id_to_token, generator.integers(0, tokenizer.vocab_size, 1000).tolist())
-    parts = [piece.removeprefix("##").replace("▁", " ").replace("Ġ", " ") for piece in pieces if piece is not None]
+    parts = [piece.removeprefix("##") for piece in pieces if piece is not None]
     parts += [*_WORDS, *_INVISIBLE, *special, *(" " for _ in range(99)), *_SPACES, *"aeinrst.,!?()[]\"'-/0123456789"]
     parts += [chr(code) for code in generator.integers(0x21, 0x30000, 200) if not 0xD800 <= code < 0xE000]
     choices = (generator.integers(0, len(parts), count) for count in generator.integers(1, 40, _MIXTURES))

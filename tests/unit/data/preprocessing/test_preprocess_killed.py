@@ -94,7 +94,7 @@ MANY_SHARDS = ("--workers", 2, "--shard-size", 1, "--split-validation", "0.05")
 @needs_proc
 @pytest.mark.parametrize(
     "moment",
-    ["*.ids*", "output-*", "output-*/*.done"],
+    ["*.ids*", "output", "output/*/*.idx"],
     ids=["tokenizing", "corpus begun", "corpus shard finished"],
 )
 def test_killed_run_leaves_no_corpus_and_no_worker_and_is_resumed_to_the_same_bytes(folder, moment):
