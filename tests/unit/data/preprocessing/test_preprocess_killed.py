@@ -61,7 +61,7 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_no_files(folder):
     os.kill(workers[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 74
-    assert f"worker process {workers[0]} was killed by SIGKILL at {folder / 'shards'}" in errors
+    assert f"a worker process died at {folder / 'shards'}" in errors
     assert sorted(folder.iterdir()) == before
     assert all(has_ended(worker) for worker in workers)
 
