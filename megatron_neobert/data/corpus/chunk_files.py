@@ -34,9 +34,6 @@ class ChunkFiles:
     unknown_tokens: int
     ids_sha256: str
     has_attributes: bool = False
-    # Key of the record number in rejects, and the number of records before this chunk. None if the numbers in the
-    # rejects already count from the beginning of the input file.
-    records_before: tuple[str, int] | None = None
 
 
 class _Window(NamedTuple):

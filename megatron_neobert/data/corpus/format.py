@@ -213,11 +213,6 @@ def describe_reasons(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in ranked) or "none"
 
 
-def reject_line(entry: dict[str, Any]) -> bytes:
-    """Return an entry of the rejects file as one line of JSON, with lone surrogates as JSON escapes."""
-    return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-
-
 def read_manifest(path: Path) -> Manifest:
     """Read and validate a manifest.
 

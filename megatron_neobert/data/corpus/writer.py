@@ -31,7 +31,6 @@ from megatron_neobert.data.corpus.format import (
     CorpusShard,
     FileRecord,
     Manifest,
-    reject_line,
     validation_files,
     write_manifest,
 )
@@ -40,7 +39,7 @@ from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
 from megatron_neobert.runtime.jobs import progress_bar
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import listed, parse_json
+from megatron_neobert.text import listed
 
 
 @dataclass(frozen=True)
@@ -271,14 +270,10 @@ def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, it
 
 
 def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> None:
-    """Write the rejects of all chunks to `target`, with record numbers counted from the start of each input file."""
+    """Write the rejects of all chunks to `target`."""
     with target.open("wb") as stream:
         for chunk in chunks:
-            unit, before = chunk.records_before or ("", 0)
             with (folder / f"{chunk.name}.rejects").open("rb") as rejects:
-                for line in rejects if before else ():
-                    entry = parse_json(line)
-                    stream.write(reject_line(entry | {unit: entry[unit] + before}))
                 shutil.copyfileobj(rejects, stream, 1 << 20)
     sync_to_disk(target)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_neobert.data.corpus.attribute_columns import pack_columns, plain_value
-from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
+from megatron_neobert.data.corpus.format import NO_TOKENS, token_dtype
 from megatron_neobert.data.inputs.find import InputVersion, input_version
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
@@ -76,7 +76,6 @@ class ChunkResult:
 
     counts: Counts
     input_sha256: str | None  # of the whole input file; None unless this is its first chunk, and for URLs
-    numbers: int  # record numbers that the chunk uses
     encoder: str  # name and version of the tokenizer back end
     compared: int  # documents whose ids were compared with the reference tokenizer
     first_error: str | None
@@ -122,7 +121,7 @@ class ChunkJob(Job[ChunkResult]):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use the cores, threads would compete
         tokenizer, encoder = _load(self.settings)
         encoder.start_chunk()
-        counts, numbers = Counts(), 0
+        counts = Counts()
         writer = _ChunkWriter(self, tokenizer, encoder, files)
         for batch in self._read():
             try:
@@ -131,7 +130,6 @@ class ChunkJob(Job[ChunkResult]):
                 raise BackendMismatch(
                     f"{self}: {mismatch}. Start again with --tokenizer-backend reference --overwrite"
                 ) from mismatch
-            numbers += batch.numbers
         if writer.columns:
             files["attributes"].write(pack_columns(writer.columns))
         if input_version(self.chunk.path) != self.version:
@@ -143,7 +141,6 @@ class ChunkJob(Job[ChunkResult]):
         return ChunkResult(
             counts=counts,
             input_sha256=sha256_of(Path(self.chunk.path)) if is_hashed else None,
-            numbers=numbers,
             encoder=encoder.name,
             compared=encoder.compared,
             first_error=writer.first_error,
@@ -204,12 +201,15 @@ class _ChunkWriter:
     def _write_reject(self, record: Rejected) -> None:
         job = self._job
         entry: dict[str, Any] = {"file": job.input_name, job.chunk.unit: record.number}
+        if job.chunk.numbers_are_relative:
+            entry["after_byte"] = job.chunk.start
         entry |= {"reason": record.reason, "detail": record.detail}
         try:
             entry["raw"] = record.raw.decode()
         except UnicodeDecodeError:
             entry["raw_base64"] = base64.b64encode(record.raw).decode()
-        self._files["rejects"].write(reject_line(entry))
+        # Lone surrogates, which names of files may have, are written as JSON escapes.
+        self._files["rejects"].write(json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
         self.first_error = self.first_error or record.describe(job.chunk, job.input_name)
 
 

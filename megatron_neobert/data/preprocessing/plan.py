@@ -191,8 +191,8 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         OutputError: The corpus exists, and the settings neither resume nor overwrite.
         DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. The
             message names all such files. With --quarantine, this is only an error if all input files are damaged.
-        ConfigError: The output of an earlier run is among the inputs, a table lacks a --record-key column, two URLs
-            have the same label, a filter cannot be loaded, or --tokenizer-backend fast cannot be used.
+        ConfigError: A table lacks a --record-key column, two URLs have the same label, a filter cannot be loaded, or
+            --tokenizer-backend fast cannot be used.
         OSError: An input file cannot be read.
         MissingPackageError, ModuleNotFoundError: A URL or a SentencePiece model needs a package that is not installed.
     """
@@ -201,7 +201,6 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     tokenizer = load_tokenizer(settings.tokenizer_model)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
     paths = find_inputs(settings.inputs)
-    _refuse_own_output(settings, paths)
 
     def split(path: str) -> list[Chunk] | DataError | ConfigError:
         try:
@@ -232,20 +231,6 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         )
     refuse_damaged(plan, plan.damaged)
     return plan
-
-
-def _refuse_own_output(settings: PreprocessSettings, paths: list[str]) -> None:
-    """Raise ConfigError if a file of the corpus is an input file, or if the corpus is below a folder of --input."""
-    output = settings.files.manifest.resolve()
-    for folder in (Path(name).resolve() for name in settings.inputs if Path(name).is_dir()):
-        if folder in output.parents:
-            raise ConfigError(
-                f"--output-prefix {settings.output_prefix} is below --input {folder}, so a later run would read the "
-                "corpus as input; write to another folder"
-            )
-    for path in (Path(path) for path in paths if "://" not in path):
-        if path.parent.resolve() == output.parent and path.name.startswith(f"{settings.files.name}."):
-            raise ConfigError(f"--input matches {path}, which belongs to --output-prefix; write to another folder")
 
 
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:

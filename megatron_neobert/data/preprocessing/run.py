@@ -175,8 +175,20 @@ def _join_chunks(
         backends[result.encoder] = BackendRecord(
             total.documents + result.counts.documents, total.compared + result.compared
         )
+    chunks = [
+        ChunkFiles(
+            input=job.input_name,
+            name=job.name,
+            documents=record.result.counts.documents,
+            tokens=record.result.counts.tokens,
+            unknown_tokens=record.result.counts.unknown_tokens,
+            ids_sha256=record.files["ids"].sha256,
+            has_attributes="attributes" in record.files,
+        )
+        for job, record in zip(jobs, records, strict=True)
+    ]
     return write_corpus(
-        _chunk_files(jobs, records),
+        chunks,
         OutputSettings(
             files=plan.files,
             shard_bytes=settings.shard_size,
@@ -201,25 +213,3 @@ def _join_chunks(
         ),
         folder=plan.files.partial,
     )
-
-
-def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResult]]) -> list[ChunkFiles]:
-    """Return one ChunkFiles per finished job, for `write_corpus`. `records` must be in the order of `jobs`."""
-    files, records_before = [], 0
-    for job, record in zip(jobs, records, strict=True):
-        result = record.result
-        records_before = 0 if job.starts_input else records_before
-        files.append(
-            ChunkFiles(
-                input=job.input_name,
-                name=job.name,
-                documents=result.counts.documents,
-                tokens=result.counts.tokens,
-                unknown_tokens=result.counts.unknown_tokens,
-                ids_sha256=record.files["ids"].sha256,
-                has_attributes="attributes" in record.files,
-                records_before=(job.chunk.unit, records_before) if job.chunk.numbers_are_relative else None,
-            )
-        )
-        records_before += result.numbers
-    return files
