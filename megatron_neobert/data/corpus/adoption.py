@@ -94,7 +94,6 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
             text_key="",
             filters={},
             records=megatron.documents + megatron.empty,
-            repaired_documents=0,
             rejected={},
             dropped={NO_TOKENS: megatron.empty} if megatron.empty else {},
         )

@@ -137,7 +137,7 @@ class CorpusShard(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Content of PREFIX.json: all facts about a corpus besides its token ids and document lengths.
 
-    records, repaired_documents, rejected and dropped count everything that was read. With --split-validation, the
+    records, rejected and dropped count everything that was read. With --split-validation, the
     training and the validation corpus therefore have the same counts.
     """
 
@@ -163,8 +163,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     held_out: Count
     tokens: Count
     unknown_tokens: Count
-    # Documents in which U+FFFD replaced invalid UTF-8 or lone surrogates.
-    repaired_documents: Count
     # Number of records by error.
     rejected: dict[str, Count]
     # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
@@ -198,7 +196,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "rejected": describe_reasons(self.rejected),
             "dropped": describe_reasons(self.dropped),
             "quarantined": f"{len(self.quarantined):,} damaged input files left out",
-            "repaired": f"{self.repaired_documents:,} with U+FFFD for invalid text",
             "tokens": f"{self.tokens:,}, {percent(self.unknown_tokens / self.tokens, digits=3)} of them unknown",
             "tokenized by": ", ".join(
                 f"{name} ({backend.documents:,} documents, {backend.compared:,} compared with the reference)"

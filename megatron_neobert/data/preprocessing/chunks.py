@@ -52,7 +52,6 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     unknown_tokens: int = 0
-    repaired_documents: int = 0  # texts read with U+FFFD for invalid text, also those that filters dropped
     utf8_bytes: int = 0  # of the texts that the filters kept
     rejected: Counter[str] = field(default_factory=Counter)  # records in error, by reason
     dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
@@ -177,8 +176,11 @@ class _ChunkWriter:
         """
         for record in batch.rejected:
             self._write_reject(record)
-        counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=batch.dropped)
-        counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
+        counts = Counts(
+            utf8_bytes=batch.utf8_bytes,
+            rejected=Counter(record.reason for record in batch.rejected),
+            dropped=batch.dropped,
+        )
         if not batch.texts:
             return counts
         ids, lengths = self._encoder.encode_batch(batch.texts)

@@ -201,7 +201,6 @@ def _join_chunks(
             text_key=settings.read.text_key,
             filters=plan.filters,
             records=counts.records,
-            repaired_documents=counts.repaired_documents,
             rejected=dict(sorted(counts.rejected.items())),
             dropped=dict(sorted(counts.dropped.items())),
             tokenizer_backends=dict(sorted(backends.items())),

@@ -93,7 +93,7 @@ def text_hash(text: str) -> bytes:
 
 def made_up_draft(chunks: Sequence[ChunkFiles], tokenizer: Tokenizer, **fields: Any) -> Manifest:
     """Return the draft of a manifest in which every record is a document, with other fields on request."""
-    counts = {"records": sum(chunk.documents for chunk in chunks), "repaired_documents": 0}
+    counts = {"records": sum(chunk.documents for chunk in chunks)}
     defaults = {"inputs": {}, "text_key": "content", "filters": {}, **counts, "rejected": {}, "dropped": {}}
     return draft_manifest(tokenizer, **{**defaults, **fields})
 
