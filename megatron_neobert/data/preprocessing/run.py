@@ -5,7 +5,6 @@ Finished chunks are kept in PREFIX.partial, so that a resumed run does not repea
 """
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,10 +25,8 @@ from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.jobs import Finished, JobFolder, finish_jobs
 from megatron_neobert.text import counted, percent
 
-# A run ends early if its errors exceed twice the number that all records, as estimated from the bytes read, may have.
-# The factor of two is for the error of the estimate.
-_EARLY_END_FACTOR = 2.0
-_EARLY_END_RECORDS = 10_000  # with fewer records, the estimate is too uncertain
+# A run ends early if most of at least this many records are errors, as with a wrong --text-key.
+_EARLY_END_RECORDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
             first_error = first_error or finished[job.name].result.first_error
         if not counts.documents:
             folder.remove()  # no chunk has a document
-        check_error_rate(counts, settings.max_error_rate, first_error, records=counts.records)
+        check_error_rate(counts, settings.max_error_rate, first_error)
         if not counts.documents:
             raise DataError(
                 f"no document in {counted(len(plan.versions), 'input file')} ({counts.records:,} records: "
@@ -95,14 +92,12 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
         is that of its first damaged chunk.
 
     Raises:
-        DataError: Errors already exceed the limit for twice the estimated number of records, or the tokenizer or a
-            filter has changed. The caller must check the final error rate.
+        DataError: Most records are errors and more than the limit allows, or the tokenizer or a filter has changed. The
+            caller must check the final error rate.
         ConfigError: A fast back end differs from the reference tokenizer, or Ray cannot be used.
         ChildProcessError: A worker process died.
     """
-    settings, jobs, counts, done_bytes = plan.settings, plan.jobs(), Counts(), 1.0
-    chunks_per_file = Counter(job.input_name for job in jobs)
-    total_bytes = sum(version.bytes for version in plan.versions.values())
+    settings, jobs, counts = plan.settings, plan.jobs(), Counts()
     cache_tokenizer(plan.tokenizer, plan.encoder)
     finished: dict[str, Finished[ChunkResult]] = {}
     damaged: dict[str, str] = {}  # by name of the job
@@ -117,28 +112,23 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
     )
     with closing(results):
         for job, outcome in results:
-            done_bytes += job.version.bytes / chunks_per_file[job.input_name]
             if isinstance(outcome, str):
                 damaged[job.name] = outcome
                 continue
             finished[job.name] = outcome
             counts.add(outcome.result.counts)
             first_error = first_error or outcome.result.first_error
-            if counts.records >= _EARLY_END_RECORDS or not settings.max_error_rate:
-                estimated_records = counts.records * max(1.0, total_bytes / done_bytes)
-                most_records = _EARLY_END_FACTOR * estimated_records
-                check_error_rate(counts, settings.max_error_rate, first_error, records=most_records)
+            if 2 * counts.errors > counts.records >= _EARLY_END_RECORDS or not settings.max_error_rate:
+                check_error_rate(counts, settings.max_error_rate, first_error)
     return finished, {job.input_name: damaged[job.name] for job in reversed(jobs) if job.name in damaged}
 
 
-def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None, *, records: float) -> None:
-    """Raise DataError if `counts.errors` exceeds `max_error_rate * records`. The rate is a fraction, 0 to 1.
+def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None) -> None:
+    """Raise DataError if more than `max_error_rate` (a fraction, 0 to 1) of the records are errors.
 
-    Args:
-        first_error: Example for the message, from `Rejected.describe`.
-        records: Number of records, possibly estimated.
+    `first_error` is an example for the message, from `Rejected.describe`.
     """
-    if counts.errors > max_error_rate * records:
+    if counts.errors > max_error_rate * counts.records:
         raise DataError(
             f"{counts.errors:,} of {counts.records:,} records have no usable text "
             f"({percent(counts.errors / counts.records, digits=2)}), more than --max-error-rate {max_error_rate} "
