@@ -132,7 +132,7 @@ def drop(place, *numbers, name="list"):
     """Write a drop list of the corpus `run`, and return the entry of --data-path that uses it."""
     corpus = place.corpus()
     mask = np.isin(np.arange(len(corpus)), numbers)
-    write_drop_list(place.folder / name, [("run", corpus.manifest, mask, 0)], {})
+    write_drop_list(place.folder / name, [("run", corpus.manifest, mask)], {})
     return f"{prefix(place)}:drop={place.folder / name}"
 
 
