@@ -175,7 +175,8 @@ class Corpus:
         ranks = [-(-percentage * len(self) // 100) for percentage in _PERCENTAGES]
         at_ranks = np.searchsorted(np.cumsum(counts), ranks)
         percentiles = ", ".join(f"{p} % {length:,}" for p, length in zip(_PERCENTAGES, at_ranks.tolist(), strict=True))
-        rows = {"tokens/document": f"mean {self.manifest.tokens / len(self):,.1f}, {percentiles}, longest {longest:,}"}
+        mean, shortest = self.manifest.tokens / len(self), int(np.flatnonzero(counts)[0])
+        rows = {"tokens/document": f"mean {mean:,.1f}, shortest {shortest:,}, {percentiles}, longest {longest:,}"}
         for limit in _TRUNCATION_LENGTHS:
             above = counts[limit + 1 :]
             dropped = percent(int(above @ np.arange(1, len(above) + 1)) / self.manifest.tokens)
