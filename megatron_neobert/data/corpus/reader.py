@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
 from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, check_index, damage_error
-from megatron_neobert.errors import DataError, MissingInputError, suggestion
+from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import listed, percent
 
@@ -252,13 +252,9 @@ def _read_complete(files: CorpusFiles) -> Manifest:
     prefix = files.manifest.parent / files.name
     if not files.manifest.is_file():
         if not files.existing_files():
-            names = sorted(path.stem for path in prefix.parent.glob("*.json"))
-            # preprocess adds the column and "document" to its --output-prefix.
-            word = next((name for name in names if name.startswith(files.name)), files.name)
-            rule = "; give the prefix without .bin, as neobert preprocess printed it"
             raise MissingInputError(
-                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}"
-                f"{suggestion(word, names, otherwise=rule)}"
+                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; give the "
+                "prefix without .bin, as neobert preprocess printed it"
             )
         raise _incomplete(prefix, [files.manifest], suggest_adopt=not files.partial.exists())
     manifest = read_manifest(files.manifest)

@@ -208,17 +208,21 @@ def _choose_documents(
     """
     files = output.files
     hash_files = [work.parent / f"{chunk.name}.hashes" for chunk in chunks]
-    is_kept = ~find_exact_duplicates(hash_files, work) if output.deduplicate else None
+    is_kept = None
+    if output.deduplicate:
+        is_kept = find_exact_duplicates(hash_files, work)
+        np.logical_not(is_kept, out=is_kept)
     if not output.validation_fraction:
         return _NewCorpus(files, work, is_kept), None
     threshold = np.uint64(min(math.ceil(output.validation_fraction * 2**64), 2**64 - 1))
     steps = (step for file in hash_files for step in read_items(file, HASH_DTYPE))
     is_held_out = np.concatenate([step["high"] < threshold for step in steps])
-    is_kept = np.ones_like(is_held_out) if is_kept is None else is_kept
-    return (
-        _NewCorpus(files, work, is_kept & ~is_held_out),
-        _NewCorpus(validation_files(files), work, is_kept & is_held_out),
-    )
+    if is_kept is None:
+        is_kept = ~is_held_out
+    else:
+        is_held_out &= is_kept
+        is_kept ^= is_held_out
+    return _NewCorpus(files, work, is_kept), _NewCorpus(validation_files(files), work, is_held_out)
 
 
 def _write_shards(

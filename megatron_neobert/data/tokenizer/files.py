@@ -6,7 +6,6 @@ executed.
 
 import base64
 import json
-import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -115,11 +114,6 @@ def _read_vocab_txt(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
         ) from error
     if not pieces[-1]:
         pieces.pop()
-    if pieces and re.match(r'\s*\{\s*"', pieces[0]):
-        raise DataError(
-            f"{path}, line 1 is a JSON object, but each line of a vocab.txt is one piece; name a vocab.txt, or a "
-            "tokenizer.json whose name ends in .json"
-        )
     vocabulary: dict[str, int] = {}
     for id_, piece in enumerate(piece.removesuffix("\r") for piece in pieces):
         if not piece:

@@ -17,7 +17,7 @@ from megatron_neobert.data.tokenizer.fast_backends import (
     EncodeTexts,
     open_encoder,
 )
-from megatron_neobert.data.tokenizer.tokenizer import EncodedBatch, Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, install_command
 
 pytest.importorskip("nanotoken", reason="nanotoken is not installed")
@@ -107,20 +107,6 @@ def test_wrong_ids_are_detected_in_the_first_64_documents_and_in_every_2000th(tw
 def encode_in_batches(encoder: Encoder, texts: Sequence[str]) -> None:
     for start in range(0, len(texts), 37):
         encoder.encode_batch(texts[start : start + 37])
-
-
-def test_wrong_number_of_lengths_or_ids_is_a_mismatch_in_any_batch(tmp_path):
-    tokenizer = wordpiece(tmp_path)
-    right = fast_encode(tokenizer)
-    for wrong in (
-        lambda texts: right(texts[1:]),
-        lambda texts: EncodedBatch(right(texts).ids[1:], right(texts).lengths),
-    ):
-        encoder = Encoder(tokenizer, name="fast 1.0", fast=right)
-        encoder.encode_batch(["hello"] * 64)
-        encoder._fast = wrong
-        with pytest.raises(BackendMismatch, match=r"for 2 documents"):
-            encoder.encode_batch(["hello", "worlds"])
 
 
 def test_panic_of_a_rust_back_end_is_a_mismatch_and_ctrl_c_is_not(tmp_path):
