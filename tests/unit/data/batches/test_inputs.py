@@ -60,7 +60,7 @@ def test_validation_curves_are_named_after_their_corpus_and_conditions_or_number
 
 def test_a_missing_corpus_and_a_corpus_of_another_tokenizer_are_refused(place):
     missing = str(Path(prefix(place)).with_name("run_body_document"))
-    with pytest.raises(MissingInputError, match="give the prefix without .bin"):
+    with pytest.raises(MissingInputError, match="give the prefix without"):
         open_inputs(settings(place, valid_data_path=(missing,)))
     (place.folder / "other").mkdir()
     other = Workspace(place.folder / "other")
