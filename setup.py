@@ -49,7 +49,7 @@ EXTRAS = {
         "transformer-engine[pytorch]>=2.9,<2.21; python_version >= '3.12'",  # 0.19.2 declares none; tested: 2.20.2
     ],
     # Used only while their ids equal those of the tokenizers library. Review a new version before changing these.
-    "fast": ["nanotoken==0.1.0", "gigatoken==0.10.0"],
+    "fast": ["nanotoken==0.1.0"],
     "sentencepiece": ["sentencepiece>=0.2"],
     "warc": ["fastwarc>=2", "resiliparse>=2"],
     "s3": ["s3fs>=2023.6"],  # needs the same release of fsspec; installs aiohttp, which http:// needs

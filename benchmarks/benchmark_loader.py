@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
@@ -49,11 +49,7 @@ class Job:
     folder: Path  # for files of the loaders
 
 
-class Size(NamedTuple):
-    """Size of one batch."""
-
-    capacity: int  # tokens, padding included
-    real_tokens: int
+Sizes = Iterator[tuple[int, int]]  # tokens of each batch: with padding, and real ones
 
 
 @dataclass(frozen=True)
@@ -114,9 +110,13 @@ def open_job(arguments: argparse.Namespace, folder: Path) -> Job:
 # ---- this project
 
 
-def our_stream(job: Job) -> Any:
+def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Sizes:
+    """Yield the sizes of this project's batches, without end. With 0 workers, this process builds the batches."""
+    import torch
+
     from megatron_neobert.config.schema import DataConfig, Settings, TrainingConfig
     from megatron_neobert.data.batches.inputs import batch_settings
+    from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
     from megatron_neobert.data.batches.stream import BatchStream
     from megatron_neobert.data.batches.windows import Source
 
@@ -124,23 +124,14 @@ def our_stream(job: Job) -> Any:
         data=DataConfig(seq_length=job.seq_length, mask_prob=MASKED_SHARE),
         training=TrainingConfig(micro_batch_size=job.batch_size, global_batch_size=job.batch_size, seed=SEED),
     )
-    source = Source(job.corpus, range(len(job.corpus)))
-    return BatchStream((source,), batch_settings(settings, job.tokenizer))
-
-
-def ours(job: Job, *, num_workers: int, with_dali: bool = False) -> Iterator[Size]:
-    """Yield the sizes of this project's batches, without end. With 0 workers, this process builds the batches."""
-    import torch
-
-    from megatron_neobert.data.batches.loader import build_dali_loader, build_loader
-
+    stream = BatchStream((Source(job.corpus, range(len(job.corpus))),), batch_settings(settings, job.tokenizer))
     if with_dali:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        steps = build_dali_loader(our_stream(job), num_workers=num_workers, device=device)
+        steps = build_dali_loader(stream, num_workers=num_workers, device=device)
     else:
-        steps = build_loader(our_stream(job), num_workers=num_workers) if num_workers else our_stream(job).steps()
+        steps = build_loader(stream, num_workers=num_workers)
     for step in steps:
-        yield Size(step.micro_batches[0].tokens_t.numel(), step.real_tokens)
+        yield step.micro_batches[0].tokens_t.numel(), step.real_tokens
 
 
 # ---- other loaders
@@ -160,7 +151,7 @@ def full_examples(job: Job) -> list[list[int]]:
     return [tokens[row * job.seq_length :][: job.seq_length] for row in range(rows)]
 
 
-def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[Size]:
+def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Sizes:
     """Yield the size of each batch of transformers' DataCollatorForLanguageModeling, without end.
 
     `examples` returns the token ids of each row; every epoch shuffles the rows. A tokenizer is written to `job.folder`.
@@ -183,18 +174,18 @@ def collator(job: Job, examples: Callable[[Job], list[list[int]]]) -> Iterator[S
         random.Random(SEED).shuffle(features)
         for first in range(0, len(features) - job.batch_size + 1, job.batch_size):
             batch = collate(features[first : first + job.batch_size])
-            yield Size(batch["input_ids"].numel(), int(batch["attention_mask"].sum()))
+            yield batch["input_ids"].numel(), int(batch["attention_mask"].sum())
 
 
 # ---- measurement
 
 
-def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
+def available_loaders() -> dict[str, Callable[[Job], Sizes]]:
     """Return {name: function that starts a loader}. Without DALI, leave its loaders out and print how to install it.
 
     This project's loaders come first in the dict and run first: they must fork workers before libraries start threads.
     """
-    loaders: dict[str, Callable[[Job], Iterator[Size]]] = {
+    loaders: dict[str, Callable[[Job], Sizes]] = {
         OURS: partial(ours, num_workers=0),
         "this project, 1 worker": partial(ours, num_workers=1),
     }
@@ -209,7 +200,7 @@ def available_loaders() -> dict[str, Callable[[Job], Iterator[Size]]]:
     }
 
 
-def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: float) -> list[Turn]:
+def run_in_turns(loaders: dict[str, Sizes], *, rounds: int, seconds: float) -> list[Turn]:
     """Warm up each loader with one batch, and measure it for `seconds` in every round. Print and return the turns."""
     from benchmarks.shared import in_turns
 
@@ -222,7 +213,7 @@ def run_in_turns(loaders: dict[str, Iterator[Size]], *, rounds: int, seconds: fl
     return turns
 
 
-def measure(name: str, batches: Iterator[Size], seconds: float) -> Turn:
+def measure(name: str, batches: Sizes, seconds: float) -> Turn:
     """Take batches for `seconds` of wall time, at least one. Return total sizes and CPU seconds, workers included."""
     time.sleep(SETTLE_SECONDS)
     cpu, end = tree_cpu_seconds(), time.perf_counter() + seconds

@@ -9,21 +9,25 @@ largest process.
 
 No package contains Megatron-LM's tool: --megatron-lm names the file in a checkout. The tool needs the rest of
 Megatron-LM, which megatron-core 0.19 includes, and reads JSON lines, which are written for it first.
+
+The steps that need large libraries (STEPS) are processes of their own, because the peak memory of a process that the
+benchmark starts is at least the benchmark's memory at that time.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +39,12 @@ from megatron_neobert.errors import ConfigError, DataError, run_command
 from megatron_neobert.text import counted, parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-COMPARED = ("datatrove", "datasets", "megatron")
-PACKAGES = ("tokenizers", "nanotoken", "gigatoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Input of every tool."""
-
-    folder: str  # with the parquet files, sorted by name
-    text_key: str
-    tokenizer_model: str
-    tokenizer_json: str  # the same tokenizer for the other tools
-    special_tokens: int  # number of tokens that tokenizer_json adds to each document
-    megatron_lm: str  # path of Megatron-LM's tools/preprocess_data.py
-
-
-@dataclass(frozen=True)
-class Tool:
-    """Tool that turns parquet files into token ids."""
-
-    command: Callable[[Job, str, int], list[str]]  # of the job, the output folder and the number of workers
-    packages: tuple[str, ...] = ()
-    adds_special_tokens: bool = False
+PACKAGES = ("tokenizers", "nanotoken", "pyarrow", "numpy", "datatrove", "datasets", "transformers")
+# Packages that the tools of others need.
+NEEDED = {"datatrove": ("datatrove",), "datasets": ("datasets", "transformers"), "megatron": ("transformers",)}
+ADD_SPECIAL_TOKENS = ("datatrove", "datasets")  # tools that add special tokens to each document
+BATCH_DOCUMENTS = 1000  # for the other tools; from 128 to 5,000, their speed hardly changes but their memory does
+DTYPE_BYTES = {4: 4, 8: 2}  # by Megatron's codes of int32 and uint16
 
 
 @dataclass(frozen=True)
@@ -86,19 +73,27 @@ def main() -> int:
         DataError: A tool fails, or the tools wrote different tokens.
         SystemExit: A step fails, such as reading the inputs or counting the tokens of a tool.
     """
+    if sys.argv[1:2] == ["step"]:
+        print(json.dumps(STEPS[sys.argv[2]](**parse_json(sys.argv[3]))))
+        return 0
     arguments = parse_arguments()
     tools = available_tools(arguments.tools, megatron_lm=arguments.megatron_lm)
+    turns = [(tool, workers) for workers in arguments.workers for tool in tools]
+    runs: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         inputs = {"patterns": arguments.input, "text_key": arguments.text_key, "model": arguments.tokenizer_model}
-        prepared = run_step("prepare", **inputs, folder=folder)
-        corpus = prepared["corpus"]
+        job = run_step("prepare", **inputs, folder=folder, json_lines="megatron" in tools)
+        corpus = {name: job[name] for name in ("documents", "text_bytes")}
         print("{documents:,} documents, {text_bytes:,} bytes of text".format(**corpus), flush=True)
-        job = Job(folder="", megatron_lm=arguments.megatron_lm, **prepared["job"])
-        turns = [(tool, workers) for workers in arguments.workers for tool in tools]
-        measure_all = partial(run_in_turns, turns, job, folder=folder)
-        # The first start of a tool compiles and caches; and a tool that does not work fails within seconds.
-        measure_all([prepared["sample"]], rounds=1, title="warm-up")
-        runs = measure_all(prepared["files"], rounds=arguments.rounds)
+        for number, (tool, workers) in in_turns(turns, rounds=arguments.rounds):
+            run = measure(tool, workers, TOOLS[tool], job | {"megatron_lm": arguments.megatron_lm}, folder)
+            runs.append(run)
+            print(
+                f"round {number} | {run.name} | {run.wall_seconds:.2f} s, {run.cpu_seconds:.2f} cpu-s | "
+                f"peak {run.peak_bytes / 1e6:,.0f} MB | {run.tokens:,} tokens",
+                flush=True,
+            )
+            verify(runs)
     rows = summarise(runs, text_bytes=corpus["text_bytes"])
     print_table(rows)
     same = sorted({run.tool for run in runs if run.ids_sha256})
@@ -122,11 +117,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def available_tools(names: Sequence[str], *, megatron_lm: str = "") -> list[str]:
+def available_tools(names: Sequence[str], *, megatron_lm: str) -> list[str]:
     """Return the tools in `names` that can run; print what the others need. Raise ConfigError if none can run."""
     available = []
     for name in names:
-        if missing := [package for package in TOOLS[name].packages if importlib.util.find_spec(package) is None]:
+        if missing := [package for package in NEEDED.get(name, ()) if importlib.util.find_spec(package) is None]:
             print(f"skipping {name}, which needs {' and '.join(missing)}: pip install 'megatron-neobert[benchmark]'")
         elif name == "megatron" and not megatron_lm:
             print(f"skipping {name}, which needs --megatron-lm")
@@ -137,9 +132,11 @@ def available_tools(names: Sequence[str], *, megatron_lm: str = "") -> list[str]
     return available
 
 
+# ---- measurement
+
+
 def step_command(step: str, **arguments: Any) -> list[str]:
-    script = Path(__file__).with_name("benchmark_preprocessing_steps.py")
-    return [sys.executable, str(script), step, json.dumps(arguments)]
+    return [sys.executable, str(Path(__file__).resolve()), "step", step, json.dumps(arguments)]
 
 
 def run_step(step: str, **arguments: Any) -> Any:
@@ -151,122 +148,43 @@ def run_step(step: str, **arguments: Any) -> Any:
     return parse_json(result.stdout)
 
 
-def our_command(backend: str, job: Job, output: str, workers: int) -> list[str]:
-    return [
-        *(sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")),
-        *("--input", job.folder, "--text-key", job.text_key, "--output-prefix", f"{output}/corpus"),
-        *("--tokenizer-model", job.tokenizer_model, "--tokenizer-backend", backend, "--workers", str(workers)),
-    ]
-
-
-def peer_command(step: str, job: Job, output: str, workers: int) -> list[str]:
-    shared = {"folder": job.folder, "text_key": job.text_key, "tokenizer_json": job.tokenizer_json}
-    return step_command(step, **shared, output=output, workers=workers)
-
-
-def megatron_command(job: Job, output: str, workers: int) -> list[str]:
-    return [
-        *(sys.executable, job.megatron_lm, "--input", f"{job.folder}.jsonl", "--json-keys", job.text_key),
-        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(Path(job.tokenizer_json).parent)),
-        *("--tokenizer-hf-no-include-special-tokens", "--output-prefix", f"{output}/corpus", "--workers", str(workers)),
-        # The tool ends with a summary of earlier runs, and fails if there is none.
-        *("--performance-dir", f"{job.folder}.performance"),
-    ]
-
-
-TOOLS = {
-    "ours-fast": Tool(partial(our_command, "fast")),
-    "ours-plain": Tool(partial(our_command, "reference")),
-    "datatrove": Tool(partial(peer_command, "datatrove"), ("datatrove",), adds_special_tokens=True),
-    "datasets": Tool(partial(peer_command, "datasets"), ("datasets", "transformers"), adds_special_tokens=True),
-    "megatron": Tool(megatron_command, packages=("transformers",)),
-}
-
-
-def run_in_turns(
-    turns: Sequence[tuple[str, int]], job: Job, files: Sequence[str], *, folder: str, rounds: int, title: str = "round"
-) -> list[Measured]:
-    """Run all `turns` once per round, print a line per run, and return the figures of the runs in the order they ran.
-
-    Args:
-        turns: Pairs of a tool and its number of workers.
-        job: Its `folder` is replaced by a temporary subfolder of `folder` with copies of `files`.
-
-    Raises:
-        DataError: A tool fails, or the tools wrote different tokens.
-    """
-    runs: list[Measured] = []
-    with tempfile.TemporaryDirectory(dir=folder) as copies:
-        # All tools can read a folder, in the order of the names.
-        for number, file in enumerate(files):
-            shutil.copyfile(file, Path(copies, f"{number:06d}.parquet"))
-        if any(tool == "megatron" for tool, _ in turns):
-            run_step("json-lines", folder=copies, text_key=job.text_key)
-        for number, (tool, workers) in in_turns(turns, rounds=rounds):
-            run = measure(tool, replace(job, folder=copies), workers, folder)
-            runs.append(run)
-            print(
-                f"{title} {number} | {run.name} | {run.wall_seconds:.2f} s, {run.cpu_seconds:.2f} cpu-s | "
-                f"peak {run.peak_bytes / 1e6:,.0f} MB | {run.tokens:,} tokens",
-                flush=True,
-            )
-            if len(runs) % len(turns) == 0:
-                verify(runs)
-    return runs
-
-
-def measure(name: str, job: Job, workers: int, folder: str) -> Measured:
-    """Run the tool `name` on as many cores as it has workers, and return its figures. Delete its output in `folder`.
+def measure(name: str, workers: int, command: "Command", job: dict[str, Any], folder: str) -> Measured:
+    """Run a tool on as many cores as it has workers, and return its figures. Delete its output in `folder`.
 
     Raise DataError if the tool fails.
     """
-    tool = TOOLS[name]
+    allowed = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         output, log = Path(scratch, "output"), Path(scratch, "log")
         output.mkdir()
-        code, measured = run_measured(tool.command(job, str(output), workers), cores=workers, log=log, scratch=scratch)
-        if code != 0:
+        with log.open("wb") as stream:
+            os.sched_setaffinity(0, sorted(allowed)[:workers])  # the tool inherits the cores
+            started = time.perf_counter()
+            process = subprocess.Popen(
+                command(job, str(output), workers),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=tool_environment(scratch),
+            )
+            os.sched_setaffinity(0, allowed)
+            try:
+                _, status, usage = os.wait4(process.pid, 0)
+            except BaseException:
+                process.kill()  # after Ctrl-C, the tool must not continue
+                raise
+            wall_seconds = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-            raise DataError(f"{name} ended with exit code {code}; fix or exclude it (--tools). Its last output:\n{end}")
-        special_tokens = job.special_tokens if tool.adds_special_tokens else 0
+            raise DataError(
+                f"{name} ended with exit code {process.returncode}; fix or exclude it (--tools). Its last output:\n"
+                f"{end}"
+            )
+        special_tokens = job["special_tokens"] if name in ADD_SPECIAL_TOKENS else 0
         written = run_step("count", output=str(output), special_tokens=special_tokens)
-    return Measured(name, workers, **measured, **written)
-
-
-def run_measured(command: list[str], *, cores: int, log: Path, scratch: str) -> tuple[int, dict[str, Any]]:
-    """Run a command to its end, on the first `cores` cores that this process may use.
-
-    Args:
-        log: File for the output and the errors of the command.
-        scratch: Folder for caches and temporary files of the command.
-
-    Returns:
-        The exit code (negative after a signal), and a dictionary with `wall_seconds`, `cpu_seconds` and `peak_bytes`
-        (resident memory of the largest process).
-    """
-    allowed = os.sched_getaffinity(0)
-    with log.open("wb") as stream:
-        # The command inherits the cores.
-        os.sched_setaffinity(0, sorted(allowed)[:cores])
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=tool_environment(scratch)
-        )
-        os.sched_setaffinity(0, allowed)
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            # After Ctrl-C, the tool must not continue.
-            process.kill()
-            raise
-        wall_seconds = time.perf_counter() - started
-    process.returncode = os.waitstatus_to_exitcode(status)
-    figures = {
-        "wall_seconds": wall_seconds,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_bytes": usage.ru_maxrss * 1024,
-    }
-    return process.returncode, figures
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return Measured(name, workers, wall_seconds, cpu_seconds, peak_bytes=usage.ru_maxrss * 1024, **written)
 
 
 def tool_environment(scratch: str | None = None) -> dict[str, str]:
@@ -299,7 +217,7 @@ def verify(runs: Sequence[Measured]) -> None:
 
 
 def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, Any]]:
-    """Return a row per tool and workers: medians, peak memory, and how many times faster than each of COMPARED."""
+    """Return a row per tool and workers: medians, peak memory, and how many times faster than each tool of others."""
     groups: dict[tuple[str, int], list[Measured]] = {}
     for run in runs:
         groups.setdefault((run.tool, run.workers), []).append(run)
@@ -316,10 +234,167 @@ def summarise(runs: Sequence[Measured], *, text_bytes: int) -> list[dict[str, An
             "MB/cpu-s": text_bytes / 1e6 / cpu_seconds,
             "peak MB": max(run.peak_bytes for run in group) / 1e6,
         }
-        ratios = {f"x {peer}": wall[peer, workers] / seconds for peer in COMPARED if (peer, workers) in wall}
-        rows.append(row | dict.fromkeys(f"x {peer}" for peer in COMPARED) | ratios)
+        ratios = {f"x {peer}": wall[peer, workers] / seconds if (peer, workers) in wall else None for peer in NEEDED}
+        rows.append(row | ratios)
     return rows
 
+
+# ---- commands of the tools, by job, output folder and number of workers
+
+Command = Callable[[dict[str, Any], str, int], list[str]]
+
+
+def our_command(backend: str) -> Command:
+    def command(job: dict[str, Any], output: str, workers: int) -> list[str]:
+        return [
+            *(sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")),
+            *("--input", job["folder"], "--text-key", job["text_key"], "--output-prefix", f"{output}/corpus"),
+            *("--tokenizer-model", job["tokenizer_model"], "--tokenizer-backend", backend, "--workers", str(workers)),
+        ]
+
+    return command
+
+
+def peer_command(step: str) -> Command:
+    def command(job: dict[str, Any], output: str, workers: int) -> list[str]:
+        shared = {name: job[name] for name in ("folder", "text_key", "tokenizer_json")}
+        return step_command(step, **shared, output=output, workers=workers)
+
+    return command
+
+
+def megatron_command(job: dict[str, Any], output: str, workers: int) -> list[str]:
+    return [
+        *(sys.executable, job["megatron_lm"], "--input", f"{job['folder']}.jsonl", "--json-keys", job["text_key"]),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(Path(job["tokenizer_json"]).parent)),
+        *("--tokenizer-hf-no-include-special-tokens", "--output-prefix", f"{output}/corpus", "--workers", str(workers)),
+        # The tool ends with a summary of earlier runs, and fails if there is none.
+        *("--performance-dir", f"{job['folder']}.performance"),
+    ]
+
+
+TOOLS: dict[str, Command] = {
+    "ours-fast": our_command("fast"),
+    "ours-plain": our_command("reference"),
+    "datatrove": peer_command("datatrove"),
+    "datasets": peer_command("datasets"),
+    "megatron": megatron_command,
+}
+
+
+# ---- steps
+
+
+def prepare(patterns: Sequence[str], text_key: str, model: str, folder: str, json_lines: bool) -> dict[str, Any]:
+    """Copy the input files to `folder`/inputs, and write the tokenizer for the other tools, which knows no "[MASK]".
+
+    With `json_lines`, write the texts and what else Megatron-LM's tool reads. Return the job of all tools.
+    """
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+    import tokenizers
+
+    from megatron_neobert.data.inputs.find import find_inputs
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+
+    copies = Path(folder, "inputs")
+    copies.mkdir()
+    documents = text_bytes = 0
+    with Path(f"{copies}.jsonl").open("w", encoding="utf-8") as lines:
+        for number, file in enumerate(find_inputs(patterns)):
+            copy = shutil.copyfile(file, copies / f"{number:06d}.parquet")
+            for batch in pq.ParquetFile(copy).iter_batches(columns=[text_key]):
+                documents += batch.num_rows
+                text_bytes += pc.sum(pc.binary_length(batch[text_key])).as_py() or 0
+                if json_lines:
+                    lines.writelines(json.dumps({text_key: text}) + "\n" for text in batch[text_key].to_pylist())
+    Path(f"{copies}.performance").mkdir()
+    Path(f"{copies}.performance", "1_workers.json").write_text('{"1": [1.0]}', encoding="utf-8")
+    load_tokenizer(model).save_tokenizer_files(Path(folder, "tokenizer"), model_max_length=512)
+    path = Path(folder, "tokenizer", "tokenizer.json")
+    content = parse_json(path.read_text(encoding="utf-8"))
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return {
+        "folder": str(copies),
+        "documents": documents,
+        "text_bytes": text_bytes,
+        "text_key": text_key,
+        "tokenizer_model": str(Path(model).absolute()),
+        "tokenizer_json": str(path),
+        "special_tokens": len(tokenizers.Tokenizer.from_file(str(path)).encode("")),
+    }
+
+
+def run_datatrove(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
+    """Tokenize parquet files in `folder` with datatrove. Write .bin and .idx to `output`, logs to logs/ next to it."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import ParquetReader
+    from datatrove.pipeline.tokens import MegatronDocumentTokenizer
+
+    reader = ParquetReader(folder, text_key=text_key, read_metadata=False, batch_size=BATCH_DOCUMENTS)
+    # Without an end-of-sequence token, only the tokenizer's post-processor adds special tokens.
+    writer = MegatronDocumentTokenizer(
+        output, tokenizer_name_or_path=tokenizer_json, eos_token=None, batch_size=BATCH_DOCUMENTS
+    )
+    logs = str(Path(output).with_name("logs"))
+    LocalPipelineExecutor([reader, writer], tasks=workers, workers=workers, logging_dir=logs).run()
+
+
+def run_datasets(folder: str, text_key: str, tokenizer_json: str, output: str, workers: int) -> None:
+    """Tokenize parquet files in `folder` with datasets as NeoBERT's authors do, but untruncated. Save to `output`."""
+    from datasets import load_dataset
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_json)
+    dataset = load_dataset("parquet", data_files=f"{folder}/*.parquet", split="train")
+
+    def tokenize(batch: dict[str, list[str]]) -> Any:
+        return tokenizer(batch[text_key], return_token_type_ids=False)
+
+    processes = workers if workers > 1 else None
+    encoded = dataset.map(tokenize, batched=True, remove_columns=dataset.column_names, num_proc=processes)
+    encoded.save_to_disk(output, num_proc=processes)
+
+
+def count(output: str, special_tokens: int) -> dict[str, Any]:
+    """Count documents and tokens in the folder `output`: Megatron's .bin and .idx files, or files of `datasets`.
+
+    Args:
+        special_tokens: Number of special tokens around each document. They are not counted.
+
+    Returns:
+        "documents"; "tokens"; "ids_sha256": sha256 of all .bin files, or None if `special_tokens` is not 0.
+    """
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    documents = tokens = 0
+    digest = hashlib.sha256()
+    for index in sorted(Path(output).glob("*.idx")):
+        _, _, code, number = struct.unpack("<9sQBQ", index.read_bytes()[:26])
+        lengths = np.fromfile(index, dtype=np.int32, count=number, offset=34)  # after the 34-byte header
+        ids = index.with_suffix(".bin").read_bytes()
+        assert len(ids) == DTYPE_BYTES[code] * int(lengths.sum()), index
+        digest.update(ids)
+        documents += number
+        tokens += int(lengths.sum())
+    for path in sorted(Path(output).glob("*.arrow")):
+        with pa.memory_map(str(path)) as source:
+            for batch in pa.ipc.open_stream(source):
+                documents += batch.num_rows
+                tokens += pc.sum(pc.list_value_length(batch["input_ids"])).as_py() or 0
+    sha256 = None if special_tokens else digest.hexdigest()
+    return {"documents": documents, "tokens": tokens - special_tokens * documents, "ids_sha256": sha256}
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "prepare": prepare,
+    "datatrove": run_datatrove,
+    "datasets": run_datasets,
+    "count": count,
+}
 
 if __name__ == "__main__":
     run_command(main)

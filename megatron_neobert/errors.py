@@ -36,7 +36,7 @@ LONGEST_REASON = 500  # characters of a library's message
 MODULES_OF_EXTRAS = {
     "eval": ("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "seqeval", "accelerate"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
-    "fast": ("nanotoken", "gigatoken"),
+    "fast": ("nanotoken",),
     "sentencepiece": ("sentencepiece",),
     "warc": ("fastwarc", "resiliparse"),
     "s3": ("s3fs",),

@@ -16,7 +16,8 @@ from dataclasses import replace
 from itertools import groupby
 from types import FrameType
 
-from megatron_neobert.data.corpus.format import token_dtype
+from megatron_neobert.data.corpus.format import token_dtype, validation_files
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.preprocessing.filters import apply_filters
@@ -187,8 +188,8 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
         f"{report.seconds:.1f} s | {', '.join(report.written.manifest.tokenizer_backends)}"
     )
     in_first_line = {"records", "tokenized by"} if report.written.validation else _IN_FIRST_LINE
-    for manifest in filter(None, (report.written.manifest, report.written.validation)):
-        for name, value in manifest.describe().items():
+    for files in (plan.files, validation_files(plan.files)) if report.written.validation else (plan.files,):
+        for name, value in Corpus(files.manifest.with_suffix("")).describe().items():
             if name not in in_first_line and not value.startswith(("none", "0 ", "0.0 %")):
                 print(f"  {name:<18} {value}")
     shards = plan.files.shard_files(len(report.written.manifest.shards))

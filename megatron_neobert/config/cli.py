@@ -44,7 +44,7 @@ _NOW_IGNORED = {
     *("num_layers_per_virtual_pipeline_stage", "object_storage_cache_gb", "overlap_param_gather"),
     *("probe_data_path", "profile_step_end", "profile_step_start", "recompute_method"),
     *("recompute_num_layers", "resume", "save_initial", "sequence_parallel", "tensorboard_dir"),
-    "wandb_exp_name",
+    *("tokenizer_type", "wandb_exp_name"),
 }
 
 

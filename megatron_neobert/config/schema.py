@@ -8,16 +8,10 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from megatron_neobert.cli import flag_of
 from megatron_neobert.cli import option as setting
-
-# Megatron's names of tokenizer types. "auto" recognises the type by the content of the file.
-TokenizerType = Literal[
-    "auto", "BertWordPieceLowerCase", "BertWordPieceCase", "HuggingFaceTokenizer", "SentencePieceTokenizer"
-]
-TOKENIZER_TYPES = get_args(TokenizerType)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +143,6 @@ class DataConfig:
     tokenizer_model: str | None = setting(
         None, "tokenizer: folder, tokenizer.json, vocab.txt or tokenizer.model", is_path=True
     )
-    tokenizer_type: TokenizerType = setting("auto", "tokenizer type; auto: recognised by content")
     split: str = setting("99,1", "shares of the documents for training and validation")
     seq_length: int = setting(1024, "tokens per packed sequence, and maximum per document", minimum=8)
     long_documents: Literal["truncate", "chunk"] = setting(

@@ -8,12 +8,10 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ import megatron_neobert
 from megatron_neobert.errors import ConfigError, NeoBERTError, short_reason
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_EXIT_CODE_SECONDS = 1.0  # longest time until the exit code of an ended worker is known
 _RETRIES = 3  # retries of a job whose Ray worker died
 _CONNECT_SECONDS = 10
 _MOST_SUBMITTED_TO_RAY = 1 << 14
@@ -58,8 +55,8 @@ class WorkerPool:
             yield
         except BrokenProcessPool as error:
             raise ChildProcessError(
-                f"{self._context.describe_death()} at {job} or a job beside it; if memory ran out, use fewer "
-                "--workers, and continue with --resume"
+                f"a worker process died at {job} or a job beside it; if memory ran out, use fewer --workers, and "
+                "continue with --resume"
             ) from error
 
     def close(self) -> None:
@@ -95,14 +92,10 @@ def _deferred_stop_signals() -> Iterator[None]:
 
 
 class _Worker(SpawnProcess):
-    """A worker process that records whether `terminate` ended it."""
-
-    was_terminated = False
+    """A worker process. It never receives SIGTERM, so `terminate` kills it."""
 
     def terminate(self) -> None:
-        if self.pid is not None and not wait([self.sentinel], timeout=0):
-            self.was_terminated = True
-            self.kill()
+        self.kill()
 
 
 class _TrackingContext(SpawnContext):
@@ -118,21 +111,6 @@ class _TrackingContext(SpawnContext):
         process = _Worker(*args, **kwargs)
         self.processes.append(process)
         return process
-
-    def describe_death(self) -> str:
-        """Return how a worker process died, such as "worker process 12 was killed by SIGKILL", or that one died."""
-        for process in self.processes:
-            if not process.was_terminated and process.pid is not None and wait([process.sentinel], timeout=0):
-                process.join()
-                # A thread of the pool also waits for this process. If it was first, the code appears a little later.
-                until = time.monotonic() + _EXIT_CODE_SECONDS
-                while (code := process.exitcode) is None and time.monotonic() < until:
-                    time.sleep(0.01)
-                if code is None:
-                    break
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return f"worker process {process.pid} {how}"
-        return "a worker process died"
 
 
 def _exit_with_parent() -> None:

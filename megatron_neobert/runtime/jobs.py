@@ -187,14 +187,14 @@ def finish_jobs(
     yield from ((job, record) for job, record in records if record is not None)
     with (
         closing(run_jobs(function, missing, **executor_options)) as results,
-        _progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar,
+        progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar,
     ):
         for job, outcome in results:
             yield job, outcome
             bar.update()
 
 
-def _progress_bar(**options: Any) -> Any:
+def progress_bar(**options: Any) -> Any:
     """Return a tqdm bar. It is drawn twice a second on a terminal, and once a minute in a log."""
     from tqdm import tqdm
 

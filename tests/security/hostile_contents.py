@@ -169,7 +169,7 @@ TOKENIZER_JSON = [
 ]
 VOCABULARIES = [
     (write("vocab.txt", b"\x1f\x8b\x08" + bytes(100)), "line 1 is not UTF-8"),
-    (write("vocab.txt", '{"content": "hello"}\n'), "line 1 is a JSON object, but each line of a vocab"),
+    (write("vocab.txt", '{"content": "hello"}\n'), "missing among 1 ids"),
     (write("vocab.txt", "\r\n".join([*SPECIAL, "a", "a"])), "line 7: 'a' is also on line 6"),
     (write("vocab.txt", "\n".join([*SPECIAL, "", "", ""])), "line 6 is empty"),
     (write("vocab.txt", "\n".join(SPECIAL[:4])), "[MASK] missing among 4 ids"),

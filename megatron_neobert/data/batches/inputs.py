@@ -48,7 +48,7 @@ def open_inputs(data: DataConfig) -> Inputs:
     --split divides a corpus before filtering, so all components with this corpus hold out the same documents.
 
     Raises:
-        ConfigError: --data-path, --split or --tokenizer-type is invalid.
+        ConfigError: --data-path or --split is invalid.
         MissingInputError: A path does not exist.
         DataError: A file is damaged, a corpus was written with another tokenizer, or the filters of a component leave
             no document for training, or none of those held out.
@@ -56,7 +56,7 @@ def open_inputs(data: DataConfig) -> Inputs:
     """
     components = parse_data_path(data.data_path)
     storage = ObjectStorage(Path(data.object_storage_cache_path or ""))
-    tokenizer = load_tokenizer(Path(data.tokenizer_model or ""), data.tokenizer_type)
+    tokenizer = load_tokenizer(Path(data.tokenizer_model or ""))
 
     @cache
     def open_corpus(prefix: str) -> Corpus:
@@ -166,11 +166,10 @@ def _choose(
     """Return the documents of the range `documents` whose bit is set; raise DataError if there are none."""
     chosen = ChosenDocuments(bits, documents)
     if not chosen:
-        statistics = corpus.manifest.statistics
         raise DataError(
-            f"{component}: none of the {len(documents):,} documents for {purpose} is chosen. Documents have "
-            f"{statistics.shortest:,} to {statistics.longest:,} tokens, and neobert inspect data lists attributes; "
-            "change min, max, where, drop or --split, or remove the component."
+            f"{component}: none of the {len(documents):,} documents for {purpose} is chosen. neobert inspect data "
+            f"{corpus.prefix} lists lengths and attributes; change min, max, where, drop or --split, or remove the "
+            "component."
         )
     return chosen
 

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
+from megatron_neobert.data.corpus.chunk_files import ChunkFiles
 from megatron_neobert.data.corpus.format import NO_TOKENS, CorpusFiles, InputRecord, corpus_files, draft_manifest
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import HEADER, AllowedIds, check_index, damage_error, read_header
-from megatron_neobert.data.corpus.shard_job import ChunkFiles
 from megatron_neobert.data.corpus.writer import OutputSettings, write_corpus
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
@@ -39,7 +39,6 @@ class AdoptOptions:
         help="path of Megatron-LM's files without .bin; finished corpora are skipped", positional=True, metavar="PREFIX"
     )
     tokenizer_model: str = option(help="tokenizer with which the files were written", metavar="PATH")
-    tokenizer_type: str = option("auto", "type of the tokenizer, as in preprocessing")
 
 
 def adopt_corpora(options: AdoptOptions) -> None:
@@ -47,15 +46,15 @@ def adopt_corpora(options: AdoptOptions) -> None:
 
     The command checks sizes, the index, and every id against the vocabulary, and prints a summary of each corpus.
     Megatron's files do not change. Raise MissingInputError for a missing file, DataError for a damaged one or another
-    tokenizer, ConfigError for a wrong --tokenizer-type, and OutputError if a file with a new name exists.
+    tokenizer, and OutputError if a file with a new name exists.
     """
-    tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
+    tokenizer = load_tokenizer(options.tokenizer_model)
     for prefix in options.prefixes:
         corpus, eod_id = adopt(prefix, tokenizer)
         text = tokenizer.backend.decode(corpus.document(0)[:32].tolist(), skip_special_tokens=False)
         eod = "" if eod_id is None else f", without the id {eod_id} at the end of each (--append-eod)"
         print(f"{corpus.prefix} is a corpus: {len(corpus):,} documents{eod}")
-        for name, value in corpus.manifest.describe().items():
+        for name, value in corpus.describe().items():
             print(f"  {name:<18} {value}")
         print(f"  {'begins':<18} {visible(text)}")
 
@@ -95,12 +94,10 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
             text_key="",
             filters={},
             records=megatron.documents + megatron.empty,
-            repaired_documents=0,
             rejected={},
             dropped={NO_TOKENS: megatron.empty} if megatron.empty else {},
         )
-        output = OutputSettings(files, None, validation_fraction=0.0, deduplicate=False)
-        write_corpus([chunk], output, replace(draft, dtype=megatron.dtype.name), folder=folder.path)
+        write_corpus([chunk], OutputSettings(files), replace(draft, dtype=megatron.dtype.name), folder=folder.path)
     return Corpus(f"{prefix}_documents"), eod_id
 
 
@@ -186,6 +183,7 @@ def _write_chunk(
             documents, tokens = documents + lengths.size, tokens + ids.size
         if eod_id is None:
             ids_file.link(source.bin.resolve(), sha256=digest.hexdigest())
-        sha256 = {"ids": ids_file.commit().sha256, "lengths": lengths_file.commit().sha256}
+        ids_sha256 = ids_file.commit().sha256
+        lengths_file.commit()
     (folder / "0.rejects").touch()
-    return ChunkFiles(source.bin.name, "0", documents, tokens, unknown_tokens, sha256), digest.hexdigest(), eod_id
+    return ChunkFiles(source.bin.name, "0", documents, tokens, unknown_tokens, ids_sha256), digest.hexdigest(), eod_id

@@ -6,7 +6,7 @@ integers, floats, truth values or texts. If the values of a record key have seve
 
 import keyword
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,13 +60,13 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def join_columns(path: Path, chunks: Sequence[Path], is_chosen: Iterable[NDArray[np.bool_]]) -> None:
+def join_columns(path: Path, chunks: Sequence[Path], is_chosen: NDArray[np.bool_] | None) -> None:
     """Write a Parquet file with the attributes of the chosen documents, in the order of the chunks.
 
     Args:
         path: The file to write, replaced if it exists.
         chunks: Files with the content of `pack_columns`.
-        is_chosen: For each chunk, one value per document, True to keep its row.
+        is_chosen: One value per document of all chunks, True to keep its row; None keeps all rows.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -82,10 +82,13 @@ def join_columns(path: Path, chunks: Sequence[Path], is_chosen: Iterable[NDArray
         path.open("wb") as file,
         pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
     ):
-        pending = schema.empty_table()
-        for chunk, is_chosen_in_chunk in zip(chunks, is_chosen, strict=True):
+        pending, first = schema.empty_table(), 0
+        for chunk in chunks:
             with chunk.open("rb") as source:
-                table = pa.ipc.open_file(source).read_all().filter(pa.array(is_chosen_in_chunk))
+                table = pa.ipc.open_file(source).read_all()
+            first, begin = first + len(table), first
+            if is_chosen is not None:
+                table = table.filter(pa.array(is_chosen[begin:first]))
             pending = pa.concat_tables([pending, table.cast(schema, safe=False)])
             if whole_groups := len(pending) - len(pending) % _ROW_GROUP:
                 writer.write_table(pending[:whole_groups].combine_chunks(), _ROW_GROUP)

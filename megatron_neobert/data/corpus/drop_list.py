@@ -34,9 +34,7 @@ class DropListEntry:
     prefix: str
     documents_sha256: str
     documents: Annotated[int, msgspec.Meta(ge=1)]
-    tokens: int
     dropped_documents: int
-    dropped_tokens: int
     # Of the bits of this corpus, in whole bytes.
     mask_sha256: str
 
@@ -96,28 +94,25 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
 
 
 def write_drop_list(
-    path: Path, corpora: Sequence[tuple[str, Manifest, NDArray[np.bool_], int]], settings: dict[str, Any]
+    path: Path, corpora: Sequence[tuple[str, Manifest, NDArray[np.bool_]]], settings: dict[str, Any]
 ) -> list[DropListEntry]:
     """Write a drop list, replacing an existing file atomically, and return its entries, one per corpus.
 
     Args:
         path: The file to write.
-        corpora: For each corpus, its prefix, its manifest, True for each dropped document, and the number of tokens in
-            the dropped documents.
+        corpora: For each corpus, its prefix, its manifest, and True for each dropped document.
         settings: JSON values for the header that record how the list was made.
     """
-    masks = [np.packbits(is_dropped, bitorder="little") for _, _, is_dropped, _ in corpora]
+    masks = [np.packbits(is_dropped, bitorder="little") for _, _, is_dropped in corpora]
     entries = [
         DropListEntry(
             prefix=prefix,
             documents_sha256=manifest.documents_sha256,
             documents=manifest.documents,
-            tokens=manifest.tokens,
             dropped_documents=int(np.count_nonzero(is_dropped)),
-            dropped_tokens=tokens,
             mask_sha256=hashlib.sha256(mask.data).hexdigest(),
         )
-        for (prefix, manifest, is_dropped, tokens), mask in zip(corpora, masks, strict=True)
+        for (prefix, manifest, is_dropped), mask in zip(corpora, masks, strict=True)
     ]
     header = json.dumps({"format": _FORMAT, **settings, "corpora": msgspec.to_builtins(entries)})
     with replacing(path) as temporary, temporary.open("wb") as stream:

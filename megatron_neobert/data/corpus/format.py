@@ -34,9 +34,6 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 DAMAGED = "the file is damaged or belongs to another corpus; copy it again or preprocess again"
 # An input file takes about 150 bytes, so this is enough for 7 million of them.
 _LARGEST_MANIFEST_BYTES = 1 << 30
-PERCENTS = (5, 25, 50, 75, 95, 99)
-# The sequence lengths, in tokens, that NeoBERT was trained with.
-TRUNCATION_LENGTHS = (1024, 2048)
 # Keys of Manifest.dropped: texts that tokenize to nothing (control characters only), and repeated texts.
 NO_TOKENS = "no tokens"
 DUPLICATE = "duplicate"
@@ -102,46 +99,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return DTYPES[8 if vocab_size < 65500 else 4]
 
 
-class Statistics(msgspec.Struct, frozen=True):
-    """Statistics of document lengths, in tokens."""
-
-    mean: float
-    shortest: Count
-    # By percentage P: the smallest length that at least P % of the documents do not exceed.
-    percentiles: dict[str, Count]
-    longest: Count
-    # By sequence length: the share of documents that are longer, and the share of tokens that truncation would drop.
-    documents_above: dict[str, float]
-    tokens_above: dict[str, float]
-
-    def describe(self) -> dict[str, str]:
-        """Return table rows about document lengths, as {label: formatted values}."""
-        percentiles = ", ".join(f"{rank} % {length:,}" for rank, length in self.percentiles.items())
-        lengths = f"mean {self.mean:,.1f}, shortest {self.shortest:,}, {percentiles}, longest {self.longest:,}"
-        table = {"tokens/document": lengths}
-        for (length, documents), tokens in zip(self.documents_above.items(), self.tokens_above.values(), strict=False):
-            table[f"over {length} tokens"] = (
-                f"{percent(documents)} of the documents; truncation drops {percent(tokens)} of the tokens"
-            )
-        return table
-
-
-def length_statistics(documents_by_length: Mapping[int, int]) -> Statistics:
-    """Return the statistics of at least one document, given {length in tokens: number of documents}."""
-    lengths, counts = (np.array(column) for column in zip(*sorted(documents_by_length.items()), strict=True))
-    documents, tokens, cumulative = int(counts.sum()), int(lengths @ counts), np.cumsum(counts)
-    positions = {rank: np.searchsorted(cumulative, -(-rank * documents // 100)) for rank in PERCENTS}
-    truncated = {limit: int(np.maximum(lengths - limit, 0) @ counts) for limit in TRUNCATION_LENGTHS}
-    return Statistics(
-        mean=round(tokens / documents, 2),
-        shortest=int(lengths[0]),
-        percentiles={str(rank): int(lengths[position]) for rank, position in positions.items()},
-        longest=int(lengths[-1]),
-        documents_above={str(limit): round(int(counts[lengths > limit].sum()) / documents, 6) for limit in truncated},
-        tokens_above={str(limit): round(dropped / tokens, 6) for limit, dropped in truncated.items()},
-    )
-
-
 class InputRecord(msgspec.Struct, frozen=True):
     """An input file at the time when it was read, and its documents in this corpus."""
 
@@ -180,7 +137,7 @@ class CorpusShard(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Content of PREFIX.json: all facts about a corpus besides its token ids and document lengths.
 
-    records, repaired_documents, rejected and dropped count everything that was read. With --split-validation, the
+    records, rejected and dropped count everything that was read. With --split-validation, the
     training and the validation corpus therefore have the same counts.
     """
 
@@ -206,13 +163,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     held_out: Count
     tokens: Count
     unknown_tokens: Count
-    # Documents in which U+FFFD replaced invalid UTF-8 or lone surrogates.
-    repaired_documents: Count
     # Number of records by error.
     rejected: dict[str, Count]
     # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
     dropped: dict[str, Count]
-    statistics: Statistics
     shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)] = msgspec.field(name="volumes")
     # By name and version of the back end.
     tokenizer_backends: dict[str, BackendRecord] = {}
@@ -242,9 +196,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "rejected": describe_reasons(self.rejected),
             "dropped": describe_reasons(self.dropped),
             "quarantined": f"{len(self.quarantined):,} damaged input files left out",
-            "repaired": f"{self.repaired_documents:,} with U+FFFD for invalid text",
             "tokens": f"{self.tokens:,}, {percent(self.unknown_tokens / self.tokens, digits=3)} of them unknown",
-            **self.statistics.describe(),
             "tokenized by": ", ".join(
                 f"{name} ({backend.documents:,} documents, {backend.compared:,} compared with the reference)"
                 for name, backend in self.tokenizer_backends.items()
@@ -256,11 +208,6 @@ def describe_reasons(reasons: Mapping[str, int]) -> str:
     """Format counts by reason as "12 malformed JSON, 3 null text", the most frequent first; "none" if empty."""
     ranked = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in ranked) or "none"
-
-
-def reject_line(entry: dict[str, Any]) -> bytes:
-    """Return an entry of the rejects file as one line of JSON, with lone surrogates as JSON escapes."""
-    return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -305,7 +252,6 @@ def draft_manifest(tokenizer: "Tokenizer", **fields: Any) -> Manifest:
         held_out=0,
         tokens=0,
         unknown_tokens=0,
-        statistics=Statistics(0.0, 0, {}, 0, {}, {}),
         shards=[],
         **fields,
     )

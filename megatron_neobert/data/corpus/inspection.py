@@ -69,7 +69,6 @@ class InspectDataOptions(_CorpusOptions):
     inputs: bool = option(False, "list the input files, with the documents and tokens of each")
     tokens: int = option(200, "print at most N tokens of each document", minimum=1)
     tokenizer_model: str | None = option(None, "tokenizer with which the corpus was written", metavar="PATH")
-    tokenizer_type: str = option("auto", "type of the tokenizer, as in preprocessing")
 
 
 def inspect_data(options: InspectDataOptions) -> None:
@@ -118,7 +117,7 @@ def print_summary(corpus: "Corpus") -> None:
             + (f", text from '{manifest.text_key}'" if manifest.text_key else ", adopted"),
             "filters": filters or "none",
             "attributes": ", ".join(f"{name} ({type_})" for name, type_ in attribute_types(corpus).items()),
-            **manifest.describe(),
+            **corpus.describe(),
             "corpus shards": f"{len(manifest.shards):,}, {sum(s.bin.bytes for s in manifest.shards):,} bytes of "
             f"{manifest.dtype} and {sum(s.idx.bytes for s in manifest.shards):,} of index",
             "tokenizer": f"{manifest.tokenizer_fingerprint[:12]}, {manifest.vocab_size:,} ids",
@@ -154,7 +153,7 @@ def print_documents(corpus: "Corpus", numbers: tuple[int, ...], options: Inspect
         )
     if options.tokenizer_model is None:
         raise ConfigError("--document prints text, which needs the tokenizer of the corpus; give --tokenizer-model")
-    tokenizer = load_tokenizer(options.tokenizer_model, options.tokenizer_type)
+    tokenizer = load_tokenizer(options.tokenizer_model)
     corpus.check_tokenizer(tokenizer)
     for number in numbers:
         ids = corpus.document(number)

@@ -17,13 +17,18 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
 from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, check_index, damage_error
-from megatron_neobert.errors import DataError, MissingInputError, suggestion
+from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.text import listed
+from megatron_neobert.text import listed, percent
 
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
+# Percentages of documents for which `Corpus.describe` states the largest length.
+_PERCENTAGES = (5, 25, 50, 75, 95, 99)
+# The sequence lengths, in tokens, that NeoBERT was trained with.
+_TRUNCATION_LENGTHS = (1024, 2048)
+_LENGTHS_STEP = 1 << 20
 # Files that the process may open besides the corpus shards.
 _SPARE_OPEN_FILES = 200
 
@@ -160,6 +165,26 @@ class Corpus:
             _compare_sha256(self.files, path, recorded.sha256, sha256_of(path))
         return path
 
+    def describe(self) -> dict[str, str]:
+        """Return table rows about records, tokens and document lengths, as {label: formatted values}."""
+        longest = max(int(shard.lengths.max()) for shard in self.shards)
+        counts = np.zeros(longest + 1, dtype=np.int64)
+        for first in range(0, len(self), _LENGTHS_STEP):
+            lengths = self.lengths_between(first, min(first + _LENGTHS_STEP, len(self)))
+            counts += np.bincount(lengths, minlength=longest + 1)
+        ranks = [-(-percentage * len(self) // 100) for percentage in _PERCENTAGES]
+        at_ranks = np.searchsorted(np.cumsum(counts), ranks)
+        percentiles = ", ".join(f"{p} % {length:,}" for p, length in zip(_PERCENTAGES, at_ranks.tolist(), strict=True))
+        mean, shortest = self.manifest.tokens / len(self), int(np.flatnonzero(counts)[0])
+        rows = {"tokens/document": f"mean {mean:,.1f}, shortest {shortest:,}, {percentiles}, longest {longest:,}"}
+        for limit in _TRUNCATION_LENGTHS:
+            above = counts[limit + 1 :]
+            dropped = percent(int(above @ np.arange(1, len(above) + 1)) / self.manifest.tokens)
+            rows[f"over {limit} tokens"] = (
+                f"{percent(int(above.sum()) / len(self))} of the documents; truncation drops {dropped} of the tokens"
+            )
+        return self.manifest.describe() | rows
+
     def check_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Raise DataError if the corpus was written with another tokenizer, or its manifest was changed."""
         manifest = self.manifest
@@ -227,13 +252,9 @@ def _read_complete(files: CorpusFiles) -> Manifest:
     prefix = files.manifest.parent / files.name
     if not files.manifest.is_file():
         if not files.existing_files():
-            names = sorted(path.stem for path in prefix.parent.glob("*.json"))
-            # preprocess adds the column and "document" to its --output-prefix.
-            word = next((name for name in names if name.startswith(files.name)), files.name)
-            rule = "; give the prefix without .bin, as neobert preprocess printed it"
             raise MissingInputError(
-                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}"
-                f"{suggestion(word, names, otherwise=rule)}"
+                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; give the "
+                "prefix without .bin, as neobert preprocess printed it"
             )
         raise _incomplete(prefix, [files.manifest], suggest_adopt=not files.partial.exists())
     manifest = read_manifest(files.manifest)

@@ -2,30 +2,28 @@
 
 Duplicates are only known once all chunks are finished, and chunks must not depend on the share of held-out documents.
 Therefore documents are dropped and held out here, not in the workers that write chunks. A corpus shard consists of
-whole chunks. One job writes each corpus shard, so shards can be written in parallel, and finished ones survive a kill.
+whole chunks.
 
 All files are built in PREFIX.partial. They get their final names when all of them are on disk, the manifest last.
 Disk: chunks and corpus exist side by side, but a corpus shard that equals one chunk is a hard link. Memory: a few
-megabytes, one counter for each document length that occurs, and a byte per document for duplicates and held-out
-documents.
+megabytes, and three bytes per document for duplicates and held-out documents.
 """
 
-import hashlib
-import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.attribute_columns import join_columns
+from megatron_neobert.data.corpus.chunk_files import ChunkFiles, ShardDocuments
 from megatron_neobert.data.corpus.exact_duplicates import HASH_DTYPE, find_exact_duplicates
 from megatron_neobert.data.corpus.format import (
     DUPLICATE,
@@ -33,29 +31,15 @@ from megatron_neobert.data.corpus.format import (
     CorpusShard,
     FileRecord,
     Manifest,
-    length_statistics,
-    reject_line,
     validation_files,
     write_manifest,
 )
-from megatron_neobert.data.corpus.shard_files import read_items
-from megatron_neobert.data.corpus.shard_job import (
-    CHOICES,
-    DROPPED,
-    HELD_OUT,
-    KEPT,
-    ChunkFiles,
-    ShardCounts,
-    ShardJob,
-    read_is_chosen,
-)
+from megatron_neobert.data.corpus.shard_files import read_items, write_index
 from megatron_neobert.errors import DataError, OutputError
-from megatron_neobert.runtime.atomic_files import replacing, sha256_of, sync_to_disk
-from megatron_neobert.runtime.jobs import Finished, finish_jobs
-from megatron_neobert.text import listed, parse_json
-
-# Name of the job that writes the only shard of the validation corpus.
-_VALIDATION = "held_out"
+from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
+from megatron_neobert.runtime.jobs import progress_bar
+from megatron_neobert.runtime.new_file import NewFile
+from megatron_neobert.text import listed
 
 
 @dataclass(frozen=True)
@@ -64,15 +48,10 @@ class OutputSettings:
 
     files: CorpusFiles
     # Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
-    shard_bytes: int | None
+    shard_bytes: int | None = None
     # Share of the documents, chosen by their text, that goes into a validation corpus.
-    validation_fraction: float
-    deduplicate: bool
-
-    @property
-    def training_choice(self) -> int | None:
-        """Choice of the documents of the training corpus, or None if it has all documents."""
-        return KEPT if self.deduplicate or self.validation_fraction else None
+    validation_fraction: float = 0.0
+    deduplicate: bool = False
 
 
 class WrittenCorpus(NamedTuple):
@@ -83,67 +62,92 @@ class WrittenCorpus(NamedTuple):
 
 
 class _NewCorpus:
-    """The training or the validation corpus, whose corpus shards are finished. Empty shards are ignored."""
+    """The training or the validation corpus, which is built in the folder `work`.
 
-    def __init__(self, name: str, files: CorpusFiles, records: Mapping[str, Finished[ShardCounts]]) -> None:
-        self.name, self.files = name, files
-        self.shards = {name: record for name, record in records.items() if record.result.documents}
-        self.total = ShardCounts()
-        for record in self.shards.values():
-            self.total.add(record.result)
+    Args:
+        files: Final paths.
+        work: Folder below the folder of the chunks.
+        is_chosen: One value per document of all chunks; None selects all documents.
+    """
 
-    def write_manifest(self, work: Path, draft: Manifest, chunks: Sequence[ChunkFiles], choice: int | None) -> Manifest:
-        """Write the manifest, and the attributes if any, to the work folder, and return the complete manifest.
+    def __init__(self, files: CorpusFiles, work: Path, is_chosen: NDArray[np.bool_] | None) -> None:
+        self.files, self.work, self.is_chosen = files, work / files.name, is_chosen
+        self.shards: list[CorpusShard] = []
+        self.unknown_tokens = 0
+        # Number of documents and tokens by input file.
+        self.inputs: dict[str, Counter[str]] = {}
+        self.work.mkdir()
 
-        `choice` selects the documents of `chunks` that this corpus has: KEPT, HELD_OUT, or None for all.
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    def write_shard(self, chunks: Sequence[ChunkFiles], first: int, dtype: np.dtype[np.integer], unknown: int) -> None:
+        """Write the .bin and .idx of the chosen documents of these chunks, unless there are none.
+
+        `first` is the number of documents in all chunks before these.
         """
-        total, attributes = self.total, None
-        if "attributes" in chunks[0].sha256:
-            path = work / f"{self.name}_attributes"
-            files = [work.parent / f"{chunk.name}.attributes" for chunk in chunks]
-            firsts = accumulate((chunk.documents for chunk in chunks), initial=0)
-            bounds = zip(firsts, chunks, strict=False)
-            join_columns(path, files, (read_is_chosen(work, choice, first, chunk.documents) for first, chunk in bounds))
+        count = sum(chunk.documents for chunk in chunks)
+        is_chosen = None if self.is_chosen is None else self.is_chosen[first : first + count]
+        documents = count if is_chosen is None else int(np.count_nonzero(is_chosen))
+        if not documents:
+            return
+        shard = ShardDocuments(self.work.parents[1], chunks, is_chosen)
+        bin_, idx = self.files.numbered_shard(len(self.shards))
+        with NewFile(self.work / bin_.name) as bin_file, NewFile(self.work / idx.name) as idx_file:
+            if len(chunks) == 1 and documents == count:
+                bin_file.link(shard.folder / f"{chunks[0].name}.ids", sha256=chunks[0].ids_sha256)
+                self.unknown_tokens += chunks[0].unknown_tokens
+            else:
+                for ids in shard.read_ids(dtype.itemsize):
+                    bin_file.write(ids)
+                    self.unknown_tokens += int(np.count_nonzero(np.frombuffer(ids, dtype) == unknown))
+            write_index(idx_file, shard.read_lengths, documents, dtype)
+            bin_record, idx_record = bin_file.commit(), idx_file.commit()
+        for window in shard.windows():
+            tokens = int(window.lengths[window.is_chosen].sum(dtype=np.int64))
+            added = {"documents": int(np.count_nonzero(window.is_chosen)), "tokens": tokens}
+            self.inputs.setdefault(window.chunk.input, Counter()).update(added)
+        self.shards.append(CorpusShard(documents, bin_record.bytes // dtype.itemsize, bin_record, idx_record))
+
+    def write_manifest(self, draft: Manifest, chunks: Sequence[ChunkFiles]) -> Manifest:
+        """Write the manifest, and the attributes if any, and return the complete manifest."""
+        attributes = None
+        if chunks[0].has_attributes:
+            path = self.work / self.files.attributes.name
+            files = [self.work.parents[1] / f"{chunk.name}.attributes" for chunk in chunks]
+            join_columns(path, files, self.is_chosen)
             sync_to_disk(path)
             attributes = FileRecord(path.stat().st_size, sha256_of(path))
         manifest = replace(
             draft,
             inputs={
-                name: replace(record, **{"documents": 0, "tokens": 0, **total.inputs.get(name, {})})
+                name: replace(record, **{"documents": 0, "tokens": 0, **self.inputs.get(name, {})})
                 for name, record in draft.inputs.items()
             },
-            documents=total.documents,
-            tokens=total.tokens,
-            unknown_tokens=total.unknown_tokens,
-            statistics=length_statistics(total.lengths),
+            documents=self.documents,
+            tokens=sum(shard.tokens for shard in self.shards),
+            unknown_tokens=self.unknown_tokens,
             attributes=attributes,
-            shards=[
-                CorpusShard(record.result.documents, record.result.tokens, record.files["bin"], record.files["idx"])
-                for record in self.shards.values()
-            ],
+            shards=self.shards,
         )
-        write_manifest(work / f"{self.name}.json", manifest)
+        write_manifest(self.work / self.files.manifest.name, manifest)
         return manifest
 
-    def move(self, work: Path, manifest: Manifest) -> None:
+    def move(self, manifest: Manifest) -> None:
         """Move all files from the work folder to their final names, the manifest last."""
-        for job, pair in zip(self.shards, self.files.shard_files(len(self.shards)), strict=True):
-            for target in pair:
-                (work / job).with_suffix(target.suffix).replace(target)
+        for number, pair in enumerate(self.files.shard_files(len(self.shards))):
+            for source, target in zip(self.files.numbered_shard(number), pair, strict=True):
+                (self.work / source.name).replace(target)
         if manifest.attributes is not None:
-            (work / f"{self.name}_attributes").replace(self.files.attributes)
+            (self.work / self.files.attributes.name).replace(self.files.attributes)
         sync_to_disk(self.files.manifest.parent)
-        (work / f"{self.name}.json").replace(self.files.manifest)
+        (self.work / self.files.manifest.name).replace(self.files.manifest)
         sync_to_disk(self.files.manifest.parent)
 
 
 def write_corpus(
-    chunks: Sequence[ChunkFiles],
-    output: OutputSettings,
-    draft: Manifest,
-    *,
-    folder: Path,
-    workers: int | None = None,
+    chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest, *, folder: Path
 ) -> WrittenCorpus:
     """Write the corpus of these chunks and its validation corpus, if any, replacing corpora with the same prefix.
 
@@ -151,27 +155,22 @@ def write_corpus(
         chunks: In the order of the input files; the chunks of an input file are consecutive and in order.
         output: Settings of the corpus.
         draft: Manifest from `draft_manifest`.
-        folder: PREFIX.partial, which no other process may use. Its sub-folder `output-HASH` is removed after
-            success and after a DataError, but kept after other errors.
-        workers: Number of processes; None for one.
+        folder: PREFIX.partial, which no other process may use. Its sub-folder `output` is removed after success and
+            after a DataError.
 
     Raises:
         DataError: The training or the validation corpus would have no document.
         OutputError: A new file would replace a file of another corpus.
-        ChildProcessError: A worker process died.
     """
     nonempty = [chunk for chunk in chunks if chunk.documents]
-    work = _prepare_folder(folder.absolute(), nonempty, output, draft)
-    jobs = _plan_jobs(work, nonempty, output, draft)
+    work, split = folder.absolute() / "output", output.validation_fraction
+    if work.exists():
+        shutil.rmtree(work)  # left by a killed call
+    work.mkdir()
     try:
-        finished = {job.name: record for job, record in finish_jobs(jobs, label="corpus shards", workers=workers)}
-        records = {job.name: finished[job.name] for job in jobs}
-        split = output.validation_fraction
-        held_out = _NewCorpus(
-            _VALIDATION, validation_files(output.files), {_VALIDATION: records.pop(_VALIDATION)} if split else {}
-        )
-        training = _NewCorpus("training", output.files, records)
-        documents = (training.total.documents, held_out.total.documents)
+        training, held_out = _choose_documents(nonempty, output, work)
+        _write_shards(nonempty, output, draft, [training, held_out] if held_out else [training])
+        documents = (training.documents, held_out.documents if held_out else 0)
         if not documents[0] or (split and not documents[1]):
             raise DataError(
                 f"--split-validation {split} of {sum(documents):,} documents holds out {documents[1]:,} and leaves "
@@ -180,23 +179,65 @@ def write_corpus(
         duplicates = sum(chunk.documents for chunk in chunks) - sum(documents)
         draft = replace(draft, dropped=draft.dropped | ({DUPLICATE: duplicates} if duplicates else {}))
         training_draft = replace(draft, part_of="training" if split else "all", held_out=documents[1])
-        manifest, validation = training.write_manifest(work, training_draft, nonempty, output.training_choice), None
-        if split:
+        manifest, validation = training.write_manifest(training_draft, nonempty), None
+        if held_out:
             validation_draft = replace(draft, part_of="validation", held_out=documents[0])
-            validation = held_out.write_manifest(work, validation_draft, nonempty, HELD_OUT)
+            validation = held_out.write_manifest(validation_draft, nonempty)
         _join_rejects(chunks, folder, work / "rejects")
     except DataError:
         shutil.rmtree(work)
         raise
     _refuse_foreign_files(output.files, len(manifest.shards))
     _remove_old_corpus(output.files)
-    if validation:
-        held_out.move(work, validation)
+    if held_out and validation:
+        held_out.move(validation)
     if (work / "rejects").stat().st_size:
         (work / "rejects").replace(output.files.rejects)
-    training.move(work, manifest)
+    training.move(manifest)
     shutil.rmtree(work, ignore_errors=True)
     return WrittenCorpus(manifest, validation)
+
+
+def _choose_documents(
+    chunks: Sequence[ChunkFiles], output: OutputSettings, work: Path
+) -> tuple[_NewCorpus, _NewCorpus | None]:
+    """Return the training corpus and the validation corpus, if any, without files, in the order of their documents.
+
+    The hash of a text alone decides whether it is held out. So equal texts are never in both corpora, and the decision
+    does not change when documents are added.
+    """
+    files = output.files
+    hash_files = [work.parent / f"{chunk.name}.hashes" for chunk in chunks]
+    is_kept = None
+    if output.deduplicate:
+        is_kept = find_exact_duplicates(hash_files, work)
+        np.logical_not(is_kept, out=is_kept)
+    if not output.validation_fraction:
+        return _NewCorpus(files, work, is_kept), None
+    threshold = np.uint64(min(math.ceil(output.validation_fraction * 2**64), 2**64 - 1))
+    steps = (step for file in hash_files for step in read_items(file, HASH_DTYPE))
+    is_held_out = np.concatenate([step["high"] < threshold for step in steps])
+    if is_kept is None:
+        is_kept = ~is_held_out
+    else:
+        is_held_out &= is_kept
+        is_kept ^= is_held_out
+    return _NewCorpus(files, work, is_kept), _NewCorpus(validation_files(files), work, is_held_out)
+
+
+def _write_shards(
+    chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest, corpora: Sequence[_NewCorpus]
+) -> None:
+    """Write the corpus shards of the training corpus, and the only shard of the validation corpus, if any."""
+    dtype, unknown = np.dtype(draft.dtype), draft.special_tokens["unk"]
+    firsts = [*accumulate((chunk.documents for chunk in chunks), initial=0)]
+    ranges = _divide_into_shards(chunks, output, dtype.itemsize)
+    with progress_bar(desc="corpus shards", total=len(ranges)) as bar:
+        for numbers in ranges:
+            corpora[0].write_shard(chunks[numbers.start : numbers.stop], firsts[numbers.start], dtype, unknown)
+            bar.update()
+    for held_out in corpora[1:]:
+        held_out.write_shard(chunks, 0, dtype, unknown)
 
 
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
@@ -219,45 +260,6 @@ def _refuse_foreign_files(files: CorpusFiles, shards: int) -> None:
             raise OutputError(f"{file} belongs to another corpus; move it away, and start again with --resume")
 
 
-def _prepare_folder(folder: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> Path:
-    """Create `folder`/output-HASH, write the choice of each document to it unless all are kept, and return its path.
-
-    HASH is a hash of everything that decides the bytes of the corpus shards. Folders with another hash and temporary
-    files of killed calls are removed. Finished shards of the same hash are kept.
-    """
-    settings = {name: value for name, value in vars(output).items() if name != "files"}
-    decisive = [msgspec.to_builtins(chunks), settings, draft.dtype, draft.special_tokens["unk"]]
-    work = folder / f"output-{hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]}"
-    for stale in folder.glob("output-*"):
-        if stale != work:
-            shutil.rmtree(stale)
-    work.mkdir(exist_ok=True)
-    for file in work.iterdir():
-        # Any other suffix belongs to a temporary file.
-        if file.suffix not in (".bin", ".idx", ".done", ".json") and file.name != CHOICES:
-            file.unlink()
-    if output.training_choice is not None and not (work / CHOICES).exists():
-        hashes = [folder / f"{chunk.name}.hashes" for chunk in chunks]
-        with replacing(work / CHOICES) as temporary, temporary.open("wb") as stream:
-            for choices in _choose_corpus(hashes, work, output):
-                stream.write(choices.data)
-    return work
-
-
-def _plan_jobs(work: Path, chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest) -> list[ShardJob]:
-    """Return one job per corpus shard. The job of the validation corpus, if any, is first, as it may take longest."""
-    firsts = [*accumulate((chunk.documents for chunk in chunks), initial=0)]
-
-    def job(name: str, numbers: range, choice: int | None) -> ShardJob:
-        members = tuple(chunks[numbers.start : numbers.stop])
-        return ShardJob(work, name, members, firsts[numbers.start], choice, draft.dtype, draft.special_tokens["unk"])
-
-    ranges = _divide_into_shards(chunks, output, np.dtype(draft.dtype).itemsize)
-    jobs = [job(str(shard), numbers, output.training_choice) for shard, numbers in enumerate(ranges)]
-    validation = job(_VALIDATION, range(len(chunks)), HELD_OUT)
-    return [validation, *jobs] if output.validation_fraction else jobs
-
-
 def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, item_bytes: int) -> list[range]:
     """Return the range of chunk indices of each corpus shard. Dropped and held-out documents count in its size."""
     starts, shard_bytes = [0], 0
@@ -271,32 +273,11 @@ def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, it
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(chunks)], strict=True)]
 
 
-def _choose_corpus(hash_files: Sequence[Path], folder: Path, output: OutputSettings) -> Iterator[NDArray[np.uint8]]:
-    """Yield KEPT, HELD_OUT or DROPPED for each document, in consecutive arrays in the order of `hash_files`.
-
-    The hash of a text alone decides whether it is held out. So equal texts are never in both corpora, and the decision
-    does not change when documents are added. `folder` gets temporary files.
-    """
-    is_duplicate = find_exact_duplicates(hash_files, folder) if output.deduplicate else None
-    threshold = np.uint64(min(math.ceil(output.validation_fraction * 2**64), 2**64 - 1))
-    first = 0
-    for hashes in (step for file in hash_files for step in read_items(file, HASH_DTYPE)):
-        choices = np.where(hashes["high"] < threshold, np.uint8(HELD_OUT), np.uint8(KEPT))
-        if is_duplicate is not None:
-            choices[is_duplicate[first : first + choices.size]] = DROPPED
-        first += choices.size
-        yield choices
-
-
 def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> None:
-    """Write the rejects of all chunks to `target`, with record numbers counted from the start of each input file."""
+    """Write the rejects of all chunks to `target`."""
     with target.open("wb") as stream:
         for chunk in chunks:
-            unit, before = chunk.records_before or ("", 0)
             with (folder / f"{chunk.name}.rejects").open("rb") as rejects:
-                for line in rejects if before else ():
-                    entry = parse_json(line)
-                    stream.write(reject_line(entry | {unit: entry[unit] + before}))
                 shutil.copyfileobj(rejects, stream, 1 << 20)
     sync_to_disk(target)
 

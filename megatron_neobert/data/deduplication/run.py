@@ -79,8 +79,7 @@ def print_duplicates(options: FindSettings) -> None:
     for entry in find_duplicates(options):
         print(
             f"{entry.prefix}: {entry.dropped_documents:,} of {entry.documents:,} documents dropped "
-            f"({percent(entry.dropped_documents / entry.documents, digits=2)}), with "
-            f"{percent(entry.dropped_tokens / entry.tokens, digits=2)} of the tokens"
+            f"({percent(entry.dropped_documents / entry.documents, digits=2)})"
         )
     print(f"wrote {options.output}")
 
@@ -285,7 +284,10 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             ):
                 pass
         is_dropped = find_dropped(len(documents), [job.file("pairs") for job in pair_jobs])
-        entries = _write(settings, corpora, is_dropped)
+        masks = np.split(is_dropped, np.cumsum(documents.sizes)[:-1])
+        manifests = [corpus.manifest for corpus in corpora]
+        dropped = list(zip(settings.prefixes, manifests, masks, strict=True))
+        entries = write_drop_list(settings.output, dropped, asdict(settings.minhash))
         folder.remove()
     return entries
 
@@ -386,15 +388,3 @@ def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
             if earlier.manifest.documents_sha256 == corpus.manifest.documents_sha256:
                 raise ConfigError(f"{corpus.prefix} and {earlier.prefix} are the same corpus; name it once")
     return corpora
-
-
-def _write(settings: FindSettings, corpora: Sequence[Corpus], is_dropped: NDArray[np.bool_]) -> list[DropListEntry]:
-    """Write the drop list, and return its entries. `is_dropped` has the documents of all corpora, one after another."""
-    entries = []
-    ends = np.cumsum(list(map(len, corpora)))
-    for prefix, corpus, mask in zip(settings.prefixes, corpora, np.split(is_dropped, ends[:-1]), strict=True):
-        shard_ends = np.cumsum([shard.lengths.size for shard in corpus.shards])
-        masks = zip(corpus.shards, np.split(mask, shard_ends[:-1]), strict=True)
-        tokens = sum(int(shard.lengths[shard_mask].sum(dtype=np.int64)) for shard, shard_mask in masks)
-        entries.append((prefix, corpus.manifest, mask, tokens))
-    return write_drop_list(settings.output, entries, asdict(settings.minhash))

@@ -105,14 +105,6 @@ class Rejected(NamedTuple):
         return f"{file_name}, {chunk.unit} {self.number}{after}: {self.reason} ({self.detail})"
 
 
-def decode(raw: bytes) -> tuple[str, bool]:
-    """Return the text, and True if invalid UTF-8 in it was replaced by U+FFFD."""
-    try:
-        return raw.decode(), False
-    except UnicodeDecodeError:
-        return raw.decode(errors="replace"), True
-
-
 def _utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
@@ -124,35 +116,31 @@ class RecordBatch:
     texts: list[str] = field(default_factory=list)  # in file order; not empty, valid Unicode
     origins: list[Origin] = field(default_factory=list)  # one per text; empty if ReadSettings.record_keys is None
     utf8_bytes: int = 0  # size of all texts
-    repaired: int = 0  # texts in which U+FFFD replaced invalid UTF-8 or lone surrogates
     rejected: list[Rejected] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)  # number of records by reason
     numbers: int = 0  # record numbers that the batch uses; blank lines have numbers, too
     progress: float = 0.0  # share of the chunk that is read after this batch, 0 to 1
 
-    def add_value(
-        self, value: object, number: int, *, raw: bytes, repaired: bool = False, origin: Origin | None = None
-    ) -> None:
+    def add_value(self, value: object, number: int, *, raw: bytes, origin: Origin | None = None) -> None:
         """Add `value` with `add_text` if it is a string; otherwise reject record `number`, whose bytes are `raw`."""
         if value is None:
             self.reject(NULL_TEXT, number, "null", raw)
         elif not isinstance(value, str):
             self.reject(NOT_A_STRING, number, f"found {type(value).__name__}", raw)
         else:
-            self.add_text(value, repaired=repaired, origin=origin)
+            self.add_text(value, origin=origin)
 
     def add_utf8(self, raw: bytes, *, origin: Origin | None) -> None:
         """Add a text given as UTF-8; see `add_text`. U+FFFD replaces invalid bytes."""
-        text, repaired = decode(raw)
-        self.add_text(text, repaired=repaired, origin=origin, size=None if repaired else len(raw))
+        try:
+            self.add_text(raw.decode(), origin=origin, size=len(raw))
+        except UnicodeDecodeError:
+            self.add_text(raw.decode(errors="replace"), origin=origin)
 
-    def add_text(
-        self, text: str, *, repaired: bool = False, origin: Origin | None = None, size: int | None = None
-    ) -> None:
+    def add_text(self, text: str, *, origin: Origin | None = None, size: int | None = None) -> None:
         """Add a text, or count it in `dropped` if it is only white space. U+FFFD replaces lone surrogates.
 
         Args:
-            repaired: True if U+FFFD has replaced invalid UTF-8 in the text.
             origin: Record of the text. None if ReadSettings.record_keys is None.
             size: Bytes of the text in UTF-8. None computes them.
         """
@@ -162,13 +150,12 @@ class RecordBatch:
         try:
             size = size or _utf8_size(text)
         except UnicodeEncodeError:
-            text, repaired = _SURROGATE.sub("\ufffd", text), True
+            text = _SURROGATE.sub("\ufffd", text)
             size = _utf8_size(text)
         self.texts.append(text)
         if origin is not None:
             self.origins.append(origin)
         self.utf8_bytes += size
-        self.repaired += repaired
 
     def reject(self, reason: str, number: int, detail: str, raw: bytes) -> None:
         self.rejected.append(Rejected(reason, number, detail, raw[:RAW_BYTES]))

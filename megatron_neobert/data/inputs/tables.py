@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.data.inputs.records import NULL_TEXT, TOO_LONG, Origin, ReadSettings, RecordBatch, decode
+from megatron_neobert.data.inputs.records import NULL_TEXT, TOO_LONG, Origin, ReadSettings, RecordBatch
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, is_url, named_errors, open_input
 from megatron_neobert.errors import ConfigError, DataError, suggestion
 
@@ -115,7 +115,7 @@ def _as_bytes(column: "pa.Array") -> "pa.Array":
 
 
 def _python_values(column: "pa.Array") -> list[Any]:
-    """Return a column's values: dates and times as texts, durations as integers in its unit, UTF-8 repaired."""
+    """Return a column's values: dates and times as texts, durations as integers, U+FFFD for invalid UTF-8."""
     import pyarrow as pa
 
     if pa.types.is_duration(column.type):
@@ -125,7 +125,8 @@ def _python_values(column: "pa.Array") -> list[Any]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
-        return [value if value is None else decode(value)[0] for value in column.cast(pa.large_binary()).to_pylist()]
+        values = column.cast(pa.large_binary()).to_pylist()
+        return [value if value is None else value.decode(errors="replace") for value in values]
 
 
 @contextmanager
@@ -219,7 +220,7 @@ def _check_offsets(column: "pa.Array") -> None:
         _check_offsets(column.dictionary)
         pa.DictionaryArray.from_arrays(column.indices, column.dictionary)  # checks the indices
     else:
-        # A check as text would refuse invalid UTF-8, which is repaired.
+        # A check as text would refuse invalid UTF-8, which is replaced.
         _as_bytes(column).validate(full=True)
 
 

@@ -7,7 +7,6 @@ A plain text file is one UTF-8 document, or several with a separator between the
 """
 
 import io
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,10 +23,8 @@ from megatron_neobert.data.inputs.records import (
     Origin,
     ReadSettings,
     RecordBatch,
-    decode,
 )
 from megatron_neobert.data.inputs.stream import Chunk, ChunkStream, file_size, named_errors, open_input
-from megatron_neobert.errors import suggestion
 from megatron_neobert.text import parse_json
 
 _LINE_BUFFER_BYTES = 64 << 10  # for finding line ends
@@ -79,11 +76,8 @@ def _read_with_standard_library(batch: RecordBatch, line: bytes | TooLong, numbe
         return batch.reject(TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
     if not line or line.isspace():
         return None
-    decoded, repaired = decode(line)
     try:
-        record = parse_json(decoded)
-    except json.JSONDecodeError as error:
-        return batch.reject(MALFORMED_JSON, number, f"column {error.colno}: {error.msg}", line)
+        record = parse_json(line.decode(errors="replace"))
     except ValueError as error:
         return batch.reject(MALFORMED_JSON, number, str(error), line)
     if not isinstance(record, dict):
@@ -91,15 +85,10 @@ def _read_with_standard_library(batch: RecordBatch, line: bytes | TooLong, numbe
     try:
         value = _look_up(record, settings.text_key)
     except KeyError:
-        # Only two levels, because deeper levels may have thousands of keys.
-        inner = {key: value if isinstance(value, dict) else {} for key, value in record.items()}
-        keys = sorted(f"{key}.{name}" if name else key for key, names in inner.items() for name in names or [""])
-        # Comparing thousands of keys in every record would take minutes.
-        hint = suggestion(settings.text_key, keys[:100], otherwise=";")
-        detail = f"no key '{settings.text_key}'{hint} keys found: {', '.join(keys[:10]) or 'none'}"
+        detail = f"no key '{settings.text_key}'; keys found: {', '.join(sorted(record)[:10]) or 'none'}"
         return batch.reject(MISSING_KEY, number, detail, line)
     origin = None if settings.record_keys is None else _origin(record, number, settings.record_keys)
-    return batch.add_value(value, number, raw=line, repaired=repaired, origin=origin)
+    return batch.add_value(value, number, raw=line, origin=origin)
 
 
 def _origin(record: dict[str, object], number: int, keys: Sequence[str]) -> Origin:
@@ -144,10 +133,10 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
                 if isinstance(document, TooLong):
                     batch.reject(TOO_LONG, number, f"more than {limit:,} bytes", document.head)
                     continue
-                text, repaired = decode(document)
+                text = document.decode(errors="replace")
                 if text and not text.isspace():
                     origin = None if settings.record_keys is None else _origin({}, number, settings.record_keys)
-                    batch.add_text(text, repaired=repaired, origin=origin)
+                    batch.add_text(text, origin=origin)
             yield batch
 
 

@@ -20,7 +20,6 @@ from megatron_neobert.data.inputs.records import (
     Origin,
     ReadSettings,
     RecordBatch,
-    decode,
 )
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, ChunkStream, DamagedStream
 
@@ -72,8 +71,11 @@ def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings: ReadSettings) -> None:
     origin = None
     if settings.record_keys is not None:
-        values = {key: record.headers.get(key.lower().encode()) for key in settings.record_keys}
-        origin = Origin(number, {key: None if value is None else decode(value)[0] for key, value in values.items()})
+        fields: dict[str, Any] = dict.fromkeys(settings.record_keys)
+        for key in settings.record_keys:
+            if (value := record.headers.get(key.lower().encode())) is not None:
+                fields[key] = value.decode(errors="replace")
+        origin = Origin(number, fields)
     kind = record.headers.get(b"warc-type")
     content_type = record.headers.get(b"content-type", b"").lower()
     if record.too_long is not None:
@@ -112,17 +114,17 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, 
         return batch.reject(MALFORMED_RECORD, number, f"HTTP: {error}", block)
     if len(body) > limit:
         return batch.reject(TOO_LONG, number, f"more than {limit:,} bytes", block)
-    text, repaired = decode_page(body, record.http_charset, is_html=content_type in _HTML)
+    text = decode_page(body, record.http_charset, is_html=content_type in _HTML)
     if content_type in _HTML:
         try:
             text = main_text(text)
         except ValueError as error:
             return batch.reject(MALFORMED_RECORD, number, f"HTML: {error}", block)
-    return batch.add_text(text, repaired=repaired, origin=origin)
+    return batch.add_text(text, origin=origin)
 
 
-def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str, bool]:
-    """Return the text of a page, and True if U+FFFD replaced invalid bytes.
+def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> str:
+    """Return the text of a page, with U+FFFD for invalid bytes.
 
     The encoding is UTF-8 if the body is valid UTF-8 without NUL and escape bytes. Otherwise it is the first that exists
     of: a UTF-16 byte order mark, a known `charset` of the server, the declaration in an HTML page, a guess.
@@ -133,14 +135,11 @@ def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> tuple[str
     # not valid UTF-8 by chance. The exceptions are UTF-16 and ISO-2022, whose bytes are ASCII, with NUL or escape.
     if b"\0" not in body and b"\x1b" not in body:
         with suppress(UnicodeDecodeError):
-            return body.decode("utf-8-sig"), False
+            return body.decode("utf-8-sig")
     encoding = "utf-16" if body.startswith((b"\xff\xfe", b"\xfe\xff")) else None
     encoding = encoding or map_encoding_to_html5(charset or "", fallback_utf8=False)
     encoding = encoding or detect_encoding(body, from_html_meta=is_html) or "utf-8"
-    try:
-        return body.decode(encoding), False
-    except UnicodeDecodeError:
-        return body.decode(encoding, errors="replace"), True
+    return body.decode(encoding, errors="replace")
 
 
 def main_text(html: str) -> str:

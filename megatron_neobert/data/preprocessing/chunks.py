@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_neobert.data.corpus.attribute_columns import pack_columns, plain_value
-from megatron_neobert.data.corpus.format import NO_TOKENS, reject_line, token_dtype
+from megatron_neobert.data.corpus.format import NO_TOKENS, token_dtype
 from megatron_neobert.data.inputs.find import InputVersion, input_version
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
@@ -39,7 +39,6 @@ class ChunkSettings:
 
     read: ReadSettings
     tokenizer_model: str
-    tokenizer_type: str
     fingerprint: str  # of the tokenizer when the run was planned
     backend: Literal["auto", "fast", "reference"]
     filters: tuple[FilterSource, ...]
@@ -53,7 +52,6 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     unknown_tokens: int = 0
-    repaired_documents: int = 0  # texts read with U+FFFD for invalid text, also those that filters dropped
     utf8_bytes: int = 0  # of the texts that the filters kept
     rejected: Counter[str] = field(default_factory=Counter)  # records in error, by reason
     dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
@@ -77,7 +75,6 @@ class ChunkResult:
 
     counts: Counts
     input_sha256: str | None  # of the whole input file; None unless this is its first chunk, and for URLs
-    numbers: int  # record numbers that the chunk uses
     encoder: str  # name and version of the tokenizer back end
     compared: int  # documents whose ids were compared with the reference tokenizer
     first_error: str | None
@@ -123,7 +120,7 @@ class ChunkJob(Job[ChunkResult]):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use the cores, threads would compete
         tokenizer, encoder = _load(self.settings)
         encoder.start_chunk()
-        counts, numbers = Counts(), 0
+        counts = Counts()
         writer = _ChunkWriter(self, tokenizer, encoder, files)
         for batch in self._read():
             try:
@@ -132,7 +129,6 @@ class ChunkJob(Job[ChunkResult]):
                 raise BackendMismatch(
                     f"{self}: {mismatch}. Start again with --tokenizer-backend reference --overwrite"
                 ) from mismatch
-            numbers += batch.numbers
         if writer.columns:
             files["attributes"].write(pack_columns(writer.columns))
         if input_version(self.chunk.path) != self.version:
@@ -144,7 +140,6 @@ class ChunkJob(Job[ChunkResult]):
         return ChunkResult(
             counts=counts,
             input_sha256=sha256_of(Path(self.chunk.path)) if is_hashed else None,
-            numbers=numbers,
             encoder=encoder.name,
             compared=encoder.compared,
             first_error=writer.first_error,
@@ -181,8 +176,11 @@ class _ChunkWriter:
         """
         for record in batch.rejected:
             self._write_reject(record)
-        counts = Counts(rejected=Counter(record.reason for record in batch.rejected), dropped=batch.dropped)
-        counts.repaired_documents, counts.utf8_bytes = batch.repaired, batch.utf8_bytes
+        counts = Counts(
+            utf8_bytes=batch.utf8_bytes,
+            rejected=Counter(record.reason for record in batch.rejected),
+            dropped=batch.dropped,
+        )
         if not batch.texts:
             return counts
         ids, lengths = self._encoder.encode_batch(batch.texts)
@@ -205,12 +203,15 @@ class _ChunkWriter:
     def _write_reject(self, record: Rejected) -> None:
         job = self._job
         entry: dict[str, Any] = {"file": job.input_name, job.chunk.unit: record.number}
+        if job.chunk.numbers_are_relative:
+            entry["after_byte"] = job.chunk.start
         entry |= {"reason": record.reason, "detail": record.detail}
         try:
             entry["raw"] = record.raw.decode()
         except UnicodeDecodeError:
             entry["raw_base64"] = base64.b64encode(record.raw).decode()
-        self._files["rejects"].write(reject_line(entry))
+        # Lone surrogates, which names of files may have, are written as JSON escapes.
+        self._files["rejects"].write(json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
         self.first_error = self.first_error or record.describe(job.chunk, job.input_name)
 
 
@@ -228,7 +229,7 @@ def _load(settings: ChunkSettings) -> tuple[Tokenizer, Encoder]:
     """Return the run's tokenizer and encoder, loaded once per process. Raise DataError if the tokenizer has changed."""
     key = settings.fingerprint, settings.backend == "reference"
     if key not in _loaded:
-        tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
+        tokenizer = load_tokenizer(settings.tokenizer_model)
         if tokenizer.fingerprint != settings.fingerprint:
             raise DataError(
                 f"--tokenizer-model {settings.tokenizer_model} has changed since the run started; start again"

@@ -56,13 +56,12 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
         file = Path(path).absolute()
         try:
             source = FilterSource(str(file), function, sha256_of(file))
-            is_function = callable(load_filter(source))
+            if not callable(load_filter(source)):
+                raise TypeError(f"{function} is not a function")
         except Exception as error:  # importing the file may raise anything
             raise ConfigError(
                 f"--filter {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
             ) from error
-        if not is_function:
-            raise ConfigError(f"--filter {name}: {function} is not a function; name a function that takes a record")
         if source.label in (earlier.label for earlier in sources):
             raise ConfigError(
                 f"--filter {name}: two filters have the label {source.label}, under which the manifest counts dropped "

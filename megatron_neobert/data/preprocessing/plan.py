@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.config.schema import TOKENIZER_TYPES
 from megatron_neobert.data.corpus.attribute_columns import check_record_keys
 from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, validation_files
 from megatron_neobert.data.corpus.reader import Corpus
@@ -49,13 +48,11 @@ class PreprocessSettings:
         help="vocab.txt, tokenizer.json, SentencePiece's tokenizer.model, or a folder with one of them", metavar="PATH"
     )
     read: ReadSettings = field(default_factory=ReadSettings, metadata={"help": "what is read"})
-    tokenizer_type: str = option(
-        "auto", "Megatron's name; auto follows from the file", choices=TOKENIZER_TYPES, group="how it is tokenized"
-    )
     tokenizer_backend: Literal["auto", "fast", "reference"] = option(
         "auto",
-        "fast is nanotoken or gigatoken, compared with the reference throughout the run: a difference ends the run; "
-        "auto is fast if installed",
+        "fast is nanotoken (WordPiece only), compared with the reference throughout the run: a difference ends the "
+        "run; auto is fast if installed",
+        group="how it is tokenized",
     )
     filter: tuple[str, ...] = option(
         (),
@@ -145,7 +142,6 @@ class Plan:
         shared = ChunkSettings(
             read=settings.read,
             tokenizer_model=str(Path(settings.tokenizer_model).absolute()),
-            tokenizer_type=settings.tokenizer_type,
             fingerprint=self.tokenizer.fingerprint,
             backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
             filters=self.filter_sources,
@@ -195,18 +191,16 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         OutputError: The corpus exists, and the settings neither resume nor overwrite.
         DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. The
             message names all such files. With --quarantine, this is only an error if all input files are damaged.
-        ConfigError: The output of an earlier run is among the inputs, a table lacks a --record-key column, two URLs
-            have the same label, a filter cannot be loaded, --tokenizer-type does not fit, or --tokenizer-backend fast
-            cannot be used.
+        ConfigError: A table lacks a --record-key column, two URLs have the same label, a filter cannot be loaded, or
+            --tokenizer-backend fast cannot be used.
         OSError: An input file cannot be read.
         MissingPackageError, ModuleNotFoundError: A URL or a SentencePiece model needs a package that is not installed.
     """
     if not settings.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
-    tokenizer = load_tokenizer(settings.tokenizer_model, tokenizer_type=settings.tokenizer_type)
+    tokenizer = load_tokenizer(settings.tokenizer_model)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
     paths = find_inputs(settings.inputs)
-    _refuse_own_output(settings, paths)
 
     def split(path: str) -> list[Chunk] | DataError | ConfigError:
         try:
@@ -237,20 +231,6 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         )
     refuse_damaged(plan, plan.damaged)
     return plan
-
-
-def _refuse_own_output(settings: PreprocessSettings, paths: list[str]) -> None:
-    """Raise ConfigError if a file of the corpus is an input file, or if the corpus is below a folder of --input."""
-    output = settings.files.manifest.resolve()
-    for folder in (Path(name).resolve() for name in settings.inputs if Path(name).is_dir()):
-        if folder in output.parents:
-            raise ConfigError(
-                f"--output-prefix {settings.output_prefix} is below --input {folder}, so a later run would read the "
-                "corpus as input; write to another folder"
-            )
-    for path in (Path(path) for path in paths if "://" not in path):
-        if path.parent.resolve() == output.parent and path.name.startswith(f"{settings.files.name}."):
-            raise ConfigError(f"--input matches {path}, which belongs to --output-prefix; write to another folder")
 
 
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:

@@ -4,13 +4,12 @@ The corpus, its manifest and its rejects are the same for any number of workers,
 Finished chunks are kept in PREFIX.partial, so that a resumed run does not repeat them.
 """
 
-import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from megatron_neobert.data.corpus.chunk_files import ChunkFiles
 from megatron_neobert.data.corpus.format import (
     BackendRecord,
     InputRecord,
@@ -18,7 +17,6 @@ from megatron_neobert.data.corpus.format import (
     describe_reasons,
     draft_manifest,
 )
-from megatron_neobert.data.corpus.shard_job import ChunkFiles
 from megatron_neobert.data.corpus.writer import OutputSettings, WrittenCorpus, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkResult, Counts, cache_tokenizer, tokenize_chunk
@@ -27,10 +25,8 @@ from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.jobs import Finished, JobFolder, finish_jobs
 from megatron_neobert.text import counted, percent
 
-# A run ends early if its errors exceed twice the number that all records, as estimated from the bytes read, may have.
-# The factor of two is for the error of the estimate.
-_EARLY_END_FACTOR = 2.0
-_EARLY_END_RECORDS = 10_000  # with fewer records, the estimate is too uncertain
+# A run ends early if most of at least this many records are errors, as with a wrong --text-key.
+_EARLY_END_RECORDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
             first_error = first_error or finished[job.name].result.first_error
         if not counts.documents:
             folder.remove()  # no chunk has a document
-        check_error_rate(counts, settings.max_error_rate, first_error, records=counts.records)
+        check_error_rate(counts, settings.max_error_rate, first_error)
         if not counts.documents:
             raise DataError(
                 f"no document in {counted(len(plan.versions), 'input file')} ({counts.records:,} records: "
@@ -96,14 +92,12 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
         is that of its first damaged chunk.
 
     Raises:
-        DataError: Errors already exceed the limit for twice the estimated number of records, or the tokenizer or a
-            filter has changed. The caller must check the final error rate.
+        DataError: Most records are errors and more than the limit allows, or the tokenizer or a filter has changed. The
+            caller must check the final error rate.
         ConfigError: A fast back end differs from the reference tokenizer, or Ray cannot be used.
         ChildProcessError: A worker process died.
     """
-    settings, jobs, counts, done_bytes = plan.settings, plan.jobs(), Counts(), 1.0
-    chunks_per_file = Counter(job.input_name for job in jobs)
-    total_bytes = sum(version.bytes for version in plan.versions.values())
+    settings, jobs, counts = plan.settings, plan.jobs(), Counts()
     cache_tokenizer(plan.tokenizer, plan.encoder)
     finished: dict[str, Finished[ChunkResult]] = {}
     damaged: dict[str, str] = {}  # by name of the job
@@ -118,28 +112,23 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
     )
     with closing(results):
         for job, outcome in results:
-            done_bytes += job.version.bytes / chunks_per_file[job.input_name]
             if isinstance(outcome, str):
                 damaged[job.name] = outcome
                 continue
             finished[job.name] = outcome
             counts.add(outcome.result.counts)
             first_error = first_error or outcome.result.first_error
-            if counts.records >= _EARLY_END_RECORDS or not settings.max_error_rate:
-                estimated_records = counts.records * max(1.0, total_bytes / done_bytes)
-                most_records = _EARLY_END_FACTOR * estimated_records
-                check_error_rate(counts, settings.max_error_rate, first_error, records=most_records)
+            if 2 * counts.errors > counts.records >= _EARLY_END_RECORDS or not settings.max_error_rate:
+                check_error_rate(counts, settings.max_error_rate, first_error)
     return finished, {job.input_name: damaged[job.name] for job in reversed(jobs) if job.name in damaged}
 
 
-def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None, *, records: float) -> None:
-    """Raise DataError if `counts.errors` exceeds `max_error_rate * records`. The rate is a fraction, 0 to 1.
+def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None) -> None:
+    """Raise DataError if more than `max_error_rate` (a fraction, 0 to 1) of the records are errors.
 
-    Args:
-        first_error: Example for the message, from `Rejected.describe`.
-        records: Number of records, possibly estimated.
+    `first_error` is an example for the message, from `Rejected.describe`.
     """
-    if counts.errors > max_error_rate * records:
+    if counts.errors > max_error_rate * counts.records:
         raise DataError(
             f"{counts.errors:,} of {counts.records:,} records have no usable text "
             f"({percent(counts.errors / counts.records, digits=2)}), more than --max-error-rate {max_error_rate} "
@@ -155,7 +144,7 @@ def _join_chunks(
     counts: Counts,
     damaged: Mapping[str, str],
 ) -> WrittenCorpus:
-    """Write the corpus of the finished `jobs`, in their order, with processes of this machine. Replace an older corpus.
+    """Write the corpus of the finished `jobs`, in their order, replacing an older corpus.
 
     Args:
         records: One record per job, in the order of `jobs`. `counts` is the sum of their counts.
@@ -164,11 +153,8 @@ def _join_chunks(
     Raises:
         DataError: No document is left for the corpus, or no document is held out for validation.
         OutputError: A new file would replace a file of another corpus.
-        ChildProcessError: A worker process died.
     """
     settings = plan.settings
-    # The workers of a Ray cluster do not bound the processes of this machine.
-    cores = len(os.sched_getaffinity(0))
     inputs: dict[str, InputRecord] = {}
     backends: dict[str, BackendRecord] = {}
     for job, record in zip(jobs, records, strict=True):
@@ -179,8 +165,20 @@ def _join_chunks(
         backends[result.encoder] = BackendRecord(
             total.documents + result.counts.documents, total.compared + result.compared
         )
+    chunks = [
+        ChunkFiles(
+            input=job.input_name,
+            name=job.name,
+            documents=record.result.counts.documents,
+            tokens=record.result.counts.tokens,
+            unknown_tokens=record.result.counts.unknown_tokens,
+            ids_sha256=record.files["ids"].sha256,
+            has_attributes="attributes" in record.files,
+        )
+        for job, record in zip(jobs, records, strict=True)
+    ]
     return write_corpus(
-        _chunk_files(jobs, records),
+        chunks,
         OutputSettings(
             files=plan.files,
             shard_bytes=settings.shard_size,
@@ -193,7 +191,6 @@ def _join_chunks(
             text_key=settings.read.text_key,
             filters=plan.filters,
             records=counts.records,
-            repaired_documents=counts.repaired_documents,
             rejected=dict(sorted(counts.rejected.items())),
             dropped=dict(sorted(counts.dropped.items())),
             tokenizer_backends=dict(sorted(backends.items())),
@@ -204,26 +201,4 @@ def _join_chunks(
             },
         ),
         folder=plan.files.partial,
-        workers=settings.workers if settings.executor == "local" else min(settings.workers or cores, cores),
     )
-
-
-def _chunk_files(jobs: Sequence[ChunkJob], records: Sequence[Finished[ChunkResult]]) -> list[ChunkFiles]:
-    """Return one ChunkFiles per finished job, for `write_corpus`. `records` must be in the order of `jobs`."""
-    files, records_before = [], 0
-    for job, record in zip(jobs, records, strict=True):
-        result = record.result
-        records_before = 0 if job.starts_input else records_before
-        files.append(
-            ChunkFiles(
-                input=job.input_name,
-                name=job.name,
-                documents=result.counts.documents,
-                tokens=result.counts.tokens,
-                unknown_tokens=result.counts.unknown_tokens,
-                sha256={kind: file.sha256 for kind, file in record.files.items() if kind != "rejects"},
-                records_before=(job.chunk.unit, records_before) if job.chunk.numbers_are_relative else None,
-            )
-        )
-        records_before += result.numbers
-    return files

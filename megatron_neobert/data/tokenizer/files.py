@@ -6,7 +6,6 @@ executed.
 
 import base64
 import json
-import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron_neobert.config.schema import TOKENIZER_TYPES
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.text import parse_json, visible
 
 # Names of the special tokens unless a tokenizer_config.json renames them: BERT's, then RoBERTa's.
@@ -30,48 +28,26 @@ STANDARD_NAMES = {
 
 _LARGEST_FILE_BYTES = 512 << 20  # a vocabulary of a million pieces takes 100 MB
 
-# File names that each of TOKENIZER_TYPES looks for in a folder, in this order.
-_FILE_NAMES = {
-    "auto": ("tokenizer.json", "vocab.txt", "tokenizer.model", "spiece.model"),
-    "BertWordPieceLowerCase": ("vocab.txt",),
-    "BertWordPieceCase": ("vocab.txt",),
-    "HuggingFaceTokenizer": ("tokenizer.json", "vocab.txt"),
-    "SentencePieceTokenizer": ("tokenizer.model", "spiece.model"),
-}
+# File names that are looked for in a folder, in this order.
+_FILE_NAMES = ("tokenizer.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
-def find_tokenizer_file(path: Path, tokenizer_type: str) -> Path:
-    """Return `path` if it is a file. For a folder, return the first of the type's _FILE_NAMES that exists there.
+def find_tokenizer_file(path: Path) -> Path:
+    """Return `path` if it is a file. For a folder, return the first of _FILE_NAMES that exists there.
 
-    Raises:
-        ConfigError: The type does not exist, or a file has another type.
-        MissingInputError: The path does not exist, or the folder has no file for this type.
+    Raise MissingInputError if the path does not exist, or the folder has none of these files.
     """
-    if tokenizer_type not in TOKENIZER_TYPES:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} does not exist; use one of {', '.join(TOKENIZER_TYPES)}")
-    names = _FILE_NAMES[tokenizer_type]
     if path.is_dir():
-        file = next((path / name for name in names if (path / name).is_file()), None)
+        file = next((path / name for name in _FILE_NAMES if (path / name).is_file()), None)
         if file is None:
             raise MissingInputError(
-                f"--tokenizer-model {path} has no {' or '.join(names)}; name a folder that has one, or a file"
+                f"--tokenizer-model {path} has no {' or '.join(_FILE_NAMES)}; name a folder that has one, or a file"
             )
         return file
     if not path.is_file():
         raise MissingInputError(
             f"--tokenizer-model {path}: no such file or folder; name a local vocab.txt, tokenizer.json or "
             "SentencePiece model, or a folder with one of them (nothing is downloaded)"
-        )
-    fitting: tuple[str, ...]
-    if path.suffix == ".json":
-        kind, fitting = "a tokenizer.json", ("HuggingFaceTokenizer",)
-    elif is_sentencepiece(path):
-        kind, fitting = "a SentencePiece model", ("SentencePieceTokenizer",)
-    else:
-        kind, fitting = "a WordPiece vocabulary", ("BertWordPieceLowerCase", "BertWordPieceCase")
-    if tokenizer_type not in ("auto", *fitting):
-        raise ConfigError(
-            f"--tokenizer-type {tokenizer_type} does not fit {path}, which is {kind}; use auto, {' or '.join(fitting)}"
         )
     return path
 
@@ -92,19 +68,17 @@ def read_whole(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_tokenizer_files(path: Path, tokenizer_type: str) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def read_tokenizer_files(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Return the back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
 
     Args:
         path: A .json file is a tokenizer.json, any other a vocab.txt. tokenizer_config.json in its folder is read too.
-        tokenizer_type: One of TOKENIZER_TYPES. It matters only for the lower-casing of a vocab.txt.
 
     Raises:
-        ConfigError: The type contradicts tokenizer_config.json or the pieces of a vocab.txt about lower-casing.
         DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
     """
     config = read_tokenizer_config(path.parent)
-    backend = _read_tokenizer_json(path) if path.suffix == ".json" else _read_vocab_txt(path, config, tokenizer_type)
+    backend = _read_tokenizer_json(path) if path.suffix == ".json" else _read_vocab_txt(path, config)
     return backend, _find_special_names(backend, path)
 
 
@@ -129,7 +103,7 @@ def build_bert_backend(
     return backend
 
 
-def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> tokenizers.Tokenizer:
+def _read_vocab_txt(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     content = read_whole(path).removeprefix(b"\xef\xbb\xbf")
     try:
         pieces = content.decode().split("\n")  # not splitlines: pieces like U+2028 exist
@@ -140,11 +114,6 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
         ) from error
     if not pieces[-1]:
         pieces.pop()
-    if pieces and re.match(r'\s*\{\s*"', pieces[0]):
-        raise DataError(
-            f"{path}, line 1 is a JSON object, but each line of a vocab.txt is one piece; name a vocab.txt, or a "
-            "tokenizer.json whose name ends in .json"
-        )
     vocabulary: dict[str, int] = {}
     for id_, piece in enumerate(piece.removesuffix("\r") for piece in pieces):
         if not piece:
@@ -156,37 +125,18 @@ def _read_vocab_txt(path: Path, config: dict[str, Any], tokenizer_type: str) -> 
                 f"{path}, line {id_ + 1}: '{piece}' is also on line {vocabulary[piece] + 1}, but each piece has one "
                 "id; correct the file"
             )
+    lowercase = config.get("do_lower_case")
+    if lowercase is None:
+        # bert-base-uncased has ℝ, for which isupper() is True although lower() does not change it.
+        ordinary = (piece for piece in vocabulary if piece[0] + piece[-1] not in ("[]", "<>"))
+        lowercase = all(piece == piece.lower() for piece in ordinary)
     unknown = next((name for name in STANDARD_NAMES["unk"] if name in vocabulary), STANDARD_NAMES["unk"][0])
     return build_bert_backend(
         models.WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100),
-        lowercase=_choose_lower_case(path, list(vocabulary), config.get("do_lower_case"), tokenizer_type),
+        lowercase=lowercase,
         strip_accents=config.get("strip_accents"),
         chinese_characters=config.get("tokenize_chinese_chars") is not False,
     )
-
-
-def _choose_lower_case(path: Path, pieces: list[str], declared: bool | None, tokenizer_type: str) -> bool:
-    """Return True if text must be lower-cased. A BERT type decides, else `declared`, else the case of the pieces.
-
-    Raise ConfigError if a BERT type contradicts `declared` (do_lower_case of tokenizer_config.json) or the pieces.
-    """
-    # bert-base-uncased has ℝ, for which isupper() is True although lower() does not change it.
-    upper = [piece for piece in pieces if piece != piece.lower() and piece[0] + piece[-1] not in ("[]", "<>")]
-    if not tokenizer_type.startswith("BertWordPiece"):
-        return not upper if declared is None else declared
-    lower_case = tokenizer_type == "BertWordPieceLowerCase"
-    if declared not in (None, lower_case):
-        raise ConfigError(
-            f"--tokenizer-type {tokenizer_type} contradicts {path.parent / 'tokenizer_config.json'}, which has "
-            f"do_lower_case {json.dumps(declared)}; change one of them, or use --tokenizer-type auto"
-        )
-    # Uncased vocabularies may have a few upper-case letters of old scripts.
-    if lower_case and len(upper) * 100 > len(pieces):
-        raise ConfigError(
-            f"--tokenizer-type {tokenizer_type} does not fit {path}: {len(upper):,} of {len(pieces):,} pieces have "
-            f"upper-case letters ('{upper[0]}') and could never be used; use BertWordPieceCase"
-        )
-    return lower_case
 
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:

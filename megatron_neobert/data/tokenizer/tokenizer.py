@@ -248,7 +248,7 @@ class Tokenizer:
             yield text_numbers, parts
 
 
-def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a `vocab.txt`, a `tokenizer.json`, a SentencePiece model, or a folder with one of these files.
 
     A tokenizer_config.json in the same folder may rename special tokens and, for a vocab.txt, determines lower-casing.
@@ -256,19 +256,17 @@ def load_tokenizer(path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
 
     Args:
         path: Local file or folder.
-        tokenizer_type: One of config.schema.TOKENIZER_TYPES. "auto" determines the type from the file.
 
     Raises:
-        ConfigError: The type does not exist, or does not fit the file.
         MissingInputError: The file or folder does not exist, or the folder has no tokenizer.
         DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing or not usable.
         ModuleNotFoundError: The file is a SentencePiece model, and the package sentencepiece is not installed.
     """
-    file = find_tokenizer_file(Path(path), tokenizer_type)
+    file = find_tokenizer_file(Path(path))
     if is_sentencepiece(file):
         backend, names = read_sentencepiece(file)
     else:
-        backend, names = read_tokenizer_files(file, tokenizer_type)
+        backend, names = read_tokenizer_files(file)
     tokenizer = _with_special_tokens(backend, names)
     _check_use(tokenizer, file)
     return tokenizer

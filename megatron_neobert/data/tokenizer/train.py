@@ -109,7 +109,7 @@ class InputTexts:
                     if first_error is None and batch.rejected:
                         first_error = batch.rejected[0].describe(chunk, path)
                     yield from batch.texts
-        check_error_rate(counts, self._max_error_rate, first_error, records=counts.records)
+        check_error_rate(counts, self._max_error_rate, first_error)
         if not counts.documents:
             files, reasons = counted(len(self._inputs), "input file"), describe_reasons(counts.dropped)
             raise DataError(f"no document in {files} ({reasons}); check --input")

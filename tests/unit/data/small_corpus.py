@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tokenizers import models, pre_tokenizers
 
 from megatron_neobert.data.corpus import writer
+from megatron_neobert.data.corpus.chunk_files import ChunkFiles
 from megatron_neobert.data.corpus.format import (
-    CorpusFiles,
     FileRecord,
     Manifest,
     corpus_files,
@@ -26,7 +26,6 @@ from megatron_neobert.data.corpus.format import (
     token_dtype,
     write_manifest,
 )
-from megatron_neobert.data.corpus.shard_job import ChunkFiles
 from megatron_neobert.data.corpus.writer import OutputSettings, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
@@ -84,7 +83,7 @@ def write_chunk(
         documents=len(documents),
         tokens=flat.size,
         unknown_tokens=int((flat == tokenizer.unk_id).sum()),
-        sha256={kind: hashlib.sha256(data).hexdigest() for kind, data in content.items()},
+        ids_sha256=hashlib.sha256(content["ids"]).hexdigest(),
     )
 
 
@@ -94,15 +93,9 @@ def text_hash(text: str) -> bytes:
 
 def made_up_draft(chunks: Sequence[ChunkFiles], tokenizer: Tokenizer, **fields: Any) -> Manifest:
     """Return the draft of a manifest in which every record is a document, with other fields on request."""
-    counts = {"records": sum(chunk.documents for chunk in chunks), "repaired_documents": 0}
+    counts = {"records": sum(chunk.documents for chunk in chunks)}
     defaults = {"inputs": {}, "text_key": "content", "filters": {}, **counts, "rejected": {}, "dropped": {}}
     return draft_manifest(tokenizer, **{**defaults, **fields})
-
-
-def output_settings(files: CorpusFiles, **changes: Any) -> OutputSettings:
-    """Return the settings of a corpus with all documents in one corpus shard, with other settings on request."""
-    defaults = {"shard_bytes": None, "validation_fraction": 0.0, "deduplicate": False}
-    return OutputSettings(files=files, **{**defaults, **changes})
 
 
 def write_corpus(
@@ -119,7 +112,7 @@ def write_corpus(
     files.partial.mkdir()
     groups = [documents] if shard_bytes is None else [[document] for document in documents]
     chunks = [write_chunk(files.partial, number, group, tokenizer) for number, group in enumerate(groups)]
-    output = output_settings(files, shard_bytes=shard_bytes)
+    output = OutputSettings(files, shard_bytes)
     written = writer.write_corpus(chunks, output, made_up_draft(chunks, tokenizer), folder=files.partial)
     shutil.rmtree(files.partial)
     return written.manifest

@@ -175,7 +175,7 @@ def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, mon
 
 def test_worker_that_exits_ends_the_run(tmp_path):
     """test_preprocess_killed.py tests killed and interrupted workers."""
-    with pytest.raises(ChildProcessError, match=r"worker process \d+ ended with exit code 7 at .*fewer --workers"):
+    with pytest.raises(ChildProcessError, match=r"a worker process died at .*fewer --workers"):
         list(run_jobs(exit_at_three, squares(tmp_path, range(6)), workers=2))
 
 

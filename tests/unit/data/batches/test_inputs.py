@@ -60,7 +60,7 @@ def test_validation_curves_are_named_after_their_corpus_and_conditions_or_number
 
 def test_a_missing_corpus_and_a_corpus_of_another_tokenizer_are_refused(place):
     missing = str(Path(prefix(place)).with_name("run_body_document"))
-    with pytest.raises(MissingInputError, match="did you mean 'run_content_document'"):
+    with pytest.raises(MissingInputError, match="give the prefix without"):
         open_inputs(settings(place, valid_data_path=(missing,)))
     (place.folder / "other").mkdir()
     other = Workspace(place.folder / "other")
@@ -132,7 +132,7 @@ def drop(place, *numbers, name="list"):
     """Write a drop list of the corpus `run`, and return the entry of --data-path that uses it."""
     corpus = place.corpus()
     mask = np.isin(np.arange(len(corpus)), numbers)
-    write_drop_list(place.folder / name, [("run", corpus.manifest, mask, 0)], {})
+    write_drop_list(place.folder / name, [("run", corpus.manifest, mask)], {})
     return f"{prefix(place)}:drop={place.folder / name}"
 
 

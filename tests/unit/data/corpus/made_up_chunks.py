@@ -7,7 +7,6 @@ from unit.data.small_corpus import (
     FIRST_ORDINARY,
     made_up_draft,
     numbered_tokenizer,
-    output_settings,
     text_hash,
     write_chunk,
 )
@@ -15,9 +14,8 @@ from unit.data.small_corpus import (
 from megatron_neobert.data.corpus.attribute_columns import pack_columns
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.data.corpus.writer import write_corpus
+from megatron_neobert.data.corpus.writer import OutputSettings, write_corpus
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.runtime.atomic_files import sha256_of
 
 TOKENIZER = numbered_tokenizer(100)
 UNKNOWN = 1
@@ -53,7 +51,7 @@ class ChunkFolder:
         )
         file = self.files.partial / f"{chunk.name}.attributes"
         file.write_bytes(pack_columns({"characters": list(map(len, texts))}))
-        self.chunks.append(replace(chunk, sha256=chunk.sha256 | {"attributes": sha256_of(file)}))
+        self.chunks.append(replace(chunk, has_attributes=True))
 
     @staticmethod
     def _document(text, ids_seed):
@@ -64,7 +62,7 @@ class ChunkFolder:
         ids = generator.integers(FIRST_ORDINARY, 100, length)
         return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
 
-    def write(self, *, workers=1, **options):
+    def write(self, **options):
         draft = made_up_draft(
             self.chunks,
             TOKENIZER,
@@ -72,8 +70,7 @@ class ChunkFolder:
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},
         )
-        output = output_settings(self.files, **options)
-        return write_corpus(self.chunks, output, draft, folder=self.files.partial, workers=workers)
+        return write_corpus(self.chunks, OutputSettings(self.files, **options), draft, folder=self.files.partial)
 
     def corpus_bytes(self):
         return {file.name: file.read_bytes() for file in self.folder.glob("P*") if file.is_file()}

@@ -2,7 +2,6 @@
 
 import datetime
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,8 +13,7 @@ def join(folder, *chunks):
     paths = [folder / f"{number}.attributes" for number in range(len(chunks))]
     for path, columns in zip(paths, chunks, strict=True):
         path.write_bytes(pack_columns(columns))
-    sizes = [len(next(iter(columns.values()))) for columns in chunks]
-    join_columns(folder / "joined.parquet", paths, [np.ones(size, dtype=np.bool_) for size in sizes])
+    join_columns(folder / "joined.parquet", paths, None)
     return pq.read_table(folder / "joined.parquet")
 
 

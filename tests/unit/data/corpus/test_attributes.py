@@ -134,7 +134,7 @@ def drop_list(corpora, tmp_path):
     """A drop list for both corpora, and the mask of the first corpus."""
     is_dropped = np.random.default_rng(0).random(DOCUMENTS) < 0.3
     masks = [(corpora[0], is_dropped), (corpora[1], np.array([False, True, False]))]
-    entries = [(str(corpus.prefix), corpus.manifest, mask, 0) for corpus, mask in masks]
+    entries = [(str(corpus.prefix), corpus.manifest, mask) for corpus, mask in masks]
     write_drop_list(tmp_path / "list", entries, {"threshold": 0.8})
     return tmp_path / "list", is_dropped
 

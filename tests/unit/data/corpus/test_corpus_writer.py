@@ -1,14 +1,18 @@
 """Corpora written from chunks: which documents and files they have, and what a kill leaves."""
 
+import multiprocessing
 import os
 import shutil
 import sys
+import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from unit.data.corpus.made_up_chunks import UNKNOWN, ChunkFolder, documents_if_it_opens, documents_of, select
 
-from megatron_neobert.data.corpus import shard_job
+from megatron_neobert.data.corpus import chunk_files
 from megatron_neobert.data.corpus.format import corpus_files, validation_files
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.errors import DataError, OutputError
 
@@ -26,8 +30,8 @@ def test_documents_are_those_that_a_plain_loop_selects(
     chunks, monkeypatch, small_windows, layout, deduplicate, validation_fraction
 ):
     if small_windows:
-        monkeypatch.setattr(shard_job, "_WINDOW_DOCUMENTS", 2)
-        monkeypatch.setattr(shard_job, "_WINDOW_BYTES", 10)
+        monkeypatch.setattr(chunk_files, "_WINDOW_DOCUMENTS", 2)
+        monkeypatch.setattr(chunk_files, "_WINDOW_BYTES", 10)
     selection = {"deduplicate": deduplicate, "validation_fraction": validation_fraction}
     training, held_out, dropped = select(chunks.texts, chunks.documents, **selection)
     # Controls: each setting changes something.
@@ -45,7 +49,7 @@ def test_documents_are_those_that_a_plain_loop_selects(
         assert written.records == 3 + len(chunks.documents)
         assert written.dropped == {"empty text": 1} | ({"duplicate": len(dropped)} if dropped else {})
         assert written.unknown_tokens == sum(document.count(UNKNOWN) for document in documents) > 0
-        assert written.statistics.longest == max(map(len, documents))
+        assert f"longest {max(map(len, documents))}" in Corpus(chunks.folder / name).describe()["tokens/document"]
     assert manifest.part_of == ("training" if held_out else "all")
     assert validation is None or (validation.part_of, len(validation.shards)) == ("validation", 1)
 
@@ -147,6 +151,28 @@ def test_split_that_leaves_one_corpus_empty_is_refused_and_the_old_corpus_stays(
         chunks.write(validation_fraction=fraction)
     assert chunks.corpus_bytes() == before
     assert not [*chunks.files.partial.glob("output-*")]
+
+
+def measure_peak(folder, chunks):
+    """Return the peak of the bytes allocated by Python while a corpus of this number of equal chunks is written."""
+    chunk_files._WINDOW_DOCUMENTS, chunk_files._WINDOW_BYTES = 1000, 100_000
+    # 400 kB of ids.
+    documents, made_up = [[7] * 100] * 2000, ChunkFolder(folder / str(chunks), inputs=())
+    for _ in range(chunks):
+        made_up.add_chunk(documents, [""] * len(documents), input="input")
+    tracemalloc.start()
+    made_up.write()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_corpus_shard(tmp_path):
+    """Measured in another process, because threads of other tests allocate memory too."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        small, large = pool.map(measure_peak, [tmp_path] * 2, [2, 20])
+    # Measured: 2.3 and 2.6 MB. Whole corpus shards in memory would take 0.8 and 8 MB.
+    assert large < small + 1e6 < 5e6
 
 
 # --- a kill at any moment

@@ -154,9 +154,8 @@ def test_first_document_of_the_earlier_corpus_stays(tmp_path, monkeypatch):
     write_corpus(tmp_path / "A", [a, b, b], tokenizer)
     write_corpus(tmp_path / "B", [c, b, a, d, d], tokenizer)
     output = tmp_path / "list"
-    entries = find(output, tmp_path / "A", tmp_path / "B")
+    find(output, tmp_path / "A", tmp_path / "B")
     assert [dropped(output, tmp_path / name) for name in "AB"] == [[2], [1, 2, 4]]
-    assert [entry.dropped_tokens for entry in entries] == [90, 90 + 80 + 60]
     # Some buckets have no document.
     monkeypatch.setattr(run, "BUCKET_DOCUMENTS", 1)
     find(output, tmp_path / "B", tmp_path / "A", overwrite=True)

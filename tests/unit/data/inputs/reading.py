@@ -37,7 +37,6 @@ class Reading:
     texts: list[str] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)  # numbered from the beginning of the file
     dropped: Counter[str] = field(default_factory=Counter)
-    repaired: int = 0
     numbers: int = 0
 
     @property
@@ -56,7 +55,6 @@ def read(path: Path | str, *, chunk_bytes: int = CHUNK_BYTES, **settings) -> Rea
             reading.texts += batch.texts
             reading.rejected += [record._replace(number=record.number + numbers_before) for record in batch.rejected]
             reading.dropped += batch.dropped
-            reading.repaired += batch.repaired
             reading.numbers += batch.numbers
             assert batch.utf8_bytes == sum(len(text.encode()) for text in batch.texts)
             assert batch.numbers >= len(batch.texts) + len(batch.rejected) + batch.dropped.total()

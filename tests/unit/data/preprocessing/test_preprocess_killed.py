@@ -61,7 +61,7 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_no_files(folder):
     os.kill(workers[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 74
-    assert f"worker process {workers[0]} was killed by SIGKILL at {folder / 'shards'}" in errors
+    assert f"a worker process died at {folder / 'shards'}" in errors
     assert sorted(folder.iterdir()) == before
     assert all(has_ended(worker) for worker in workers)
 
@@ -94,7 +94,7 @@ MANY_SHARDS = ("--workers", 2, "--shard-size", 1, "--split-validation", "0.05")
 @needs_proc
 @pytest.mark.parametrize(
     "moment",
-    ["*.ids*", "output-*", "output-*/*.done"],
+    ["*.ids*", "output", "output/*/*.idx"],
     ids=["tokenizing", "corpus begun", "corpus shard finished"],
 )
 def test_killed_run_leaves_no_corpus_and_no_worker_and_is_resumed_to_the_same_bytes(folder, moment):
