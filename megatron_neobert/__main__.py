@@ -48,7 +48,7 @@ COMMANDS = {
     },
     "Evaluation": {
         "evaluate glue": (f"{EVALUATION}:evaluate_glue", "fine-tune and evaluate on GLUE as in the paper"),
-        "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "evaluate on MTEB, or on your own tasks"),
+        "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "evaluate on MTEB"),
         "evaluate ner": (f"{EVALUATION}:evaluate_ner", "fine-tune and evaluate named-entity recognition"),
         "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "measure pseudo-perplexity by document length"),
         "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "measure tokens/s by length and batch size"),

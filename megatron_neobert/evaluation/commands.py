@@ -66,7 +66,7 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 
 
 def evaluate_mteb(options: MtebOptions) -> None:
-    """Evaluate an encoder on MTEB or on tasks from local files, without network access."""
+    """Evaluate an encoder on MTEB, without network access."""
     _prepare(options.model, options.data_dir, f"{_FETCH} mteb --output DIR")
     from megatron_neobert.evaluation.mteb import evaluate
 

@@ -7,11 +7,10 @@ interrupted download. If one download fails, the command continues with the next
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from megatron_neobert.config.recipes import find_config
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError, short_reason
+from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, short_reason
 from megatron_neobert.evaluation.options import FetchContrastiveOptions, FetchMtebOptions
 from megatron_neobert.runtime.atomic_files import replacing
 
@@ -81,29 +80,24 @@ def fetch_contrastive(options: FetchContrastiveOptions) -> None:
 def fetch_mteb(options: FetchMtebOptions) -> None:
     """Download the data of MTEB tasks, for machines without network access.
 
-    Write OUTPUT/tasks/NAME and print a line for each task. Data is kept if it has the revision of the installed mteb,
-    and replaced otherwise. With HF_HUB_OFFLINE=1, it comes from the cache of the Hugging Face libraries.
+    Write OUTPUT/NAME/REVISION, unless it exists, and print a line for each task. REVISION is that of the installed
+    mteb.
 
     Raises:
-        ConfigError: A task is repeated or begins with "local:", or mteb has no such task, benchmark or language.
+        ConfigError: A task is repeated, or mteb has no such task, benchmark or language.
         MissingInputError: A download failed. The other tasks were still fetched.
         OutputError: The folder cannot be created.
     """
-    from megatron_neobert.evaluation.mteb_tasks import LOCAL_PREFIX, choose_tasks, flatten, store_task, stored_revision
+    from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, store_task
 
-    if local := [name for name in options.tasks if name.startswith(LOCAL_PREFIX)]:
-        raise ConfigError(f"--tasks {' '.join(local)}: local tasks cannot be fetched; put their files into --data-dir.")
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
-    tasks = {
-        task.metadata.name: task
-        for task in flatten(choose_tasks(options.benchmark, options.tasks, options.languages, options.output))
-    }
+    chosen = flatten(choose_tasks(options.benchmark, options.tasks, options.languages))
+    tasks = {task.metadata.name: task for task in chosen}
 
     def fetch(name: str) -> str:
-        with suppress(DataError):  # damaged data is replaced
-            if stored_revision(options.output, tasks[name]) == tasks[name].metadata.revision:
-                return "already fetched"
+        if folder_of(options.output, tasks[name]).is_dir():
+            return "already fetched"
         store_task(options.output, tasks[name])
         return "fetched"
 

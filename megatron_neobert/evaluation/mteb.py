@@ -42,7 +42,7 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_tasks import LOCAL_PREFIX, choose_tasks, digest_of_files, flatten, load_task
+from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, load_task
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
 from megatron_neobert.evaluation.report import write_page
@@ -63,7 +63,7 @@ def evaluate(options: MtebOptions) -> None:
         os.environ["TQDM_DISABLE"] = "1"
     # Under mteb's protocol some classifiers do not converge, and scikit-learn warns for each of them.
     warnings.filterwarnings("ignore", module=r"sklearn\.")
-    tasks = choose_tasks(options.benchmark, options.tasks, options.languages, options.data_dir)
+    tasks = choose_tasks(options.benchmark, options.tasks, options.languages)
     prompts, digest = dict[str, str](), None
     if options.instructions != "none":
         path, tokenizer = find_config(options.instructions), load_tokenizer(options.model)
@@ -77,9 +77,9 @@ def evaluate(options: MtebOptions) -> None:
     missing = [name for name, unit in units.items() if unit is None]
     if missing and not options.skip_missing:
         raise MissingInputError(
-            f"--data-dir {options.data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}); run "
-            "neobert fetch mteb --output DIR with the same tasks on a machine with network and copy DIR here, or use "
-            "--skip-missing."
+            f"--data-dir {options.data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}) in the "
+            f"revisions of mteb {mteb.__version__}; run neobert fetch mteb --output DIR with the same tasks and mteb "
+            "on a machine with network and copy DIR here, or use --skip-missing."
         )
     with open_ledger(folder / "mteb", device) as ledger:
         loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
@@ -98,16 +98,14 @@ def evaluate(options: MtebOptions) -> None:
 def build_units(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ledger unit of each task by the task's name. The value is None if the task has no stored data.
 
-    A ledger unit is a dictionary of everything that a score depends on, including the entries of `common`. Raises
-    DataError if stored data is damaged, or has another revision than the task of the installed mteb.
+    A ledger unit is a dictionary of everything that a score depends on, including the entries of `common`.
     """
     units: dict[str, Any] = {}
     for task in tasks:
         name = task.metadata.name
-        # The revision of a local task consists of the hashes of its files.
-        data = task.metadata.revision if name.startswith(LOCAL_PREFIX) else digest_of_files(data_dir, task)
         about = {"task": name, "splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
-        units[name] = None if data is None else {**common, **about, "data": data, "mteb": mteb.__version__}
+        about |= {"data": task.metadata.revision, "mteb": mteb.__version__}
+        units[name] = {**common, **about} if folder_of(data_dir, task).is_dir() else None
     return units
 
 
@@ -140,10 +138,7 @@ def run_tasks(
         if (result := ledger.find(unit)) is not None:
             print(f"{label}: {100 * result['score']:.2f} (kept)", flush=True)
             continue
-        if name.startswith(LOCAL_PREFIX):
-            task.load_data()
-        else:
-            load_task(options.data_dir, task)
+        load_task(options.data_dir, task)
         encoder = encoder or build()
         encode_kwargs: Any = {
             "batch_size": options.batch_size,
@@ -229,7 +224,6 @@ def build_encoder(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mteb calls its own deprecated functions
         encoder = SentenceTransformerEncoderWrapper(model.eval())
-    # Set here, because the constructor drops the prompts of local tasks.
     encoder.model_prompts = prompts or None
     protocol = {name: getattr(options, name) for name in (*_PROTOCOL, "prompt_style")} | {"prompts": prompts}
     about = {"name": f"local/{folder.resolve().name}", "revision": f"{fingerprint(folder)}-{key_of(protocol)[:8]}"}
