@@ -43,7 +43,6 @@ COMMANDS = {
         "convert megatron-to-hf": (f"{CONVERT}:megatron_to_hf", "convert a checkpoint to a Hugging Face model"),
         "convert hf-to-megatron": (f"{CONVERT}:hf_to_megatron", "convert a Hugging Face model to a checkpoint"),
         "verify": (f"{CONVERT}:verify", "check whether two models are equal"),
-        "model-card": (f"{CONVERSION}.card:rewrite_model_card", "update the model card of a converted model"),
         "export-onnx": (f"{CONVERSION}.export_onnx:export_onnx", "export a Hugging Face model to ONNX"),
     },
     "Evaluation": {

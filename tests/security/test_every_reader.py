@@ -55,7 +55,6 @@ READERS = (
     Reader("convert hf-to-megatron", ("model",), "--load {model} --output {output}/save"),
     Reader("verify", ("checkpoint",), "{checkpoint} {checkpoint}"),
     Reader("verify", ("model",), "{model} {model}"),
-    Reader("model-card", ("model",), "--model {model}"),
     Reader("export-onnx", ("model",), "--model {model} --output {output}/onnx"),
     Reader("evaluate glue", ("model", "dataset"), f"{_EVALUATE} --tasks rte --no-transfer {_TINY_FINE_TUNING}"),
     Reader("evaluate ner", ("model", "dataset"), f"{_EVALUATE} --tasks tagged {_TINY_FINE_TUNING}"),
