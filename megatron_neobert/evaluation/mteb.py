@@ -1,8 +1,8 @@
 """Evaluation of one model on MTEB, from stored data. Every score is stored as soon as it is computed.
 
 The ledger in OUTPUT/NAME/mteb records the finished tasks; next to it are the results of mteb, in the layout of its
-cache. OUTPUT/NAME/mteb.json has one table for each choice of tasks and settings. A table has the mean of a category, or
-the overall mean over tasks, only if all scores are there: a mean over some of the tasks would not be comparable.
+cache. OUTPUT/NAME/mteb.json has the scores of the last command. It has the mean of a category, or the overall mean over
+tasks, only if all scores are there: a mean over some of the tasks would not be comparable.
 
 Texts are pooled as the folder's modules.json says, and by the mean of the token states without one. The prompts of the
 folder are ignored, so that all models get the same instructions. Scores depend on the batch size, because
@@ -34,7 +34,7 @@ from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, yaml_reason
-from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, origin_of, write_record
+from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.models import (
     LoadOptions,
     choose_device,
@@ -44,7 +44,6 @@ from megatron_neobert.evaluation.models import (
 )
 from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, load_task
 from megatron_neobert.evaluation.options import MtebOptions
-from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
@@ -72,8 +71,8 @@ def evaluate(options: MtebOptions) -> None:
     device, folder = choose_device(options.device), options.output / options.model.resolve().name
     protocol = {name: getattr(options, name) for name in _PROTOCOL}
     protocol |= {"instructions": digest, "prompt_style": options.prompt_style if digest else None}
-    model = {"model": fingerprint(options.model)}
-    units = build_units(flatten(tasks), options.data_dir, {**model, "protocol": protocol})
+    common = {"model": fingerprint(options.model), "protocol": protocol}
+    units = build_units(flatten(tasks), options.data_dir, common)
     missing = [name for name, unit in units.items() if unit is None]
     if missing and not options.skip_missing:
         raise MissingInputError(
@@ -86,12 +85,9 @@ def evaluate(options: MtebOptions) -> None:
         scores = run_tasks(tasks, units, ledger, options, lambda: build_encoder(options, prompts, loading))
         task_names = list(options.tasks) or options.benchmark
         settings = {**protocol, "tasks": task_names, "languages": list(options.languages) if options.tasks else None}
-        measured = [ledger.lines[key_of(unit)] for unit in units.values() if unit is not None]
-        ledger.add({"table": settings, **model}, to_results(scores) | {"settings": settings}, origin_of(measured))
-        lines = [line for line in ledger.lines.values() if "table" in line["unit"]]
-        lines = [line for line in lines if line["unit"]["model"] == model["model"]]
-        record, tables = folder / "mteb.json", [line["result"] for line in lines]
-        write_record(record, "mteb", folder=options.model, settings=settings, results={"tables": tables}, lines=lines)
+        lines = [ledger.lines[key_of(unit)] for unit in units.values() if unit is not None]
+        record = folder / "mteb.json"
+        write_record(record, "mteb", folder=options.model, settings=settings, results=to_results(scores), lines=lines)
         print(f"\n{write_page('mteb', [record], folder)}\nwrote {record} and mteb.md")
 
 
@@ -245,26 +241,19 @@ class TaskScore:
     missing: str | None = None  # the reason why the score is None
 
 
-def mean_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return "value" (mean score, None if a score is missing), "there" (number of scores) and "expected" (of tasks)."""
+def mean_of(scores: Sequence[TaskScore]) -> float | None:
+    """Return the mean score, or None if a score is missing."""
     values = [task.score for task in scores if task.score is not None]
-    is_complete = 0 < len(values) == len(scores)
-    return {
-        "value": math.fsum(values) / len(values) if is_complete else None,
-        "there": len(values),
-        "expected": len(scores),
-    }
+    return math.fsum(values) / len(values) if len(values) == len(scores) else None
 
 
 def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return "average", "categories" (mean by type), "tasks" (score by name) and "missing" (names without a score)."""
-    types = [*MTEB_CATEGORIES, *sorted({task.type for task in scores} - set(MTEB_CATEGORIES))]
-    groups = {type_: [task for task in scores if task.type == type_] for type_ in types}
+    """Return "average", "categories" (mean by type) and "tasks" (score by name)."""
+    groups = {type_: [task for task in scores if task.type == type_] for type_ in sorted({t.type for t in scores})}
     return {
         "average": mean_of(scores),
-        "categories": {name: mean_of(group) for name, group in groups.items() if group},
+        "categories": {name: mean_of(group) for name, group in groups.items()},
         "tasks": {task.name: vars(task) for task in scores},
-        "missing": [task.name for task in scores if task.score is None],
     }
 
 

@@ -267,40 +267,30 @@ def _best_points(records: Sequence[Record]) -> list[str]:
 def mteb(records: Sequence[Record], output: Path) -> list[str]:
     """Return Markdown blocks: a table of averages by category for each choice of tasks, then a table of all scores.
 
-    The paper's rows are in the table of its benchmark. Tasks without a score are named below. `output` is not used.
+    The paper's rows are in the table of its benchmark. `output` is not used.
     """
-    tables: dict[str, list[tuple[Record, dict[str, Any]]]] = {}  # heading (the tasks) -> results of each model
+    tables: dict[str, list[Record]] = {}  # heading (the tasks) -> records
     for record in records:
-        for results in record.results["tables"]:
-            tasks = results["settings"]["tasks"]
-            title = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
-            tables.setdefault(title, []).append((record, results))
+        tasks = record.settings["tasks"]
+        tables.setdefault(tasks if isinstance(tasks, str) else ", ".join(sorted(tasks)), []).append(record)
     blocks, task_rows, reported = list[str](), list[list[str]](), paper.MTEB
     for title, members in sorted(tables.items()):
-        more_categories = sorted(
-            {name for _, results in members for name in results["categories"]} - {*MTEB_CATEGORIES}
-        )
+        used = {name for record in members for name in record.results["categories"]}
+        categories = [*MTEB_CATEGORIES, *sorted(used - {*MTEB_CATEGORIES})]
         rows = []
-        for record, results in members:
-            means = [results["categories"].get(category) for category in (*MTEB_CATEGORIES, *more_categories)]
-            rows.append([record.model.name, *map(_mean, [*means, results["average"]])])
-        header = ("model", *reported.columns[:-1], *more_categories, reported.columns[-1])
-        is_paper = title == MTEB_PAPER
-        blocks += [paragraph(f"{title}:"), table(header, rows, _reported_rows(reported) if is_paper else ())]
-        blocks += _differences([results["settings"] for _, results in members])
-        if is_paper:
-            blocks.append(paragraph(f"Reported rows: {reported.title}; {reported.note}."))
-        for record, results in members:
-            if missing := [f"{task} ({results['tasks'][task]['missing']})" for task in results["missing"]]:
-                blocks.append(paragraph(f"{record.model.name}, without a score: {', '.join(missing)}."))
+        for record in members:
+            results = record.results
+            means = [*(results["categories"].get(category) for category in categories), results["average"]]
+            rows.append([record.model.name, *(_number(mean, ".1f") for mean in means)])
             for task, score in results["tasks"].items():
-                cells = [record.model.name, task, score["type"], score["metric"], _number(score["score"], ".2f")]
-                task_rows += [cells] if cells not in task_rows else []
-    blocks.append(
-        "A mean is given only if every task has a score; the number of tasks is in brackets. Do not compare tables of "
-        "different tasks."
-    )
-    return [*blocks, table(("model", "task", "type", "metric", "score"), task_rows)]
+                value = score["missing"] or _number(score["score"], ".2f")
+                task_rows.append([record.model.name, task, score["type"], score["metric"], value])
+        header = ("model", *reported.columns[:-1], *categories[len(MTEB_CATEGORIES) :], reported.columns[-1])
+        paper_rows = _reported_rows(reported) if title == MTEB_PAPER else ()
+        blocks += [paragraph(f"{title}:"), table(header, rows, paper_rows)]
+        blocks += _differences([record.settings for record in members])
+    note = f"Reported rows: {reported.title}; {reported.note}. A mean is given only if every task has a score."
+    return [*blocks, paragraph(note), table(("model", "task", "type", "metric", "score"), task_rows)]
 
 
 def contrastive(records: Sequence[Record], output: Path) -> list[str]:
@@ -351,18 +341,6 @@ def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
 def _percent(score: dict[str, Any]) -> str:
     deviation = "" if score["sd"] is None else f" ± {100 * score['sd']:.1f}"
     return f"{100 * score['mean']:.1f}{deviation}"
-
-
-def _mean(mean: dict[str, Any] | None) -> str:
-    """Format an average of MTEB and its number of tasks: "61.2 (7)".
-
-    None becomes "missing". If only 5 of 7 tasks have a score, the text is "– (5 of 7)".
-    """
-    if mean is None:
-        return "missing"
-    if mean["value"] is None:
-        return f"– ({mean['there']} of {mean['expected']})"
-    return f"{mean['value']:.1f} ({mean['expected']})"
 
 
 def _number(value: float | None, form: str) -> str:

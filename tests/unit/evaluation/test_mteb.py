@@ -126,11 +126,12 @@ def score(name, type_, value, missing=None):
 COMPLETE = [score("b", "STS", 30.0), score("a", "Classification", 50.0), score("c", "Classification", 70.0)]
 
 
-def test_average_is_over_tasks_and_categories_are_in_the_papers_order():
-    results = to_results([score("e", "BitextMining", 10.0), *COMPLETE])
-    assert results["average"] == {"value": (10.0 + 30.0 + 50.0 + 70.0) / 4, "there": 4, "expected": 4}
-    assert results["categories"]["Classification"]["value"] == (50.0 + 70.0) / 2
-    assert list(results["categories"]) == ["Classification", "STS", "BitextMining"]
+def test_average_is_over_tasks_and_missing_if_a_score_is():
+    results = to_results(COMPLETE)
+    assert results["average"] == (30.0 + 50.0 + 70.0) / 3
+    assert results["categories"] == {"Classification": (50.0 + 70.0) / 2, "STS": 30.0}
+    results = to_results([*COMPLETE, score("d", "STS", None, "no data")])
+    assert (results["average"], results["categories"]["STS"]) == (None, None)
 
 
 # --- the encoder

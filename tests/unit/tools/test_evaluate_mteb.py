@@ -47,9 +47,9 @@ def test_fetched_tasks_are_evaluated(inputs, evaluate):
     tasks = ("--tasks", "NFCorpus", "BIOSSES")
     _, output, _ = evaluate(*tasks)
     results_folder = folder / "out" / "model"
-    (results,) = json.loads((results_folder / "mteb.json").read_text())["results"]["tables"]
+    results = json.loads((results_folder / "mteb.json").read_text())["results"]
     assert list(results["tasks"]) == list(tasks[1:])
-    assert results["missing"] == []
+    assert results["average"] is not None
     table = (results_folder / "mteb.md").read_text()
     assert table in output
     assert evaluate(*tasks)[1].count("(kept)") == 2
@@ -61,17 +61,18 @@ def test_task_without_data_is_refused_or_with_skip_missing_leaves_out_the_mean(e
     assert code == 66 and "no data of 1 tasks (SICK-R) in the revisions of mteb" in errors
     assert list(tmp_path.iterdir()) == []
     _, output, _ = evaluate("--tasks", "BIOSSES", "SICK-R", "--skip-missing")
-    assert "| model | missing | missing | missing | missing | missing | – (1 of 2) | missing | – (1 of 2) |" in output
-    assert "without a score: SICK-R (no data)." in output
+    assert "| model | – | – | – | – | – | – | – | – |" in output
+    assert "| model | SICK-R | STS | cosine_spearman | no data |" in output
 
 
-def test_results_of_other_tasks_and_settings_are_added_as_further_tables(tmp_path, evaluate):
+def test_scores_of_other_settings_are_kept_beside_each_other(tmp_path, evaluate):
     (tmp_path / "file.yaml").write_text("types: {STS: wing}")
     choices = [(), ("--max-length", 8), ("--instructions", tmp_path / "file.yaml")]
-    for number, choice in enumerate([*choices, choices[0]]):
-        evaluate("--output", tmp_path / "out", "--device", "cpu", "--tasks", "BIOSSES", *choice)
-        tables = json.loads((tmp_path / "out" / "model" / "mteb.json").read_text())["results"]["tables"]
-        assert len(tables) == min(number + 1, len(choices))
+    outputs = [
+        evaluate("--output", tmp_path / "out", "--device", "cpu", "--tasks", "BIOSSES", *choice)[1]
+        for choice in [*choices, choices[0]]
+    ]
+    assert ["(kept)" in output for output in outputs] == [False, False, False, True]
     cached = (tmp_path / "out" / "model" / "mteb").rglob("BIOSSES.json")
     assert len(list(cached)) == len(choices), "mteb's cache separates the settings too"
 
