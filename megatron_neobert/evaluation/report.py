@@ -298,7 +298,7 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
     rows, curves, path = [], [], output / "contrastive.png"
     for record in records:
         first_and_last = [f"{record.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
-        rows.append([record.model.name, *first_and_last, ", ".join(record.results["datasets"])])
+        rows.append([record.model.name, *first_and_last, ", ".join(record.settings["rows"])])
         steps, values = zip(*record.results["losses_nats"], strict=True)
         curves.append(Curve(record.model.name, steps, values))
     plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")

@@ -49,7 +49,6 @@ def test_record_has_the_settings_and_the_rows_of_each_dataset(finetune, tmp_path
     expected = {"steps": 3, "batch_size": 16, "seed": 5, "gradient_cache": 8, "processes": 1}
     assert {name: settings[name] for name in expected} == expected
     assert settings["rows"] == {"LARGE": 20, "SMALL": 20, "HARD": 20}
-    assert list(results["datasets"]) == ["HARD", "LARGE", "SMALL"]
     assert results["datasets"]["HARD"]["pairs_per_batch"] == 4
 
 
