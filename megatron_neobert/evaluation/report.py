@@ -222,8 +222,7 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
         limits = {settings["protocol"]["limit"] for settings in record.settings.values()} - {None}
         name = f"{record.model.name}, at most {max(limits):,} rows a split" if limits else record.model.name
         cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in GLUE_TASKS]
-        average_cell = f"– ({record.results['no_average']})" if average is None else f"{100 * average:.1f}"
-        measured.append([name, *cells, average_cell])
+        measured.append([name, *cells, _number(None if average is None else 100 * average, ".1f")])
     return [
         table(("model", *reported.columns), measured, _reported_rows(reported)),
         paragraph(f"Reported rows: {reported.title}; {reported.note}."),
@@ -258,7 +257,7 @@ def _best_points(records: Sequence[Record]) -> list[str]:
             score, weights = _percent(result["score"]), result["kept"] or "–"
             rows.append([record.model.name, task, score, metrics, *point, *cost, weights])
         for task, settings in record.settings.items():
-            compared = {name: settings.get(name) for name in ("grid", "seeds", "data", "from_mnli")}
+            compared = {name: settings.get(name) for name in ("grid", "seeds", "data")}
             settings_of.setdefault(task, []).append(settings["protocol"] | compared)
     header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "points")
     return [table((*header, "hours", "weights kept"), rows), *_differences(*settings_of.values())]

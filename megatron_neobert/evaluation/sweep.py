@@ -13,7 +13,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ RUNS = "runs"  # folder next to the ledger; each run whose weights are kept has 
 _PROTOCOL = ("epochs", "max_length", "limit", "dtype", "attention")  # options that change scores
 
 Result = dict[str, Any]  # of one task, as it is in the record
-# Returns further results for the record, given the results and the settings of each task.
-Describe = Callable[[dict[str, Result], dict[str, dict[str, Any]]], dict[str, Any]]
+Describe = Callable[[dict[str, Result]], dict[str, Any]]  # returns further results for the record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,6 @@ class Sweep:
     grid: Grid
     start: Path  # folder of the initial weights
     data: Mapping[str, str]  # hash of each split
-    about: Mapping[str, Any] = field(default_factory=dict)  # further settings for the record
     options: FineTuneOptions
 
     @cached_property
@@ -96,7 +94,7 @@ class Sweep:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings for the record: protocol, device, grid, seeds, folders, data hashes and the entries of `about`."""
+        """Settings for the record: protocol, device, grid, seeds, folders, data hashes."""
         return {
             "protocol": self.common_unit["protocol"],
             "device": self.options.device,
@@ -105,7 +103,6 @@ class Sweep:
             "start": str(self.start),
             "data_dir": str(self.options.data_dir),
             "data": self.common_unit["data"],
-            **self.about,
         }
 
 
@@ -178,7 +175,7 @@ def write_results(kind: str, folder: Path, model: Path, describe: Describe | Non
 
     Args:
         folder: Folder of the model's results. FOLDER/KIND/TASK has the ledger of each task.
-        describe: Returns further results for the record, given the results and the settings of all tasks.
+        describe: Returns further results for the record, given the results of all tasks.
     """
     model_fingerprint = fingerprint(model)
     with (folder / kind / "lock").open("ab") as file:
@@ -195,7 +192,7 @@ def write_results(kind: str, folder: Path, model: Path, describe: Describe | Non
             kind,
             folder=model,
             settings=settings,
-            results={"tasks": results} | (describe(results, settings) if describe else {}),
+            results={"tasks": results} | (describe(results) if describe else {}),
             lines=sweeps.values(),
         )
         write_page(kind, [folder / f"{kind}.json"], folder)

@@ -109,8 +109,6 @@ def test_transfer_starts_from_the_best_weights_of_the_last_finished_mnli_sweep(i
     assert [task for task, _ in run(options)] == ["mnli", "stsb"]
     record, best = record_of(options), weights_of(options, "mnli")
     assert record["settings"]["stsb"]["start"] == str(best)
-    assert [record["settings"][task]["from_mnli"] for task in ("mnli", "stsb")] == [False, True]
-    assert record["results"]["missing"] == ["qnli", "qqp", "rte", "sst2", "mrpc", "cola"]
     best_fingerprint = fingerprint(best)
     unfinished = dataclasses.replace(options, tasks=("mnli",), seeds=(1, 2, 3), learning_rate=(3e-3, 1e-2))
     run(unfinished, interrupt_after=5)  # of six
