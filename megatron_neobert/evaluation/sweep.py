@@ -94,7 +94,7 @@ class Sweep:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings for the record: protocol, device, grid, seeds, folders, data hashes."""
+        """Settings for the record: protocol, device, grid, seeds, folders and data hashes."""
         return {
             "protocol": self.common_unit["protocol"],
             "device": self.options.device,
