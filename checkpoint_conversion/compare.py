@@ -39,8 +39,8 @@ from megatron_neobert.huggingface.modeling_neobert import NeoBERTForMaskedLM
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
 # Largest difference between two correct implementations, relative to the largest logit, by the dtype that computes.
-# neobert check parity measures 5e-15, 1.4e-6 and 0.026 at 28 x 768 on CPU, and 0.9 for a wrong rotary convention.
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
+# neobert check parity measures 1.4e-6 and 0.026 at 28 x 768 on CPU, and 0.9 for a wrong rotary convention.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 # Settings that affect the function or the longest input. Initialization and vocabulary padding do not.
 COMPARED_SETTINGS = (

@@ -4,7 +4,6 @@ The input is the JSON records of evaluations, which are found below the given fo
 numbers have their own table rows and never enter an average. Missing results are named.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import paper
 from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.options import GLUE_TASKS
-from megatron_neobert.evaluation.pages import code, figure, heading, paragraph, table
+from megatron_neobert.evaluation.pages import figure, heading, paragraph, table
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
 from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.runtime.atomic_files import replace_file
@@ -75,7 +74,8 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
                     f"{files}: the results do not fit this version's {command} ({reason}); measure again."
                 ) from error
         page += [heading(title), *blocks]
-    page += [heading("Measurements"), *(block for record in records for block in _describe(record))]
+    files = table(("model", "record", "machine"), [[r.model.name, r.path, r.machine] for r in records])
+    page += [heading("Measurements"), "Each record has the command, the settings and the versions.", files]
     replace_file(output / "report.md", "\n\n".join(page) + "\n")
     return records
 
@@ -308,15 +308,6 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
 SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {
     section.__name__: section for section in (pseudo_perplexity, throughput, glue, ner, mteb, contrastive)
 }
-
-
-def _describe(record: Record) -> list[str]:
-    """Return Markdown blocks with the file, weights, machine, versions, command and settings of a record."""
-    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    settings = [f"{name}: {json.dumps(value)}" for name, value in sorted(record.settings.items())]
-    text = f"{record.path}; weights {record.model.fingerprint}; {record.machine}; {versions}."
-    lines = "\n".join([record.command, "", *settings])
-    return [heading(f"{record.model.name}: {record.kind}", 3), paragraph(text), code(lines)]
 
 
 # --- cells
