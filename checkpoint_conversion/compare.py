@@ -26,13 +26,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForMaskedLM, EuroBertForMaskedLM, LlamaModel
+from transformers import EuroBertForMaskedLM, LlamaModel
 
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import read_model_config
 from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, ModelShape, to_internal, without_padding
 from megatron_neobert.config.schema import ModelConfig
-from megatron_neobert.errors import LONGEST_REASON, ConversionError
+from megatron_neobert.errors import ConversionError
+from megatron_neobert.evaluation.models import LoadOptions, load_model
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.checks import WEIGHTS, check_folder
 from megatron_neobert.huggingface.modeling_neobert import NeoBERTForMaskedLM
@@ -268,45 +269,6 @@ def checkpoint_model(
     )
 
 
-def load_model(
-    folder: Path,
-    kind: Any,
-    dtype: torch.dtype = torch.float32,
-    weights: Mapping[str, Tensor] | None = None,
-    **changes: Any,
-) -> Any:
-    """Load a folder with transformers, in evaluation mode.
-
-    Args:
-        kind: Model class. With AutoModel, weights of a head in the folder are ignored.
-        weights: Weights to use instead of those in the folder, under the names of the class (no auto class).
-        changes: Values to use instead of those in config.json.
-
-    Raises:
-        MissingInputError: The folder has no config.json.
-        ConversionError: config.json refers to something outside the folder, transformers cannot load the folder, or
-            weights are unused or missing.
-    """
-    check_folder(folder)
-    source: Path | None = folder
-    options: dict[str, Any] = {"local_files_only": True, **_OUTPUTS, **changes}
-    with loading(folder, kind.__name__):
-        if weights is not None:
-            config = kind.config_class.from_pretrained(folder, trust_remote_code=False, **options)
-            source, options = None, {"config": config, "state_dict": dict(weights)}
-        model, info = kind.from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
-        )
-    ignored = "unexpected_keys" if kind is AutoModel else ""
-    problems = [
-        f"{key}: {', '.join(sorted(map(str, names)))}" for key, names in info.items() if names and key != ignored
-    ]
-    if problems:
-        reason = "; ".join(problems)[:LONGEST_REASON]
-        raise ConversionError(f"{folder}: weights do not fit the architecture ({reason}); fetch the folder again.")
-    return model.eval()
-
-
 def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitModel:
     """Load a Hugging Face folder's model, with the head of a llama folder, for a comparison that computes in `dtype`.
 
@@ -317,7 +279,8 @@ def load_logit_model(folder: Path, dtype: torch.dtype = torch.float32) -> LogitM
     head_file = folder / HEAD_FOLDER / WEIGHTS
     with loading(head_file, "a head"):
         head = load_file(head_file) if head_file.is_file() else {}
-    return to_logit_model(folder, load_model(folder, AutoModel if head else AutoModelForMaskedLM, dtype), head)
+    auto_class = "AutoModel" if head else "AutoModelForMaskedLM"
+    return to_logit_model(folder, load_model(folder, auto_class, LoadOptions(dtype=dtype), **_OUTPUTS), head)
 
 
 def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) -> LogitModel:
@@ -333,11 +296,17 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
         MissingInputError: The folder has no config.json.
         ConversionError: The model is not a NeoBERT, or transformers cannot load it with these weights.
     """
-    tensors = dict(weights)
+    tensors, kind = dict(weights), _CLASSES[layout]
     changes: dict[str, Any] = {"tie_word_embeddings": False} | ({"mlp_bias": True} if layout == "eurobert" else {})
     changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # rows of the embedding, without padding
     head = {name: tensors.pop(name) for name in HEAD_NAMES} if layout == "llama" else {}
-    return to_logit_model(folder, load_model(folder, _CLASSES[layout], weights=tensors, **changes), head)
+    with loading(folder, kind.__name__):
+        config = kind.config_class.from_pretrained(folder, local_files_only=True, **_OUTPUTS, **changes)
+        model, info = kind.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=torch.float32, output_loading_info=True
+        )
+        assert not any(info.values()), f"read_weights has checked the weights of {folder}: {info}"
+    return to_logit_model(folder, model.eval(), head)
 
 
 def to_logit_model(folder: Path, model: Any, head: Mapping[str, Tensor]) -> LogitModel:
