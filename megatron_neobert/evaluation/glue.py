@@ -34,7 +34,6 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
 from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device, shortest_first
-from megatron_neobert.evaluation.ledger import Ledger
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
@@ -259,18 +258,17 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
 
 
 def _best_mnli(folder: Path, model_fingerprint: str) -> Path:
-    """Return the folder with the best weights of the last MNLI sweep that a model finished. The ledger is in `folder`.
+    """Return the folder with the best weights of the last MNLI sweep that a model finished. The sweep is in `folder`.
 
     Raises ConfigError if the model has finished no MNLI sweep, MissingInputError if the weights were removed, and
-    DataError if the ledger is damaged.
+    DataError if the sweep is damaged.
     """
-    ledger = Ledger(folder)
-    if (line := last_sweep(ledger, model_fingerprint)) is None:
+    if (sweep := last_sweep(folder, model_fingerprint)) is None:
         raise ConfigError(
             "--tasks: RTE, MRPC, STS-B and QNLI start from the best MNLI model, but no sweep of MNLI is finished for "
             f"this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
         )
-    if (weights := best_weights(ledger, line)) is None:
+    if (weights := best_weights(folder, sweep)) is None:
         raise MissingInputError(f"{folder}: the best weights are gone; remove the folder to run MNLI again.")
     return weights
 

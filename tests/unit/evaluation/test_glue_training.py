@@ -25,7 +25,7 @@ from megatron_neobert.evaluation.fine_tune import (
     run_all,
 )
 from megatron_neobert.evaluation.glue import TASKS, average_tasks, choose_grid, compute_scores
-from megatron_neobert.evaluation.ledger import open_ledger, read_record
+from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_tokenizer
 from megatron_neobert.evaluation.options import GlueOptions
 from megatron_neobert.evaluation.sweep import summarise, write_results
@@ -196,15 +196,16 @@ def result(task: str = "rte", *scores: float):
 
 
 def write(folder, results, *, model=None):
-    """Add finished sweeps to ledgers, write the record of a model that is only a config.json, and return the results.
+    """Write finished sweeps and the record of a model that is only a config.json, and return the results.
 
-    `model` is the fingerprint in the ledger; default: the fingerprint of the folder.
+    `model` is the fingerprint in the sweeps; default: the fingerprint of the folder.
     """
     (folder / "config.json").write_text("{}")
     for task, task_result in results.items():
-        with open_ledger(folder / "glue" / task) as ledger:
-            unit = {"sweep": {}, "task": task, "model": model or fingerprint(folder)}
-            ledger.add(unit, {"kept": None, "result": task_result, "settings": SETTINGS})
+        (folder / "glue" / task).mkdir(parents=True, exist_ok=True)
+        content = {"model": model or fingerprint(folder), "kept": None, "result": task_result, "settings": SETTINGS}
+        content["origin"] = {"machine": "a machine", "versions": {}}
+        (folder / "glue" / task / "sweep.json").write_text(json.dumps(content))
     write_results("glue", folder, folder, average_tasks)
     return read_record(folder / "glue.json")["results"]
 

@@ -28,14 +28,6 @@ def test_result_is_found_for_an_equal_unit_only_and_read_back_as_written(tmp_pat
         assert read.find({**UNIT, **changed}) is None
 
 
-def test_unit_that_is_added_again_becomes_the_last_line(tmp_path):
-    with open_ledger(tmp_path) as ledger:
-        for name, score in (("a", 1), ("b", 2), ("a", 3)):
-            ledger.add({"task": name}, {"score": score})
-    for lines in (ledger.lines, Ledger(tmp_path).lines):
-        assert [(line["unit"]["task"], line["result"]["score"]) for line in lines.values()] == [("b", 2), ("a", 3)]
-
-
 def test_incomplete_last_line_is_ignored_by_readers_and_removed_before_the_next_line(tmp_path):
     with open_ledger(tmp_path) as ledger:
         ledger.add({"task": "a"}, {})
