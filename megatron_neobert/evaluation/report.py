@@ -180,9 +180,6 @@ def throughput(records: Sequence[Record], output: Path) -> list[str]:
         title = f"Throughput, {' / '.join(machines)}"
         plot_curves(path, curves, x_label="tokens per document", y_label="tokens/s", title=title, log_x=True)
         blocks.append(figure(path, "Throughput against length"))
-    for record in records:
-        for length, reason in record.results["not_run"].items():
-            blocks.append(paragraph(f"Not measured: {record.model.name}, {length}: {reason}."))
     caption = paragraph(f"{reported.title}: {reported.note}.")
     return [*blocks, caption, table(("model", *reported.columns), (), _reported_rows(reported))]
 
