@@ -19,7 +19,7 @@ from megatron_neobert.errors import ConfigError, run_command, suggestion
 
 COMMON, DATA = "megatron_neobert.commands", "megatron_neobert.data"
 EVALUATION, INSPECTION = "megatron_neobert.evaluation.commands", "megatron_neobert.inspection"
-FETCHING, CONVERSION = "megatron_neobert.evaluation.fetch", "checkpoint_conversion"
+CONVERSION = "checkpoint_conversion"
 CONVERT = f"{CONVERSION}.convert"
 # Group -> command -> (module:function, purpose in --help and docs/commands.md).
 COMMANDS = {
@@ -52,8 +52,8 @@ COMMANDS = {
         "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "measure pseudo-perplexity by document length"),
         "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "measure tokens/s by length and batch size"),
         "finetune": (f"{EVALUATION}:finetune", "fine-tune an encoder for embeddings (contrastive)"),
-        "fetch mteb": (f"{FETCHING}:fetch_mteb", "download the data of MTEB tasks"),
-        "fetch contrastive": (f"{FETCHING}:fetch_contrastive", "download the data of contrastive fine-tuning"),
+        "fetch mteb": (f"{EVALUATION}:fetch_mteb", "download the data of MTEB tasks"),
+        "fetch contrastive": (f"{EVALUATION}:fetch_contrastive", "download the data of contrastive fine-tuning"),
         "report": (f"{EVALUATION}:report", "write one page with all results and the paper's"),
     },
     "This machine": {

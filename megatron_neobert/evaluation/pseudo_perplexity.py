@@ -96,10 +96,7 @@ def evaluate(options: PerplexityOptions) -> None:
         DivergenceError: A loss is not finite.
         OutputError: Another command is writing the results of a model.
     """
-    models, dropped = name_models(options.model), Counter[str]()
-    # Refuse data without text before a model is loaded.
-    if next(_read(options, dropped), None) is None:
-        raise _nothing_to_measure(options, dropped)
+    models = name_models(options.model)
     for name, folder in models.items():
         results = evaluate_model(folder, options)
         value, error = f"{results['pseudo_perplexity']:.6g}", results["standard_error"]
@@ -283,7 +280,11 @@ def select_documents(
                     return documents, dropped
             seen.add(id_)
     if not documents:
-        raise _nothing_to_measure(options, dropped)
+        reasons = ", ".join(f"{count:,} x {reason}" for reason, count in dropped.items()) or "no record"
+        raise DataError(
+            f"--data {' '.join(options.data)} has no document to measure ({reasons}); "
+            f"check --text-key {options.text_key} and --min-length {options.min_length}."
+        )
     return documents, dropped
 
 
@@ -300,14 +301,6 @@ def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed
     if count is None or count >= len(scorable):
         return tuple(scorable)
     return tuple(sorted(random.Random(f"{seed} {id_}").sample(scorable, count)))
-
-
-def _nothing_to_measure(options: PerplexityOptions, dropped: Counter[str]) -> DataError:
-    reasons = ", ".join(f"{count:,} x {reason}" for reason, count in dropped.items()) or "no record"
-    return DataError(
-        f"--data {' '.join(options.data)} has no document to measure ({reasons}); "
-        f"check --text-key {options.text_key} and --min-length {options.min_length}."
-    )
 
 
 def _read(options: PerplexityOptions, dropped: Counter[str]) -> Iterator[list[str]]:
