@@ -8,7 +8,7 @@ Apart from names, three things differ: the padding of the vocabulary, fused matr
 pairs adjacent channels of a head; Megatron, EuroBERT and Llama pair channel j with channel j + d/2. Every rule moves
 values and computes none, so it is exact in both directions. This module neither reads nor writes files.
 
-Source: tests/parity/test_published_models.py shows that the functions are equal, and that they differ under the wrong
+Source: tests/parity/test_check_parity.py shows that the functions are equal, and that they differ under the wrong
 rotary convention.
 """
 
