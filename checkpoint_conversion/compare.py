@@ -57,7 +57,7 @@ PROMPT_TOKENS = (7, 23, 64, 128)  # lengths of the four prompts
 
 # Forward options that replace those of config.json.
 _OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-_CLASSES = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTForMaskedLM, "llama": LlamaModel}
+_CLASSES: dict[str, Any] = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTForMaskedLM, "llama": LlamaModel}
 
 # Keys name the inputs: "padded", "packed", "padded in bfloat16", "packed in bfloat16"; for ONNX, rows x tokens.
 Checks = dict[str, "Comparison"]
@@ -297,9 +297,17 @@ def build_logit_model(folder: Path, layout: str, weights: Mapping[str, Tensor]) 
     changes["vocab_size"] = len(tensors[TABLES[layout][0].published[0]])  # rows of the embedding, without padding
     head = {name: tensors.pop(name) for name in HEAD_NAMES} if layout == "llama" else {}
     with loading(folder, kind.__name__):
-        config = kind.config_class.from_pretrained(folder, local_files_only=True, **_OUTPUTS, **changes)
+        config = kind.config_class.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, **_OUTPUTS, **changes
+        )
         model, info = kind.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=torch.float32, output_loading_info=True
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
         assert not any(info.values()), f"read_weights has checked the weights of {folder}: {info}"
     return to_logit_model(folder, model.eval(), head)

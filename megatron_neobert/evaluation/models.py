@@ -141,10 +141,9 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
     load_tokenizer(folder)
     backbone = load_model(folder, "AutoModel", options)
     check_modules(folder)
-    local = {"local_files_only": True, "trust_remote_code": False}
-    safe: Any = {"model_kwargs": {"use_safetensors": True}}
+    safe: Any = {"local_files_only": True, "trust_remote_code": False, "model_kwargs": {"use_safetensors": True}}
     with loading(folder, "a SentenceTransformer"):
-        model = SentenceTransformer(str(folder), device="cpu", **local, **safe)
+        model: Any = SentenceTransformer(str(folder), device="cpu", **safe)
     model[0].model = backbone  # the library does not refuse missing weights
     model.default_prompt_name = None
     at_most = min(max_length, model.max_seq_length or max_length)
