@@ -21,7 +21,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +110,7 @@ def run_tasks(
     ledger: Ledger,
     options: MtebOptions,
     build: Callable[[], Any],
-) -> list["TaskScore"]:
+) -> dict[str, dict[str, Any]]:
     """Evaluate the tasks that the ledger lacks, add them to the ledger, and print a line for each task.
 
     Raises DataError if stored data is damaged.
@@ -121,7 +120,7 @@ def run_tasks(
         build: Builds the encoder. It is called at most once, before the first evaluation; its errors pass through.
 
     Returns:
-        For each task, 100 x mteb's main score, or the reason why it is missing.
+        By task: "type", "metric", "score" (100 x mteb's main score) and, if it is None, "missing", the reason.
     """
     subtasks, encoder = flatten(tasks), None
     cache = mteb.ResultCache(ledger.path.parent)
@@ -155,7 +154,7 @@ def run_tasks(
         result = ledger.add(unit, {"score": float(task_result.get_score()), "seconds": seconds})
         print(f"{label}: {100 * result['score']:.2f} ({seconds:.0f} s)", flush=True)
     results = {name: None if unit is None else ledger.find(unit) for name, unit in units.items()}
-    return [_score(task, results) for task in tasks]
+    return {task.metadata.name: _score(task, results) for task in tasks}
 
 
 # --- the encoder
@@ -230,44 +229,35 @@ def build_encoder(
 # --- results
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskScore:
-    """Score of one task of a benchmark."""
-
-    name: str
-    type: str
-    metric: str
-    score: float | None  # 100 x mteb's main score
-    missing: str | None = None  # the reason why the score is None
-
-
-def mean_of(scores: Sequence[TaskScore]) -> float | None:
+def mean_of(scores: Sequence[float | None]) -> float | None:
     """Return the mean score, or None if a score is missing."""
-    values = [task.score for task in scores if task.score is not None]
+    values = [score for score in scores if score is not None]
     return math.fsum(values) / len(values) if len(values) == len(scores) else None
 
 
-def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return "average", "categories" (mean by type) and "tasks" (score by name)."""
-    groups = {type_: [task for task in scores if task.type == type_] for type_ in sorted({t.type for t in scores})}
+def to_results(tasks: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return "average", "categories" (mean by type) and "tasks", the argument: the scores by task from `run_tasks`."""
+    types = sorted({task["type"] for task in tasks.values()})
     return {
-        "average": mean_of(scores),
-        "categories": {name: mean_of(group) for name, group in groups.items()},
-        "tasks": {task.name: vars(task) for task in scores},
+        "average": mean_of([task["score"] for task in tasks.values()]),
+        "categories": {name: mean_of([t["score"] for t in tasks.values() if t["type"] == name]) for name in types},
+        "tasks": tasks,
     }
 
 
-def _score(task: AbsTask, results: Mapping[str, Any]) -> TaskScore:
-    """Return 100 x the score of a task (mean of the subtasks of an aggregate), or the reason why a score is missing.
+def _score(task: AbsTask, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return type, metric and 100 x the score of a task (mean of the subtasks of an aggregate).
 
-    `results` has {"score": fraction of 1}, or None without data, by the name of the task or of each subtask.
+    If a score is None, "missing" is the reason. `results` has {"score": fraction of 1}, or None without data, by the
+    name of the task or of each subtask.
     """
-    about: dict[str, Any] = {"name": task.metadata.name, "type": task.metadata.type, "metric": task.metadata.main_score}
     subtasks = [subtask.metadata.name for subtask in flatten([task])]
     scores = {name: float(results[name]["score"]) for name in subtasks if results[name] is not None}
+    score, missing = None, None
     if absent := [name for name in subtasks if name not in scores]:
-        reason = "no data" if absent == [task.metadata.name] else f"no data of {', '.join(absent)}"
-        return TaskScore(**about, score=None, missing=reason)
-    if undefined := [name for name, score in scores.items() if not math.isfinite(score)]:
-        return TaskScore(**about, score=None, missing=f"not a number: the score of {', '.join(undefined)}")
-    return TaskScore(**about, score=100 * math.fsum(scores.values()) / len(scores))
+        missing = "no data" if absent == [task.metadata.name] else f"no data of {', '.join(absent)}"
+    elif undefined := [name for name, value in scores.items() if not math.isfinite(value)]:
+        missing = f"not a number: the score of {', '.join(undefined)}"
+    else:
+        score = 100 * math.fsum(scores.values()) / len(scores)
+    return {"type": task.metadata.type, "metric": task.metadata.main_score, "score": score, "missing": missing}

@@ -19,7 +19,6 @@ from megatron_neobert.errors import ConfigError, DataError  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb import (  # noqa: E402
-    TaskScore,
     build_encoder,
     build_units,
     read_instructions,
@@ -112,26 +111,21 @@ def test_score_is_kept_until_settings_change(encoder, hub, tmp_path, capsys):
 def test_score_that_is_not_a_number_is_missing(encoder, hub, tmp_path):
     rows = [{"sentence1": "wing", "sentence2": "wing", "score": 1.0}] * 4
     write_jsonl(hub / "mteb/biosses-sts/test.jsonl", rows)
-    (score,) = run(encoder, stored("BIOSSES", data_dir=tmp_path), tmp_path)
-    assert (score.score, score.missing) == (None, "not a number: the score of BIOSSES")
+    score = run(encoder, stored("BIOSSES", data_dir=tmp_path), tmp_path)["BIOSSES"]
+    assert (score["score"], score["missing"]) == (None, "not a number: the score of BIOSSES")
 
 
 # --- means
 
 
-def score(name, type_, value, missing=None):
-    return TaskScore(name=name, type=type_, metric="accuracy", score=value, missing=missing)
-
-
-COMPLETE = [score("b", "STS", 30.0), score("a", "Classification", 50.0), score("c", "Classification", 70.0)]
-
-
 def test_average_is_over_tasks_and_missing_if_a_score_is():
-    results = to_results(COMPLETE)
-    assert results["average"] == (30.0 + 50.0 + 70.0) / 3
-    assert results["categories"] == {"Classification": (50.0 + 70.0) / 2, "STS": 30.0}
-    results = to_results([*COMPLETE, score("d", "STS", None, "no data")])
-    assert (results["average"], results["categories"]["STS"]) == (None, None)
+    tasks = {"b": ("STS", 30.0), "a": ("Classification", 50.0), "c": ("Classification", 70.0), "d": ("STS", None)}
+    scores = {name: {"type": type_, "score": value} for name, (type_, value) in tasks.items()}
+    results = to_results(scores)
+    assert (results["average"], results["categories"]) == (None, {"Classification": (50.0 + 70.0) / 2, "STS": None})
+    del scores["d"]
+    results = to_results(scores)
+    assert (results["average"], results["categories"]["STS"]) == ((30.0 + 50.0 + 70.0) / 3, 30.0)
 
 
 # --- the encoder
