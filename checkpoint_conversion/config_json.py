@@ -285,28 +285,21 @@ def read_rotary_base(fields: _Fields) -> int | None:
 
     Raise ConversionError if a base is not a whole number >= 2, two bases differ, or the angles are scaled or partial.
     """
-    bases = {"rope_theta": fields.config.get("rope_theta")}
+    bases = [fields.config.get("rope_theta")]
     plain = {"rope_type": (None, "default"), "type": (None, "default"), "partial_rotary_factor": (None, 1, 1.0)}
     for key in ("rope_parameters", "rope_scaling"):
-        parameters = fields.config.get(key)
-        if parameters is None:
-            continue
+        parameters = fields.config.get(key) or {}
         if not isinstance(parameters, dict):
             raise fields.wrong(key, "an object with rope_type and rope_theta is needed")
         for name, value in parameters.items():
             if name != "rope_theta" and value not in plain.get(name, ()):
-                raise ConversionError(
-                    f"{fields.path}: {key} has {quote(name)} {quote(value)}, but NeoBERT's rotary angles depend on "
-                    "rope_theta only. Use a model with unscaled angles."
-                )
-        bases[f"{key}.rope_theta"] = parameters.get("rope_theta")
-    stated = {key: base for key, base in bases.items() if base is not None}
-    for key, base in stated.items():
+                rule = f"its {name} is {quote(value)}, but NeoBERT's rotary angles depend on rope_theta only"
+                raise fields.wrong(key, rule)
+        bases.append(parameters.get("rope_theta"))
+    stated = [base for base in bases if base is not None]
+    for base in stated:
         if type(base) not in (int, float) or not 2 <= base <= _LARGEST or base != int(base):
-            raise ConversionError(
-                f"{fields.path}: {key} is {quote(base)}; it must be a whole number from 2 to {_LARGEST:,}."
-            )
-    if len(set(stated.values())) > 1:
-        pairs = " and ".join(f"{key} {base:g}" for key, base in stated.items())
-        raise ConversionError(f"{fields.path}: {pairs} contradict each other; remove the wrong key.")
-    return int(next(iter(stated.values()))) if stated else None
+            raise fields.wrong("rope_theta", f"a whole number from 2 to {_LARGEST:,} is needed, not {quote(base)}")
+        if base != stated[0]:
+            raise fields.wrong("rope_theta", f"there are two bases, {stated[0]:g} and {base:g}")
+    return int(stated[0]) if stated else None

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import megatron_neobert
-from checkpoint_conversion.card import REPORT, CardOptions, write_model_card
+from checkpoint_conversion.card import REPORT, write_model_card
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, to_published
@@ -77,7 +77,7 @@ def export(
         if sentence_transformers:
             write_sentence_transformers_files(folder, layout, checkpoint.settings.model, max_seq_length=length)
         write_report(checkpoint, folder, checks, layout=layout, dtype=dtype)
-        write_model_card(CardOptions(model=folder))
+        write_model_card(folder)
     return checks
 
 

@@ -94,10 +94,8 @@ def load_for_task(folder: Path, task: str) -> Any:
         MissingInputError: The folder has no config.json.
         ConversionError: The model is not a NeoBERT, has no such head, or cannot be loaded.
     """
-    from transformers import AutoModel, AutoModelForMaskedLM
-
-    from checkpoint_conversion.compare import load_model
     from checkpoint_conversion.config_json import read_model_config
+    from megatron_neobert.evaluation.models import load_model
 
     layout = read_model_config(check_folder(folder), folder / "config.json").layout
     if task == "fill-mask" and layout == "llama":
@@ -105,7 +103,7 @@ def load_for_task(folder: Path, task: str) -> Any:
             f"{folder} has the llama layout, whose model has no head for --task fill-mask; use --task "
             "feature-extraction."
         )
-    return load_model(folder, AutoModelForMaskedLM if task == "fill-mask" else AutoModel)
+    return load_model(folder, "AutoModelForMaskedLM" if task == "fill-mask" else "AutoModel", return_dict=True)
 
 
 def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Path, Checks]":

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +21,15 @@ from torch import Tensor
 
 from checkpoint_conversion.checkpoint import model_shape, read_checkpoint, write_checkpoint
 from checkpoint_conversion.config_json import FolderConfig, read_model_config
-from checkpoint_conversion.mapping import HEAD_FOLDER, STRIP_PADDING, TABLES, ModelShape, published_shapes, to_internal
+from checkpoint_conversion.mapping import (
+    HEAD_FOLDER,
+    STRIP_PADDING,
+    TABLES,
+    ModelShape,
+    check_tensors,
+    published_shapes,
+    to_internal,
+)
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
@@ -159,75 +167,36 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
     notes = []
     if omitted := [name for name in stored if name not in tensors]:
         notes.append(f"omitted {quote_names(omitted)}: rotary angles follow from the base")
-    embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
-    zero_biases = find_zero_biases(folder, config, tensors, shapes, decoder=decoder)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
-            raise ConversionError(
-                f"{folder}: {quote(name)} is stored as {tensor.dtype}; only {', '.join(map(str, _DTYPES))} can be "
-                "converted exactly. Save the weights as float32."
-            )
-        if tensor.shape != shapes[name]:
-            raise ConversionError(
-                f"{folder}: {quote(name)} has shape {tuple(tensor.shape)}, but the sizes in config.json give it "
-                f"{shapes[name]}. Use weights and config.json of the same model."
-            )
+    if wrong := [name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]:
+        raise ConversionError(
+            f"{folder}: {quote(wrong[0])} is stored as {tensors[wrong[0]].dtype}; only {', '.join(map(str, _DTYPES))} "
+            "can be converted exactly. Save the weights as float32."
+        )
     # No output format has float16, and float32 holds its values exactly.
     tensors |= {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype == torch.float16}
-    if config.tied:
-        stored_decoder = tensors.get(decoder)
-        if stored_decoder is not None and (differing := int((stored_decoder != tensors[embedding]).sum())):
+    embedding, decoder = (TABLES[config.layout][row].published[0] for row in (0, -2))
+    if config.tied and embedding in tensors:
+        if not torch.equal(tensors.setdefault(decoder, tensors[embedding].clone()), tensors[embedding]):
             raise ConversionError(
-                f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding in "
-                f"{differing:,} of {stored_decoder.numel():,} values; set it to false, or remove the tensor."
+                f"{folder}: config.json has tie_word_embeddings true, but {decoder} differs from the embedding; set it "
+                "to false, or remove the tensor."
             )
         notes.append(f"{decoder} is a copy of the embedding; training does not keep them equal")
-        tensors[decoder] = tensors[embedding].clone()
-    if zero_biases:
-        notes.append(f"filled with zeros, because the files lack them: {quote_names(zero_biases)}")
-        tensors |= {name: tensors[embedding].new_zeros(shapes[name]) for name in zero_biases}
-    return tensors, notes
-
-
-def find_zero_biases(
-    folder: Path, config: FolderConfig, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any], *, decoder: str
-) -> list[str]:
-    """Return the names of biases that the files lack because the model has none. The caller fills them with zeros.
-
-    Args:
-        tensors: Tensors in the files.
-        shapes: Shapes of all tensors of the layout, by published name.
-        decoder: Published name of the weight of the head, which may be missing if embeddings are tied.
-
-    Raises:
-        ConversionError: Another tensor is missing, or the files have a tensor that is not in `shapes` or not used.
-    """
     biases = [name for name in shapes if name.endswith(".bias") and not config.has_biases]
     if config.layout == "eurobert" and (ignored := [name for name in biases if name in tensors]):
         raise ConversionError(
             f"{folder}: config.json has mlp_bias false, but the files have {quote_names(ignored)}, which transformers "
             "would ignore. Set mlp_bias to true, or remove the tensors."
         )
-    optional = [*biases, decoder] if config.tied else biases
-    missing = [name for name in shapes if name not in tensors and name not in optional]
-    unknown = [name for name in tensors if name not in shapes]
-    if decoder in missing:
-        others = f", but {quote_names(unknown)}" if unknown else ""
-        raise ConversionError(
-            f"{folder}: there is no {decoder}{others}. Pre-training needs the masked-language-model head; if its "
-            'decoder is the embedding, set "tie_word_embeddings": true in config.json.'
-        )
-    if unknown:
-        raise ConversionError(
-            f"{folder}: a {config.layout} model with num_hidden_layers {config.model.num_layers} does not have "
-            f"{quote_names(unknown)}. Fetch the folder again, or remove these tensors."
-        )
-    if missing:
-        raise ConversionError(
-            f"{folder}: the files lack {quote_names(missing)}; a {config.layout} folder of {config.model.num_layers} "
-            f"layers has {len(shapes)} tensors. Fetch the folder again."
-        )
-    return [name for name in biases if name not in tensors]
+    implied = [name for name in biases if name not in tensors]
+    try:
+        check_tensors(tensors, {name: shape for name, shape in shapes.items() if name not in implied})
+    except ConversionError as error:
+        raise ConversionError(f"{folder}: {error}") from error
+    if implied:
+        notes.append(f"filled with zeros, because the files lack them: {quote_names(implied)}")
+        tensors |= {name: tensors[embedding].new_zeros(shapes[name]) for name in implied}
+    return tensors, notes
 
 
 # --- files
@@ -276,19 +245,13 @@ def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]
         ConversionError: A file is damaged, or its tensors are not those in the index.
     """
     tensors: dict[str, Tensor] = {}
-    locations = set()
     for file in sorted(set(weight_map.values())):
         if not (folder / file).is_file():
             raise MissingInputError(f"{folder / file}: no such file, but {INDEX} lists it; fetch the folder again.")
-        shard = map_file(folder / file)
-        locations |= {(name, file) for name in shard}
-        tensors |= shard
-    if differing := sorted(locations ^ set(weight_map.items())):
-        name, file = differing[0]
-        has = "has" if differing[0] in locations else "does not have"
+        tensors |= map_file(folder / file)
+    if differing := sorted(tensors.keys() ^ weight_map.keys()):
         raise ConversionError(
-            f"{folder / file} {has} {quote(name)}, whose file in {INDEX} is {quote(weight_map.get(name))}. Fetch the "
-            "folder again."
+            f"{folder}: {quote_names(differing)} is only in {INDEX} or only in its files. Fetch the folder again."
         )
     return tensors
 

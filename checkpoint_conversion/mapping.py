@@ -8,7 +8,7 @@ Apart from names, three things differ: the padding of the vocabulary, fused matr
 pairs adjacent channels of a head; Megatron, EuroBERT and Llama pair channel j with channel j + d/2. Every rule moves
 values and computes none, so it is exact in both directions. This module neither reads nor writes files.
 
-Source: tests/parity/test_published_models.py shows that the functions are equal, and that they differ under the wrong
+Source: tests/parity/test_check_parity.py shows that the functions are equal, and that they differ under the wrong
 rotary convention.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.text import listed
+from megatron_neobert.huggingface.checks import quote_names
 
 # Suffixes of the gate's and the value's half of SwiGLU's first matrix in a checkpoint.
 # Source: megatron.core transformer/mlp.py `apply_swiglu_sharded_factory`.
@@ -211,7 +211,7 @@ def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table
             have is not zero.
     """
     entries = expand_table(table, shape.model.num_layers)
-    check_tensors(published, published_shapes(table, shape), remedy="fetch the weights again, or use others")
+    check_tensors(published, published_shapes(table, shape))
     internal: dict[str, Tensor] = {}
     for entry in entries:
         for name in entry.zero_biases:
@@ -268,24 +268,17 @@ def split_halves(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def check_tensors(
-    tensors: Mapping[str, Tensor],
-    expected: Mapping[str, tuple[int, ...]],
-    *,
-    remedy: str = "convert an earlier iteration, from before the loss diverged",
-) -> None:
-    """Raise ConversionError unless the tensors have exactly the expected names and shapes, and finite values.
-
-    Args:
-        expected: Shapes by name.
-        remedy: Advice at the end of the message about values that are not finite.
-    """
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ConversionError unless the tensors have exactly the names and shapes in `expected`, and finite values."""
     if missing := [name for name in expected if name not in tensors]:
         raise ConversionError(
-            f"missing: {listed(missing)}; a NeoBERT of this shape has {len(expected)} tensors. Use complete weights."
+            f"missing: {quote_names(missing)}; a NeoBERT of this shape has {len(expected)} tensors. Use complete "
+            "weights, with a masked-language-model head."
         )
     if unknown := [name for name in tensors if name not in expected]:
-        raise ConversionError(f"not part of a NeoBERT of this shape: {listed(unknown)}; check its number of layers.")
+        raise ConversionError(
+            f"not part of a NeoBERT of this shape: {quote_names(unknown)}; check its number of layers."
+        )
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise ConversionError(
@@ -295,8 +288,6 @@ def check_tensors(
     # A finite sum has finite terms, and costs a tenth of a check of every value.
     suspects = [name for name in expected if not tensors[name].sum().isfinite()]
     if bad := [name for name in suspects if not tensors[name].isfinite().all()]:
-        first, others = tensors[bad[0]], f", and so have {listed(bad[1:])}" if bad[1:] else ""
         raise ConversionError(
-            f"{bad[0]} has {int((~first.isfinite()).sum())} of {first.numel()} values that are NaN or infinite"
-            f"{others}; {remedy}."
+            f"values of {quote_names(bad)} are NaN or infinite; use weights from before the loss diverged."
         )

@@ -19,7 +19,7 @@ from megatron_neobert.errors import ConfigError, run_command, suggestion
 
 COMMON, DATA = "megatron_neobert.commands", "megatron_neobert.data"
 EVALUATION, INSPECTION = "megatron_neobert.evaluation.commands", "megatron_neobert.inspection"
-FETCHING, CONVERSION = "megatron_neobert.evaluation.fetch", "checkpoint_conversion"
+CONVERSION = "checkpoint_conversion"
 CONVERT = f"{CONVERSION}.convert"
 # Group -> command -> (module:function, purpose in --help and docs/commands.md).
 COMMANDS = {
@@ -43,18 +43,17 @@ COMMANDS = {
         "convert megatron-to-hf": (f"{CONVERT}:megatron_to_hf", "convert a checkpoint to a Hugging Face model"),
         "convert hf-to-megatron": (f"{CONVERT}:hf_to_megatron", "convert a Hugging Face model to a checkpoint"),
         "verify": (f"{CONVERT}:verify", "check whether two models are equal"),
-        "model-card": (f"{CONVERSION}.card:rewrite_model_card", "update the model card of a converted model"),
         "export-onnx": (f"{CONVERSION}.export_onnx:export_onnx", "export a Hugging Face model to ONNX"),
     },
     "Evaluation": {
         "evaluate glue": (f"{EVALUATION}:evaluate_glue", "fine-tune and evaluate on GLUE as in the paper"),
-        "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "evaluate on MTEB, or on your own tasks"),
+        "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "evaluate on MTEB"),
         "evaluate ner": (f"{EVALUATION}:evaluate_ner", "fine-tune and evaluate named-entity recognition"),
         "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "measure pseudo-perplexity by document length"),
         "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "measure tokens/s by length and batch size"),
         "finetune": (f"{EVALUATION}:finetune", "fine-tune an encoder for embeddings (contrastive)"),
-        "fetch mteb": (f"{FETCHING}:fetch_mteb", "download the data of MTEB tasks"),
-        "fetch contrastive": (f"{FETCHING}:fetch_contrastive", "download the data of contrastive fine-tuning"),
+        "fetch mteb": (f"{EVALUATION}:fetch_mteb", "download the data of MTEB tasks"),
+        "fetch contrastive": (f"{EVALUATION}:fetch_contrastive", "download the data of contrastive fine-tuning"),
         "report": (f"{EVALUATION}:report", "write one page with all results and the paper's"),
     },
     "This machine": {

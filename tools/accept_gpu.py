@@ -7,7 +7,7 @@
 `tools/acceptance/phases.py` has nine phases, which run on one GPU for at most ten minutes each. A phase starts
 commands of this project and compares their figures with limits. A phase that fails does not stop the others. A second
 call with the same output folder keeps the phases that passed with the same GPU and versions. The folder contains
-report.md, report.json and the output of all commands.
+report.md, the results of each phase and the output of all commands.
 
 Exit code 0: all requested phases passed. 1: a phase failed, or could not run on this machine.
 """
@@ -144,7 +144,7 @@ def verdict(results: dict[str, dict[str, Any]], requested: list[str], machine: d
 
 
 def write_report(output: Path, machine: dict[str, str]) -> None:
-    """Write report.md and report.json to `output`, about all phases with a result from this machine."""
+    """Write report.md to `output`, about all phases with a result from this machine."""
     from megatron_neobert.evaluation.pages import code, heading, paragraph
 
     results = read_results(output, machine)
@@ -163,8 +163,6 @@ def write_report(output: Path, machine: dict[str, str]) -> None:
             blocks += [paragraph(f"{title}:"), to_table(rows)] if rows else []
         blocks += [code("\n".join(result["commands"]))] if result["commands"] else []
     replace_file(output / "report.md", "\n\n".join(blocks) + "\n")
-    content = {"verdict": outcome, "command": command, "machine": machine, "phases": results}
-    replace_file(output / "report.json", json.dumps(content, indent=1) + "\n")
 
 
 def to_table(rows: list[dict[str, Any]]) -> str:

@@ -1,9 +1,8 @@
 """The command `neobert check parity`: compares the reference, the Megatron model and the Hugging Face exports.
 
 All models get the same random weights, and the command prints the differences of their logits on the same prompts in
-fp32, bfloat16 and fp64. In fp64, casts to fp32 are replaced, so that only differences of the algebra remain. Two wrong
-models serve as controls: a comparison that does not detect them would prove nothing. The default model, 28 x 768, takes
-half a minute on one core and 4 GB of memory.
+fp32 and bfloat16. Two wrong models serve as controls: a comparison that does not detect them would prove nothing. The
+default model, 28 x 768, takes half a minute on one core and 4 GB of memory.
 
 --step also compares loss and gradients of one training step of 1,024 tokens, for every kernel and FP8 recipe of this
 machine, with those of the reference in fp32 on the CPU.
@@ -12,7 +11,7 @@ machine, with those of the reference in fp32 on the CPU.
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,8 +136,6 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
         Name of the comparison, its result, and the tolerance of its precision. Comparisons whose names start with
         CONTROL use wrong models, and must differ by more than 100 times the tolerance.
     """
-    import copy
-
     import torch
 
     from checkpoint_conversion.compare import (
@@ -156,10 +153,9 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
     reference, tensors, wrong = build_loud_reference(settings, vocab_size)
     prompts = build_prompts(vocab_size, longest=max_tokens)
 
-    def as_source(model: Any) -> LogitModel:
-        return LogitModel(
-            "reference", vocab_size, max_tokens, model, model.forward_packed, settings.model, reference.state_dict
-        )
+    source = LogitModel(
+        "reference", vocab_size, max_tokens, reference, reference.forward_packed, settings.model, reference.state_dict
+    )
 
     def megatron_logits(tokens_t: "Tensor", starts_n: "Tensor") -> "Tensor":
         with megatron_model(settings, tensors, vocab_size) as (model, device):
@@ -176,16 +172,13 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
     for layout in TABLES:
         with exported(settings, tensors, vocab_size, layout) as folder:
             for dtype, tolerance in TOLERANCES.items():
-                is_precise = dtype is torch.float64
-                source = as_source(copy.deepcopy(reference).double() if is_precise else reference)
-                with in_float64() if is_precise else nullcontext():
-                    checks = compare_models(source, load_logit_model(folder, dtype))
+                checks = compare_models(source, load_logit_model(folder, dtype))
                 for form, comparison in checks.items():  # padded and packed
                     yield f"{layout}, {form}, {str(dtype).removeprefix('torch.')}", comparison, tolerance
     unmasked_bsv = reference(prompts.tokens_bs)
     yield f"{CONTROL}padding attended to", compare_logits(expected_bsv, unmasked_bsv, prompts.attention_mask_bs), fp32
     with exported(settings, wrong, vocab_size, "eurobert") as folder:
-        comparison = compare_models(as_source(reference), load_logit_model(folder))["padded"]
+        comparison = compare_models(source, load_logit_model(folder))["padded"]
         yield f"{CONTROL}rotary pairs not permuted", comparison, fp32
 
 
@@ -306,25 +299,6 @@ def megatron_model(settings: Settings, tensors: "Mapping[str, Tensor]", vocab_si
         yield model, device
     finally:
         distributed.shut_down()
-
-
-def in_float64() -> AbstractContextManager[Any]:
-    """Return a context in which torch casts to fp64 wherever code asks for fp32."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class InFloat64(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if func is torch.Tensor.float:
-                return args[0].double()
-            # Tensor.view reads the bytes of a safetensors file, which contains fp32.
-            if func is not torch.Tensor.view:
-                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-                kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
-            return func(*args, **kwargs)
-
-    return InFloat64()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Read tables of examples from local files: Parquet, JSON lines, CSV, TSV, CoNLL text and saved data sets.
+"""Read tables of examples from local files: Parquet, JSON lines, CSV, CoNLL text and saved data sets.
 
 References in files are never followed: not to other folders, pipes or the network.
 """
@@ -105,7 +105,7 @@ def read_split(
             for ending in _TABLES[: 2 if tagged else None]:
                 pattern = re.compile(rf"{re.escape(name)}(-\d+-of-\d+)?{re.escape(ending)}")
                 if files := sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)):
-                    return read_tables(files, texts=texts)
+                    return datasets.Dataset(pyarrow.concat_tables([_read_table(path, texts) for path in files]))
             if tagged and (file := next((p for end in _TAGGED if (p := folder / f"{name}{end}").is_file()), None)):
                 return _read_tagged_text(file)
             if (folder / name / "dataset_info.json").is_file():
@@ -116,29 +116,13 @@ def read_split(
     return None
 
 
-def read_tables(files: Sequence[Path], *, texts: Sequence[str] = ()) -> datasets.Dataset:
-    """Return the rows of Parquet, .jsonl, .csv or .tsv files, one file after the other. All must have the same columns.
-
-    Columns in `texts` are read as strings even if a CSV file has numbers there. Errors of pyarrow are not translated.
-    """
-    return datasets.Dataset(pyarrow.concat_tables([_read_table(path, texts) for path in files]))
-
-
 def _read_table(path: Path, texts: Sequence[str]) -> pyarrow.Table:
     if path.suffix == ".parquet":
         return parquet.read_table(path)
     if path.suffix == ".jsonl":
         return arrow_json.read_json(path, read_options=arrow_json.ReadOptions(block_size=_JSON_BLOCK_BYTES))
-    is_tsv = path.suffix == ".tsv"
-    return csv.read_csv(
-        path,
-        parse_options=csv.ParseOptions(
-            delimiter="\t" if is_tsv else ",",
-            quote_char=False if is_tsv else '"',  # in a TSV file, a quote is part of the text
-            newlines_in_values=not is_tsv,
-        ),
-        convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string())),
-    )
+    types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
+    return csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=types)
 
 
 def columns_of(rows: datasets.Dataset, names: Sequence[str], where: str) -> list[list[Any]]:

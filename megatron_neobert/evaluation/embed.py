@@ -249,7 +249,6 @@ def train(
         "last_loss_nats": last_loss,
         "losses_nats": losses,
         "seconds_of_this_start": round(seconds, 1),
-        "datasets": plan.describe(),
     }
 
 
@@ -294,14 +293,6 @@ class SamplingPlan:
         weights = np.asarray(self.sizes, dtype=np.float64) ** self.alpha
         generator = np.random.default_rng([self.seed, 0])
         return generator.choice(len(self.sizes), size=self.batches, p=weights / weights.sum())
-
-    def describe(self) -> dict[str, dict[str, int]]:
-        """Return {name: {"rows": pairs, "pairs_per_batch": pairs, "batches": batches of all processes in the run}}."""
-        drawn = np.bincount(self.draw_datasets(), minlength=len(self.sizes)).tolist()
-        return {
-            name: {"rows": size, "pairs_per_batch": batch_size, "batches": batches}
-            for name, size, batch_size, batches in zip(self.names, self.sizes, self.batch_sizes, drawn, strict=True)
-        }
 
 
 class PlannedBatchSampler(MultiDatasetDefaultBatchSampler):

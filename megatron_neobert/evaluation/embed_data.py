@@ -17,7 +17,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, NeoBERTError, short_reason, yaml_reason
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, short_reason, yaml_reason
 from megatron_neobert.evaluation.data import reading
 from megatron_neobert.runtime.atomic_files import sha256_of
 
@@ -166,36 +166,34 @@ def fetch_pairs(key: str, source: DatasetSource) -> datasets.Dataset:
     Raises DataError if the dataset cannot be read, lacks columns, or has no pairs. `key` names it in the message.
     """
     try:
-        return datasets.Dataset.from_generator(
-            _read_source, features=_FEATURES, gen_kwargs={"key": key, "source": source}
-        )
+        return datasets.Dataset.from_generator(_read_source, features=_FEATURES, gen_kwargs={"source": source})
     except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, NeoBERTError):
-            raise cause from None
-        raise DataError(f"{key}: {source.hub} cannot be read ({short_reason(cause)}); try again.") from error
+        raise DataError(
+            f"{key}: {source.hub} cannot be read ({short_reason(error.__cause__ or error)}); check its columns in the "
+            "YAML file, or try again."
+        ) from error
 
 
-def _read_source(key: str, source: DatasetSource) -> Iterator[dict[str, Any]]:
-    label, is_empty = f"{key} ({source.hub})", True
+def _read_source(source: DatasetSource) -> Iterator[dict[str, Any]]:
+    is_empty = True
     streams = (_stream(source, config, source.split) for config in source.configs or (None,))
     for row in _join_retrieval(source) if source.retrieval else itertools.chain.from_iterable(streams):
-        if source.score is not None:
-            scores = _values(row, source.score, label)
-            if not scores or not float(scores[0]) > source.above:
-                continue
+        if source.score is not None and not row[source.score] > source.above:
+            continue
+        negatives = [text for path in _paths(source.negatives) for text in values_at(row, path)]
+        query = _first_text(row, _paths(source.query or "query"))
         pair = _clean(
             {
-                "query": _first_text(row, source.query or "query", label),
-                "positive": _first_text(row, source.positive or "positive", label),
-                "negatives": [text for path in _paths(source.negatives) for text in _texts(row, path, label)],
+                "query": query,
+                "positive": _first_text(row, _paths(source.positive or "positive")),
+                "negatives": negatives,
             }
         )
         if pair["query"] and pair["positive"]:
             is_empty = False
             yield pair
     if is_empty:
-        raise DataError(f"{label} has no row with a query and a positive; check the columns in the YAML file.")
+        raise ValueError("no row has a query and a positive")
 
 
 def _stream(source: DatasetSource, config: str | None, split: str) -> Any:
@@ -223,45 +221,25 @@ def _paths(columns: _Columns) -> tuple[str, ...]:
     return (columns,) if isinstance(columns, str) else columns
 
 
-def _first_text(row: dict[str, Any], columns: _Columns, label: str) -> str | None:
-    """Return the first non-empty text of a row at the paths `columns` (such as `a`, `a.b`, `a.0` or `a.*`), or None.
-
-    Paths whose column the row lacks are skipped. Raises DataError if the row has none of the columns, a key of a path
-    is missing, or a value is not a text. `label` names the dataset in the message.
-    """
-    present = [path for path in _paths(columns) if path.split(".")[0] in row]
-    if not present:
-        raise DataError(
-            f"{label} has the columns {', '.join(map(str, row))}, but neither {' nor '.join(_paths(columns))}; name "
-            "its columns in the YAML file."
-        )
-    # Rows of a file with two configs have the columns of both, and None in those of the other config.
-    texts = itertools.chain.from_iterable(_texts(row, path, label) for path in present)
-    return next((text for text in texts if text), None)
+def _first_text(row: dict[str, Any], paths: tuple[str, ...]) -> str | None:
+    """Return the first non-empty text of a row at the paths whose column the row has, or None."""
+    # Rows of a dataset with two configs have the columns of one of them, or None in those of the other.
+    present = [path for path in paths if path.split(".")[0] in row] or paths
+    return next((text for path in present for text in values_at(row, path) if text), None)
 
 
-def _texts(row: dict[str, Any], path: str, label: str) -> list[str]:
-    values = [value for value in _values(row, path, label) if value is not None]
-    wrong = next((value for value in values if not isinstance(value, str)), None)
-    if wrong is not None:
-        remedy = f"use {path}.0 or {path}.*" if isinstance(wrong, list) else "name another column"
-        raise DataError(f"{label}: {path} holds a {type(wrong).__name__} and not a text; {remedy}.")
-    return values
-
-
-def _values(row: dict[str, Any], path: str, label: str) -> list[Any]:
+def values_at(row: dict[str, Any], path: str) -> list[Any]:
     """Return the values of a row at a path: `a` (column), `a.b` (key), `a.0` (entry of a list) or `a.*` (all entries).
 
-    None within the path, or an index beyond the end of a list, gives no value. Raises DataError if a key is missing.
+    None, or an index beyond the end of a list, gives no value. Raises KeyError if a column or key is missing.
     """
     values: list[Any] = [row]
     for step in path.split("."):
         if step == "*":
-            values = [entry for value in values for entry in value or ()]
-        elif step.isdigit() and all(value is None or isinstance(value, list) for value in values):
-            values = [value[int(step)] for value in values if value is not None and len(value) > int(step)]
-        elif all(value is None or (isinstance(value, dict) and step in value) for value in values):
-            values = [value[step] for value in values if value is not None]
+            values = [entry for value in values for entry in value]
+        elif step.isdigit():
+            values = [value[int(step)] for value in values if len(value) > int(step)]
         else:
-            raise DataError(f"{label} has no {path}: there is no {step!r}; name its columns in the YAML file.")
+            values = [value[step] for value in values]
+        values = [value for value in values if value is not None]
     return values

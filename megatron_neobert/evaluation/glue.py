@@ -34,8 +34,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
 from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device, shortest_first
-from megatron_neobert.evaluation.ledger import Ledger
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model, load_tokenizer, longest_input
+from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
@@ -194,8 +193,7 @@ _METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]]
 def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
     """Return the scores of one split by metric, as fractions of 1. MNLI's key is "accuracy" for both validation sets.
 
-    An undefined score is 0. All scores are 0, with a warning, if a logit is not finite, or if all predictions of a task
-    with correlations are equal.
+    An undefined score is 0. All scores are 0, with a warning, if a logit is not finite.
 
     Args:
         logits: [rows, classes]; [rows, 1] for regression.
@@ -206,10 +204,6 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
         warnings.warn(f"{task.title}: the model's outputs are not finite; its scores count as 0.", stacklevel=2)
         return dict.fromkeys(names, 0.0)
     predictions: NDArray[np.generic] = logits.reshape(len(logits)) if task.is_regression else logits.argmax(axis=1)
-    has_correlations = not {"matthews", "pearson", "spearman"}.isdisjoint(names)
-    if has_correlations and len(labels) > 1 and np.ptp(predictions) == 0:
-        warnings.warn(f"{task.title}: every prediction is {predictions[0]}; correlations count as 0.", stacklevel=2)
-        return dict.fromkeys(names, 0.0)
     scores = {name: float(_METRICS[name](labels, predictions)) for name in names}
     return {name: score if np.isfinite(score) else 0.0 for name, score in scores.items()}
 
@@ -240,7 +234,8 @@ def evaluate(options: GlueOptions) -> Path:
         task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
         for task in tasks
     }
-    about = _describe_model(options)
+    # Reveals problems of the model before any run.
+    TASKS[tasks[0]].load(options.model, LoadOptions(attention=options.attention))
     for task in tasks:
         sweep = Sweep(
             kind="glue",
@@ -248,7 +243,6 @@ def evaluate(options: GlueOptions) -> Path:
             grid=choose_grid(options, task),
             start=_best_mnli(folder / "glue" / MNLI, model) if task in transfer_tasks else options.model,
             data=data[task],
-            about={**about, "from_mnli": task in transfer_tasks},
             options=options,
         )
         run_sweep(sweep, average_tasks)
@@ -264,51 +258,25 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
 
 
 def _best_mnli(folder: Path, model_fingerprint: str) -> Path:
-    """Return the folder with the best weights of the last MNLI sweep that a model finished. The ledger is in `folder`.
+    """Return the folder with the best weights of the last MNLI sweep that a model finished. The sweep is in `folder`.
 
     Raises ConfigError if the model has finished no MNLI sweep, MissingInputError if the weights were removed, and
-    DataError if the ledger is damaged.
+    DataError if the sweep is damaged.
     """
-    ledger = Ledger(folder)
-    if (line := last_sweep(ledger, model_fingerprint)) is None:
+    if (sweep := last_sweep(folder, model_fingerprint)) is None:
         raise ConfigError(
             "--tasks: RTE, MRPC, STS-B and QNLI start from the best MNLI model, but no sweep of MNLI is finished for "
             f"this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
         )
-    if (weights := best_weights(ledger, line)) is None:
+    if (weights := best_weights(folder, sweep)) is None:
         raise MissingInputError(f"{folder}: the best weights are gone; remove the folder to run MNLI again.")
     return weights
-
-
-def _describe_model(options: GlueOptions) -> dict[str, Any]:
-    """Return the head and the longest input for the record. Loading the model reveals its problems before any run."""
-    model = TASKS["cola"].load(options.model, LoadOptions(attention=options.attention))
-    length = longest_input(model, load_tokenizer(options.model), at_most=options.max_length)
-    return {"head": type(model).__name__, "longest_input_tokens": length}
 
 
 # --- results
 
 
-def average_tasks(results: Mapping[str, Result], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return "average" (a fraction of 1, or None), "no_average" (the reason for None) and "missing" (names of tasks).
-
-    The average is None if a task is missing, or if tasks differ in protocol, seeds or the use of transfer from MNLI.
-    Grids may differ. The arguments are keyed by task.
-    """
-    finished = [task for task in TASKS if task in results]
-    compared = [
-        {name: settings[task][name] for name in ("protocol", "seeds")}
-        | ({"start from MNLI": settings[task]["from_mnli"]} if TASKS[task].starts_from_mnli else {})
-        for task in finished
-    ]
-    last = {name: value for values in compared for name, value in values.items()}
-    different = sorted({name for values in compared for name, value in values.items() if value != last[name]})
-    no_average = f"tasks differ in {', '.join(different)}" if different else None
-    if len(finished) < len(TASKS):
-        no_average = f"{len(finished)} of {len(TASKS)} tasks"
-    return {
-        "average": None if no_average else statistics.fmean(results[task]["score"]["mean"] for task in finished),
-        "no_average": no_average,
-        "missing": [task for task in TASKS if task not in results],
-    }
+def average_tasks(results: Mapping[str, Result]) -> dict[str, float | None]:
+    """Return {"average": fraction of 1}; None if a task is missing in `results`, whose keys are tasks."""
+    scores = [results[task]["score"]["mean"] for task in TASKS if task in results]
+    return {"average": statistics.fmean(scores) if len(scores) == len(TASKS) else None}

@@ -35,7 +35,7 @@ LEDGER = "ledger.jsonl"
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "seqeval")
 
 Unit = Mapping[str, Any]
-Line = dict[str, Any]  # keys: key, unit, result, origin (machine and versions of the measurement)
+Line = dict[str, Any]  # keys: unit, result, origin (machine and versions of the measurement)
 
 
 def key_of(unit: Unit) -> str:
@@ -47,7 +47,7 @@ class Ledger:
     """Finished units of one folder.
 
     Attributes:
-        lines: Lines of the file by key, in the order in which each was last added.
+        lines: Lines of the file by key.
         complete_bytes: Size of the complete lines when the file was read.
     """
 
@@ -67,7 +67,7 @@ class Ledger:
         for number, text in enumerate(content[: self.complete_bytes].splitlines(), 1):
             try:
                 line = dict(parse_json(text))
-                self._put({"key": line["key"]} | {name: dict(line[name]) for name in ("unit", "result", "origin")})
+                self.lines[line["key"]] = {name: dict(line[name]) for name in ("unit", "result", "origin")}
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(
                     f"{self.path}, line {number}: not an entry of a ledger ({error}); remove the file to measure again."
@@ -78,32 +78,25 @@ class Ledger:
         line = self.lines.get(key_of(unit))
         return None if line is None else line["result"]
 
-    def add(self, unit: Unit, result: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def add(self, unit: Unit, result: Mapping[str, Any]) -> dict[str, Any]:
         """Append a finished unit to the file and to `lines`, wait until it is on disk, and return its result.
 
-        The returned result has passed through JSON, so tuples are lists. An earlier line of the unit stays in the file,
-        but not in `lines`. If `origin` is None, it is the machine and the package versions of this process.
+        The returned result has passed through JSON, so tuples are lists.
         """
-        line = {"key": key_of(unit), "unit": unit, "result": result, "origin": origin or self.origin}
+        line = {"key": key_of(unit), "unit": unit, "result": result, "origin": self.origin}
         text = json.dumps(line)
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(text + "\n")
             stream.flush()
             os.fsync(stream.fileno())
         stored = parse_json(text)
-        self._put(stored)
+        self.lines[stored["key"]] = stored
         return dict(stored["result"])
 
     @cached_property
     def origin(self) -> dict[str, Any]:
         """Machine and package versions of this process."""
         return {"machine": _describe_machine(self._device), "versions": _package_versions()}
-
-    def _put(self, line: Line) -> None:
-        """Store a line as the last one."""
-        # Assigning to an existing key would keep its old position.
-        self.lines.pop(line["key"], None)
-        self.lines[line["key"]] = line
 
 
 @contextmanager

@@ -1,15 +1,14 @@
 """Losses of tokens that are masked one at a time, for any encoder with a masked-language-model head.
 
-Shapes: b masked documents, s tokens, h hidden size, v vocabulary.
+Shapes: b copies of a document, s tokens, h hidden size, v vocabulary.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation.models import (
@@ -21,13 +20,6 @@ from megatron_neobert.evaluation.models import (
     load_tokenizer,
     longest_input,
 )
-
-
-class MaskedDocument(NamedTuple):
-    """Token ids of a document, and the one position to mask."""
-
-    ids_s: Tensor
-    position: int
 
 
 class Scorer:
@@ -65,20 +57,19 @@ class Scorer:
         if self.max_length >= UNLIMITED_LENGTH:
             raise ConfigError(f"{folder}: model and tokenizer set no maximum length; give --max-length.")
 
-    def score(self, documents: Sequence[MaskedDocument]) -> list[float]:
-        """Mask the token at `position` of each document, and return the losses of these tokens: -log p, in nats.
+    def score(self, ids_s: Tensor, positions: Sequence[int]) -> list[float]:
+        """Mask each position of a document alone, all in one batch, and return the losses: -log p, in nats.
 
         Raises DivergenceError if a loss is not finite, and ConfigError if the batch does not fit into GPU memory.
         """
-        targets_b = torch.stack([document.ids_s[document.position] for document in documents])
+        targets_b = ids_s[list(positions)].long()
         try:
-            logits_bv = self._logits(documents).float()
-            losses_b = nn.functional.cross_entropy(logits_bv, targets_b.long().to(logits_bv.device), reduction="none")
+            logits_bv = self._logits(ids_s, positions).float()
+            losses_b = nn.functional.cross_entropy(logits_bv, targets_b.to(logits_bv.device), reduction="none")
         except torch.OutOfMemoryError as error:
-            longest = max(len(document.ids_s) for document in documents)
+            tokens = len(positions) * len(ids_s)
             raise ConfigError(
-                f"{len(documents)} documents of up to {longest} tokens do not fit into memory; give --batch-tokens "
-                f"below {len(documents) * longest}."
+                f"{len(positions)} x {len(ids_s)} tokens do not fit into memory; give --batch-tokens below {tokens}."
             ) from error
         if not losses_b.isfinite().all():
             bad = losses_b[~losses_b.isfinite()][0].item()
@@ -90,20 +81,17 @@ class Scorer:
         return losses
 
     @torch.inference_mode()
-    def _logits(self, documents: Sequence[MaskedDocument]) -> Tensor:
-        """Mask the given position of each document, and return the logits there: [b, v], on the model's device."""
-        device = self.model.device
-        numbers_b = torch.arange(len(documents), device=device)
-        positions_b = torch.tensor([document.position for document in documents], device=device)
-        ids = [document.ids_s for document in documents]
-        ids_bs = pad_sequence(ids, batch_first=True, padding_value=self.tokenizer.pad_token_id or 0).long().to(device)
-        ids_bs[numbers_b, positions_b] = self.tokenizer.mask_token_id
-        mask_bs = pad_sequence([torch.ones_like(ids_s) for ids_s in ids], batch_first=True).long().to(device)
+    def _logits(self, ids_s: Tensor, positions: Sequence[int]) -> Tensor:
+        """Mask one position in each row, and return the logits there: [b, v], on the model's device."""
+        rows_b, positions_b = torch.arange(len(positions)), torch.tensor(positions)
+        ids_bs = ids_s.long().repeat(len(positions), 1)
+        ids_bs[rows_b, positions_b] = self.tokenizer.mask_token_id
+        ids_bs = ids_bs.to(self.model.device)
 
         def keep_masked_positions(module: nn.Module, arguments: Any, output: Any) -> None:
-            output.last_hidden_state = output.last_hidden_state[numbers_b, positions_b][:, None]
+            output.last_hidden_state = output.last_hidden_state[rows_b, positions_b][:, None]
 
         # The head computes every position separately, so it only gets the masked ones: [b, 1, h].
         with self.model.base_model.register_forward_hook(keep_masked_positions):
-            logits: Tensor = self.model(input_ids=ids_bs, attention_mask=mask_bs).logits
+            logits: Tensor = self.model(input_ids=ids_bs, attention_mask=torch.ones_like(ids_bs)).logits
         return logits[:, 0]

@@ -135,15 +135,18 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
     """
     from sentence_transformers import SentenceTransformer
 
-    from megatron_neobert.evaluation.sentence_modules import build_modules, read_prompts
+    from megatron_neobert.evaluation.sentence_modules import check_modules
 
     # Refuses a folder without a tokenizer, for which the library would create an empty one.
     load_tokenizer(folder)
     backbone = load_model(folder, "AutoModel", options)
+    check_modules(folder)
+    safe: Any = {"local_files_only": True, "trust_remote_code": False, "model_kwargs": {"use_safetensors": True}}
     with loading(folder, "a SentenceTransformer"):
-        modules, folder_limit = build_modules(folder, backbone)
-        model = SentenceTransformer(modules=modules, prompts=read_prompts(folder), device="cpu")
-    at_most = min(max_length, folder_limit or max_length)
+        model: Any = SentenceTransformer(str(folder), device="cpu", **safe)
+    model[0].model = backbone  # the library does not refuse missing weights
+    model.default_prompt_name = None
+    at_most = min(max_length, model.max_seq_length or max_length)
     model.max_seq_length = longest_input(backbone, model.tokenizer, at_most=at_most)
     return model.to(options.device)
 

@@ -1,8 +1,8 @@
 """Evaluation of one model on MTEB, from stored data. Every score is stored as soon as it is computed.
 
 The ledger in OUTPUT/NAME/mteb records the finished tasks; next to it are the results of mteb, in the layout of its
-cache. OUTPUT/NAME/mteb.json has one table for each choice of tasks and settings. A table has the mean of a category, or
-the overall mean over tasks, only if all scores are there: a mean over some of the tasks would not be comparable.
+cache. OUTPUT/NAME/mteb.json has the scores of the last command. It has the mean of a category, or the overall mean over
+tasks, only if all scores are there: a mean over some of the tasks would not be comparable.
 
 Texts are pooled as the folder's modules.json says, and by the mean of the token states without one. The prompts of the
 folder are ignored, so that all models get the same instructions. Scores depend on the batch size, because
@@ -21,7 +21,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +33,7 @@ from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, yaml_reason
-from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, origin_of, write_record
+from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.models import (
     LoadOptions,
     choose_device,
@@ -42,9 +41,8 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_tasks import LOCAL_PREFIX, choose_tasks, digest_of_files, flatten, load_task
+from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, load_task
 from megatron_neobert.evaluation.options import MtebOptions
-from megatron_neobert.evaluation.paper import MTEB_CATEGORIES
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
@@ -63,7 +61,7 @@ def evaluate(options: MtebOptions) -> None:
         os.environ["TQDM_DISABLE"] = "1"
     # Under mteb's protocol some classifiers do not converge, and scikit-learn warns for each of them.
     warnings.filterwarnings("ignore", module=r"sklearn\.")
-    tasks = choose_tasks(options.benchmark, options.tasks, options.languages, options.data_dir)
+    tasks = choose_tasks(options.benchmark, options.tasks, options.languages)
     prompts, digest = dict[str, str](), None
     if options.instructions != "none":
         path, tokenizer = find_config(options.instructions), load_tokenizer(options.model)
@@ -72,42 +70,37 @@ def evaluate(options: MtebOptions) -> None:
     device, folder = choose_device(options.device), options.output / options.model.resolve().name
     protocol = {name: getattr(options, name) for name in _PROTOCOL}
     protocol |= {"instructions": digest, "prompt_style": options.prompt_style if digest else None}
-    model = {"model": fingerprint(options.model)}
-    units = build_units(flatten(tasks), options.data_dir, {**model, "protocol": protocol})
+    common = {"model": fingerprint(options.model), "protocol": protocol}
+    units = build_units(flatten(tasks), options.data_dir, common)
     missing = [name for name, unit in units.items() if unit is None]
     if missing and not options.skip_missing:
         raise MissingInputError(
-            f"--data-dir {options.data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}); run "
-            "neobert fetch mteb --output DIR with the same tasks on a machine with network and copy DIR here, or use "
-            "--skip-missing."
+            f"--data-dir {options.data_dir}: no data of {len(missing)} tasks ({', '.join(missing)}) in the "
+            f"revisions of mteb {mteb.__version__}; run neobert fetch mteb --output DIR with the same tasks and mteb "
+            "on a machine with network and copy DIR here, or use --skip-missing."
         )
     with open_ledger(folder / "mteb", device) as ledger:
         loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
         scores = run_tasks(tasks, units, ledger, options, lambda: build_encoder(options, prompts, loading))
         task_names = list(options.tasks) or options.benchmark
         settings = {**protocol, "tasks": task_names, "languages": list(options.languages) if options.tasks else None}
-        measured = [ledger.lines[key_of(unit)] for unit in units.values() if unit is not None]
-        ledger.add({"table": settings, **model}, to_results(scores) | {"settings": settings}, origin_of(measured))
-        lines = [line for line in ledger.lines.values() if "table" in line["unit"]]
-        lines = [line for line in lines if line["unit"]["model"] == model["model"]]
-        record, tables = folder / "mteb.json", [line["result"] for line in lines]
-        write_record(record, "mteb", folder=options.model, settings=settings, results={"tables": tables}, lines=lines)
+        lines = [ledger.lines[key_of(unit)] for unit in units.values() if unit is not None]
+        record = folder / "mteb.json"
+        write_record(record, "mteb", folder=options.model, settings=settings, results=to_results(scores), lines=lines)
         print(f"\n{write_page('mteb', [record], folder)}\nwrote {record} and mteb.md")
 
 
 def build_units(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ledger unit of each task by the task's name. The value is None if the task has no stored data.
 
-    A ledger unit is a dictionary of everything that a score depends on, including the entries of `common`. Raises
-    DataError if stored data is damaged, or has another revision than the task of the installed mteb.
+    A ledger unit is a dictionary of everything that a score depends on, including the entries of `common`.
     """
     units: dict[str, Any] = {}
     for task in tasks:
         name = task.metadata.name
-        # The revision of a local task consists of the hashes of its files.
-        data = task.metadata.revision if name.startswith(LOCAL_PREFIX) else digest_of_files(data_dir, task)
         about = {"task": name, "splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
-        units[name] = None if data is None else {**common, **about, "data": data, "mteb": mteb.__version__}
+        about |= {"data": task.metadata.revision, "mteb": mteb.__version__}
+        units[name] = {**common, **about} if folder_of(data_dir, task).is_dir() else None
     return units
 
 
@@ -117,7 +110,7 @@ def run_tasks(
     ledger: Ledger,
     options: MtebOptions,
     build: Callable[[], Any],
-) -> list["TaskScore"]:
+) -> dict[str, dict[str, Any]]:
     """Evaluate the tasks that the ledger lacks, add them to the ledger, and print a line for each task.
 
     Raises DataError if stored data is damaged.
@@ -127,7 +120,7 @@ def run_tasks(
         build: Builds the encoder. It is called at most once, before the first evaluation; its errors pass through.
 
     Returns:
-        For each task, 100 x mteb's main score, or the reason why it is missing.
+        By task: "type", "metric", "score" (100 x mteb's main score) and, if it is None, "missing", the reason.
     """
     subtasks, encoder = flatten(tasks), None
     cache = mteb.ResultCache(ledger.path.parent)
@@ -140,10 +133,7 @@ def run_tasks(
         if (result := ledger.find(unit)) is not None:
             print(f"{label}: {100 * result['score']:.2f} (kept)", flush=True)
             continue
-        if name.startswith(LOCAL_PREFIX):
-            task.load_data()
-        else:
-            load_task(options.data_dir, task)
+        load_task(options.data_dir, task)
         encoder = encoder or build()
         encode_kwargs: Any = {
             "batch_size": options.batch_size,
@@ -164,7 +154,7 @@ def run_tasks(
         result = ledger.add(unit, {"score": float(task_result.get_score()), "seconds": seconds})
         print(f"{label}: {100 * result['score']:.2f} ({seconds:.0f} s)", flush=True)
     results = {name: None if unit is None else ledger.find(unit) for name, unit in units.items()}
-    return [_score(task, results) for task in tasks]
+    return {task.metadata.name: _score(task, results) for task in tasks}
 
 
 # --- the encoder
@@ -229,7 +219,6 @@ def build_encoder(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mteb calls its own deprecated functions
         encoder = SentenceTransformerEncoderWrapper(model.eval())
-    # Set here, because the constructor drops the prompts of local tasks.
     encoder.model_prompts = prompts or None
     protocol = {name: getattr(options, name) for name in (*_PROTOCOL, "prompt_style")} | {"prompts": prompts}
     about = {"name": f"local/{folder.resolve().name}", "revision": f"{fingerprint(folder)}-{key_of(protocol)[:8]}"}
@@ -240,51 +229,35 @@ def build_encoder(
 # --- results
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskScore:
-    """Score of one task of a benchmark."""
-
-    name: str
-    type: str
-    metric: str
-    score: float | None  # 100 x mteb's main score
-    missing: str | None = None  # the reason why the score is None
+def mean_of(scores: Sequence[float | None]) -> float | None:
+    """Return the mean score, or None if a score is missing."""
+    values = [score for score in scores if score is not None]
+    return math.fsum(values) / len(values) if len(values) == len(scores) else None
 
 
-def mean_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return "value" (mean score, None if a score is missing), "there" (number of scores) and "expected" (of tasks)."""
-    values = [task.score for task in scores if task.score is not None]
-    is_complete = 0 < len(values) == len(scores)
+def to_results(tasks: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return "average", "categories" (mean by type) and "tasks", the argument: the scores by task from `run_tasks`."""
+    types = sorted({task["type"] for task in tasks.values()})
     return {
-        "value": math.fsum(values) / len(values) if is_complete else None,
-        "there": len(values),
-        "expected": len(scores),
+        "average": mean_of([task["score"] for task in tasks.values()]),
+        "categories": {name: mean_of([t["score"] for t in tasks.values() if t["type"] == name]) for name in types},
+        "tasks": tasks,
     }
 
 
-def to_results(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Return "average", "categories" (mean by type), "tasks" (score by name) and "missing" (names without a score)."""
-    types = [*MTEB_CATEGORIES, *sorted({task.type for task in scores} - set(MTEB_CATEGORIES))]
-    groups = {type_: [task for task in scores if task.type == type_] for type_ in types}
-    return {
-        "average": mean_of(scores),
-        "categories": {name: mean_of(group) for name, group in groups.items() if group},
-        "tasks": {task.name: vars(task) for task in scores},
-        "missing": [task.name for task in scores if task.score is None],
-    }
+def _score(task: AbsTask, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return type, metric and 100 x the score of a task (mean of the subtasks of an aggregate).
 
-
-def _score(task: AbsTask, results: Mapping[str, Any]) -> TaskScore:
-    """Return 100 x the score of a task (mean of the subtasks of an aggregate), or the reason why a score is missing.
-
-    `results` has {"score": fraction of 1}, or None without data, by the name of the task or of each subtask.
+    If a score is None, "missing" is the reason. `results` has {"score": fraction of 1}, or None without data, by the
+    name of the task or of each subtask.
     """
-    about: dict[str, Any] = {"name": task.metadata.name, "type": task.metadata.type, "metric": task.metadata.main_score}
     subtasks = [subtask.metadata.name for subtask in flatten([task])]
     scores = {name: float(results[name]["score"]) for name in subtasks if results[name] is not None}
+    score, missing = None, None
     if absent := [name for name in subtasks if name not in scores]:
-        reason = "no data" if absent == [task.metadata.name] else f"no data of {', '.join(absent)}"
-        return TaskScore(**about, score=None, missing=reason)
-    if undefined := [name for name, score in scores.items() if not math.isfinite(score)]:
-        return TaskScore(**about, score=None, missing=f"not a number: the score of {', '.join(undefined)}")
-    return TaskScore(**about, score=100 * math.fsum(scores.values()) / len(scores))
+        missing = "no data" if absent == [task.metadata.name] else f"no data of {', '.join(absent)}"
+    elif undefined := [name for name, value in scores.items() if not math.isfinite(value)]:
+        missing = f"not a number: the score of {', '.join(undefined)}"
+    else:
+        score = 100 * math.fsum(scores.values()) / len(scores)
+    return {"type": task.metadata.type, "metric": task.metadata.main_score, "score": score, "missing": missing}

@@ -98,11 +98,9 @@ class MtebOptions(ComputeOptions):
 
     model: Path = option(help=_MODEL, metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
-    data_dir: Path = option(help="output folder of neobert fetch mteb, with or without local tasks", metavar="DIR")
+    data_dir: Path = option(help="output folder of neobert fetch mteb", metavar="DIR")
     benchmark: str = option(MTEB_PAPER, "benchmark of mteb; all its tasks are evaluated", metavar="NAME")
-    tasks: tuple[str, ...] = option(
-        (), "tasks to evaluate instead of a benchmark; local:NAME reads the files in DATA_DIR/NAME", metavar="NAME"
-    )
+    tasks: tuple[str, ...] = option((), "tasks to evaluate instead of a benchmark", metavar="NAME")
     languages: tuple[str, ...] = option(("eng",), "languages of --tasks as ISO 639-3 codes", metavar="CODE")
     skip_missing: bool = option(False, "skip tasks without data and list them in the table")
     instructions: str = option(

@@ -2,7 +2,7 @@
 
 Each token is masked alone, so a document costs as many forward passes as tokens are masked: 4,096 for 4,096 tokens,
 unless `--positions-per-doc` draws fewer. Tokens that the tokenizer adds are neither masked nor counted. A batch holds
-documents of similar length.
+copies of one document.
 
 Each document is a unit of the ledger. It is identified by a hash of its text, so file names and order do not matter,
 and a document that occurs twice is measured once. Documents are truncated at the longest input of the model.
@@ -20,7 +20,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev, variance
 from typing import Any
@@ -35,7 +34,7 @@ from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.ledger import key_of, open_ledger, write_record
-from megatron_neobert.evaluation.masked_scorer import MaskedDocument, Scorer
+from megatron_neobert.evaluation.masked_scorer import Scorer
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.report import write_page
@@ -97,10 +96,7 @@ def evaluate(options: PerplexityOptions) -> None:
         DivergenceError: A loss is not finite.
         OutputError: Another command is writing the results of a model.
     """
-    models, dropped = name_models(options.model), Counter[str]()
-    # Refuse data without text before a model is loaded.
-    if next(_read(options, dropped), None) is None:
-        raise _nothing_to_measure(options, dropped)
+    models = name_models(options.model)
     for name, folder in models.items():
         results = evaluate_model(folder, options)
         value, error = f"{results['pseudo_perplexity']:.6g}", results["standard_error"]
@@ -139,8 +135,11 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
         # Between two updates: a terminal overwrites the line, a log keeps every line.
         seconds = 0.1 if sys.stderr.isatty() else 30.0
         with tqdm(total=total, desc=output.name, unit=" tokens", unit_scale=True, mininterval=seconds) as progress:
-            for result in measure(scorer, unmeasured, batch_tokens=options.batch_tokens, progress=progress):
-                ledger.add(units[result.id], asdict(result))
+            # Longest first: a batch that does not fit into memory fails at the start, and the first estimate of the
+            # remaining time is not too low.
+            for document in sorted(unmeasured, key=lambda document: (-len(document.ids_s), document.id)):
+                result = measure(scorer, document, batch_tokens=options.batch_tokens, progress=progress)
+                ledger.add(units[document.id], asdict(result))
         lines = [ledger.lines[key_of(unit)] for unit in units.values()]
     measured = [DocumentResult(**line["result"]) for line in lines]
     results = {
@@ -163,46 +162,30 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
     return results
 
 
-def measure(
-    scorer: Scorer, documents: Iterable[Document], *, batch_tokens: int, progress: tqdm
-) -> Iterator[DocumentResult]:
-    """Yield the result of each document as soon as its last position is scored, the longest documents first.
+def measure(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
+    """Return the result of a document, whose copies with one masked token each are computed in batches.
 
     Raises DivergenceError if a loss is not finite, or ConfigError if a batch does not fit into GPU memory.
 
     Args:
-        batch_tokens: Maximum tokens of a batch, padding included. Each position of a longer document is a batch of its
-            own, which exceeds the maximum.
-        progress: Advanced by the tokens of each batch, padding excluded.
+        batch_tokens: Maximum tokens of a batch. Each position of a longer document is a batch of its own.
+        progress: Advanced by the tokens of each batch.
     """
-    # Longest first: a batch that does not fit into memory fails at the start, and the first estimate of the remaining
-    # time is not too low.
-    documents = sorted(documents, key=lambda document: (-len(document.ids_s), document.id))
-    all_losses = _score_positions(scorer, documents, batch_tokens=batch_tokens, progress=progress)
-    for document in documents:
-        losses = list(islice(all_losses, len(document.positions)))
-        yield DocumentResult(
-            id=document.id,
-            length=len(document.ids_s),
-            truncated=document.truncated,
-            tokens=document.scorable,
-            positions=len(losses),
-            nll_sum=math.fsum(losses),
-            nll_variance=variance(losses) if len(losses) > 1 else None,
-        )
-
-
-def _score_positions(
-    scorer: Scorer, documents: Iterable[Document], *, batch_tokens: int, progress: tqdm
-) -> Iterator[float]:
-    """Yield the loss (nats) of every position, document by document. Documents must be sorted by decreasing length."""
-    masked = (MaskedDocument(document.ids_s, position) for document in documents for position in document.positions)
-    for longest in masked:
-        size = max(1, batch_tokens // len(longest.ids_s))
-        batch = [longest, *islice(masked, size - 1)]
-        losses = scorer.score(batch)
-        progress.update(sum(len(document.ids_s) for document in batch))
-        yield from losses
+    length, losses = len(document.ids_s), list[float]()
+    size = max(1, batch_tokens // length)
+    for start in range(0, len(document.positions), size):
+        positions = document.positions[start : start + size]
+        losses += scorer.score(document.ids_s, positions)
+        progress.update(len(positions) * length)
+    return DocumentResult(
+        id=document.id,
+        length=length,
+        truncated=document.truncated,
+        tokens=document.scorable,
+        positions=len(losses),
+        nll_sum=math.fsum(losses),
+        nll_variance=variance(losses) if len(losses) > 1 else None,
+    )
 
 
 # --- averages
@@ -297,7 +280,11 @@ def select_documents(
                     return documents, dropped
             seen.add(id_)
     if not documents:
-        raise _nothing_to_measure(options, dropped)
+        reasons = ", ".join(f"{count:,} x {reason}" for reason, count in dropped.items()) or "no record"
+        raise DataError(
+            f"--data {' '.join(options.data)} has no document to measure ({reasons}); "
+            f"check --text-key {options.text_key} and --min-length {options.min_length}."
+        )
     return documents, dropped
 
 
@@ -314,14 +301,6 @@ def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed
     if count is None or count >= len(scorable):
         return tuple(scorable)
     return tuple(sorted(random.Random(f"{seed} {id_}").sample(scorable, count)))
-
-
-def _nothing_to_measure(options: PerplexityOptions, dropped: Counter[str]) -> DataError:
-    reasons = ", ".join(f"{count:,} x {reason}" for reason, count in dropped.items()) or "no record"
-    return DataError(
-        f"--data {' '.join(options.data)} has no document to measure ({reasons}); "
-        f"check --text-key {options.text_key} and --min-length {options.min_length}."
-    )
 
 
 def _read(options: PerplexityOptions, dropped: Counter[str]) -> Iterator[list[str]]:

@@ -4,7 +4,6 @@ The input is the JSON records of evaluations, which are found below the given fo
 numbers have their own table rows and never enter an average. Missing results are named.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from megatron_neobert.errors import DataError, MissingInputError, short_reason
 from megatron_neobert.evaluation import paper
 from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.options import GLUE_TASKS
-from megatron_neobert.evaluation.pages import code, figure, heading, paragraph, table
+from megatron_neobert.evaluation.pages import figure, heading, paragraph, table
 from megatron_neobert.evaluation.paper import MTEB_CATEGORIES, MTEB_PAPER, Reported
 from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.runtime.atomic_files import replace_file
@@ -75,7 +74,8 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
                     f"{files}: the results do not fit this version's {command} ({reason}); measure again."
                 ) from error
         page += [heading(title), *blocks]
-    page += [heading("Measurements"), *(block for record in records for block in _describe(record))]
+    files = table(("model", "record", "machine"), [[r.model.name, r.path, r.machine] for r in records])
+    page += [heading("Measurements"), "Each record has the command, the settings and the versions.", files]
     replace_file(output / "report.md", "\n\n".join(page) + "\n")
     return records
 
@@ -180,9 +180,6 @@ def throughput(records: Sequence[Record], output: Path) -> list[str]:
         title = f"Throughput, {' / '.join(machines)}"
         plot_curves(path, curves, x_label="tokens per document", y_label="tokens/s", title=title, log_x=True)
         blocks.append(figure(path, "Throughput against length"))
-    for record in records:
-        for length, reason in record.results["not_run"].items():
-            blocks.append(paragraph(f"Not measured: {record.model.name}, {length}: {reason}."))
     caption = paragraph(f"{reported.title}: {reported.note}.")
     return [*blocks, caption, table(("model", *reported.columns), (), _reported_rows(reported))]
 
@@ -222,8 +219,7 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
         limits = {settings["protocol"]["limit"] for settings in record.settings.values()} - {None}
         name = f"{record.model.name}, at most {max(limits):,} rows a split" if limits else record.model.name
         cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in GLUE_TASKS]
-        average_cell = f"– ({record.results['no_average']})" if average is None else f"{100 * average:.1f}"
-        measured.append([name, *cells, average_cell])
+        measured.append([name, *cells, _number(None if average is None else 100 * average, ".1f")])
     return [
         table(("model", *reported.columns), measured, _reported_rows(reported)),
         paragraph(f"Reported rows: {reported.title}; {reported.note}."),
@@ -258,7 +254,7 @@ def _best_points(records: Sequence[Record]) -> list[str]:
             score, weights = _percent(result["score"]), result["kept"] or "–"
             rows.append([record.model.name, task, score, metrics, *point, *cost, weights])
         for task, settings in record.settings.items():
-            compared = {name: settings.get(name) for name in ("grid", "seeds", "data", "from_mnli")}
+            compared = {name: settings.get(name) for name in ("grid", "seeds", "data")}
             settings_of.setdefault(task, []).append(settings["protocol"] | compared)
     header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "points")
     return [table((*header, "hours", "weights kept"), rows), *_differences(*settings_of.values())]
@@ -267,40 +263,30 @@ def _best_points(records: Sequence[Record]) -> list[str]:
 def mteb(records: Sequence[Record], output: Path) -> list[str]:
     """Return Markdown blocks: a table of averages by category for each choice of tasks, then a table of all scores.
 
-    The paper's rows are in the table of its benchmark. Tasks without a score are named below. `output` is not used.
+    The paper's rows are in the table of its benchmark. `output` is not used.
     """
-    tables: dict[str, list[tuple[Record, dict[str, Any]]]] = {}  # heading (the tasks) -> results of each model
+    tables: dict[str, list[Record]] = {}  # heading (the tasks) -> records
     for record in records:
-        for results in record.results["tables"]:
-            tasks = results["settings"]["tasks"]
-            title = tasks if isinstance(tasks, str) else ", ".join(sorted(tasks))
-            tables.setdefault(title, []).append((record, results))
+        tasks = record.settings["tasks"]
+        tables.setdefault(tasks if isinstance(tasks, str) else ", ".join(sorted(tasks)), []).append(record)
     blocks, task_rows, reported = list[str](), list[list[str]](), paper.MTEB
     for title, members in sorted(tables.items()):
-        more_categories = sorted(
-            {name for _, results in members for name in results["categories"]} - {*MTEB_CATEGORIES}
-        )
+        used = {name for record in members for name in record.results["categories"]}
+        categories = [*MTEB_CATEGORIES, *sorted(used - {*MTEB_CATEGORIES})]
         rows = []
-        for record, results in members:
-            means = [results["categories"].get(category) for category in (*MTEB_CATEGORIES, *more_categories)]
-            rows.append([record.model.name, *map(_mean, [*means, results["average"]])])
-        header = ("model", *reported.columns[:-1], *more_categories, reported.columns[-1])
-        is_paper = title == MTEB_PAPER
-        blocks += [paragraph(f"{title}:"), table(header, rows, _reported_rows(reported) if is_paper else ())]
-        blocks += _differences([results["settings"] for _, results in members])
-        if is_paper:
-            blocks.append(paragraph(f"Reported rows: {reported.title}; {reported.note}."))
-        for record, results in members:
-            if missing := [f"{task} ({results['tasks'][task]['missing']})" for task in results["missing"]]:
-                blocks.append(paragraph(f"{record.model.name}, without a score: {', '.join(missing)}."))
+        for record in members:
+            results = record.results
+            means = [*(results["categories"].get(category) for category in categories), results["average"]]
+            rows.append([record.model.name, *(_number(mean, ".1f") for mean in means)])
             for task, score in results["tasks"].items():
-                cells = [record.model.name, task, score["type"], score["metric"], _number(score["score"], ".2f")]
-                task_rows += [cells] if cells not in task_rows else []
-    blocks.append(
-        "A mean is given only if every task has a score; the number of tasks is in brackets. Do not compare tables of "
-        "different tasks."
-    )
-    return [*blocks, table(("model", "task", "type", "metric", "score"), task_rows)]
+                value = score["missing"] or _number(score["score"], ".2f")
+                task_rows.append([record.model.name, task, score["type"], score["metric"], value])
+        header = ("model", *reported.columns[:-1], *categories[len(MTEB_CATEGORIES) :], reported.columns[-1])
+        paper_rows = _reported_rows(reported) if title == MTEB_PAPER else ()
+        blocks += [paragraph(f"{title}:"), table(header, rows, paper_rows)]
+        blocks += _differences([record.settings for record in members])
+    note = f"Reported rows: {reported.title}; {reported.note}. A mean is given only if every task has a score."
+    return [*blocks, paragraph(note), table(("model", "task", "type", "metric", "score"), task_rows)]
 
 
 def contrastive(records: Sequence[Record], output: Path) -> list[str]:
@@ -308,7 +294,7 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
     rows, curves, path = [], [], output / "contrastive.png"
     for record in records:
         first_and_last = [f"{record.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
-        rows.append([record.model.name, *first_and_last, ", ".join(record.results["datasets"])])
+        rows.append([record.model.name, *first_and_last, ", ".join(record.settings["rows"])])
         steps, values = zip(*record.results["losses_nats"], strict=True)
         curves.append(Curve(record.model.name, steps, values))
     plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")
@@ -319,15 +305,6 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
 SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {
     section.__name__: section for section in (pseudo_perplexity, throughput, glue, ner, mteb, contrastive)
 }
-
-
-def _describe(record: Record) -> list[str]:
-    """Return Markdown blocks with the file, weights, machine, versions, command and settings of a record."""
-    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    settings = [f"{name}: {json.dumps(value)}" for name, value in sorted(record.settings.items())]
-    text = f"{record.path}; weights {record.model.fingerprint}; {record.machine}; {versions}."
-    lines = "\n".join([record.command, "", *settings])
-    return [heading(f"{record.model.name}: {record.kind}", 3), paragraph(text), code(lines)]
 
 
 # --- cells
@@ -351,18 +328,6 @@ def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
 def _percent(score: dict[str, Any]) -> str:
     deviation = "" if score["sd"] is None else f" ± {100 * score['sd']:.1f}"
     return f"{100 * score['mean']:.1f}{deviation}"
-
-
-def _mean(mean: dict[str, Any] | None) -> str:
-    """Format an average of MTEB and its number of tasks: "61.2 (7)".
-
-    None becomes "missing". If only 5 of 7 tasks have a score, the text is "– (5 of 7)".
-    """
-    if mean is None:
-        return "missing"
-    if mean["value"] is None:
-        return f"– ({mean['there']} of {mean['expected']})"
-    return f"{mean['value']:.1f} ({mean['expected']})"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -9,29 +9,32 @@ Source of the grids: arXiv 2502.19587 table 6; section 4 for the ablations, whic
 import dataclasses
 import fcntl
 import itertools
+import json
 import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
+from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.fine_tune import PATIENCE, WEIGHTS, Outcome, Point, Run, Task, run_all
-from megatron_neobert.evaluation.ledger import LEDGER, Ledger, Line, Unit, key_of, open_ledger, origin_of, write_record
+from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.evaluation.report import write_page
-from megatron_neobert.runtime.atomic_files import lock_if_possible
+from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
+from megatron_neobert.text import parse_json
 
+SWEEP = "sweep.json"  # the last finished sweep, next to the ledger of a task
 RUNS = "runs"  # folder next to the ledger; each run whose weights are kept has a subfolder named after its key
 _PROTOCOL = ("epochs", "max_length", "limit", "dtype", "attention")  # options that change scores
 
 Result = dict[str, Any]  # of one task, as it is in the record
-# Returns further results for the record, given the results and the settings of each task.
-Describe = Callable[[dict[str, Result], dict[str, dict[str, Any]]], dict[str, Any]]
+Describe = Callable[[dict[str, Result]], dict[str, Any]]  # returns further results for the record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,6 @@ class Sweep:
     grid: Grid
     start: Path  # folder of the initial weights
     data: Mapping[str, str]  # hash of each split
-    about: Mapping[str, Any] = field(default_factory=dict)  # further settings for the record
     options: FineTuneOptions
 
     @cached_property
@@ -90,13 +92,8 @@ class Sweep:
         }
 
     @property
-    def unit(self) -> Unit:
-        """Ledger unit of the whole sweep."""
-        return {**self.common_unit, "sweep": {"grid": asdict(self.grid), "seeds": list(self.options.seeds)}}
-
-    @property
     def settings(self) -> dict[str, Any]:
-        """Settings for the record: protocol, device, grid, seeds, folders, data hashes and the entries of `about`."""
+        """Settings for the record: protocol, device, grid, seeds, folders and data hashes."""
         return {
             "protocol": self.common_unit["protocol"],
             "device": self.options.device,
@@ -105,7 +102,6 @@ class Sweep:
             "start": str(self.start),
             "data_dir": str(self.options.data_dir),
             "data": self.common_unit["data"],
-            **self.about,
         }
 
 
@@ -123,10 +119,10 @@ def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
 
 
 def _run_points(ledger: Ledger, sweep: Sweep) -> None:
-    """Execute the runs that the ledger lacks, print progress on stderr, and add the sweep as the ledger's last line.
+    """Execute the runs that the ledger lacks, print progress on stderr, and write the finished sweep.
 
     Of the runs of this sweep, only the best so far keeps its weights; the weights of the others are deleted. The best
-    run of each earlier sweep keeps its weights, too.
+    run of the last finished sweep keeps its weights, too.
     """
     folder = ledger.path.parent
     units = {point: {**sweep.common_unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
@@ -136,23 +132,22 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
         for point, key in keys.items()
         if key not in ledger.lines
     ]
-    finished_sweep = ledger.lines.get(key_of(sweep.unit))
-    if finished_sweep is not None and not runs:
-        ledger.add(sweep.unit, finished_sweep["result"], finished_sweep["origin"])
-        return
-    finished = len(units) - len(runs)
-    kept = {line["result"]["kept"] for line in ledger.lines.values() if "sweep" in line["unit"]}
+    finished, earlier = len(units) - len(runs), last_sweep(folder, sweep.common_unit["model"])
+    kept = earlier and earlier["kept"]
     print(f"{sweep.task.name} {finished}/{len(units)}", file=sys.stderr, flush=True)
     for count, (run, outcome) in enumerate(run_all(runs, jobs=sweep.options.jobs), start=finished + 1):
         ledger.add(units[run.point], asdict(outcome))
-        best = _best_key(ledger, keys.values())
-        for key in set(keys.values()) - {*kept, best}:
+        for key in set(keys.values()) - {kept, _best_key(ledger, keys.values())}:
             shutil.rmtree(folder / RUNS / key, ignore_errors=True)
         show_progress(f"{sweep.task.name} {count}/{len(units)}", run, outcome)
-    lines = [ledger.lines[key] for key in keys.values()]
-    result = summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()})
-    best = _best_key(ledger, keys.values())
-    ledger.add(sweep.unit, {"kept": best, "result": result, "settings": sweep.settings}, origin_of(lines))
+    content = {
+        "model": sweep.common_unit["model"],
+        "kept": _best_key(ledger, keys.values()),
+        "result": summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}),
+        "settings": sweep.settings,
+        "origin": origin_of(ledger.lines[key] for key in keys.values()),
+    }
+    replace_file(folder / SWEEP, json.dumps(content, indent=2) + "\n")
 
 
 def _best_key(ledger: Ledger, keys: Iterable[str]) -> str | None:
@@ -161,15 +156,23 @@ def _best_key(ledger: Ledger, keys: Iterable[str]) -> str | None:
     return max(candidates, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
 
 
-def last_sweep(ledger: Ledger, model: str) -> Line | None:
-    """Return the line of the last finished sweep of a model, given its fingerprint, or None."""
-    sweeps = (line for line in reversed(ledger.lines.values()) if "sweep" in line["unit"])
-    return next((line for line in sweeps if line["unit"]["model"] == model), None)
+def last_sweep(folder: Path, model: str) -> dict[str, Any] | None:
+    """Return the last finished sweep of a task's folder if it is of the model with this fingerprint, or None.
+
+    Raises DataError if the file of the sweep is damaged.
+    """
+    if not (folder / SWEEP).exists():
+        return None
+    try:
+        content: dict[str, Any] = parse_json(read_text(folder / SWEEP))
+        return content if content["model"] == model else None
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{folder / SWEEP}: not a sweep ({error}); remove the file.") from error
 
 
-def best_weights(ledger: Ledger, sweep: Line) -> Path | None:
+def best_weights(folder: Path, sweep: Mapping[str, Any]) -> Path | None:
     """Return the folder of the best weights of a finished sweep, or None if the user has removed it."""
-    weights: Path = ledger.path.parent / RUNS / str(sweep["result"]["kept"]) / WEIGHTS
+    weights: Path = folder / RUNS / str(sweep["kept"]) / WEIGHTS
     return weights if weights.is_dir() else None
 
 
@@ -177,26 +180,26 @@ def write_results(kind: str, folder: Path, model: Path, describe: Describe | Non
     """Write FOLDER/KIND.json and .md from a model's last finished sweep of every task. Wait for other writers.
 
     Args:
-        folder: Folder of the model's results. FOLDER/KIND/TASK has the ledger of each task.
-        describe: Returns further results for the record, given the results and the settings of all tasks.
+        folder: Folder of the model's results. FOLDER/KIND/TASK has the sweep of each task.
+        describe: Returns further results for the record, given the results of all tasks.
     """
     model_fingerprint = fingerprint(model)
     with (folder / kind / "lock").open("ab") as file:
         lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
-        ledgers = [Ledger(path.parent) for path in sorted((folder / kind).glob(f"*/{LEDGER}"))]
-        sweeps = {ledger: line for ledger in ledgers if (line := last_sweep(ledger, model_fingerprint))}
-        results, settings = dict[str, Result](), dict[str, dict[str, Any]]()
-        for ledger, line in sweeps.items():
-            weights, task = best_weights(ledger, line), line["unit"]["task"]
-            results[task] = line["result"]["result"] | {"kept": None if weights is None else str(weights)}
-            settings[task] = line["result"]["settings"]
+        results, settings, sweeps = dict[str, Result](), dict[str, Any](), []
+        for path in sorted((folder / kind).glob(f"*/{SWEEP}")):
+            if sweep := last_sweep(path.parent, model_fingerprint):
+                weights, task = best_weights(path.parent, sweep), unquote(path.parent.name)
+                results[task] = sweep["result"] | {"kept": None if weights is None else str(weights)}
+                settings[task] = sweep["settings"]
+                sweeps.append(sweep)
         write_record(
             folder / f"{kind}.json",
             kind,
             folder=model,
             settings=settings,
-            results={"tasks": results} | (describe(results, settings) if describe else {}),
-            lines=sweeps.values(),
+            results={"tasks": results} | (describe(results) if describe else {}),
+            lines=sweeps,
         )
         write_page(kind, [folder / f"{kind}.json"], folder)
 

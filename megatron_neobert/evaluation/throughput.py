@@ -72,23 +72,24 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
     limit = math.inf if device.type == "cuda" else max(CPU_MAX_TOKENS, *options.lengths)
-    smallest, learned_positions = min(options.batch_sizes), count_learned_positions(model)
-    not_run = dict[str, str]()  # length -> reason
-    for length in options.lengths:
-        if learned_positions is not None and length > learned_positions:
-            not_run[f"{length:,}"] = f"the model has learned positions for {learned_positions} tokens only"
-        elif length * smallest > limit:
-            not_run[f"{length:,}"] = f"batches of {smallest} exceed {limit:,} tokens, the limit on a CPU"
-    for skipped, reason in not_run.items():
-        print(f"not measured: {name}, {skipped}: {reason}", flush=True)
-    lengths = sorted(length for length in options.lengths if f"{length:,}" not in not_run)
-    if not lengths:
-        reason = next(iter(not_run.values()))
-        raise ConfigError(f"{name}: no length can be measured ({reason}); give shorter --lengths or --batch-sizes 1.")
+    longest = count_learned_positions(model) or math.inf
+    sizes = [
+        (length, batch_size)
+        for length, batch_size in itertools.product(sorted(options.lengths), sorted(options.batch_sizes))
+        if length <= longest and length * batch_size <= limit
+    ]
+    if skipped := [f"{length:,}" for length in options.lengths if length not in dict(sizes)]:
+        limits = {"learned positions": longest, "tokens in a batch on a CPU": limit}
+        rule = " and ".join(f"{value:,} {limit_name}" for limit_name, value in limits.items() if value < math.inf)
+        if not sizes:
+            raise ConfigError(
+                f"{name}: no length can be measured (at most {rule}); give shorter --lengths or --batch-sizes 1."
+            )
+        print(f"not measured: {name}, {', '.join(skipped)} tokens; at most {rule}", flush=True)
     rows, lines, full = list[dict[str, Any]](), list[Line](), set[int]()
     with open_ledger(options.output / name / "throughput", device) as ledger:
-        for length, batch_size in itertools.product(lengths, sorted(options.batch_sizes)):
-            if length in full or length * batch_size > limit:
+        for length, batch_size in sizes:
+            if length in full:
                 continue
             size = {"length": length, "batch_size": batch_size}
             unit = {**settings, **size, **ledger.origin}
@@ -103,7 +104,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
             else:
                 lines.append(ledger.lines[key_of(unit)])
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    results = {"parameters": parameters, "rows": rows, "not_run": not_run}
+    results = {"parameters": parameters, "rows": rows}
     record = options.output / name / "throughput.json"
     write_record(record, "throughput", folder=folder, settings=settings, results=results, lines=lines)
     return record

@@ -88,8 +88,8 @@ def test_notebook_leads_from_an_installed_wheel_and_an_empty_folder_to_an_evalua
         assert ended.returncode == 0, f"{source}\n{ended.stdout}{ended.stderr}"
         said += ended.stdout
     assert said.startswith(str(python.parents[1])), "the wheel's package, and not the checkout's"
-    assert len(code) == 13, "the blocks of the page"
+    assert len(code) == 11, "the blocks of the page"
     assert (tmp_path / "model" / "config.json").is_file()
     records = {path.name for path in (tmp_path / "results").rglob("*.json")}
-    assert {"pseudo_perplexity.json", "mteb.json"} <= records
-    assert "local:packages" in (tmp_path / "report" / "report.md").read_text()
+    assert records == {"pseudo_perplexity.json"}
+    assert "Pseudo-perplexity" in (tmp_path / "report" / "report.md").read_text()

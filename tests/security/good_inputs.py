@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import mteb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -125,7 +126,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_dataset(folder: Path) -> Path:
-    """Write one data set for each evaluation: GLUE's RTE, tagged words, a local MTEB task, pairs, and texts."""
+    """Write one data set for each evaluation: GLUE's RTE, tagged words, MTEB's BIOSSES, pairs, and texts."""
     pairs = {"sentence1": _TEXTS, "sentence2": _TEXTS[::-1], "label": [0, 1] * 4}
     for split in ("train", "validation", "test"):
         write_parquet(folder / "rte" / f"{split}.parquet", pairs)
@@ -134,8 +135,9 @@ def write_dataset(folder: Path) -> Path:
             "ner_tags": [["B-X", *["O"] * text.count(" ")] for text in _TEXTS],
         }
         write_parquet(folder / "tagged" / f"{split}.parquet", tagged)
-        labelled = "".join(f"{text},{number % 2}\n" for number, text in enumerate(_TEXTS * 4))
-        write_text(folder / "classes" / f"{split}.csv", "text,label\n" + labelled)
+    scored = {"sentence1": _TEXTS, "sentence2": _TEXTS[::-1], "score": list(range(len(_TEXTS)))}
+    (biosses,) = mteb.get_tasks(tasks=["BIOSSES"])
+    write_parquet(folder / "BIOSSES" / biosses.metadata.revision / "test.parquet", scored)
     write_parquet(folder / "PAIRS.parquet", {"query": _TEXTS * 2, "positive": _TEXTS[::-1] * 2})
     write_text(folder / "texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS))
     return folder
@@ -154,7 +156,7 @@ def write_settings(folder: Path) -> Path:
     }
     training = {"steps": 1, "batch_size": 4, "learning_rate": 1e-3, "max_length": _POSITIONS}
     write_text(folder / "contrastive.yaml", yaml.safe_dump({"training": training, "datasets": sources}))
-    write_text(folder / "instructions.yaml", "types: {Classification: a}\n")
+    write_text(folder / "instructions.yaml", "types: {STS: a}\n")
     write_text(folder / "train.yaml", "training: {seed: 0}\n")
     return folder
 

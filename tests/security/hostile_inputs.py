@@ -176,10 +176,10 @@ def in_each_data_set(write: Callable[[Path, Canary], object]) -> Spoil:
     """Return a change that empties the folders of all data sets and calls `write` with each."""
 
     def spoil(folder: Path, canary: Canary) -> None:
-        for name in ("rte", "tagged", "classes"):
-            shutil.rmtree(folder / name)
-            (folder / name).mkdir()
-            write(folder / name, canary)
+        for data_set in (folder / "rte", folder / "tagged", next(folder.glob("BIOSSES/*"))):
+            shutil.rmtree(data_set)
+            data_set.mkdir()
+            write(data_set, canary)
 
     return spoil
 
@@ -330,7 +330,8 @@ HOSTILE = (
     Hostile("dataset", "files of a URL", in_each_data_set(
         lambda folder, canary: write_card(folder, "https://example.invalid/train.jsonl")), READ_DATASETS),
     Hostile("dataset", "script", in_each_data_set(bring_a_script), READ_DATASETS),
-    Hostile("dataset", "pipes", pipe_in_place_of("*/train.*", "texts.jsonl", "PAIRS.parquet")),
+    Hostile("dataset", "pipes", pipe_in_place_of(
+        "*/train.*", "BIOSSES/*/test.*", "texts.jsonl", "PAIRS.parquet")),
     Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("finetune",)),
     Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested), ("evaluate ppl",)),
     Hostile("records", "embedded files", embed_files, NO_COMMAND),  # text stays text

@@ -55,12 +55,11 @@ READERS = (
     Reader("convert hf-to-megatron", ("model",), "--load {model} --output {output}/save"),
     Reader("verify", ("checkpoint",), "{checkpoint} {checkpoint}"),
     Reader("verify", ("model",), "{model} {model}"),
-    Reader("model-card", ("model",), "--model {model}"),
     Reader("export-onnx", ("model",), "--model {model} --output {output}/onnx"),
     Reader("evaluate glue", ("model", "dataset"), f"{_EVALUATE} --tasks rte --no-transfer {_TINY_FINE_TUNING}"),
     Reader("evaluate ner", ("model", "dataset"), f"{_EVALUATE} --tasks tagged {_TINY_FINE_TUNING}"),
     Reader("evaluate mteb", ("model", "dataset", "settings"),
-           f"{_EVALUATE} --tasks local:classes --device cpu --instructions {{settings}}/instructions.yaml"),
+           f"{_EVALUATE} --tasks BIOSSES --device cpu --instructions {{settings}}/instructions.yaml"),
     Reader("evaluate ppl", ("model", "dataset"), "--model {model} --data {dataset}/texts.jsonl --text-key text "
            "--output {output} --batch-tokens 64 --min-length 2"),
     Reader("evaluate throughput", ("model",),

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -137,12 +136,8 @@ class Phase:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("w", encoding="utf-8") as stream:
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
-            # Block signals until `process` is assigned, because a signal during Popen would leave the process running.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-            options["preexec_fn"] = partial(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
             process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True, **options)
             try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 code = process.wait(max(1.0, self.ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise Failed(f"not finished within the {SECONDS_PER_PHASE} s of the phase; see {log}") from None

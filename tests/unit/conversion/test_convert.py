@@ -40,10 +40,9 @@ def change_a_bias(tensors):
     [
         (swap_queries_and_keys, r"logits differ from the source's by [\d.]+ of the largest, more than 0\.0001"),
         (change_a_bias, r"the exported model differs .*: 1 weights .* output_layer\.bias; nothing was written"),
-        (lambda tensors: tensors.pop("lm_head.bias"), r"missing_keys.*lm_head.bias"),
-        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.bias"), r"missing_keys.*layers.1.mlp.up_proj.bias"),
+        (lambda tensors: tensors.pop("lm_head.bias"), "lm_head.bias is not there"),
     ],
-    ids=["wrong mapping", "one value", "missing in the head", "missing in a layer"],
+    ids=["wrong mapping", "one value", "missing"],
 )
 def test_export_with_wrong_or_missing_weights_is_refused(saved, tmp_path, monkeypatch, change, message):
     to_published = export.to_published
@@ -243,10 +242,7 @@ def test_comparison_covers_all_tokens_except_padding():
     first = torch.tensor([[[4.0, 0.0], [0.0, 2.0], [0.0, 0.0]]])
     second = torch.tensor([[[4.0, 0.0], [1.0, 0.5], [99.0, 0.0]]])
     comparison = compare_logits(first, second, torch.tensor([[1, 1, 0]]))
-    cosine = pytest.approx(0.5 / math.sqrt(1.25))
-    assert comparison == Comparison(
-        2, largest_logit=4.0, max_abs=1.5, relative=1.5 / 4, cosine=cosine, argmax_agreement=0.5
-    )
+    assert comparison == Comparison(2, max_abs=1.5, relative=1.5 / 4, argmax_agreement=0.5)
     assert compare_logits(first, second, torch.ones(1, 3)).max_abs == 99.0
 
 

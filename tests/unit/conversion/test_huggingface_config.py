@@ -115,12 +115,16 @@ UNFIT = [
     ("neobert", {"rope": False}, "rope is False; positions must be rotary"),
     ("eurobert", {"quantization_config": {"bits": 4}}, "quantization_config is a dict of length 1; quantized"),
     ("eurobert", {"num_attention_heads": 5}, "num_attention_heads is 5; hidden_size 32 must give each head the same"),
-    ("eurobert", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has 'rope_type' 'yarn', but NeoBERT's rotary"),
-    ("llama", {"rope_parameters": {"rope_theta": 9, "factor": 2.0}}, "rope_parameters has 'factor' 2.0, but NeoBERT's"),
+    (
+        "eurobert",
+        {"rope_scaling": {"rope_type": "yarn"}},
+        "rope_scaling is a dict of length 1; its rope_type is 'yarn', but",
+    ),
+    ("llama", {"rope_parameters": {"rope_theta": 9, "factor": 2.0}}, "its factor is 2.0, but NeoBERT's rotary"),
     ("llama", {"rope_parameters": [5000.0]}, "rope_parameters is a list of length 1; an object with"),
     ("eurobert", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; NeoBERT rotates every channel"),
-    ("eurobert", {"rope_theta": 9000}, "rope_theta 9000 and rope_parameters.rope_theta 5000 contradict each other"),
-    ("neobert", {"rope_theta": 0.5}, "rope_theta is 0.5; it must be a whole number from 2 to 2,147,483,647"),
+    ("eurobert", {"rope_theta": 9000}, "rope_theta is 9000; there are two bases, 9000 and 5000"),
+    ("neobert", {"rope_theta": 0.5}, "rope_theta is 0.5; a whole number from 2 to 2,147,483,647 is needed"),
     ("neobert", {"model_type": "bert"}, "model_type is 'bert'; only eurobert, neobert, llama have"),
 ]
 

@@ -1,6 +1,5 @@
-"""MTEB: tasks from local files and from stored data, the encoder, instructions, kept scores and their means."""
+"""MTEB: tasks from stored data, the encoder, instructions, kept scores and their means."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,17 +9,16 @@ import torch
 
 mteb = pytest.importorskip("mteb")
 
-from mteb.mocks import ALL_MOCK_TASK_TEST_GRID  # noqa: E402
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer  # noqa: E402
 from transformers import AutoModel, AutoTokenizer  # noqa: E402
-from unit.evaluation.mteb_inputs import make_encoder, write_beir  # noqa: E402
+from unit.evaluation.contrastive_inputs import write_card, write_jsonl  # noqa: E402
+from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub  # noqa: E402
 
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError  # noqa: E402
+from megatron_neobert.errors import ConfigError, DataError  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
 from megatron_neobert.evaluation.mteb import (  # noqa: E402
-    TaskScore,
     build_encoder,
     build_units,
     read_instructions,
@@ -31,23 +29,12 @@ from megatron_neobert.evaluation.mteb import (  # noqa: E402
 from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
     choose_tasks,
     flatten,
+    folder_of,
     load_task,
-    local_task,
     store_task,
-    stored_revision,
 )
 from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER  # noqa: E402
-
-TYPES = ("Classification", "Clustering", "PairClassification", "Reranking", "Retrieval", "STS", "Summarization")
-MOCKS = [  # monolingual tasks of every type, and multilingual tasks of two types
-    type(task)
-    for task in ALL_MOCK_TASK_TEST_GRID
-    if task.metadata.modalities == ["text"]
-    and task.metadata.type in TYPES
-    and (not task.metadata.is_multilingual or task.metadata.type in ("STS", "Retrieval"))
-]
-STS = next(mock for mock in MOCKS if mock.metadata.type == "STS")
 
 
 @pytest.fixture(scope="module")
@@ -73,90 +60,72 @@ def run(encoder, tasks, folder, **protocol):
         return run_tasks(tasks, units, ledger, options, lambda: encoder)
 
 
-@pytest.mark.parametrize("mock", MOCKS, ids=lambda mock: mock.metadata.name)
-def test_stored_task_has_the_same_scores_as_a_loaded_task(mock, encoder, tmp_path):
-    store_task(tmp_path, mock())
-    stored = mock()
-    load_task(tmp_path, stored)
-    assert stored.data_loaded
-    # Compared as text, because some scores are NaN.
-    assert json.dumps(evaluate(encoder, stored).scores) == json.dumps(evaluate(encoder, mock()).scores)
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    folder = write_hub(tmp_path / "hub")
+    replace_hub(monkeypatch, folder)
+    return folder
 
 
-def test_data_of_another_revision_is_refused(tmp_path):
-    task = STS()
-    store_task(tmp_path, task)
-    assert stored_revision(tmp_path, task) == task.metadata.revision
-    about = tmp_path / "tasks" / task.metadata.name / "task.json"
-    about.write_text(about.read_text().replace(task.metadata.revision, "older"))
-    with pytest.raises(DataError, match="holds revision older"):
-        build_units([task], tmp_path, {})
+def stored(*names, data_dir):
+    tasks = by_name(*names)
+    for task in tasks:
+        store_task(data_dir, task)
+    return tasks
 
 
-def test_score_is_kept_until_data_or_settings_change(encoder, tmp_path, capsys):
-    store_task(tmp_path, STS())
+@pytest.mark.parametrize("name", ["BIOSSES", "NFCorpus"])
+def test_stored_task_has_the_same_scores_as_a_task_that_mteb_loads(name, encoder, hub, tmp_path, monkeypatch):
+    (task,) = stored(name, data_dir=tmp_path)
+    load_task(tmp_path, task)
+    scores = evaluate(encoder, task).scores
+    monkeypatch.chdir(hub)
+    assert scores == evaluate(encoder, by_name(name)[0]).scores
 
+
+def test_data_of_another_revision_is_missing(hub, tmp_path):
+    (task,) = stored("BIOSSES", data_dir=tmp_path)
+    assert build_units([task], tmp_path, {})["BIOSSES"]["data"] == task.metadata.revision
+    folder_of(tmp_path, task).rename(tmp_path / "BIOSSES" / "older")
+    assert build_units([task], tmp_path, {}) == {"BIOSSES": None}
+
+
+def test_data_that_refers_to_other_files_is_refused(hub, tmp_path):
+    (task,) = stored("BIOSSES", data_dir=tmp_path)
+    write_card(folder_of(tmp_path, task), {"default": {"test": "../../elsewhere"}})
+    with pytest.raises(DataError, match="which is not a file of its folder"):
+        load_task(tmp_path, task)
+
+
+def test_score_is_kept_until_settings_change(encoder, hub, tmp_path, capsys):
     def is_kept(encoder, **protocol):
-        run(encoder, [STS()], tmp_path, **protocol)
+        run(encoder, stored_task, tmp_path, **protocol)
         return "(kept)" in capsys.readouterr().out
 
+    stored_task = stored("BIOSSES", data_dir=tmp_path)
     assert not is_kept(encoder)
     assert is_kept(None), "no encoder is needed"
     assert not is_kept(encoder, dtype="bfloat16")
-    about = next((tmp_path / "tasks").rglob("task.json"))
-    about.write_text(about.read_text() + " ")
-    assert not is_kept(encoder)
 
 
-def test_score_that_is_not_a_number_is_missing(encoder, tmp_path):
-    (tmp_path / "sts").mkdir()
-    (tmp_path / "sts" / "test.tsv").write_text("sentence1\tsentence2\tscore\n" + "wing\twing\t1\n" * 4)
-    (score,) = run(encoder, [local_task("sts", tmp_path)], tmp_path)
-    assert (score.score, score.missing) == (None, "not a number: the score of local:sts")
-
-
-def test_local_retrieval_ranks_documents_by_similarity(encoder, tmp_path):
-    write_beir(tmp_path / "beir")
-    assert evaluate(encoder, local_task("beir", tmp_path)).get_score() == 1.0  # nDCG@10
-    wrong = "".join(f"q{i}\td{i + 5}\t1\n" for i in range(4))
-    (tmp_path / "beir" / "qrels.tsv").write_text(f"query-id\tcorpus-id\tscore\n{wrong}")
-    assert evaluate(encoder, local_task("beir", tmp_path)).get_score() < 1.0
-
-
-@pytest.mark.parametrize(
-    ("files", "error", "message"),
-    [
-        ({}, MissingInputError, "is not a folder with corpus.jsonl"),
-        ({"test.tsv": "a\tb\n1\t2\n"}, DataError, "has the columns a, b, but no sentence1, sentence2, score"),
-        ({"test.tsv": "sentence1\tsentence2\tscore\na\tb\thigh\n"}, DataError, "the score 'high' is not a number"),
-        ({"train.csv": "text,label\na,b\n", "test.csv": "text,label\na,c\n"}, DataError, "train.csv lacks: c"),
-        ({"corpus.jsonl": "{}\n", "queries.jsonl": "", "qrels.tsv": ""}, DataError, "but no _id, text"),
-        ({"README.md": "---\nconfigs: [\n---\n"}, DataError, "cannot be read"),
-    ],
-)
-def test_local_files_of_another_format_are_refused(files, error, message, tmp_path):
-    (tmp_path / "mine").mkdir()
-    for name, content in files.items():
-        (tmp_path / "mine" / name).write_text(content)
-    with pytest.raises(error, match=message):
-        local_task("mine", tmp_path).load_data()
+def test_score_that_is_not_a_number_is_missing(encoder, hub, tmp_path):
+    rows = [{"sentence1": "wing", "sentence2": "wing", "score": 1.0}] * 4
+    write_jsonl(hub / "mteb/biosses-sts/test.jsonl", rows)
+    score = run(encoder, stored("BIOSSES", data_dir=tmp_path), tmp_path)["BIOSSES"]
+    assert (score["score"], score["missing"]) == (None, "not a number: the score of BIOSSES")
 
 
 # --- means
 
 
-def score(name, type_, value, missing=None):
-    return TaskScore(name=name, type=type_, metric="accuracy", score=value, missing=missing)
-
-
-COMPLETE = [score("b", "STS", 30.0), score("a", "Classification", 50.0), score("c", "Classification", 70.0)]
-
-
-def test_average_is_over_tasks_and_categories_are_in_the_papers_order():
-    results = to_results([score("e", "BitextMining", 10.0), *COMPLETE])
-    assert results["average"] == {"value": (10.0 + 30.0 + 50.0 + 70.0) / 4, "there": 4, "expected": 4}
-    assert results["categories"]["Classification"]["value"] == (50.0 + 70.0) / 2
-    assert list(results["categories"]) == ["Classification", "STS", "BitextMining"]
+def test_average_is_over_tasks_and_missing_if_a_score_is():
+    tasks = {"b": ("STS", 30.0), "a": ("Classification", 50.0), "c": ("Classification", 70.0), "d": ("STS", None)}
+    scores = {name: {"type": type_, "score": value} for name, (type_, value) in tasks.items()}
+    results = to_results(scores)
+    assert (results["average"], results["categories"]) == (None, {"Classification": (50.0 + 70.0) / 2, "STS": None})
+    del scores["d"]
+    results = to_results(scores)
+    assert (results["average"], results["categories"]["STS"]) == ((30.0 + 50.0 + 70.0) / 3, 30.0)
 
 
 # --- the encoder
@@ -194,16 +163,19 @@ def test_embedding_is_the_mean_of_the_token_states_or_the_folders_pooling(folder
 
 @pytest.mark.parametrize(
     ("style", "start", "documents_without"),
-    [("prefix", "[CLS] food money ", 12), ("paper", "[CLS] food money [SEP] [CLS] ", 0)],
+    [("prefix", "[CLS] food money ", 9), ("paper", "[CLS] food money [SEP] [CLS] ", 0)],
 )
-def test_instruction_precedes_queries_and_in_style_paper_documents(folder, tmp_path, style, start, documents_without):
-    write_beir(tmp_path / "beir")  # 4 queries and 12 documents
+def test_instruction_precedes_queries_and_in_style_paper_documents(
+    folder, hub, tmp_path, style, start, documents_without
+):
+    (task,) = stored("NFCorpus", data_dir=tmp_path)  # 3 queries and 9 documents
+    load_task(tmp_path, task)
     (tmp_path / "file.yaml").write_text("types: {Retrieval: food money}")
     encoder = build(folder, read_instructions(tmp_path / "file.yaml", style, AutoTokenizer.from_pretrained(folder)))
     texts, decode = [], encoder.model.tokenizer.batch_decode
     encoder.model.register_forward_pre_hook(lambda _, inputs: texts.extend(decode(inputs[0]["input_ids"])))
-    mteb.evaluate(encoder, local_task("beir", tmp_path), cache=None, co2_tracker=False, show_progress_bar=False)
-    assert len(texts) == 4 + 12
+    mteb.evaluate(encoder, task, cache=None, co2_tracker=False, show_progress_bar=False)
+    assert len(texts) == 3 + 9
     assert sum(not text.startswith(start) for text in texts) == documents_without
 
 
@@ -227,7 +199,7 @@ TOKENIZER = SimpleNamespace(bos_token=None, cls_token="[CLS]", sep_token="[SEP]"
 
 
 def by_name(*names, languages=("eng",)):
-    return choose_tasks(MTEB_PAPER, names, languages, Path())
+    return choose_tasks(MTEB_PAPER, names, languages)
 
 
 @pytest.fixture
@@ -262,7 +234,7 @@ def test_file_with_other_content_is_refused_by_name(content, tmp_path):
 
 def test_recipe_has_an_instruction_for_every_task_of_both_english_benchmarks_and_no_unknown_name():
     prompts = read_instructions(RECIPE, "prefix", TOKENIZER)
-    tasks = [task for name in MTEB_BENCHMARKS for task in flatten(choose_tasks(name, (), (), Path()))]
+    tasks = [task for name in MTEB_BENCHMARKS for task in flatten(choose_tasks(name, (), ()))]
     require_instructions(prompts, tasks)
     known = {name for task in tasks for name in (task.metadata.name, task.metadata.type)}
     assert {name.removesuffix("-document") for name in prompts} <= known

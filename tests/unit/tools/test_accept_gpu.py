@@ -22,8 +22,12 @@ from tools.acceptance.phases import Failed, Phase
 WITHOUT_GPU = ("environment", "first-step", "resume", "speed", "parity", "profile")
 
 
+def file_of(output: Path, name: str) -> Path:
+    return output / "phases" / f"{name}.json"
+
+
 def results_of(output: Path) -> dict[str, dict]:
-    return json.loads((output / "report.json").read_text())["phases"]
+    return {name: json.loads(path.read_text()) for name in phases.PHASES if (path := file_of(output, name)).exists()}
 
 
 def start_and_interrupt(output: Path) -> int:

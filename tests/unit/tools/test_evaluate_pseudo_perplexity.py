@@ -41,7 +41,7 @@ def test_models_are_measured_one_after_the_other_and_a_second_start_prints_the_s
         (["bert", "bert"], (), 2, "two folders are named bert"),
         (["no model"], (), 66, "no model has no tokenizer"),
         (
-            ["no model"],
+            ["bert"],
             ("--text-key", "body"),
             65,
             "has no document to measure (20 x missing key); check --text-key body",
