@@ -46,6 +46,7 @@ COMMANDS = {
         "export-onnx": (f"{CONVERSION}.export_onnx:export_onnx", "export a Hugging Face model to ONNX"),
     },
     "Evaluation": {
+        "evaluate classify": (f"{EVALUATION}:evaluate_classify", "fine-tune and evaluate on your own texts and labels"),
         "evaluate glue": (f"{EVALUATION}:evaluate_glue", "fine-tune and evaluate on GLUE as in the paper"),
         "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "evaluate on MTEB"),
         "evaluate ner": (f"{EVALUATION}:evaluate_ner", "fine-tune and evaluate named-entity recognition"),

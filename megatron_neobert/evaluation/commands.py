@@ -13,6 +13,7 @@ from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, short_reason
 from megatron_neobert.evaluation.options import (
     FETCH_GLUE,
+    ClassifyOptions,
     ContrastiveOptions,
     FetchContrastiveOptions,
     FetchMtebOptions,
@@ -46,6 +47,14 @@ def evaluate_ner(options: NerOptions) -> None:
     from megatron_neobert.evaluation.ner import evaluate
 
     _print_page(evaluate(options), "ner")
+
+
+def evaluate_classify(options: ClassifyOptions) -> None:
+    """Fine-tune and evaluate an encoder on your own texts and labels, from CSV, JSON lines or Parquet files."""
+    _prepare(options.model, options.data_dir, "create it, with NAME.csv for each dataset")
+    from megatron_neobert.evaluation.classify import evaluate
+
+    _print_page(evaluate(options), "classify")
 
 
 def evaluate_ppl(options: PerplexityOptions) -> None:

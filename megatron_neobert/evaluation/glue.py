@@ -24,77 +24,39 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
-from datasets import Dataset
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn import metrics
-from transformers.modeling_layers import GenericForSequenceClassification
 
-from megatron_neobert.errors import ConfigError, ConversionError, DataError, MissingInputError
-from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
-from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device, shortest_first
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_model
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.evaluation.data import columns_of, digest_of, read_split
+from megatron_neobert.evaluation.fine_tune import resolve_device
+from megatron_neobert.evaluation.models import LoadOptions, fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
+from megatron_neobert.evaluation.sequence import SequenceTask
 from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
 
 MNLI = "mnli"
 
 
 @dataclass(frozen=True)
-class GlueTask(Task):
-    """One GLUE task."""
+class GlueTask(SequenceTask):
+    """One GLUE task. Without labels, it is a score from 0 to 5."""
 
     title: str  # the benchmark's spelling, also accepted as a folder name
     text_columns: tuple[str, ...]
-    labels: tuple[str, ...]  # names of the classes; empty for a score from 0 to 5
     row_counts: tuple[int, ...]  # by split; MNLI's mismatched split included
     starts_from_mnli: bool = False
 
-    collator = transformers.DataCollatorWithPadding
-    eval_strategy = "steps"
     last_split_pattern = "{}_mismatched"
 
-    @property
-    def is_regression(self) -> bool:
-        return not self.labels
-
-    def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
-
-        Raises:
-            ConversionError: The folder cannot be loaded with such a head, or the head reads only the last token.
-            MissingInputError: The folder does not exist or has no config.json.
-        """
-        model = load_model(
-            folder,
-            "AutoModelForSequenceClassification",
-            options,
-            num_labels=len(self.labels) or 1,
-            # Explicit, because the config of a fine-tuned folder may name another type.
-            problem_type="regression" if self.is_regression else "single_label_classification",
-        )
-        if isinstance(model, GenericForSequenceClassification):
-            raise ConversionError(
-                f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which does not "
-                "suit an encoder; evaluate the eurobert or neobert export of the same checkpoint."
-            )
-        return model
-
-    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
-        """Return a tokenized split: at most `options.limit` evenly spaced rows, each truncated to `length` tokens.
-
-        Splits other than train are sorted by length. Raises MissingInputError or DataError if the split cannot be read.
-        """
+    def read(self, split: str, options: FineTuneOptions) -> tuple[list[list[str]], list[Any]]:
         rows = read_task(options.data_dir, self, split)
-        texts = [list(spread(column, options.limit)) for column in rows.texts]
-        encoding = tokenizer(*texts, truncation=True, max_length=length)
-        dataset = Dataset.from_dict({**encoding, "labels": spread(rows.labels, options.limit)})
-        return EncodedSplit(
-            dataset if split == "train" else shortest_first(dataset),
-            lambda prediction: compute_scores(self, prediction.predictions, prediction.label_ids),
-        )
+        return rows.texts, rows.labels
+
+    def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
+        return compute_scores(self, logits, labels)
 
 
 _SPLITS, _ACCURACY, _ACCURACY_F1 = ("train", "validation"), ("accuracy",), ("accuracy", "f1")
@@ -106,18 +68,18 @@ _TASKS = (
         MNLI,
         ("train", "validation_matched", "validation_mismatched"),
         ("accuracy", "accuracy_mismatched"),
+        ("entailment", "neutral", "contradiction"),
         "MNLI",
         ("premise", "hypothesis"),
-        ("entailment", "neutral", "contradiction"),
         (392_702, 9_815, 9_832),
     ),
-    GlueTask("qnli", _SPLITS, _ACCURACY, "QNLI", _QUESTION, _ENTAILED, (104_743, 5_463), starts_from_mnli=True),
-    GlueTask("qqp", _SPLITS, _ACCURACY_F1, "QQP", ("question1", "question2"), _BINARY, (363_846, 40_430)),
-    GlueTask("rte", _SPLITS, _ACCURACY, "RTE", _PAIR, _ENTAILED, (2_490, 277), starts_from_mnli=True),
-    GlueTask("sst2", _SPLITS, _ACCURACY, "SST-2", ("sentence",), _BINARY, (67_349, 872)),
-    GlueTask("mrpc", _SPLITS, _ACCURACY_F1, "MRPC", _PAIR, _BINARY, (3_668, 408), starts_from_mnli=True),
-    GlueTask("cola", _SPLITS, ("matthews",), "CoLA", ("sentence",), _BINARY, (8_551, 1_043)),
-    GlueTask("stsb", _SPLITS, ("pearson", "spearman"), "STS-B", _PAIR, (), (5_749, 1_500), starts_from_mnli=True),
+    GlueTask("qnli", _SPLITS, _ACCURACY, _ENTAILED, "QNLI", _QUESTION, (104_743, 5_463), starts_from_mnli=True),
+    GlueTask("qqp", _SPLITS, _ACCURACY_F1, _BINARY, "QQP", ("question1", "question2"), (363_846, 40_430)),
+    GlueTask("rte", _SPLITS, _ACCURACY, _ENTAILED, "RTE", _PAIR, (2_490, 277), starts_from_mnli=True),
+    GlueTask("sst2", _SPLITS, _ACCURACY, _BINARY, "SST-2", ("sentence",), (67_349, 872)),
+    GlueTask("mrpc", _SPLITS, _ACCURACY_F1, _BINARY, "MRPC", _PAIR, (3_668, 408), starts_from_mnli=True),
+    GlueTask("cola", _SPLITS, ("matthews",), _BINARY, "CoLA", ("sentence",), (8_551, 1_043)),
+    GlueTask("stsb", _SPLITS, ("pearson", "spearman"), (), "STS-B", _PAIR, (5_749, 1_500), starts_from_mnli=True),
 )
 TASKS = {task.name: task for task in _TASKS}
 

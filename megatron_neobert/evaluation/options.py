@@ -27,7 +27,7 @@ class ComputeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuneOptions:
-    """Model, data, grid and protocol of the fine-tuning runs of GLUE and NER."""
+    """Model, data, grid and protocol of the fine-tuning runs of GLUE, NER and classification."""
 
     model: Path = option(help=_MODEL, metavar="DIR")
     data_dir: Path = option(help="folder with one folder per task, with text or Parquet files", metavar="DIR")
@@ -62,6 +62,17 @@ class NerOptions(FineTuneOptions):
     """Options of `neobert evaluate ner`."""
 
     grid: Literal["paper", "small"] = option("small", "paper: GLUE's 60 points; small: the 6 points of its ablations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions(NerOptions):
+    """Options of `neobert evaluate classify`."""
+
+    data_dir: Path = option(
+        help="folder with NAME.csv, .jsonl or .parquet (columns text and label) or a folder NAME with train.csv for "
+        "each dataset",
+        metavar="DIR",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

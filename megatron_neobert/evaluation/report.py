@@ -28,6 +28,7 @@ KINDS = {
     "throughput": ("Throughput", "neobert evaluate throughput"),
     "glue": ("GLUE", "neobert evaluate glue"),
     "ner": ("Named-entity recognition", "neobert evaluate ner"),
+    "classify": ("Classification", "neobert evaluate classify"),
     "mteb": ("MTEB", "neobert evaluate mteb"),
     "contrastive": ("Contrastive fine-tuning", "neobert finetune"),
 }
@@ -240,8 +241,19 @@ def ner(records: Sequence[Record], output: Path) -> list[str]:
     ]
 
 
+def classify(records: Sequence[Record], output: Path) -> list[str]:
+    """Return Markdown blocks: the metrics' meaning, and the best point of each dataset's grid. `output` is not used."""
+    return [
+        paragraph(
+            "Accuracy, and macro_f1, the mean of F1 over the classes. The validation set selects step and point, and "
+            "gives the score; test_accuracy and test_macro_f1 are those of the test set if there is one."
+        ),
+        *_best_points(records),
+    ]
+
+
 def _best_points(records: Sequence[Record]) -> list[str]:
-    """Return Markdown blocks: the best point of each task of GLUE or NER, and a warning if models have other settings.
+    """Return Markdown blocks: the best point of each task, and a warning if models have other settings.
 
     The column "weights kept" names the weights of the best single run, which may belong to another point.
     """
@@ -303,7 +315,7 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
 
 
 SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {
-    section.__name__: section for section in (pseudo_perplexity, throughput, glue, ner, mteb, contrastive)
+    section.__name__: section for section in (pseudo_perplexity, throughput, glue, ner, classify, mteb, contrastive)
 }
 
 

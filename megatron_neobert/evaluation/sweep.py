@@ -72,7 +72,7 @@ GRIDS = {
 class Sweep:
     """All points of a grid with all seeds, on one task."""
 
-    kind: str  # of the record: glue or ner
+    kind: str  # of the record: glue, ner or classify
     task: Task
     grid: Grid
     start: Path  # folder of the initial weights

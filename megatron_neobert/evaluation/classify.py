@@ -1,0 +1,204 @@
+"""Text classification on your own data: a sweep on every dataset of a folder.
+
+A dataset is a file NAME.csv, NAME.jsonl or NAME.parquet, or a folder NAME with the splits train, and optionally
+validation and test. Its columns are `text`, optionally `text2` for the second text of a pair, and `label`: the name or
+the number of a class. Missing splits are taken from the training set by a hash of the text: a tenth for validation, and
+of a single file another tenth for the test. Equal texts therefore stay together, and new rows move no old ones.
+
+The protocol is GLUE's. The validation set chooses the step and the point by accuracy. Each run evaluates its best
+weights once on the test set, if there is one. OUTPUT/NAME/classify/DATASET has the ledger, the best weights, and
+confusion.png: which class was predicted for the rows of each class. OUTPUT/NAME/classify.json and .md have the results.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import transformers
+from datasets import Dataset
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from sklearn import metrics
+
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.evaluation.data import columns_of, digest_of, read_split
+from megatron_neobert.evaluation.fine_tune import Scores, resolve_device
+from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_tokenizer, longest_input
+from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
+from megatron_neobert.evaluation.plots import save_figure
+from megatron_neobert.evaluation.sequence import SequenceTask
+from megatron_neobert.evaluation.sweep import GRIDS, Sweep, best_weights, last_sweep, run_sweep
+
+_TEXTS, _LABEL = ("text", "text2"), "label"
+_SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
+_ENDINGS = (".csv", ".jsonl", ".parquet")
+_MOST_NUMBERED_CLASSES = 20  # of a confusion matrix; the numbers of more classes would overlap
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one split."""
+
+    texts: list[list[str]]  # by column, then by row
+    labels: list[str]  # names of the classes
+    digest: str  # of all values
+
+
+@dataclass(frozen=True)
+class ClassifyTask(SequenceTask):
+    """Classification of one dataset."""
+
+    last_split_pattern = "test_{}"
+
+    def read(self, split: str, options: FineTuneOptions) -> tuple[list[list[str]], list[Any]]:
+        rows = read_dataset(options.data_dir, self.name)[split]
+        return rows.texts, [self.labels.index(label) for label in rows.labels]
+
+    def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
+        """Return accuracy, and the mean over the classes of F1, of predictions [rows, classes]."""
+        predicted = logits.argmax(axis=1)
+        macro_f1 = metrics.f1_score(labels, predicted, average="macro", zero_division=0.0)
+        return {"accuracy": float(metrics.accuracy_score(labels, predicted)), "macro_f1": float(macro_f1)}
+
+
+def evaluate(options: ClassifyOptions) -> Path:
+    """Execute the runs that no earlier command has finished. After each dataset, write its figure and the results.
+
+    Returns:
+        OUTPUT/MODEL, the folder with classify.json and .md. They also contain the results of earlier commands.
+
+    Raises:
+        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used.
+            Most problems are found before the first run.
+        OutputError: Another command is writing the output.
+        ChildProcessError: A worker process died.
+    """
+    options, folder = resolve_device(options), options.output / options.model.resolve().name
+    names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
+    if not names:
+        raise MissingInputError(
+            f"--data-dir {options.data_dir} has no dataset; add NAME.csv with the columns text and label, or a folder "
+            "NAME with train.csv."
+        )
+    tasks = []
+    for name in names:
+        rows = read_dataset(options.data_dir, name)
+        labels = sorted({label for split in rows.values() for label in split.labels})
+        tasks.append(ClassifyTask(name, tuple(rows), ("accuracy",), tuple(labels)))
+    # Reveals problems of the model before any run.
+    tasks[0].load(options.model, LoadOptions(attention=options.attention))
+    for task in tasks:
+        data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
+        grid = GRIDS[options.grid].replace(options)
+        run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
+        draw_confusion(task, folder / "classify" / quote(task.name, safe=""), options)
+    return folder
+
+
+# --- data
+
+
+def find_datasets(data_dir: Path) -> list[str]:
+    """Return the names of files with rows and of folders with a training set."""
+    files = {path.stem for path in data_dir.iterdir() if path.suffix in _ENDINGS}
+    folders = {path.name for path in data_dir.iterdir() if read_split(path, _SPLIT_NAMES["train"]) is not None}
+    return sorted(files | folders)
+
+
+@lru_cache(maxsize=4)  # the runs of one process use the same datasets
+def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
+    """Return the splits of a dataset (cached): train, validation, and test if there is one.
+
+    Raises:
+        MissingInputError: There is no such file, and no folder with a training set.
+        DataError: A file is damaged, has no rows, lacks a column, or a row has no text or label.
+    """
+    folder = data_dir / name
+    if folder.is_dir():
+        found = {split: read_split(folder, names, texts=_TEXTS) for split, names in _SPLIT_NAMES.items()}
+    else:
+        found = {"train": read_split(data_dir, [name], texts=_TEXTS)}
+    tables = {split: rows for split, rows in found.items() if rows is not None}
+    if "train" not in tables:
+        raise MissingInputError(
+            f"--data-dir {data_dir} has neither {name}.csv, .jsonl or .parquet nor a folder {name} with train.csv; add "
+            "the file, or name another dataset in --tasks."
+        )
+    needed = ("validation",) if folder.is_dir() else ("validation", "test")
+    if missing := [split for split in needed if split not in tables]:
+        tables |= _divide(tables["train"], missing, folder)
+    return {split: _to_rows(tables[split], f"{folder}: {split}") for split in _SPLIT_NAMES if split in tables}
+
+
+def _divide(rows: Dataset, splits: Sequence[str], where: Path) -> dict[str, Dataset]:
+    """Return a tenth of the rows for each of `splits`, and the others as "train", by a hash of the text."""
+    texts, _ = columns_of(rows, [_TEXTS[0], _LABEL], str(where))
+    digits = np.array([int.from_bytes(hashlib.sha256(str(text).encode()).digest()[:8], "big") % 10 for text in texts])
+    chosen = {split: digits == tenth for tenth, split in enumerate(splits)} | {"train": digits >= len(splits)}
+    parts = {
+        split: Dataset.from_dict(rows.select(np.flatnonzero(is_chosen)).to_dict(), features=rows.features)
+        for split, is_chosen in chosen.items()
+    }
+    if empty := [split for split, part in parts.items() if not len(part)]:
+        raise DataError(f"{where} has {len(rows)} rows, too few to divide: {empty[0]} is empty; add rows or splits.")
+    return parts
+
+
+def _to_rows(rows: Dataset, where: str) -> Rows:
+    names = [*(name for name in _TEXTS if name in rows.column_names or name == _TEXTS[0]), _LABEL]
+    *texts, labels = columns_of(rows, names, where)
+    for column, values in zip(names, [*texts, labels], strict=True):
+        if None in values or "" in values:
+            number = next(number for number, value in enumerate(values) if value in (None, ""))
+            raise DataError(f"{where} row {number} has no {column}; complete the row or remove it.")
+    classes = getattr(rows.features[_LABEL], "names", None)
+    named = [classes[label] for label in labels] if classes else [str(label) for label in labels]
+    return Rows(texts, named, digest_of(rows, names))
+
+
+# --- the figure
+
+
+def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -> None:
+    """Draw FOLDER/confusion.png from predictions for the last split, unless the best weights were removed."""
+    sweep = last_sweep(folder, fingerprint(options.model))
+    weights = best_weights(folder, sweep) if sweep else None
+    if weights is None:
+        return
+    model, tokenizer = task.load(weights, LoadOptions(attention=options.attention)), load_tokenizer(weights)
+    split = task.splits[-1]
+    encoded = task.encode(split, options, tokenizer, longest_input(model, tokenizer, at_most=options.max_length))
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = transformers.TrainingArguments(
+            scratch,
+            per_device_eval_batch_size=32,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=options.device != "cuda",
+        )
+        trainer = transformers.Trainer(model, arguments, data_collator=task.collator(tokenizer))
+        logits: Any = trainer.predict(encoded.dataset).predictions
+    plot_confusion(folder / "confusion.png", task, split, encoded.dataset["labels"], logits.argmax(axis=1))
+
+
+def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[int], predicted: Iterable[int]) -> None:
+    """Draw the share of the rows of each class (a row of the matrix) that was predicted as each class, as PNG."""
+    classes, is_small = len(task.labels), len(task.labels) <= _MOST_NUMBERED_CLASSES
+    shares = metrics.confusion_matrix(labels, predicted, labels=range(classes), normalize="true")
+    inches = 4.0 + 0.35 * min(classes, 2 * _MOST_NUMBERED_CLASSES)
+    figure = Figure(figsize=(inches, inches), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    display = metrics.ConfusionMatrixDisplay(shares, display_labels=task.labels)
+    display.plot(
+        ax=axes, include_values=is_small, values_format=".2f", xticks_rotation="vertical", cmap="Blues", colorbar=False
+    )
+    for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        text.set(parse_math=False, fontsize=9 if is_small else 5)
+    axes.set_title(f"{task.name}, {split}: shares of each class", parse_math=False)
+    save_figure(figure, path)

@@ -1,0 +1,86 @@
+"""Tasks whose rows are a text or a pair of texts with one label: the head, the encoding of rows, and predictions.
+
+transformers chooses the classification head by model type. Our exports have a dense layer on the first token, then tanh
+and dropout (neobert) or GELU without dropout (eurobert), then the output layer.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from datasets import Dataset
+from numpy.typing import NDArray
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from megatron_neobert.errors import ConversionError
+from megatron_neobert.evaluation.data import spread
+from megatron_neobert.evaluation.fine_tune import EncodedSplit, Scores, Task, shortest_first
+from megatron_neobert.evaluation.models import LoadOptions, load_model
+from megatron_neobert.evaluation.options import FineTuneOptions
+
+
+@dataclass(frozen=True)
+class SequenceTask(Task):
+    """Classification or, without labels, regression of texts or pairs of texts."""
+
+    labels: tuple[str, ...]  # names of the classes; empty for a regression
+
+    collator = transformers.DataCollatorWithPadding
+    eval_strategy = "steps"
+
+    @property
+    def is_regression(self) -> bool:
+        return not self.labels
+
+    @abstractmethod
+    def read(self, split: str, options: FineTuneOptions) -> tuple[list[list[str]], list[Any]]:
+        """Return the texts of a split, by column and then by row, and the labels: class indices or scores."""
+
+    @abstractmethod
+    def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
+        """Return the scores of predictions [rows, classes], as fractions of 1."""
+
+    def load(self, folder: Path, options: LoadOptions) -> Any:
+        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
+
+        Raises:
+            ConversionError: The folder cannot be loaded with such a head, or the head reads only the last token.
+            MissingInputError: The folder does not exist or has no config.json.
+        """
+        names: dict[str, Any] = {
+            "id2label": dict(enumerate(self.labels)),
+            "label2id": {label: number for number, label in enumerate(self.labels)},
+        }
+        model = load_model(
+            folder,
+            "AutoModelForSequenceClassification",
+            options,
+            num_labels=len(self.labels) or 1,
+            **({} if self.is_regression else names),
+            # Explicit, because the config of a fine-tuned folder may name another type.
+            problem_type="regression" if self.is_regression else "single_label_classification",
+        )
+        if isinstance(model, GenericForSequenceClassification):
+            raise ConversionError(
+                f"{folder}: {type(model).__name__} classifies by the last token, as causal models do, which does not "
+                "suit an encoder; evaluate the eurobert or neobert export of the same checkpoint."
+            )
+        return model
+
+    def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
+        """Return a tokenized split: at most `options.limit` evenly spaced rows, each truncated to `length` tokens.
+
+        Splits other than train are sorted by length. Raises MissingInputError or DataError if the split cannot be read.
+        """
+        columns, labels = self.read(split, options)
+        encoding = tokenizer(
+            *(list(spread(column, options.limit)) for column in columns), truncation=True, max_length=length
+        )
+        dataset = Dataset.from_dict({**encoding, "labels": spread(labels, options.limit)})
+        return EncodedSplit(
+            dataset if split == "train" else shortest_first(dataset),
+            lambda prediction: self.score(prediction.predictions, prediction.label_ids),
+        )

@@ -1,0 +1,113 @@
+"""Classification of a user's own texts: formats, parts by hash, and a whole evaluation with its figure."""
+
+import random
+from pathlib import Path
+from unittest import mock
+
+import datasets
+import matplotlib.image
+import pytest
+from sklearn import metrics
+from unit.evaluation.pseudo_perplexity_models import write_model
+
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.evaluation import classify
+from megatron_neobert.evaluation.classify import ClassifyTask, evaluate, find_datasets, read_dataset
+from megatron_neobert.evaluation.ledger import read_record
+from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
+from megatron_neobert.evaluation.options import ClassifyOptions
+
+ANIMAL, THING = "animal", "thing"
+
+
+def rows(count: int, seed: int) -> list[tuple[str, str]]:
+    """Return different texts, which are about an animal if they have a cat."""
+    rng, texts = random.Random(seed), set[str]()
+    while len(texts) < count:
+        texts.add(" ".join(rng.choices(["cat", "sat", "on", "a", "mat", "the"], k=8)))
+    return [(text, ANIMAL if "cat" in text else THING) for text in sorted(texts)]
+
+
+def write_csv(path: Path, pairs: list[tuple[str, str]], header: str = "text,label") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([header, *(",".join(pair) for pair in pairs)]) + "\n")
+
+
+def test_a_single_file_is_divided_by_the_text_so_that_new_rows_move_no_old_ones(tmp_path):
+    pairs = rows(400, 0)
+    write_csv(tmp_path / "old" / "mine.csv", pairs)
+    write_csv(tmp_path / "new" / "mine.csv", [*rows(100, 1), *pairs, *pairs[:50]])
+    old, new = (read_dataset(tmp_path / name, "mine") for name in ("old", "new"))
+    assert list(old) == ["train", "validation", "test"]
+    assert sum(len(part.labels) for part in old.values()) == 400
+    for split, part in old.items():
+        assert set(part.texts[0]) <= set(new[split].texts[0])
+        others = {text for other in old if other != split for text in new[other].texts[0]}
+        assert not set(part.texts[0]) & others
+    assert 20 < len(old["validation"].labels) < 60 and 20 < len(old["test"].labels) < 60  # 37 and 39
+
+
+def test_labels_may_be_names_numbers_or_classes_of_the_hub_and_a_row_may_have_two_texts(tmp_path):
+    write_csv(tmp_path / "pairs" / "train.csv", [("a", "cat", "1"), ("a", "mat", "0")] * 20, "text,text2,label")
+    write_csv(tmp_path / "pairs" / "validation.csv", [("the", "cat", "1")], "text,text2,label")
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=[THING, ANIMAL])}
+    )
+    table = datasets.Dataset.from_dict({"text": ["cat", "mat"] * 20, "label": [1, 0] * 20}, features=features)
+    (tmp_path / "hub").mkdir()
+    for split in ("train-00000-of-00001", "dev", "test"):
+        table.to_parquet(tmp_path / "hub" / f"{split}.parquet")
+    assert find_datasets(tmp_path) == ["hub", "pairs"]
+    pairs = read_dataset(tmp_path, "pairs")
+    assert (pairs["validation"].texts, pairs["validation"].labels) == ([["the"], ["cat"]], ["1"])
+    assert list(pairs) == ["train", "validation"]
+    assert read_dataset(tmp_path, "hub")["test"].labels == [ANIMAL, THING] * 20
+
+
+@pytest.mark.parametrize(
+    ("header", "pairs", "error", "message"),
+    [
+        ("text,category", [("a", "x")] * 40, DataError, "has the columns text, category, but no label"),
+        ("text,label", [("a", "x")] * 4, DataError, "has 4 rows, too few to divide"),
+        ("text,label", [(f"a {number}", "") for number in range(60)], DataError, "row 0 has no label"),
+    ],
+)
+def test_files_without_labels_or_with_too_few_rows_are_refused(tmp_path, header, pairs, error, message):
+    write_csv(tmp_path / "mine.csv", pairs, header)
+    with pytest.raises(error, match=message):
+        read_dataset(tmp_path, "mine")
+    with pytest.raises(MissingInputError, match=r"neither other\.csv"):
+        read_dataset(tmp_path, "other")
+
+
+def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monkeypatch):
+    write_model(tmp_path / "model", "Bert")
+    write_csv(tmp_path / "data" / "cats.csv", rows(300, 2))
+    drawn = mock.Mock(wraps=classify.plot_confusion)
+    monkeypatch.setattr(classify, "plot_confusion", drawn)
+    options = ClassifyOptions(
+        model=tmp_path / "model",
+        data_dir=tmp_path / "data",
+        output=tmp_path / "output",
+        batch_size=(8,),
+        learning_rate=(1e-3,),
+        weight_decay=(1e-5,),
+        epochs=8,
+        device="cpu",
+    )
+    folder = evaluate(options)
+    result = read_record(folder / "classify.json")["results"]["tasks"]["cats"]
+    task = ClassifyTask("cats", ("train", "validation", "test"), ("accuracy",), (ANIMAL, THING))
+    model, tokenizer = task.load(Path(result["kept"]), LoadOptions()), load_tokenizer(Path(result["kept"]))
+    assert model.config.id2label == {0: ANIMAL, 1: THING}
+    test = read_dataset(options.data_dir, "cats")["test"]
+    predicted = [model(**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in test.texts[0]]
+    expected = [task.labels.index(label) for label in test.labels]
+    scores = {name: value["mean"] for name, value in result["metrics"].items()}
+    assert scores["test_accuracy"] == metrics.accuracy_score(expected, predicted) > 0.8
+    assert scores["test_macro_f1"] == pytest.approx(metrics.f1_score(expected, predicted, average="macro"))
+    assert "| cats |" in (folder / "classify.md").read_text()
+    _, _, split, labels, of_figure = drawn.call_args.args
+    matrices = [metrics.confusion_matrix(*each) for each in ((labels, of_figure), (expected, predicted))]
+    assert split == "test" and matrices[0].tolist() == matrices[1].tolist()
+    assert matplotlib.image.imread(folder / "classify" / "cats" / "confusion.png").shape[0] > 300
