@@ -1,4 +1,4 @@
-"""Evaluations of encoders in local Hugging Face folders: GLUE, NER, MTEB, pseudo-perplexity and throughput.
+"""Evaluations of encoders in Hugging Face folders: GLUE, NER, classification, MTEB, pseudo-perplexity, throughput.
 
 Each evaluation appends finished work to a ledger and writes one JSON record per model; `report.py` renders the records.
 The package imports neither Megatron nor the training code; of `data`, it imports the readers of input files only.

@@ -3,9 +3,7 @@
 OUTPUT/NAME/glue/TASK has the ledger and the best weights of a task; OUTPUT/NAME/glue.json and .md have the results.
 The same command resumes after a kill. Commands for different tasks may run at the same time.
 
-transformers chooses the classification head by model type. Our exports have a dense layer on the first token, then tanh
-and dropout (neobert) or GELU without dropout (eurobert), then the output layer. With transfer from MNLI, all layers
-except the output layer start from the fine-tuned weights.
+With transfer from MNLI, all layers except the output layer start from the fine-tuned weights.
 
 Task and column names are those of nyu-mll/glue on the Hub. WNLI is excluded, as in the paper. Scores are computed by
 scikit-learn and SciPy, as fractions of 1. An undefined score counts as 0, with a warning, because NaN would win or lose

@@ -126,8 +126,8 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_dataset(folder: Path) -> Path:
-    """Write one data set for each evaluation: GLUE's RTE, tagged words, MTEB's BIOSSES, pairs, and texts."""
-    pairs = {"sentence1": _TEXTS, "sentence2": _TEXTS[::-1], "label": [0, 1] * 4}
+    """Write one data set for each evaluation: RTE, which can also be classified, tagged words, BIOSSES, pairs, texts."""
+    pairs = {"sentence1": _TEXTS, "sentence2": _TEXTS[::-1], "text": _TEXTS, "label": [0, 1] * 4}
     for split in ("train", "validation", "test"):
         write_parquet(folder / "rte" / f"{split}.parquet", pairs)
         tagged = {

