@@ -126,7 +126,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_dataset(folder: Path) -> Path:
-    """Write one data set for each evaluation: RTE, which can also be classified, tagged words, BIOSSES, pairs, texts."""
+    """Write a data set for each evaluation: RTE, also with a text to classify, tagged words, BIOSSES, pairs, texts."""
     pairs = {"sentence1": _TEXTS, "sentence2": _TEXTS[::-1], "text": _TEXTS, "label": [0, 1] * 4}
     for split in ("train", "validation", "test"):
         write_parquet(folder / "rte" / f"{split}.parquet", pairs)
