@@ -224,7 +224,9 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
     if stop is not None:
         return replace(control, stop=stop, saves=run.settings.checkpoint.save is not None)
     run.state = replace(run.state, validated_iteration=iteration)
-    monitor.report_validation(run.state, sums)
+    monitor.report_validation(
+        run.state, sums, {name: stream.bytes_per_token for name, stream in run.validation_streams.items()}
+    )
     return control
 
 

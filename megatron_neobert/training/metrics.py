@@ -167,21 +167,33 @@ class Monitor:
         self.start_interval()
         return state
 
-    def report_validation(self, state: TrainState, sums: Mapping[str, MetricSums]) -> None:
+    def report_validation(
+        self, state: TrainState, sums: Mapping[str, MetricSums], bytes_per_token: Mapping[str, float | None]
+    ) -> None:
         """Log loss and accuracy of a validation: over all corpora, and for each corpus if there are several.
+
+        The loss is also given in bits per byte: bits per predicted token, divided by the bytes per token. Unlike the
+        loss, it can be compared between vocabularies that predict the same share of the tokens.
 
         Args:
             sums: Name of the corpus -> sums over all its batches and all ranks.
+            bytes_per_token: Name of the corpus -> UTF-8 bytes of text per token, None if it is not known.
         """
         curves = {"": sum(sums.values(), start=MetricSums()), **(sums if len(sums) > 1 else {})}
         values: dict[str, float] = {}
         for name, curve in curves.items():
             corpus, suffix = (f" on {name}", f"_{name}") if name else ("", "")
+            values |= {f"validation_loss{suffix}": curve.mean_loss, f"validation_accuracy{suffix}": curve.accuracy}
+            sizes = {each: bytes_per_token[each] for each in ([name] if name else sums)}
+            masked_bytes = [sums[each].masked_tokens * size for each, size in sizes.items() if size]
+            bits = ""
+            if len(masked_bytes) == len(sizes) and sum(masked_bytes) > 0:
+                values[f"validation_bits_per_byte{suffix}"] = curve.loss / math.log(2) / sum(masked_bytes)
+                bits = f" ({values[f'validation_bits_per_byte{suffix}']:.4f} bits per byte)"
             self.log(
-                f"{self._position(state)} | validation{corpus} loss {curve.mean_loss:.4f} | "
+                f"{self._position(state)} | validation{corpus} loss {curve.mean_loss:.4f}{bits} | "
                 f"accuracy {percent(curve.accuracy, digits=2)} | {curve.tokens:,.0f} tokens"
             )
-            values |= {f"validation_loss{suffix}": curve.mean_loss, f"validation_accuracy{suffix}": curve.accuracy}
         self._record(state, values)
 
     def _values(self, state: TrainState) -> dict[str, float]:

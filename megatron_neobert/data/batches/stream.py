@@ -109,6 +109,11 @@ class BatchStream:
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of text per token of the corpus; None if it is not known, and for a blend."""
+        return self.sources[0].corpus.manifest.bytes_per_token if len(self.sources) == 1 else None
+
     def with_objective(self, objective: Literal["mlm", "clm"]) -> "BatchStream":
         return replace(self, settings=replace(self.settings, objective=objective))
 

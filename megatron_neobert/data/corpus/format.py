@@ -168,6 +168,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
     dropped: dict[str, Count]
     shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)] = msgspec.field(name="volumes")
+    # UTF-8 bytes of text per token, over all tokenized documents, with those of the other corpus of a split and
+    # repeated ones. None in corpora of other software and of earlier versions.
+    bytes_per_token: float | None = None
     # By name and version of the back end.
     tokenizer_backends: dict[str, BackendRecord] = {}
     # By path or URL; these files are not among the inputs.
@@ -196,7 +199,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "rejected": describe_reasons(self.rejected),
             "dropped": describe_reasons(self.dropped),
             "quarantined": f"{len(self.quarantined):,} damaged input files left out",
-            "tokens": f"{self.tokens:,}, {percent(self.unknown_tokens / self.tokens, digits=3)} of them unknown",
+            "tokens": f"{self.tokens:,}, {percent(self.unknown_tokens / self.tokens, digits=3)} of them unknown"
+            + ("" if self.bytes_per_token is None else f", {self.bytes_per_token:.2f} bytes of text each"),
             "tokenized by": ", ".join(
                 f"{name} ({backend.documents:,} documents, {backend.compared:,} compared with the reference)"
                 for name, backend in self.tokenizer_backends.items()

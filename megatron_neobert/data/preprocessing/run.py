@@ -193,6 +193,7 @@ def _join_chunks(
             records=counts.records,
             rejected=dict(sorted(counts.rejected.items())),
             dropped=dict(sorted(counts.dropped.items())),
+            bytes_per_token=counts.utf8_bytes / counts.tokens if counts.tokens else None,
             tokenizer_backends=dict(sorted(backends.items())),
             quarantined={
                 name: QuarantinedInput(version.bytes, damaged[name])

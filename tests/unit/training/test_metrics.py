@@ -63,6 +63,16 @@ def test_interval_with_skipped_steps_only_has_no_loss(tmp_path, capsys):
     assert not {"loss", "masked_accuracy", "grad_norm"} & recorded(monitor)[-1].keys()
 
 
+def test_bits_per_byte_are_the_bits_of_the_predicted_tokens_over_their_bytes(tmp_path):
+    monitor, sums = start(tmp_path), {"a": MetricSums(20, 10, 5, TOKENS), "b": MetricSums(90, 30, 5, TOKENS)}
+    monitor.report_validation(state_of(1), sums, {"a": 4.0, "b": 5.0})
+    monitor.report_validation(state_of(2), sums, {"a": 4.0, "b": None})
+    known, unknown = recorded(monitor)
+    assert known["validation_bits_per_byte_a"] == pytest.approx(2 / math.log(2) / 4)
+    assert known["validation_bits_per_byte"] == pytest.approx((20 + 90) / math.log(2) / (10 * 4 + 30 * 5))
+    assert {name for name in unknown if "bits" in name} == {"validation_bits_per_byte_a"}
+
+
 @pytest.mark.parametrize("saved", [1, 0], ids=["after a checkpoint", "before the first checkpoint"])
 def test_resumed_run_is_marked_in_the_record_and_a_new_run_is_not(tmp_path, saved):
     start(tmp_path, iteration=5)  # continues another folder, and has recorded nothing here

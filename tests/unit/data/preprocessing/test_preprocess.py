@@ -151,6 +151,9 @@ def test_manifest_counts_documents_and_tokens_of_each_input(workspace, changes):
             assert {word for text in texts for word in text.split()} <= {words[Path(path).name]}
             assert record.tokens == sum(len(text.split()) for text in texts)
         assert next(documents, None) is None
+    texts = [" ".join([word] * (1 + number % 7)) for word in words.values() for number in range(9)]
+    tokens = sum(len(text.split()) for text in texts)
+    assert workspace.corpus().manifest.bytes_per_token == sum(map(len, texts)) / tokens, "repeated texts are counted"
     first, _, _, same = workspace.corpus().manifest.inputs.values()
     assert first.documents and bool(same.documents) == ("deduplicate" not in changes)
 
