@@ -30,6 +30,10 @@ COMMANDS = {
         "validate": (f"{DATA}.corpus.inspection:validate", "check the files of a corpus"),
         "inspect data": (f"{DATA}.corpus.inspection:inspect_data", "show a summary or single documents of a corpus"),
         "adopt": (f"{DATA}.corpus.adoption:adopt_corpora", "use corpora of Megatron-LM without copying them"),
+        "find-overlaps": (
+            f"{DATA}.deduplication.overlaps:print_overlaps",
+            "list documents that share text with evaluation sets",
+        ),
         "find-duplicates": (f"{DATA}.deduplication.run:print_duplicates", "list near-duplicate documents of corpora"),
     },
     "Training": {

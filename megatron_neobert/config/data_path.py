@@ -34,7 +34,7 @@ class Component:
     minimum: int = 1  # tokens of a document, without [CLS] and [SEP]
     maximum: int | None = None
     where: str | None = None  # expression over attributes, see expressions.py
-    drop: str | None = None  # path of a drop list
+    drop: tuple[str, ...] = ()  # paths of drop lists
 
     @property
     def is_remote(self) -> bool:
@@ -46,7 +46,7 @@ class Component:
 
     @property
     def conditions(self) -> list[str]:
-        """Expressions over attributes that every selected document fulfils; the drop list is not one of them."""
+        """Expressions over attributes that every selected document fulfils; drop lists are not among them."""
         conditions = [f"length>={self.minimum}"] if self.minimum > 1 else []
         conditions += [f"length<={self.maximum}"] if self.maximum is not None else []
         return conditions if self.where is None else [*conditions, self.where]
@@ -56,7 +56,7 @@ class Component:
         limits = f":min={self.minimum}" if self.minimum > 1 else ""
         limits += f":max={self.maximum}" if self.maximum is not None else ""
         limits += f":where={self.where}" if self.where is not None else ""
-        return self.prefix + limits + (f":drop={self.drop}" if self.drop is not None else "")
+        return self.prefix + limits + "".join(f":drop={path}" for path in self.drop)
 
 
 def parse_data_path(entries: Sequence[str], *, flag: str = "--data-path") -> tuple[Component, ...]:
@@ -135,7 +135,7 @@ def _read_weight(text: str, path: str, problems: list[str], flag: str) -> Fracti
 
 
 def _read_component(text: str, weight: Fraction, problems: list[str], flag: str) -> Component:
-    prefix, limits, where, drop = text, dict[str, int](), None, None
+    prefix, limits, where, drop = text, dict[str, int](), None, tuple[str, ...]()
     if (match := _WHERE.search(text)) is not None:
         where, prefix = match[1], text[: match.start()] + text[match.end() :]
         try:
@@ -144,15 +144,15 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
             problems.append(f"{flag} {_shorten(text)}: {error.problems[0]}")
     while match := _LIMIT.fullmatch(prefix):
         prefix, drop_key, drop_path, name, number = match.groups()
-        if drop_key and drop is None:
-            drop = drop_path
+        if drop_key:
+            drop = (drop_path, *drop)
             continue
         name, number = name or drop_key, number or drop_path or ""
         is_number = number.isascii() and number.isdigit() and len(number) <= _LONGEST_LIMIT
         if name not in ("min", "max") or name in limits or not is_number:
             problems.append(
-                f"{flag} {_shorten(text)}: ':{_shorten(name)}={_shorten(number)}' is not a limit; each of :min=N, "
-                ":max=N, :where=EXPRESSION and :drop=FILE may follow a prefix once, N in tokens, no ':' in FILE."
+                f"{flag} {_shorten(text)}: ':{_shorten(name)}={_shorten(number)}' is not a limit; :min=N, :max=N and "
+                ":where=EXPRESSION may follow a prefix once and :drop=FILE several times, N in tokens, no ':' in FILE."
             )
         limits[name] = int(number) if is_number else 1
     if ":drop=" in prefix:

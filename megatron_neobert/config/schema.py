@@ -134,7 +134,7 @@ class DataConfig:
     data_path: tuple[str, ...] = setting(
         (),
         "corpus prefix that neobert preprocess printed; or a blend: weight, prefix, weight, prefix, ...; "
-        "PREFIX:min=N:max=M:where=EXPRESSION:drop=FILE selects documents by tokens, attributes and a drop list",
+        "PREFIX:min=N:max=M:where=EXPRESSION:drop=FILE selects documents by tokens, attributes and drop lists",
         is_path=True,
     )
     valid_data_path: tuple[str, ...] | None = setting(

@@ -42,6 +42,7 @@ READERS = (
     Reader("validate", ("corpus",), "{prefix} --full"),
     Reader("inspect data", ("corpus", "tokenizer"), "{prefix} --document 0 --tokenizer-model {tokenizer}"),
     Reader("find-duplicates", ("corpus",), "{prefix} --output {output}/list"),
+    Reader("find-overlaps", ("corpus",), "{prefix} --against {prefix} --output {output}/list"),
     Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"),
            f"{_TRAIN} --load {{checkpoint}} --save {{output}}"),
     Reader("train --dry-run", ("checkpoint", "corpus", "tokenizer", "settings"),

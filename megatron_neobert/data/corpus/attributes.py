@@ -88,8 +88,8 @@ class ChosenDocuments:
         return int(self._before[block]) + int(bits_of_block[:position].sum())
 
 
-def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None) -> NDArray[np.uint8]:
-    """Return one bit per document, set if all conditions hold and the drop list does not drop the document.
+def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[str] = ()) -> NDArray[np.uint8]:
+    """Return one bit per document, set if all conditions hold and no drop list drops the document.
 
     Each byte has eight documents, the first in its lowest bit. Bits after the last document pad the array to whole
     blocks of 256 bits; their values have no meaning. A missing value satisfies neither a comparison nor its negation.
@@ -97,7 +97,7 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None
     Args:
         corpus: The corpus.
         conditions: Expressions of config/expressions.py.
-        drop: Path of a drop list, or None.
+        drop: Paths of drop lists.
 
     Raises:
         ConfigError: A condition is malformed, names an unknown attribute, or compares different types.
@@ -112,8 +112,8 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: str | None
             chosen = _evaluate(tree, columns).fill_null(False).to_numpy(zero_copy_only=False)
             packed = np.packbits(np.append(np.zeros(first % 8, dtype=np.bool_), chosen), bitorder="little")
             bits[first // 8 : first // 8 + len(packed)] |= packed
-    if drop is not None:
-        _, dropped = read_drop_list(Path(drop), corpus.manifest, corpus.prefix)
+    for path in drop:
+        _, dropped = read_drop_list(Path(path), corpus.manifest, corpus.prefix)
         bits[: len(dropped)] &= ~dropped
     return bits
 

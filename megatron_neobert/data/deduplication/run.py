@@ -13,12 +13,11 @@ documents of a chunk, or 80 bytes for each document of a bucket. Documents with 
 last stage: 5 bytes per document, 20 bytes per duplicate.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, lru_cache
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,20 +25,23 @@ from numpy.typing import NDArray
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.drop_list import DropListEntry, read_drop_list, write_drop_list
-from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import read_items
 from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
-from megatron_neobert.runtime.jobs import Job, JobFolder, finish_jobs
+from megatron_neobert.data.deduplication.search import (
+    Documents,
+    SearchSettings,
+    job_folder,
+    open_corpora,
+    refuse_existing_list,
+    steps_of,
+)
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.runtime.jobs import Job, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import parse_json, percent
 
-# After a kill, a worker repeats at most one chunk of this size.
-CHUNK_DOCUMENTS = 1 << 18
 # Documents whose keys of one band are compared in one job, with 80 bytes of memory each.
 BUCKET_DOCUMENTS = 12_000_000
-# Tokens per step, see `_steps`. This size fits the second-level cache and was measured the fastest.
-_STEP_TOKENS = 1 << 16
 # Pairs whose lengths are looked up together, with 40 MB of memory.
 _STEP_PAIRS = 1 << 17
 # Documents of the last stage whose clusters are looked up together.
@@ -47,8 +49,8 @@ _STEP_DOCUMENTS = 1 << 20
 _PAIR_DTYPE = np.dtype("<i8")
 
 
-@dataclass(frozen=True)
-class FindSettings:
+@dataclass(frozen=True, kw_only=True)
+class FindSettings(SearchSettings):
     """Settings of `neobert find-duplicates`, and its command line."""
 
     prefixes: tuple[str, ...] = option(
@@ -56,13 +58,7 @@ class FindSettings:
         positional=True,
         metavar="PREFIX",
     )
-    output: Path = option(help="drop list to write, one for all corpora", metavar="FILE")
     minhash: MinHashSettings = field(default_factory=MinHashSettings)
-    executor: Literal["local", "ray"] = option("local", "where the work runs")
-    ray_address: str | None = option(None, "host:port of a cluster (default: RAY_ADDRESS, or else a new cluster)")
-    workers: int | None = option(None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1)
-    resume: bool = option(False, "keep what an earlier run of the same command has finished")
-    overwrite: bool = option(False, "replace an existing list, and the unfinished work of another run")
 
 
 def print_duplicates(options: FindSettings) -> None:
@@ -73,7 +69,7 @@ def print_duplicates(options: FindSettings) -> None:
     DataError for a missing or damaged corpus, and ConfigError for unsuitable settings.
     """
     if options.resume and is_complete(options):
-        _job_folder(options).sweep()
+        job_folder(options).sweep()
         print(f"{options.output} is complete; nothing to do")
         return
     for entry in find_duplicates(options):
@@ -82,39 +78,6 @@ def print_duplicates(options: FindSettings) -> None:
             f"({percent(entry.dropped_documents / entry.documents, digits=2)})"
         )
     print(f"wrote {options.output}")
-
-
-@dataclass(frozen=True)
-class Documents:
-    """All documents of the compared corpora, numbered across corpora and divided into chunks."""
-
-    # Of each corpus.
-    prefixes: tuple[str, ...]
-    sha256: tuple[str, ...]
-    sizes: tuple[int, ...]
-    chunk_documents: int
-    minhash: MinHashSettings
-
-    def __len__(self) -> int:
-        return sum(self.sizes)
-
-    @cached_property
-    def chunks(self) -> list[range]:
-        """Document numbers of each chunk. A chunk has documents of one corpus."""
-        bounds = [0, *accumulate(self.sizes)]
-        step = self.chunk_documents
-        return [range(at, min(at + step, end)) for start, end in pairwise(bounds) for at in range(start, end, step)]
-
-    def by_corpus(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Corpus, NDArray[np.int64]]]:
-        """Yield for each corpus with documents in `numbers` a mask of them, the corpus, and their numbers in it.
-
-        The mask has the shape of `numbers`. Raise DataError if a corpus has changed since the run began.
-        """
-        bounds = np.append(0, np.cumsum(self.sizes))
-        corpus_of = np.searchsorted(bounds, numbers, side="right") - 1
-        for index in np.unique(corpus_of).tolist():
-            mask = corpus_of == index
-            yield mask, open_corpus(self.prefixes[index], self.sha256[index]), numbers[mask] - bounds[index]
 
 
 @dataclass(frozen=True)
@@ -131,13 +94,14 @@ class SignatureJob(Job[None]):
 
     documents: Documents
     numbers: range
+    minhash: MinHashSettings
 
     def work(self, files: Mapping[str, NewFile]) -> None:
-        minhash = self.documents.minhash
+        minhash = self.minhash
         ((_, corpus, in_corpus),) = self.documents.by_corpus(np.arange(self.numbers.start, self.numbers.stop))
         lengths = corpus.lengths_of(in_corpus)
         keys = np.empty((minhash.bands, len(lengths)), dtype=np.uint64)
-        for step in _steps(lengths):
+        for step in steps_of(lengths):
             step_lengths, numbers = lengths[step], in_corpus[step]
             ids = corpus.gather(numbers, np.zeros_like(numbers), step_lengths.astype(np.int64))
             keys[:, step] = band_keys(minima(ids, step_lengths, minhash), minhash.rows)
@@ -166,6 +130,7 @@ class PairJob(Job[None]):
     kinds = ("pairs",)
 
     documents: Documents
+    minhash: MinHashSettings
     band: int
     bucket: int
     buckets: int
@@ -177,7 +142,7 @@ class PairJob(Job[None]):
             lengths = np.empty(step_pairs.shape, dtype=np.int64)
             for mask, corpus, numbers in self.documents.by_corpus(step_pairs):
                 lengths[mask] = corpus.lengths_of(numbers)
-            for step in _steps(lengths.sum(axis=1)):
+            for step in steps_of(lengths.sum(axis=1)):
                 similar = step_pairs[step][self._are_similar(step_pairs[step])]
                 files["pairs"].write(similar.astype(_PAIR_DTYPE).tobytes())
 
@@ -188,7 +153,9 @@ class PairJob(Job[None]):
         would give n^2 / 2 pairs. A similar pair that is missing here may be found in another band.
         """
         low, high = (number * 2**64 // self.buckets for number in (self.bucket, self.bucket + 1))
-        columns = [job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents)]
+        columns = [
+            job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents, self.minhash)
+        ]
         keys, documents = (np.concatenate(column) for column in zip(*columns, strict=True))
         del columns
         # The sort is stable, so documents with equal keys stay in the order of their numbers.
@@ -214,7 +181,7 @@ class PairJob(Job[None]):
             lengths = corpus.lengths_of(numbers).astype(np.int64)
             ids = corpus.gather(numbers, np.zeros_like(numbers), lengths).astype("<u4").tobytes()
             contents += [ids[begin:end] for begin, end in pairwise([0, *(4 * np.cumsum(lengths)).tolist()])]
-        minhash = self.documents.minhash
+        minhash = self.minhash
         # Consecutive pairs often share a document.
         ngrams = lru_cache(maxsize=2)(lambda position: shingles(contents[position], minhash.ngram))
 
@@ -225,9 +192,9 @@ class PairJob(Job[None]):
         return np.array([are_similar(*pair) for pair in positions.reshape(-1, 2).tolist()], dtype=np.bool_)
 
 
-def signature_jobs(folder: Path, documents: Documents) -> list[SignatureJob]:
+def signature_jobs(folder: Path, documents: Documents, minhash: MinHashSettings) -> list[SignatureJob]:
     """Return one job per chunk."""
-    return [SignatureJob(folder, f"signatures-{chunk.start}", documents, chunk) for chunk in documents.chunks]
+    return [SignatureJob(folder, f"signatures-{chunk.start}", documents, chunk, minhash) for chunk in documents.chunks]
 
 
 def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
@@ -249,39 +216,30 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
         raise ConfigError(
             f"--threshold {settings.minhash.threshold} is not above 0 and at most 1, as a Jaccard index is; change it."
         )
-    corpora = _open_corpora(settings.prefixes)
-    with _job_folder(settings) as folder:
-        may_replace = settings.overwrite or (settings.resume and folder.has_begun)
-        if settings.output.exists() and not may_replace:
-            raise OutputError(f"--output {settings.output} exists already; choose another, or replace with --overwrite")
-        documents = Documents(
-            prefixes=tuple(str(Path(prefix).absolute()) for prefix in settings.prefixes),
-            sha256=tuple(corpus.manifest.documents_sha256 for corpus in corpora),
-            sizes=tuple(map(len, corpora)),
-            chunk_documents=CHUNK_DOCUMENTS,
-            minhash=settings.minhash,
-        )
+    corpora = open_corpora(settings.prefixes)
+    with job_folder(settings) as folder:
+        refuse_existing_list(settings, folder)
+        documents = Documents.of(corpora)
         decisive = {
             "corpora": documents.sha256,
             "settings": asdict(settings.minhash),
-            "documents of a chunk": CHUNK_DOCUMENTS,
+            "documents of a chunk": documents.chunk_documents,
             "version": __version__,
         }
         folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
         buckets = -(-len(documents) // BUCKET_DOCUMENTS)
         pair_jobs = [
-            PairJob(folder.path, f"pairs-{band}-{bucket}-of-{buckets}", documents, band, bucket, buckets)
+            PairJob(
+                folder.path, f"pairs-{band}-{bucket}-of-{buckets}", documents, settings.minhash, band, bucket, buckets
+            )
             for band in range(settings.minhash.bands)
             for bucket in range(buckets)
         ]
-        for label, jobs in (("signatures", signature_jobs(folder.path, documents)), ("pairs", pair_jobs)):
-            for _ in finish_jobs(
-                jobs,
-                label=label,
-                workers=settings.workers,
-                executor=settings.executor,
-                ray_address=settings.ray_address,
-            ):
+        for label, jobs in (
+            ("signatures", signature_jobs(folder.path, documents, settings.minhash)),
+            ("pairs", pair_jobs),
+        ):
+            for _ in finish_jobs(jobs, label=label, **settings.job_options):
                 pass
         is_dropped = find_dropped(len(documents), [job.file("pairs") for job in pair_jobs])
         masks = np.split(is_dropped, np.cumsum(documents.sizes)[:-1])
@@ -297,9 +255,9 @@ def is_complete(settings: FindSettings) -> bool:
 
     Raise MissingInputError, DataError or ConfigError if a corpus is missing, damaged or named twice.
     """
-    if _job_folder(settings).has_begun:
+    if job_folder(settings).has_begun:
         return False
-    corpora = _open_corpora(settings.prefixes)
+    corpora = open_corpora(settings.prefixes)
     try:
         for corpus in corpora:
             read_drop_list(settings.output, corpus.manifest, corpus.prefix)
@@ -310,11 +268,6 @@ def is_complete(settings: FindSettings) -> bool:
     in_order = [entry["documents_sha256"] for entry in header["corpora"]]
     is_same = all(header.get(name) == value for name, value in asdict(settings.minhash).items())
     return is_same and in_order == [corpus.manifest.documents_sha256 for corpus in corpora]
-
-
-def _job_folder(settings: FindSettings) -> JobFolder:
-    """Return OUTPUT.partial, not yet entered. Its path is absolute, as workers have other working directories."""
-    return JobFolder(settings.output.absolute().with_name(f"{settings.output.name}.partial"))
 
 
 def find_dropped(documents: int, pair_files: Sequence[Path]) -> NDArray[np.bool_]:
@@ -348,43 +301,3 @@ def find_dropped(documents: int, pair_files: Sequence[Path]) -> NDArray[np.bool_
         numbers = np.arange(start, min(start + _STEP_DOCUMENTS, documents))
         is_dropped[numbers] = find_roots(numbers) != numbers
     return is_dropped
-
-
-def _steps(lengths: NDArray[np.integer]) -> list[slice]:
-    """Return consecutive slices of about _STEP_TOKENS tokens: at most that number and one element more."""
-    step_of = np.cumsum(lengths, dtype=np.int64) // _STEP_TOKENS
-    bounds = [0, *(np.flatnonzero(np.diff(step_of)) + 1).tolist(), len(lengths)]
-    return [slice(begin, end) for begin, end in pairwise(bounds)]
-
-
-# A worker has many chunks of one corpus.
-@cache
-def open_corpus(prefix: str, documents_sha256: str) -> Corpus:
-    """Open a corpus; raise DataError if it has changed since the run began."""
-    corpus = Corpus(prefix)
-    if corpus.manifest.documents_sha256 != documents_sha256:
-        raise DataError(f"{prefix} has been written again since this run began; start again with --overwrite")
-    return corpus
-
-
-def _open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
-    """Open the corpora.
-
-    Raises:
-        MissingInputError: A corpus does not exist.
-        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
-        ConfigError: Two corpora have the same documents.
-    """
-    corpora = [Corpus(prefix) for prefix in prefixes]
-    first = corpora[0]
-    for index, corpus in enumerate(corpora):
-        fingerprint, expected = corpus.manifest.tokenizer_fingerprint, first.manifest.tokenizer_fingerprint
-        if fingerprint != expected:
-            raise DataError(
-                f"{corpus.prefix} was written with tokenizer {fingerprint[:12]}, but {first.prefix} with "
-                f"{expected[:12]}: the same ids mean other words. Preprocess both with one tokenizer"
-            )
-        for earlier in corpora[:index]:
-            if earlier.manifest.documents_sha256 == corpus.manifest.documents_sha256:
-                raise ConfigError(f"{corpus.prefix} and {earlier.prefix} are the same corpus; name it once")
-    return corpora

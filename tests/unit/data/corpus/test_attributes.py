@@ -92,7 +92,7 @@ def test_expression_chooses_the_documents_that_a_plain_search_finds(corpora, exp
     columns = {**COLUMNS, "length": corpus.lengths_of(np.arange(DOCUMENTS)).tolist(), "input": inputs}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     expected = [number for number in range(77, 1401) if holds(rows[number])]
-    assert numbers(choose_documents(corpus, [expression], None), range(77, 1401)) == expected
+    assert numbers(choose_documents(corpus, [expression]), range(77, 1401)) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_expression_chooses_the_documents_that_a_plain_search_finds(corpora, exp
 )
 def test_unknown_attributes_and_types_that_cannot_be_compared_are_refused(corpora, expression, message):
     with pytest.raises(ConfigError) as caught:
-        choose_documents(corpora[0], [expression], None)
+        choose_documents(corpora[0], [expression])
     assert message in caught.value.problems[0]
 
 
@@ -123,7 +123,7 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
         content = write_attributes(tmp_path / "D", {"score": range(1, 1001)}).read_bytes()
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"C\.attributes\.parquet"):
-        choose_documents(Corpus(tmp_path / "C"), ["score>=3"], None)
+        choose_documents(Corpus(tmp_path / "C"), ["score>=3"])
 
 
 # --- drop lists
@@ -140,13 +140,18 @@ def drop_list(corpora, tmp_path):
 
 
 @pytest.mark.parametrize("conditions", [[], ["length>=5 # tokens", "length<=15"]])
-def test_documents_of_a_drop_list_are_not_chosen(corpora, drop_list, conditions):
+def test_documents_of_drop_lists_are_not_chosen(corpora, drop_list, conditions, tmp_path):
     corpus, (path, is_dropped) = corpora[0], drop_list
     assert len(corpus.shards) > 2 and any(len(shard.lengths) % 8 for shard in corpus.shards[:-1])
     lengths = corpus.lengths_of(np.arange(DOCUMENTS))
     fits = (lengths >= 5) & (lengths <= 15) if conditions else np.ones(DOCUMENTS, dtype=np.bool_)
-    chosen = choose_documents(corpus, conditions, str(path))
+    chosen = choose_documents(corpus, conditions, [str(path)])
     assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if fits[n] and not is_dropped[n]]
+    in_second_list = np.arange(DOCUMENTS) % 3 == 0
+    write_drop_list(tmp_path / "second", [(str(corpus.prefix), corpus.manifest, in_second_list)], {})
+    chosen = choose_documents(corpus, conditions, [str(path), str(tmp_path / "second")])
+    expected = fits & ~is_dropped & ~in_second_list
+    assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if expected[n]]
 
 
 def test_same_tokens_with_other_document_boundaries_are_another_corpus(tmp_path):

@@ -101,11 +101,11 @@ def test_documents_of_a_remote_corpus_are_chosen_by_a_copy_of_its_attributes(tmp
     write_corpus(tmp_path / "bucket" / "P", random_documents([3] * 20, 100), numbered_tokenizer(100))
     write_attributes(tmp_path / "bucket" / "P", {"score": range(20)})
     with ObjectServer(tmp_path / "bucket").running() as running:
-        choose_documents(Corpus(f"{running.url}/P", storage), ["length>2"], None)
+        choose_documents(Corpus(f"{running.url}/P", storage), ["length>2"])
         assert not count_requests(running, ".parquet")
         for _ in range(2):
             remote = Corpus(f"{running.url}/P", storage)
-            chosen = ChosenDocuments(choose_documents(remote, ["score>=15"], None), range(20))
+            chosen = ChosenDocuments(choose_documents(remote, ["score>=15"]), range(20))
             assert chosen.numbers(np.arange(len(chosen))).tolist() == [15, 16, 17, 18, 19]
             # A damaged copy is fetched again.
             copy = next(storage.folder.rglob("P.attributes.parquet"))

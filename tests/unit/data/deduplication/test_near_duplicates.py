@@ -14,7 +14,7 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents, write_c
 
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.deduplication import run
+from megatron_neobert.data.deduplication import run, search
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
 from megatron_neobert.data.deduplication.run import FindSettings, find_dropped, find_duplicates
 from megatron_neobert.errors import ConfigError, DataError, OutputError
@@ -46,11 +46,13 @@ def planted(tmp_path_factory) -> Planted:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Divide the planted corpus into 16 chunks."""
-    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 100)
+    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", 100)
 
 
 def find(output, *prefixes, minhash=None, **changes):
-    settings = FindSettings(tuple(map(str, prefixes)), output, minhash or MinHashSettings(), **changes)
+    settings = FindSettings(
+        prefixes=tuple(map(str, prefixes)), output=output, minhash=minhash or MinHashSettings(), **changes
+    )
     return find_duplicates(settings)
 
 
@@ -84,7 +86,7 @@ def expected(planted, tmp_path_factory):
     """The drop list of one worker with one bucket per band."""
     output = tmp_path_factory.mktemp("expected") / "list"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "CHUNK_DOCUMENTS", 100)
+        patch.setattr(search, "CHUNK_DOCUMENTS", 100)
         find(output, planted.prefix)
     return output.read_bytes()
 
@@ -102,10 +104,10 @@ def expected(planted, tmp_path_factory):
 def test_list_is_the_same_for_any_number_of_workers_chunks_and_buckets(
     planted, expected, tmp_path, monkeypatch, chunks, bucket, workers
 ):
-    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", chunks)
+    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", chunks)
     monkeypatch.setattr(run, "BUCKET_DOCUMENTS", bucket)
     monkeypatch.setattr(run, "_STEP_PAIRS", 7)
-    monkeypatch.setattr(run, "_STEP_TOKENS", 3000)
+    monkeypatch.setattr(search, "_STEP_TOKENS", 3000)
     monkeypatch.setattr(run, "_STEP_DOCUMENTS", 100)
     find(tmp_path / "list", planted.prefix, workers=workers)
     assert (tmp_path / "list").read_bytes() == expected
@@ -115,8 +117,8 @@ def test_list_is_the_same_for_any_number_of_workers_chunks_and_buckets(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megatron_neobert.data.deduplication import run
-run.CHUNK_DOCUMENTS, calls, sync = 400, 0, os.fsync
+from megatron_neobert.data.deduplication import run, search
+search.CHUNK_DOCUMENTS, calls, sync = 400, 0, os.fsync
 def count(descriptor):
     global calls
     calls += 1
@@ -124,7 +126,7 @@ def count(descriptor):
         os.kill(os.getpid(), signal.SIGKILL)
     sync(descriptor)
 os.fsync = count
-run.find_duplicates(run.FindSettings((sys.argv[1],), Path(sys.argv[2])))
+run.find_duplicates(run.FindSettings(prefixes=(sys.argv[1],), output=Path(sys.argv[2])))
 print(calls)
 """
 
@@ -135,7 +137,7 @@ def run_killed(prefix, output, at):
 
 
 def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "CHUNK_DOCUMENTS", 400)
+    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", 400)
     whole = run_killed(planted.prefix, tmp_path / "whole", 0)
     assert (tmp_path / "whole").read_bytes() == expected
     last = int(whole.stdout)

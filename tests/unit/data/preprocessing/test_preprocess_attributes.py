@@ -82,7 +82,7 @@ def test_attributes_equal_those_of_a_plain_loop_in_the_order_of_the_corpus(works
     workspace.run(record_keys=("meta.from",), **changes)
     corpus, expected = workspace.corpus(), list(kept(workspace.records, **rule))
     assert attributes_of(corpus) == expected
-    chosen = ChosenDocuments(choose_documents(corpus, ["meta_from in ['wiki', '7']"], None), range(len(corpus)))
+    chosen = ChosenDocuments(choose_documents(corpus, ["meta_from in ['wiki', '7']"]), range(len(corpus)))
     expected_numbers = [number for number, (value, _) in enumerate(expected) if value in ("wiki", "7")]
     assert chosen.numbers(np.arange(len(chosen))).tolist() == expected_numbers
 

@@ -1,0 +1,202 @@
+"""`neobert find-overlaps`: finds documents that share an n-gram with evaluation texts, and writes a drop list of them.
+
+Evaluation texts are a corpus, too: `neobert preprocess` reads their files, with the tokenizer of the searched corpora.
+One job per chunk of documents looks for the 64-bit hash of each of its n-grams among those of the evaluation texts.
+Texts of fewer than n tokens are not searched for. Memory per worker: about 30 bytes per token of the evaluation texts.
+
+Source of the default length, 13: arXiv 2005.14165, appendix C, which counts words instead of tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_neobert import __version__
+from megatron_neobert.cli import option
+from megatron_neobert.data.corpus.drop_list import write_drop_list
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.deduplication.search import (
+    Documents,
+    SearchSettings,
+    job_folder,
+    open_corpora,
+    refuse_existing_list,
+    steps_of,
+)
+from megatron_neobert.runtime.jobs import Job, finish_jobs
+from megatron_neobert.runtime.new_file import NewFile
+from megatron_neobert.text import percent
+
+# Base of the polynomial hash of an n-gram, 2^64 / golden ratio, and a factor that mixes its bits.
+_BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_NGRAMS = "ngrams"  # file in the folder of the jobs: sorted hashes of the evaluation texts, as uint64
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSettings(SearchSettings):
+    """Settings of `neobert find-overlaps`, and its command line."""
+
+    prefixes: tuple[str, ...] = option(
+        help="path of a corpus without .bin that is searched", positional=True, metavar="PREFIX"
+    )
+    against: tuple[str, ...] = option(help="corpora of evaluation texts", metavar="PREFIX")
+    ngram: int = option(13, "tokens per n-gram", minimum=1)
+
+
+@dataclass(frozen=True)
+class Overlaps:
+    """Documents of one corpus that share an n-gram with a document of the other side."""
+
+    prefix: str
+    documents: int
+    shared: int
+    short: int  # documents of fewer tokens than an n-gram has
+
+
+@dataclass(frozen=True)
+class OverlapJob(Job[None]):
+    """Write the numbers of a chunk's documents that share an n-gram (int64), and the hashes of these n-grams."""
+
+    result_type = None
+    kinds = ("documents", "ngrams")
+
+    documents: Documents
+    numbers: range
+    ngram: int
+
+    def work(self, files: Mapping[str, NewFile]) -> None:
+        known = np.fromfile(self.folder / _NGRAMS, "<u8")
+        ((_, corpus, in_corpus),) = self.documents.by_corpus(np.arange(self.numbers.start, self.numbers.stop))
+        found = [np.empty(0, dtype=np.uint64)]
+        for first, hashes, documents in _hash_documents(corpus, in_corpus, self.ngram):
+            is_shared = is_among(hashes, known)
+            numbers = self.numbers.start + first + np.unique(documents[is_shared])
+            files["documents"].write(numbers.astype("<i8").tobytes())
+            found.append(hashes[is_shared])
+        files["ngrams"].write(np.unique(np.concatenate(found)).astype("<u8").tobytes())
+
+
+def print_overlaps(options: OverlapSettings) -> None:
+    """List the documents that share an n-gram of tokens with evaluation texts, so that training can leave them out.
+
+    Training skips the listed documents with --data-path PREFIX:drop=FILE. Raise OutputError if the list exists and may
+    not be replaced, MissingInputError or DataError if a corpus is missing or damaged, ConfigError if it is named twice.
+    """
+    searched, evaluated = find_overlaps(options)
+    for each in searched:
+        share = percent(each.shared / each.documents, digits=2)
+        print(f"{each.prefix}: {each.shared:,} of {each.documents:,} documents share {options.ngram} tokens ({share})")
+    for each in evaluated:
+        print(
+            f"{each.prefix}: {each.shared:,} of {each.documents:,} texts share {options.ngram} tokens; "
+            f"{each.short:,} are shorter and were not searched for"
+        )
+    print(f"wrote {options.output}")
+
+
+def find_overlaps(settings: OverlapSettings) -> tuple[list[Overlaps], list[Overlaps]]:
+    """Find the documents, write the drop list to `settings.output`, and remove OUTPUT.partial.
+
+    Returns:
+        The overlaps of each searched corpus, and of each corpus of evaluation texts.
+
+    Raises:
+        ConfigError: A corpus is named twice, Ray does not start, or OUTPUT.partial has work of other settings.
+        OutputError: OUTPUT or unfinished work exists, without `resume` or `overwrite`; or another process uses it.
+        MissingInputError: A corpus does not exist.
+        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
+        ChildProcessError: A worker process died.
+    """
+    corpora = open_corpora((*settings.prefixes, *settings.against))
+    searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
+    with job_folder(settings) as folder:
+        refuse_existing_list(settings, folder)
+        documents = Documents.of(searched)
+        decisive = {
+            "corpora": documents.sha256,
+            "evaluation texts": [corpus.manifest.documents_sha256 for corpus in evaluated],
+            "tokens of an n-gram": settings.ngram,
+            "documents of a chunk": documents.chunk_documents,
+            "version": __version__,
+        }
+        folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
+        hashes = [hashes for corpus in evaluated for _, hashes, _ in _hash_documents(corpus, None, settings.ngram)]
+        np.unique(np.concatenate(hashes)).astype("<u8").tofile(folder.path / _NGRAMS)
+        jobs = [
+            OverlapJob(folder.path, f"overlaps-{chunk.start}", documents, chunk, settings.ngram)
+            for chunk in documents.chunks
+        ]
+        for _ in finish_jobs(jobs, label="n-grams", **settings.job_options):
+            pass
+        is_shared = np.zeros(len(documents), dtype=np.bool_)
+        is_shared[np.concatenate([np.fromfile(job.file("documents"), "<i8") for job in jobs])] = True
+        found = np.unique(np.concatenate([np.fromfile(job.file("ngrams"), "<u8") for job in jobs]))
+        masks = np.split(is_shared, np.cumsum(documents.sizes)[:-1])
+        listed = [
+            (prefix, corpus.manifest, mask)
+            for prefix, corpus, mask in zip(settings.prefixes, searched, masks, strict=True)
+        ]
+        against = [corpus.manifest.documents_sha256 for corpus in evaluated]
+        entries = write_drop_list(settings.output, listed, {"ngram": settings.ngram, "against": against})
+        results = [Overlaps(entry.prefix, entry.documents, entry.dropped_documents, short=0) for entry in entries]
+        evaluations = [
+            _count_found(prefix, corpus, found, settings.ngram)
+            for prefix, corpus in zip(settings.against, evaluated, strict=True)
+        ]
+        folder.remove()
+    return results, evaluations
+
+
+def _count_found(prefix: str, corpus: Corpus, found: NDArray[np.uint64], ngram: int) -> Overlaps:
+    shared = sum(
+        len(np.unique(documents[is_among(hashes, found)]))
+        for _, hashes, documents in _hash_documents(corpus, None, ngram)
+    )
+    lengths = corpus.lengths_between(0, len(corpus))
+    return Overlaps(prefix, len(corpus), shared, short=int((lengths < ngram).sum()))
+
+
+def _hash_documents(
+    corpus: Corpus, numbers: NDArray[np.int64] | None, ngram: int
+) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.int64]]]:
+    """Yield for consecutive steps the index of the first document, and hashes and documents of its n-grams.
+
+    Documents are counted from the first one of the step. `numbers` are the documents to read, None for all.
+    """
+    numbers = np.arange(len(corpus)) if numbers is None else numbers
+    lengths = corpus.lengths_of(numbers)
+    for step in steps_of(lengths):
+        of_step = lengths[step].astype(np.int64)
+        ids = corpus.gather(numbers[step], np.zeros_like(of_step), of_step)
+        yield step.start, *hash_ngrams(ids, of_step, ngram)
+
+
+def hash_ngrams(
+    ids: NDArray[np.integer], lengths: NDArray[np.int64], ngram: int
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return a 64-bit hash of each n-gram within a document, and the index of its document.
+
+    Args:
+        ids: Concatenated token ids of the documents.
+        lengths: Number of tokens of each document.
+    """
+    tokens = ids.astype(np.uint64) + np.uint64(1)
+    count = max(0, len(tokens) - ngram + 1)
+    hashes = np.zeros(count, dtype=np.uint64)
+    for offset in range(ngram):
+        hashes *= _BASE
+        hashes += tokens[offset : offset + count]
+    hashes ^= hashes >> np.uint64(32)
+    hashes *= _MIX
+    hashes ^= hashes >> np.uint64(32)
+    documents = np.repeat(np.arange(len(lengths)), lengths)[:count]
+    is_inside = np.arange(count) + ngram <= np.cumsum(lengths)[documents]
+    return hashes[is_inside], documents[is_inside]
+
+
+def is_among(hashes: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return for each hash whether it is in `known`, which is sorted."""
+    at = np.searchsorted(known, hashes)
+    return (at < len(known)) & (known[np.minimum(at, len(known) - 1)] == hashes) if len(known) else at < 0

@@ -1,0 +1,81 @@
+"""Parts of evaluation texts planted in documents are found, and nothing else."""
+
+import numpy as np
+import pytest
+from commands import run_forked
+from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+
+from megatron_neobert.data.corpus.drop_list import read_drop_list
+from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.deduplication import search
+from megatron_neobert.data.deduplication.overlaps import Overlaps, OverlapSettings, find_overlaps
+from megatron_neobert.errors import ConfigError, DataError, OutputError
+
+VOCABULARY, NGRAM = 1000, 13
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """Write 500 documents and 60 evaluation texts, 10 of which are short.
+
+    Fifty documents have 13 tokens of a text, fifty others have 12 of a text.
+    """
+    generator = np.random.default_rng(0)
+    texts = random_documents([*generator.integers(13, 100, 50).tolist(), *range(3, 13)], VOCABULARY)
+    documents = random_documents(generator.integers(30, 200, 500).tolist(), VOCABULARY, seed=1)
+    sources = generator.integers(0, 30, 100).tolist()  # texts 30 to 49 occur nowhere
+    for number, source in enumerate(sources):
+        size = NGRAM if number < 50 else NGRAM - 1
+        start = generator.integers(0, len(texts[source]) - size + 1)
+        at = generator.integers(0, len(documents[number]) - size + 1)
+        documents[number][at : at + size] = texts[source][start : start + size]
+    tokenizer = numbered_tokenizer(VOCABULARY)
+    write_corpus(tmp_path / "C", documents, tokenizer)
+    write_corpus(tmp_path / "E", texts, tokenizer)
+    return tmp_path, documents, texts
+
+
+def ngrams(tokens):
+    return {tuple(tokens[at : at + NGRAM].tolist()) for at in range(len(tokens) - NGRAM + 1)}
+
+
+@pytest.mark.parametrize(("workers", "chunk"), [(1, 1000), (2, 37)])
+def test_exactly_the_documents_with_thirteen_tokens_of_a_text_are_listed(planted, monkeypatch, workers, chunk):
+    folder, documents, texts = planted
+    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", chunk)
+    settings = OverlapSettings(
+        prefixes=(str(folder / "C"),), against=(str(folder / "E"),), output=folder / "list", workers=workers
+    )
+    ((corpus,), (evaluated,)) = find_overlaps(settings)
+    all_texts = set().union(*map(ngrams, texts))
+    expected = [number for number, document in enumerate(documents) if ngrams(document) & all_texts]
+    assert set(range(50)) <= set(expected) and len(expected) < 55, "planted, and few by chance"
+    opened = Corpus(folder / "C")
+    _, bits = read_drop_list(folder / "list", opened.manifest, opened.prefix)
+    assert np.flatnonzero(np.unpackbits(bits, count=500, bitorder="little")).tolist() == expected
+    all_documents = set().union(*map(ngrams, documents))
+    found = sum(bool(ngrams(text) & all_documents) for text in texts)
+    assert corpus == Overlaps(str(folder / "C"), 500, len(expected), 0)
+    assert evaluated == Overlaps(str(folder / "E"), 60, found, 10) and 0 < found <= 30
+    assert not list(folder.glob("list.partial*"))
+    with pytest.raises(OutputError, match="exists already"):
+        find_overlaps(settings)
+
+
+def test_summary_names_the_shares_and_the_short_texts(planted):
+    folder, _, _ = planted
+    code, output = run_forked("find-overlaps", folder / "C", "--against", folder / "E", "--output", folder / "list")
+    assert code == 0
+    assert f"{folder / 'C'}: 50 of 500 documents share 13 tokens (10.00 %)" in output
+    assert "10 are shorter and were not searched for" in output
+
+
+def test_texts_of_another_tokenizer_and_the_corpus_itself_are_refused(planted):
+    folder, _, texts = planted
+    write_corpus(folder / "other", texts, numbered_tokenizer(VOCABULARY + 1))
+    for against, error in (("other", DataError), ("C", ConfigError)):
+        settings = OverlapSettings(
+            prefixes=(str(folder / "C"),), against=(str(folder / against),), output=folder / "list"
+        )
+        with pytest.raises(error, match=r"tokenizer|same corpus"):
+            find_overlaps(settings)
