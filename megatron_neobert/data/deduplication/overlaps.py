@@ -2,7 +2,7 @@
 
 Evaluation texts are a corpus, too: `neobert preprocess` reads their files, with the tokenizer of the searched corpora.
 One job per chunk of documents looks for the 64-bit hash of each of its n-grams among those of the evaluation texts.
-Texts of fewer than n tokens are not searched for. Memory per worker: about 30 bytes per token of the evaluation texts.
+Texts of fewer than n tokens are not searched for. Memory per worker: about 50 bytes per token of the evaluation texts.
 
 Source of the default length, 13: arXiv 2005.14165, appendix C, which counts words instead of tokens.
 """
@@ -67,11 +67,11 @@ class OverlapJob(Job[None]):
     ngram: int
 
     def work(self, files: Mapping[str, NewFile]) -> None:
-        known = np.fromfile(self.folder / _NGRAMS, "<u8")
+        known = KnownHashes(np.fromfile(self.folder / _NGRAMS, "<u8"))
         ((_, corpus, in_corpus),) = self.documents.by_corpus(np.arange(self.numbers.start, self.numbers.stop))
         found = [np.empty(0, dtype=np.uint64)]
         for first, hashes, documents in _hash_documents(corpus, in_corpus, self.ngram):
-            is_shared = is_among(hashes, known)
+            is_shared = known.contain(hashes)
             numbers = self.numbers.start + first + np.unique(documents[is_shared])
             files["documents"].write(numbers.astype("<i8").tobytes())
             found.append(hashes[is_shared])
@@ -132,7 +132,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[Overlaps], list[Overl
             pass
         is_shared = np.zeros(len(documents), dtype=np.bool_)
         is_shared[np.concatenate([np.fromfile(job.file("documents"), "<i8") for job in jobs])] = True
-        found = np.unique(np.concatenate([np.fromfile(job.file("ngrams"), "<u8") for job in jobs]))
+        found = KnownHashes(np.concatenate([np.fromfile(job.file("ngrams"), "<u8") for job in jobs]))
         masks = np.split(is_shared, np.cumsum(documents.sizes)[:-1])
         listed = [
             (prefix, corpus.manifest, mask)
@@ -149,9 +149,9 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[Overlaps], list[Overl
     return results, evaluations
 
 
-def _count_found(prefix: str, corpus: Corpus, found: NDArray[np.uint64], ngram: int) -> Overlaps:
+def _count_found(prefix: str, corpus: Corpus, found: "KnownHashes", ngram: int) -> Overlaps:
     shared = sum(
-        len(np.unique(documents[is_among(hashes, found)]))
+        len(np.unique(documents[found.contain(hashes)]))
         for _, hashes, documents in _hash_documents(corpus, None, ngram)
     )
     lengths = corpus.lengths_between(0, len(corpus))
@@ -196,7 +196,19 @@ def hash_ngrams(
     return hashes[is_inside], documents[is_inside]
 
 
-def is_among(hashes: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return for each hash whether it is in `known`, which is sorted."""
-    at = np.searchsorted(known, hashes)
-    return (at < len(known)) & (known[np.minimum(at, len(known) - 1)] == hashes) if len(known) else at < 0
+class KnownHashes:
+    """A set of hashes, with a table of 16 to 32 entries per hash that rules out most others without a search."""
+
+    def __init__(self, hashes: NDArray[np.uint64]) -> None:
+        self._sorted = np.unique(hashes)
+        size = 1 << (16 * len(self._sorted) + 1).bit_length()
+        self._mask = np.uint64(size - 1)
+        self._table = np.zeros(size, dtype=np.bool_)
+        self._table[self._sorted & self._mask] = True
+
+    def contain(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return for each hash whether it is in the set."""
+        is_known = self._table[hashes & self._mask]
+        at = np.searchsorted(self._sorted, hashes[is_known])
+        is_known[is_known] = self._sorted[np.minimum(at, len(self._sorted) - 1)] == hashes[is_known]
+        return is_known
