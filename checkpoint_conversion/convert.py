@@ -49,6 +49,9 @@ class ImportOptions:
 
     load: Path = option(help="Hugging Face folder with a masked language model", metavar="DIR")
     output: Path = option(help="folder to create, for training's --continue-from", metavar="DIR")
+    tokenizer_model: Path | None = option(
+        None, "tokenizer to continue with, instead of the folder's; its tokens start with weights of the old ones"
+    )
     no_verification: bool = option(False, "do not compare the output with its source")
 
 
@@ -113,14 +116,19 @@ def hf_to_megatron(options: ImportOptions) -> None:
     require_folder("--load", options.load, holding="config.json")
     from checkpoint_conversion.imports import import_folder
     from megatron_neobert.config.cli import model_flags
+    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     print(f"converting {options.load}")
-    imported, checks = import_folder(options.load, options.output, verified=not options.no_verification)
+    tokenizer = None if options.tokenizer_model is None else load_tokenizer(options.tokenizer_model)
+    imported, checks = import_folder(
+        options.load, options.output, tokenizer=tokenizer, verified=not options.no_verification
+    )
     for note in imported.notes:
         print(f"note: {note}")
     print(
         f"{imported.layout} layout; continue pre-training with --continue-from {options.output} --tokenizer-model "
-        f"{options.load} and the settings of this model: {model_flags(imported.model) or 'the defaults'}"
+        f"{options.tokenizer_model or options.load} and the settings of this model: "
+        f"{model_flags(imported.model) or 'the defaults'}"
     )
     print_result(options.output, checks, source=f"the model of {options.load}", start=start)
 

@@ -10,7 +10,7 @@ nothing is allocated for a size that only a header states. Pickled weights are r
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from checkpoint_conversion.mapping import (
     published_shapes,
     to_internal,
 )
+from checkpoint_conversion.vocabulary import map_vocabulary
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
@@ -55,8 +56,12 @@ class ImportedModel:
     notes: tuple[str, ...]  # omitted and added tensors, and assumptions, for the user
 
 
-def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tuple[ImportedModel, Checks]":
+def import_folder(
+    folder: Path, output: Path, *, tokenizer: Tokenizer | None = None, verified: bool = True
+) -> "tuple[ImportedModel, Checks]":
     """Write the model of `folder` as a checkpoint of iteration 0 in the new folder `output`, and verify it.
+
+    With another `tokenizer`, embedding and decoder are those of its vocabulary, and nothing is verified.
 
     Returns:
         The content of the folder, and the differences between the two models' logits (empty if not `verified`).
@@ -69,6 +74,8 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tupl
         SaveError: A file cannot be written.
     """
     imported = read_folder(folder)
+    if tokenizer is not None:
+        imported, verified = with_vocabulary(imported, tokenizer), False
     shape = model_shape(Settings(model=imported.model), vocab_size=imported.tokenizer.vocab_size)
     tensors = to_internal(imported.weights, shape, TABLES[imported.layout])
     checks: Checks = {}
@@ -81,6 +88,14 @@ def import_folder(folder: Path, output: Path, *, verified: bool = True) -> "tupl
             source = build_logit_model(folder, imported.layout, imported.weights)
             checks = verify(source, lambda _: written, stored=torch.float32, name="the written checkpoint")
     return imported, checks
+
+
+def with_vocabulary(imported: ImportedModel, tokenizer: Tokenizer) -> ImportedModel:
+    """Return the model with the vocabulary of another tokenizer, see vocabulary.py."""
+    vocabulary = map_vocabulary(imported.tokenizer, tokenizer)
+    tables = [entry.published[0] for entry in TABLES[imported.layout] if entry.rule is STRIP_PADDING]
+    weights = imported.weights | {name: vocabulary.apply(imported.weights[name]) for name in tables}
+    return replace(imported, tokenizer=tokenizer, weights=weights, notes=(*imported.notes, vocabulary.note))
 
 
 def load_as_read(folder: Path) -> "LogitModel":
