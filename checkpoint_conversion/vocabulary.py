@@ -4,7 +4,7 @@ A token of the new vocabulary that the old one has, with the same text at the sa
 embedding, of the decoder and of the decoder's bias. Any other token starts with the mean of the rows of the old tokens
 into which its text is divided. Special tokens keep the rows of their roles.
 
-Source: the initialization by means is that of FVT (arXiv 2208.07159).
+Source: the initialization by means is that of FVT (arXiv 2402.09977).
 """
 
 from dataclasses import dataclass
