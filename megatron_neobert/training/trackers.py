@@ -79,7 +79,7 @@ class Trackers:
     def _append(self, values: dict[str, Any]) -> None:
         assert self.save is not None
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        # inspection/run_log.py finds lines by "iteration" as their first key.
+        # inspection/plot.py finds lines by "iteration" as their first key.
         with (self.save / _RECORD).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({**values, "time": now}) + "\n")
 
