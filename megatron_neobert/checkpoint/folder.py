@@ -208,11 +208,6 @@ def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
             raise CheckpointError(
                 f"{manifest}: lists {name!r:.80}, which is not a file in its folder; use another checkpoint."
             )
-    if ".metadata" in files:
-        raise CheckpointError(
-            f"{manifest.parent} is in megatron.core's format, which has pickles and is no longer read. Export it with "
-            "the version that wrote it, and import the export with neobert convert hf-to-megatron."
-        )
     if missing := [name for name in _REQUIRED_FILES if name not in files]:
         raise CheckpointError(f"{manifest}: does not list {', '.join(missing)}; use another checkpoint.")
     return files
