@@ -204,9 +204,10 @@ def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
             f"{manifest}: cannot be read ({error}), so the checkpoint is incomplete; use another checkpoint."
         ) from error
     for name in files:
-        if name.startswith("/") or ".." in PurePosixPath(name).parts or not name.isprintable():
+        # No file of a checkpoint is hidden; .metadata would be a pickle of megatron.core.
+        if name.startswith(("/", ".")) or ".." in PurePosixPath(name).parts or not name.isprintable():
             raise CheckpointError(
-                f"{manifest}: lists {name!r:.80}, which is not a file in its folder; use another checkpoint."
+                f"{manifest}: lists {name!r:.80}, which is not a file of a checkpoint; use another checkpoint."
             )
     if missing := [name for name in _REQUIRED_FILES if name not in files]:
         raise CheckpointError(f"{manifest}: does not list {', '.join(missing)}; use another checkpoint.")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_neobert.cli import option
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
@@ -86,8 +87,8 @@ def plot(options: PlotOptions) -> None:
 def read_run(path: Path, *, name: str) -> RunLog:
     """Return the log of a run. Lines that cannot be read are dropped.
 
-    A run that resumes logs `restarted`, then repeats the iterations after its last checkpoint. The repeated lines
-    replace the earlier ones. A line that was cut is dropped, even if the next start appended a whole line to it.
+    A run that resumes repeats the iterations after its last checkpoint. The repeated lines replace the earlier ones. A
+    line that was cut is dropped, even if the next start appended a whole line to it.
 
     Args:
         path: Folder of the run (its --save), or the log file.
@@ -105,8 +106,6 @@ def read_run(path: Path, *, name: str) -> RunLog:
     values: dict[int, dict[str, float]] = {}
     for entry in map(_parse, file.read_text(encoding="utf-8", errors="replace").split("\n")):
         iteration = int(entry.pop("iteration", -1))
-        if entry.pop("restarted", None) is not None:
-            values = {at: logged for at, logged in values.items() if at <= iteration}
         if entry:
             values[iteration] = {**values.get(iteration, {}), **entry}
     if not values:
@@ -145,7 +144,9 @@ def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> 
     size = 2 * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + _LEGEND_INCHES * (len(runs) + 1)
     figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout="constrained")
     panels = list(figure.subplots(rows, 2, squeeze=False).flat)
-    styles = [(COLOURS[n % len(COLOURS)], DASHES[n // len(COLOURS) % len(DASHES)]) for n in range(len(runs))]
+    styles: list[tuple[str, Any]] = [
+        (COLOURS[n % len(COLOURS)], DASHES[n // len(COLOURS) % len(DASHES)]) for n in range(len(runs))
+    ]
     for axes, metric in zip(panels, metrics, strict=False):
         for run, (colour, dash) in zip(runs, styles, strict=True):
             # A line needs two neighbouring points, but validations are far apart: mark them as points.

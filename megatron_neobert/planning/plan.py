@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.config.cli import PlanOptions
@@ -230,7 +231,7 @@ def checkpoint_line(settings: Settings, *, vocab_size: int) -> str:
 
 def network_lines(settings: Settings, options: PlanOptions, *, vocab_size: int, world_size: int) -> list[str]:
     """Format the traffic of a rank per step: a line per group and operation, and a line with the assumptions."""
-    network = {"world_size": world_size, "network_gbps": options.network_gbps}
+    network: dict[str, Any] = {"world_size": world_size, "network_gbps": options.network_gbps}
     lines = [f"{'per rank and step':<28}{'GB':>9}{'calls':>9}{'ms':>9}"]
     for each in step_traffic(
         settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked_tokens(settings)

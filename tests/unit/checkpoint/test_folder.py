@@ -191,7 +191,8 @@ def link_elsewhere(folder: Path) -> None:
 
 DAMAGES = {
     "incomplete": (damage_manifest(lambda files: files.pop("train_state.json")), "does not list train_state.json"),
-    "parent": (add_to_manifest("../x"), "'../x', which is not a file in its folder"),
+    "parent": (add_to_manifest("../x"), "'../x', which is not a file of a checkpoint"),
+    "pickle": (add_to_manifest(".metadata"), "'.metadata', which is not a file of a checkpoint"),
     "link": (link_elsewhere, "train_state.json: missing"),
     "flipped": (lambda folder: (folder / "train_state.json").write_text("contenT"), "train_state.json: its sha256"),
     "truncated": (lambda folder: (folder / "train_state.json").write_text("conten"), "6 bytes, expected 7"),

@@ -22,10 +22,6 @@ def skip(iteration, count):
     return json.dumps({"iteration": iteration, "cursor": {}, "skipped_iterations": count}) + "\n"
 
 
-def restarted(iteration):
-    return json.dumps({"iteration": iteration, "restarted": 1}) + "\n"
-
-
 def read(tmp_path, *lines):
     (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     return read_run(tmp_path, name="r")
@@ -41,14 +37,10 @@ def test_lines_of_one_iteration_are_merged(tmp_path):
 
 
 def test_iterations_that_a_resumed_run_repeats_replace_the_earlier_ones(tmp_path):
-    before = [interval(10, 5.0), interval(20, 4.0), validation(20), interval(30, 3.0), validation(30, 9.0)]
-    run = read(tmp_path, *before, restarted(10), interval(20, 4.5), interval(30, 3.5))
+    before = [interval(10, 5.0), interval(20, 4.0), validation(20), interval(30, 3.0)]
+    run = read(tmp_path, *before, interval(20, 4.5), validation(20, 2.5), interval(30, 3.5))
     assert series(run, "loss") == ([10, 20, 30], [5.0, 4.5, 3.5])
-    assert series(run, "validation_loss") == ([], [])  # of iterations that were repeated
-    again = read(tmp_path, *before, restarted(20), interval(30), restarted(20), interval(30), restarted(10))
-    assert list(again.values) == [10]
-    before_first_checkpoint = read(tmp_path, interval(10, 5.0), validation(10), restarted(0), interval(10, 4.5))
-    assert series(before_first_checkpoint, "loss") == ([10], [4.5])
+    assert series(run, "validation_loss") == ([20], [2.5])
 
 
 def test_a_line_that_is_being_written_or_was_cut_is_dropped_and_the_rest_is_read(tmp_path):

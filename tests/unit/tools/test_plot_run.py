@@ -6,19 +6,16 @@ import pytest
 from commands import call
 
 
-def write_run(folder, *, last=40, killed_at=None):
+def write_run(folder, *, last=40):
     folder.mkdir(parents=True)
     iterations = range(10, last + 1, 10)
     lines = [{"iteration": at, "loss": 10 / at, "lr": 1e-3, "consumed_tokens": 100 * at} for at in iterations]
-    if killed_at is not None:
-        lines.insert(1, {"iteration": killed_at, "restarted": 1})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iteration": 5')
     return folder
 
 
 def test_runs_that_still_train_are_drawn_without_a_display(tmp_path):
-    # The second run was killed before its first checkpoint.
-    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", last=30, killed_at=0)
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", last=30)
     code, printed, errors = call("plot", first, second / "metrics.jsonl", "--output", tmp_path / "new" / "plots")
     assert (code, errors) == (0, "")
     assert printed.splitlines()[:2] == [
