@@ -11,7 +11,7 @@ import numpy as np
 from megatron_neobert.config.phases import Phase, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings
-from megatron_neobert.data.batches.windows import count_windows, documents_in_window, masked_capacity, pack_window
+from megatron_neobert.data.batches.windows import count_windows, documents_in_window, pack_window
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.planning.memory import RankMemory, plan_memory
 
@@ -57,8 +57,7 @@ def forecast_phases(
         phase_inputs, sizes = inputs[phase.number], {"vocab_size": inputs[phase.number].tokenizer.vocab_size}
         sample = sample_iteration(phase.settings, phase_inputs, windows=windows)
         per_token = training_flops_per_token(phase.settings, document_tokens=sample.attended_tokens, **sizes)
-        masked = masked_tokens(phase.settings)
-        memory = plan_memory(phase.settings, world_size=world_size, masked_tokens=masked, **sizes)
+        memory = plan_memory(phase.settings, world_size=world_size, **sizes)
         first, last = max(phase.first, done + 1), end if phase.last is None else min(phase.last, end)
         phase = replace(phase, first=first, last=max(last, first - 1))
         forecasts.append(Forecast(phase, phase_inputs, sample, memory, per_token * sample.tokens))
@@ -101,9 +100,3 @@ def sample_iteration(settings: Settings, inputs: Inputs, *, windows: int = _MOST
         token_shares=tuple((tokens_c / tokens).tolist()),
         epochs=tuple((share * documents_c / sizes).tolist()),
     )
-
-
-def masked_tokens(settings: Settings) -> int:
-    """Return the predicted tokens of a micro-batch on one context-parallel rank, padded as for a GPU."""
-    tokens = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
-    return masked_capacity(tokens, probability=settings.data.predicted_share)

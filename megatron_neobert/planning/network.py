@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.planning.memory import masked_tokens
 
 GPUS_PER_NODE = 8
 NVLINK_GB_PER_S = 450  # an H100's NVLink 4, in one direction
@@ -34,14 +35,11 @@ class Traffic:
     bytes: int  # of the whole tensors, over all calls: inputs of reductions, outputs of gathers
 
 
-def step_traffic(
-    settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int, stage: int = 0
-) -> list[Traffic]:
+def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage: int = 0) -> list[Traffic]:
     """Return the collectives of a training step on a rank, except those of scalars (loss, norm, number of tokens).
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
-        masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
         stage: Pipeline stage of the rank, from 0.
     """
     parallel, hidden = settings.parallel, settings.model.hidden_size
@@ -75,7 +73,7 @@ def step_traffic(
         add("tensor", "all-gather", gathers, gathers * hidden_bytes)
         add("tensor", "reduce-scatter", scatters, scatters * hidden_bytes)
         # Gradient of the head's input, and maximum, sum and label logit in float32; per step, gradients of the norms.
-        head_bytes = is_last * masked_tokens * (element_bytes * hidden + 3 * 4)
+        head_bytes = is_last * masked_tokens(settings) * (element_bytes * hidden + 3 * 4)
         norms = (2 * layers + is_last) * (2 if settings.model.normalization == "LayerNorm" else 1)
         reductions = 3 * micro_batches * is_last + 1
         add("tensor", "all-reduce", reductions, micro_batches * head_bytes + 4 * hidden * norms)
@@ -177,7 +175,6 @@ def plan_step(
     *,
     vocab_size: int,
     world_size: int,
-    masked_tokens: int,
     compute_seconds: float,
     network_gbps: float,
 ) -> StepTime:
@@ -188,7 +185,6 @@ def plan_step(
     Nothing hides the communication of tensor, context and pipeline parallelism.
 
     Args:
-        masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
         compute_seconds: Time of the step on a rank that only computes.
         network_gbps: Gigabits per second of each GPU's network adapter, in one direction.
     """
@@ -197,7 +193,7 @@ def plan_step(
     host = _HOST_SECONDS_PER_LAUNCH * launches if settings.compute.cuda_graph_impl == "none" else 0.0
     busy = max(compute_seconds / micro_batches, host)  # per micro-batch: the GPU computes, or waits for the host
     exposed = 0.0
-    for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked_tokens):
+    for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size):
         seconds = each.calls * collective_seconds(
             settings,
             each.group,

@@ -17,7 +17,7 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, open_phases
 from megatron_neobert.model.flops import checkpoint_bytes, count_parameters
 from megatron_neobert.model.gpus import GPUS, find_gpu
-from megatron_neobert.planning.forecast import Forecast, forecast_phases, masked_tokens
+from megatron_neobert.planning.forecast import Forecast, forecast_phases
 from megatron_neobert.planning.memory import RankMemory
 from megatron_neobert.planning.network import (
     GPUS_PER_NODE,
@@ -233,9 +233,7 @@ def network_lines(settings: Settings, options: PlanOptions, *, vocab_size: int, 
     """Format the traffic of a rank per step: a line per group and operation, and a line with the assumptions."""
     network: dict[str, Any] = {"world_size": world_size, "network_gbps": options.network_gbps}
     lines = [f"{'per rank and step':<28}{'GB':>9}{'calls':>9}{'ms':>9}"]
-    for each in step_traffic(
-        settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked_tokens(settings)
-    ):
+    for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size):
         size = each.bytes / each.calls
         seconds = each.calls * collective_seconds(settings, each.group, each.operation, size, **network)
         name = f"{each.group:<12}{each.operation}"
@@ -307,7 +305,6 @@ def step_on(gpus: int, settings: Settings, flops: float, *, vocab_size: int, net
         settings,
         vocab_size=vocab_size,
         world_size=gpus,
-        masked_tokens=masked_tokens(settings),
         compute_seconds=compute_seconds(gpus, flops),
         network_gbps=network_gbps,
     )

@@ -56,9 +56,7 @@ def test_exchanges_between_nodes_take_the_adapter_of_one_gpu():
 
 def step(settings: Settings, *, ranks: int, compute: float, **parallel: Any) -> Any:
     settings = settings.with_section("parallel", **parallel)
-    return plan_step(
-        settings, vocab_size=VOCAB, world_size=ranks, masked_tokens=1000, compute_seconds=compute, network_gbps=400
-    )
+    return plan_step(settings, vocab_size=VOCAB, world_size=ranks, compute_seconds=compute, network_gbps=400)
 
 
 def test_overlap_hides_all_but_one_bucket_of_gradients_and_of_weights_behind_long_computation():
