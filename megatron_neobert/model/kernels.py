@@ -39,6 +39,7 @@ class Hardware:
     capability: tuple[int, int] = (0, 0)
     transformer_engine: Library = Library()
     flash_attn: Library = Library()
+    apex_weight_gradients: Library = Library()
     foreign_apex: str | None = None  # version of a package named apex that is not NVIDIA's
 
 
@@ -49,6 +50,7 @@ class Kernels:
     transformer_impl: str  # "transformer_engine" or "local"
     attention: str  # "transformer_engine" or "torch"
     attention_backend: str  # member of Megatron's AttnBackend, which selects Transformer Engine's kernel
+    gradient_accumulation_fusion: bool  # by Apex, in all linear layers of megatron.core
     summary: str  # line for the log of a run
 
 
@@ -63,6 +65,7 @@ def detect_hardware() -> Hardware:
         transformer_engine=_try_import("transformer_engine.pytorch", distribution="transformer-engine"),
         # The package flash-attn-4 has a module flash_attn, too.
         flash_attn=_try_import("flash_attn.flash_attn_interface", distribution="flash-attn"),
+        apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
         foreign_apex=_foreign_apex(),
     )
 
@@ -135,6 +138,7 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         transformer_impl="transformer_engine" if engine else "local",
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
+        gradient_accumulation_fusion=hardware.apex_weight_gradients.version is not None,
         summary=f"kernels on {hardware.gpu or 'CPU'}: {layers}, attention by {attention_name}, {precision}",
     )
 

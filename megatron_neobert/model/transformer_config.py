@@ -63,6 +63,7 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
         # Inductor compiles the fused variant, which on CPU takes longer than a test.
         bias_activation_fusion=model.swiglu and has_cuda,
         bias_dropout_fusion=False,
+        gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,
         attention_backend=AttnBackend[kernels.attention_backend],
         # The fused loss is that of loss.py. On CPU, with a vocabulary of 30,592, it takes 3.7 times as long as
         # Megatron's unfused loss.
