@@ -35,6 +35,8 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 # Prefixes of the names of weights in the optimizer's state.
 OPTIMIZER_STATE = "optimizer.state."
 MAIN_WEIGHTS = "optimizer.state.param."
+# Runs without the distributed optimizer used the second name in earlier versions.
+_ALL_MAIN_WEIGHTS = (MAIN_WEIGHTS, "optimizer.state.fp32_param.")
 
 
 class Box(NamedTuple):
@@ -90,7 +92,7 @@ class StoredTensors:
                 ) from error
         for name, stored in self._boxes.items():
             boxes = [box for _, box in stored]
-            self.shapes[name] = boxes[0].whole
+            self.shapes[name] = boxes[0].whole or _smallest_shape(boxes)
             if not _make_up(boxes, self.shapes[name]):
                 raise CheckpointError(
                     f"{folder}: the shards of {name} do not add up to its shape {self.shapes[name]}; use another "
@@ -106,9 +108,9 @@ class StoredTensors:
             for name in file.keys():  # noqa: SIM118  not a dict
                 stored = file.get_slice(name)
                 offsets, shape = tuple(sharding[name][_OFFSETS]), tuple(stored.get_shape())
-                whole = tuple(sharding[name][_SHAPE])
+                whole = tuple(sharding[name].get(_SHAPE, ()))  # earlier versions do not store it
                 is_valid = all(type(number) is int and number >= 0 for number in (*offsets, *whole))
-                if not is_valid or not len(offsets) == len(whole) == len(shape):
+                if not is_valid or len(offsets) != len(shape) or len(whole) not in (0, len(shape)):
                     raise ValueError(f"{name} of shape {shape} begins at {offsets!r:.80} of {whole!r:.80}")
                 box = Box(offsets, shape, whole)
                 dtype = _DTYPES[stored.get_dtype()]
@@ -121,8 +123,8 @@ class StoredTensors:
 
     def main_name(self, name: str) -> str:
         """Return the name of the fp32 main weights of a weight, or the same name if there are none."""
-        main = MAIN_WEIGHTS + name
-        return main if main in self.shapes and self.shapes[main] == self.shapes.get(name) else name
+        names = (prefix + name for prefix in _ALL_MAIN_WEIGHTS if prefix + name in self.shapes)
+        return next((main for main in names if self.shapes[main] == self.shapes.get(name)), name)
 
     def read(self, name: str, into: Tensor, *, offsets: Sequence[int], is_padded: bool = False) -> None:
         """Copy a slice of a stored tensor into `into`, whose shape is the slice's size, and convert to its dtype.
@@ -176,6 +178,12 @@ class StoredTensors:
         tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         self.read(name, tensor, offsets=[0] * tensor.dim())
         return tensor
+
+
+def _smallest_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """Return the shape of the smallest tensor that has these boxes."""
+    stops = [[start + size for start, size in zip(box.offsets, box.shape, strict=True)] for box in boxes]
+    return tuple(map(max, zip(*stops, strict=True)))
 
 
 def _make_up(boxes: Sequence[Box], whole: Sequence[int]) -> bool:

@@ -141,7 +141,7 @@ def _step_of(optimizer: dict[str, Any], folder: Path) -> int:
         CheckpointError: The values are not those of an optimizer.
     """
     try:
-        steps = {step for group in optimizer["param_groups"] if (step := group.get("step")) is not None}
+        steps = {step for group in _groups(optimizer) if (step := group.get("step")) is not None}
         if not all(isinstance(step, (int, float)) for step in steps):
             raise TypeError(f"step is {steps!r:.40}, which is not a number")
         return int(max(steps, default=0))
@@ -150,6 +150,13 @@ def _step_of(optimizer: dict[str, Any], folder: Path) -> int:
             f"{folder}: its optimizer state does not fit this model ({type(error).__name__}: {error}); use another "
             "checkpoint."
         ) from error
+
+
+def _groups(optimizer: dict[str, Any]) -> list[Any]:
+    """Return the parameter groups. In earlier versions they are one or two levels deeper, by optimizer."""
+    if "param_groups" in optimizer:
+        return list(optimizer["param_groups"])
+    return [group for value in optimizer.values() if isinstance(value, dict) for group in _groups(value)]
 
 
 def _find_in(settings: Settings, load: str) -> Path | None:

@@ -285,6 +285,13 @@ def test_two_runs_cannot_claim_one_folder(tmp_path, monkeypatch):
 STATE = TrainState(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3))
 
 
+def test_train_state_of_an_older_version_is_read(tmp_path: Path):
+    progress = {"corpus_sha256": "ab", "iteration": 7, "cursor": asdict(Cursor()), "recent_updates": [[2.5, 0.5]]}
+    state = {"progress": progress, "optimizer": {}}
+    (tmp_path / "train_state.json").write_text(json.dumps(state))
+    assert read_train_state(tmp_path) == (TrainState(corpus_sha256="ab", iteration=7), {})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -320,10 +327,11 @@ def write_boxes(folder: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]
         (BOXES[:3], (3, 4)),
         ([*BOXES[:2], BOXES[3]], (3, 4)),
         ([*BOXES[:2], BOXES[1], BOXES[3]], (3, 4)),
+        ([*BOXES[:2], BOXES[1], BOXES[3]], ()),
         (BOXES, (2, 6)),
         (BOXES, (4, 4)),
     ],
-    ids=["first missing", "last missing", "twice for another", "other shape", "larger shape"],
+    ids=["first missing", "last missing", "twice for another", "twice, old", "other shape", "larger shape"],
 )
 def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path, boxes, whole):
     write_boxes(tmp_path, boxes, whole=whole)

@@ -17,7 +17,7 @@ from megatron_neobert.config.cli import (
     write_record,
 )
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.errors import ConfigError
+from megatron_neobert.errors import CheckpointError, ConfigError
 
 REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 
@@ -93,6 +93,20 @@ def test_data_path_can_be_one_text_or_a_list_in_flags_and_in_yaml(tmp_path, flag
     assert from_file.data.data_path == from_flags.data.data_path == tuple(flags[1:])
     write_record(from_flags, tmp_path / "settings.yaml")
     assert read_record(tmp_path / "settings.yaml") == from_flags
+
+
+def test_record_of_the_version_with_104_settings_is_read():
+    """The file is as that version wrote it, with all defaults."""
+    expected = Settings().with_section("parallel", overlap_grad_reduce=False)
+    assert read_record(Path(__file__).with_name("earlier_record.yaml")) == expected
+
+
+def test_record_with_a_removed_setting_that_changed_the_result_is_refused(tmp_path):
+    path = Path(write(tmp_path, "optimizer:\n  muon_momentum: 0.9\n"))
+    with pytest.raises(CheckpointError, match=r"muon_momentum was 0.9, and this version supports 0.95 only"):
+        read_record(path)
+    with pytest.raises(ConfigError, match="unknown setting"):
+        parse("--config", str(path))
 
 
 def test_help_shows_twenty_settings_and_help_all_shows_every_setting(capsys):
