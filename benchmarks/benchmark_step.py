@@ -95,13 +95,15 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     import torch
 
     from benchmarks.shared import describe_machine, print_table, write_figures
-    from megatron_neobert.inspection.global_batch import override_settings
+    from megatron_neobert.config.cli import parse_command_line, write_record
     from megatron_neobert.model.flops import count_parameters
     from megatron_neobert.model.gpus import find_gpu
     from megatron_neobert.model.kernels import check_hardware, choose_kernels, engine_attention
 
     torch.set_num_threads(arguments.threads)
-    settings = override_settings(build_settings(arguments, folder), flags)
+    record = folder / "settings.yaml"
+    write_record(build_settings(arguments, folder), record)
+    settings = parse_command_line(["--config", str(record), *flags], world_size=1).settings
     check_hardware(settings)  # before Megatron is imported: it imports any package that is called apex
 
     from benchmarks.step_layouts import Reference

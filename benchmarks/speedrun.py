@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, b
 from benchmarks.shared import describe_machine, print_table, write_figures
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import DataError, run_command
-from megatron_neobert.inspection.run_log import RunLog, read_run
+from megatron_neobert.inspection.plot import RunLog, read_run
 
 MOST_SEEDS = 16  # 65,536 sign patterns
 PACKAGES = ("torch", "megatron-core", "numpy")

@@ -18,7 +18,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -51,10 +51,10 @@ def iteration_folder(save: Path, iteration: int) -> Path:
 
 def list_checkpoints(save: Path) -> list[Path]:
     """Return the checkpoints in a folder, newest first; or the folder itself if it is a checkpoint."""
-    return [folder for folder in _list_folders(save) if (folder / MANIFEST).exists()]
+    return [folder for folder in list_folders(save) if (folder / MANIFEST).exists()]
 
 
-def _list_folders(save: Path) -> list[Path]:
+def list_folders(save: Path) -> list[Path]:
     """Return folders with a checkpoint's name, newest first, with or without a manifest."""
     folders = [path for path in (save.absolute(), *save.glob("iter_*")) if re.fullmatch(r"iter_\d{7,}", path.name)]
     return sorted(folders, key=iteration_of, reverse=True)
@@ -204,40 +204,38 @@ def _read_manifest(manifest: Path) -> dict[str, FileRecord]:
             f"{manifest}: cannot be read ({error}), so the checkpoint is incomplete; use another checkpoint."
         ) from error
     for name in files:
-        if name.startswith("/") or ".." in PurePosixPath(name).parts or not name.isprintable():
+        # No file of a checkpoint is hidden; .metadata would be a pickle of megatron.core.
+        if name.startswith(("/", ".")) or ".." in PurePosixPath(name).parts or not name.isprintable():
             raise CheckpointError(
-                f"{manifest}: lists {name!r:.80}, which is not a file in its folder; use another checkpoint."
+                f"{manifest}: lists {name!r:.80}, which is not a file of a checkpoint; use another checkpoint."
             )
-    if ".metadata" in files:
-        raise CheckpointError(
-            f"{manifest.parent} is in megatron.core's format, which has pickles and is no longer read. Export it with "
-            "the version that wrote it, and import the export with neobert convert hf-to-megatron."
-        )
     if missing := [name for name in _REQUIRED_FILES if name not in files]:
         raise CheckpointError(f"{manifest}: does not list {', '.join(missing)}; use another checkpoint.")
     return files
 
 
 def find_good_checkpoint(
-    load: Path, *, verify: Callable[[Path], None] = verify_files
+    folders: Sequence[Path], *, verify: Callable[[Path], None] = verify_files
 ) -> tuple[Path, list[tuple[Path, CheckpointError | OSError]]]:
-    """Return the newest checkpoint whose files are complete and undamaged, and the problems of newer checkpoints.
+    """Return the first folder whose files are complete and undamaged, and the problems of the folders before it.
 
     Args:
+        folders: Result of `list_folders`, at least one.
         verify: Raises CheckpointError or OSError if a file of the checkpoint is damaged or cannot be read.
 
     Raises:
         CheckpointError: There is no such checkpoint.
     """
     problems: list[tuple[Path, CheckpointError | OSError]] = []
-    for candidate in _list_folders(load):
+    for candidate in folders:
         try:
             verify(candidate)
         except (CheckpointError, OSError) as error:
             problems.append((candidate, error))
         else:
             return candidate, problems
-    raise CheckpointError(f"{load} has no usable checkpoint. {' '.join(str(problem) for _, problem in problems)}")
+    reasons = " ".join(str(problem) for _, problem in problems)
+    raise CheckpointError(f"{folders[0].parent} has no usable checkpoint. {reasons}")
 
 
 def quarantine(checkpoint: Path) -> Path:

@@ -5,7 +5,6 @@ boxes into its memory, so that any number of ranks in any layout can load a chec
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_neobert.checkpoint.contents import OPTIMIZER_STATE, StoredTensors, read_train_state
-from megatron_neobert.checkpoint.folder import find_good_checkpoint, list_checkpoints, quarantine, verify_files
+from megatron_neobert.checkpoint.folder import (
+    find_good_checkpoint,
+    list_checkpoints,
+    list_folders,
+    quarantine,
+    verify_files,
+)
 from megatron_neobert.checkpoint.shards import local_parts
 from megatron_neobert.checkpoint.start import refuse_other_tokenizer
 from megatron_neobert.config.cli import read_record
@@ -165,40 +170,24 @@ def _find_in(settings: Settings, load: str) -> Path | None:
 
     Collective: all ranks.
     """
-    if not is_rank_zero():
-        while (candidate := _broadcast(None)) is not None:
-            with suppress(CheckpointError, OSError):
-                _verify_share(candidate)
-        result = _broadcast(None)
-    else:
-        result = _find_on_rank_zero(settings, load)
-        _broadcast(None)  # there is nothing more to verify
-        _broadcast(result)
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def _find_on_rank_zero(settings: Settings, load: str) -> Path | Exception | None:
-    """Return the newest undamaged checkpoint, None without checkpoints, or the exception that `_find_in` raises.
-
-    Only rank 0 calls this. It broadcasts each folder that the other ranks verify with it.
-    """
+    # Rank 0 lists the folders, because a network file system may show them to other ranks later.
+    folders = _broadcast(list_folders(Path(load)) if is_rank_zero() and list_checkpoints(Path(load)) else [])
+    if not folders:
+        return None
+    found, problems = find_good_checkpoint(folders, verify=_verify_share)
     config = settings.checkpoint
     is_save = load == config.load and config.loads_save
-    if not list_checkpoints(Path(load)):
-        return None
-    try:
-        result, problems = find_good_checkpoint(Path(load), verify=lambda folder: _verify_share(_broadcast(folder)))
-        for folder, problem in problems:
+
+    def skip() -> None:
+        for folder, problem in problems if is_rank_zero() else ():
             # After an OSError the checkpoint may be readable again later.
             is_damaged = isinstance(problem, CheckpointError)
             renamed = f" It is now {quarantine(folder).name}." if is_save and is_damaged else ""
             kind = "a damaged" if is_damaged else "an unreadable"
             print(f"warning: skipped {kind} checkpoint: {problem}{renamed}", flush=True)
-        return result
-    except (CheckpointError, OSError) as error:
-        return error
+
+    _on_all_ranks(skip)
+    return found
 
 
 def _verify_share(folder: Path) -> None:

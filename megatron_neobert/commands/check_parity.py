@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.cli import option
+from megatron_neobert.config.rules import find_record_problems
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.errors import ConfigError
 
@@ -80,13 +81,8 @@ def check_parity(options: ParityOptions) -> int:
     Models agree if their differences are within tolerance. All weights are random. If a deliberately wrong model is not
     detected, the exit code is also 1. With `options.step`, a training step is compared too; kernels that cannot run
     here are printed and do not count. The differences are printed, and written to the file `options.json` if it is
-    given. Raise ConfigError if the hidden size is not a multiple of twice the number of heads.
+    given. Raise ConfigError if the heads do not divide the hidden size into even widths.
     """
-    if options.hidden_size % (2 * options.num_attention_heads):
-        raise ConfigError(
-            f"--hidden-size {options.hidden_size} is not a multiple of 2 x --num-attention-heads "
-            f"{options.num_attention_heads}; rotary embeddings need heads of equal and even width. Change one of them."
-        )
     settings = Settings(
         model=ModelConfig(
             num_layers=options.num_layers,
@@ -94,6 +90,8 @@ def check_parity(options: ParityOptions) -> int:
             num_attention_heads=options.num_attention_heads,
         )
     )
+    if problems := find_record_problems(settings):
+        raise ConfigError(problems)
 
     from checkpoint_conversion.compare import to_table  # imports torch
 

@@ -18,7 +18,6 @@ from megatron_neobert.errors import ConfigError
 # pytorch/tensor/mxfp8_tensor.py and float8_blockwise_tensor.py. Tokens of sequence-parallel ranks also need 128.
 FP8_BLOCK = {"tensorwise": 16, "delayed": 16, "mxfp8": 128, "blockwise": 128}
 HEAD_WIDTH_MULTIPLE = 8  # of the fused attention kernels of FlashAttention, torch and Transformer Engine
-_LARGEST_SUGGESTION = 1024  # heads or stages
 LARGEST_DOCUMENT_BLOCK = 4096  # documents that data/batches/windows.py packs together
 
 
@@ -142,13 +141,12 @@ def head_problems(model: ModelConfig) -> Iterator[str]:
     if model.hidden_size % heads:
         yield (
             f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads}; all heads need "
-            f"the same width. Use {_neighbours(model.hidden_size, heads)} heads."
+            "the same width. Change one of them."
         )
     elif model.position_embedding_type == "rope" and (model.hidden_size // heads) % 2:
         yield (
             f"--hidden-size {model.hidden_size} / --num-attention-heads {heads} gives heads of width "
-            f"{model.hidden_size // heads}; rotary embeddings rotate pairs and need an even width. Use "
-            f"{_neighbours(model.hidden_size, heads)} heads."
+            f"{model.hidden_size // heads}; rotary embeddings rotate pairs and need an even width. Change one of them."
         )
 
 
@@ -160,13 +158,6 @@ def model_problems(settings: Settings) -> Iterator[str]:
             f"--seq-length {data.seq_length} exceeds --max-position-embeddings {model.max_position_embeddings}; "
             f"raise --max-position-embeddings to {data.seq_length}."
         )
-
-
-def _neighbours(size: int, heads: int) -> str:
-    """Return the nearest smaller and larger numbers of heads that divide `size` into even widths, for a message."""
-    valid = [n for n in range(1, min(size, _LARGEST_SUGGESTION) + 1) if size % n == 0 and (size // n) % 2 == 0]
-    below, above = [n for n in valid if n < heads][-1:], [n for n in valid if n > heads][:1]
-    return " or ".join(str(n) for n in below + above) or "an even hidden size and other"
 
 
 def division_problems(settings: Settings) -> Iterator[str]:
@@ -194,10 +185,9 @@ def division_problems(settings: Settings) -> Iterator[str]:
             "divides it; use global, or --context-parallel-size 1."
         )
     if layers % pp:
-        valid = [str(stages) for stages in range(1, min(layers, _LARGEST_SUGGESTION) + 1) if layers % stages == 0]
         yield (
             f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp}; all stages need the "
-            f"same number of layers. Use {' or '.join(valid)} stages."
+            "same number of layers. Change one of them."
         )
 
 

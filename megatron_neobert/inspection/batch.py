@@ -3,23 +3,28 @@
 neobert inspect batch --load SAVE --iteration 812
 neobert inspect batch --config FILE --data-path P --tokenizer-model PATH --iteration 1
 
-Prints statistics of the batch, then some packed sequences as text, with brackets around each predicted token.
+Prints statistics of the batch, then some packed sequences as entries of the vocabulary, with brackets around each
+predicted token.
 """
 
 import io
+import itertools
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_neobert.cli import option
-from megatron_neobert.config.schema import Settings
-from megatron_neobert.text import visible
+from megatron_neobert.data.batches.windows import IGNORED_LABEL
+from megatron_neobert.text import percent, visible
 
-# The global batch does not depend on the layout, and this command runs in a single process.
-_ONE_RANK = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
+if TYPE_CHECKING:  # slow to import
+    from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
+    from megatron_neobert.inspection.global_batch import GlobalBatch, Segment
+
 _LEGEND = {
     "[MASK->word]": "predicted; the model sees [MASK]",
     "[other->word]": "predicted; the model sees another token",
@@ -33,7 +38,6 @@ class InspectBatchOptions:
 
     iteration: int = option(help="iteration of the batch; the first is 1", metavar="K", minimum=1)
     load: Path | None = option(None, "folder of a run (its --save)", metavar="SAVE")
-    config: str | None = option(None, "YAML file with settings, instead of the settings in --load", metavar="FILE")
     rows: int = option(4, "packed sequences to show as text; 0 shows only the statistics", minimum=0)
 
 
@@ -47,54 +51,67 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
         flags: Flags of `neobert train`, which override settings of the run.
 
     Raises:
-        ConfigError: A flag is unknown, the settings break a rule, or the run has no such iteration.
-        MissingInputError: An input, or a checkpoint that this command needs, does not exist.
-        DataError, StorageError: An input is damaged or cannot be read.
-        CheckpointError: A checkpoint is damaged, or was trained on another corpus.
+        NeoBERTError: As `open_iteration` and `rebuild_batch`.
     """
-    checkpoint, settings = choose_origin(options, [*flags, *_ONE_RANK])
+    from megatron_neobert.inspection.global_batch import open_iteration, read_segments, rebuild_batch
 
-    from megatron_neobert.inspection.batch_text import describe, read_sequences, to_text
-    from megatron_neobert.inspection.global_batch import rebuild_batch
-
-    global_batch = rebuild_batch(settings, options.iteration, checkpoint=checkpoint)
+    settings, checkpoint = open_iteration(options.load, options.iteration, flags)
+    batch = rebuild_batch(settings, options.iteration, checkpoint=checkpoint)
+    segments = list(read_segments(batch))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal without UTF-8 shows escapes.
         sys.stdout.reconfigure(errors="backslashreplace")
-    print(f"batch {options.iteration:,}")
-    for name, line in describe(global_batch).items():
-        print(f"  {name:<12}{line}")
-    if global_batch.settings.data.objective == "mlm":
+    print(f"batch {options.iteration:,}", *describe(batch, segments), sep="\n  ")
+    if batch.settings.data.objective == "mlm":
         print("", *(f"  {mark:15}{meaning}" for mark, meaning in _LEGEND.items()), sep="\n")
     columns = shutil.get_terminal_size((120, 24)).columns
-    for sequence in islice(read_sequences(global_batch), options.rows):
-        print(
-            f"\npacked sequence {sequence.number:,} of micro-batch {sequence.micro_batch:,}: {sequence.tokens:,} of "
-            f"{global_batch.settings.data.seq_length:,} tokens"
-        )
-        for segment in sequence.segments:
-            print(f"  {segment.title}{f' of {visible(segment.corpus)}' if len(global_batch.sources) > 1 else ''}")
-            text = to_text(segment, global_batch.tokenizer)
+    for number, sequence in itertools.groupby(segments, key=lambda segment: segment.sequence):
+        if number == options.rows:
+            break
+        print(f"\npacked sequence {number:,}")
+        for segment in sequence:
+            print(
+                f"  document {segment.document:,} of {visible(segment.corpus)}, epoch {segment.epoch}: "
+                f"{segment.text_tokens:,} of {segment.document_tokens:,} tokens from token {segment.first_token:,} on"
+            )
+            text = to_text(segment, batch.tokenizer)
             print(textwrap.fill(text, columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
 
 
-def choose_origin(options: InspectBatchOptions, flags: list[str]) -> tuple[Path | None, Settings]:
-    """Return the checkpoint to start from, or None to start at the first iteration, and the settings of the run.
+def describe(batch: "GlobalBatch", segments: "list[Segment]") -> list[str]:
+    """Return the statistics of a global batch as lines: packing, documents and predicted tokens."""
+    data, training = batch.settings.data, batch.settings.training
+    lengths = [len(segment.input_ids_s) for segment in segments]
+    capacity, tokens = training.global_batch_size * data.seq_length, sum(lengths)
+    kinds = Counter(
+        "hidden" if input_id == batch.tokenizer.mask_id else "left as they are" if input_id == label else "replaced"
+        for segment in segments
+        for input_id, label in zip(segment.input_ids_s.tolist(), segment.labels_s.tolist(), strict=True)
+        if label != IGNORED_LABEL
+    )
+    predicted = f"{kinds.total():,} predicted tokens, {percent(kinds.total() / tokens)} of all: " + ", ".join(
+        f"{count:,} {kind}" for kind, count in sorted(kinds.items())
+    )
+    return [
+        f"{training.global_batch_size:,} packed sequences of {data.seq_length:,} tokens in "
+        f"{len(batch.micro_batches):,} micro-batches; packing efficiency {percent(tokens / capacity, digits=2)}",
+        f"{len(segments):,} segments of {min(lengths):,} to {max(lengths):,} tokens, "
+        f"{sum(segment.text_tokens < segment.document_tokens for segment in segments):,} of them parts of documents",
+        "every next token is predicted (--objective clm)" if data.objective == "clm" else predicted,
+    ]
 
-    Raises:
-        ConfigError: A flag is unknown, or the settings break a rule.
-        MissingInputError: --load has no checkpoint that this command needs, or the `--config` file does not exist.
-        CheckpointError: The settings in a checkpoint are damaged.
-    """
-    from megatron_neobert.checkpoint.folder import list_checkpoints
-    from megatron_neobert.config.cli import parse_command_line
-    from megatron_neobert.inspection import global_batch
 
-    load, checkpoint = options.load, None
-    if load is not None and (list_checkpoints(load) or options.config is None):
-        checkpoint = global_batch.checkpoint_before(load, options.iteration)
-    if options.config is not None or load is None:
-        config = ["--config", options.config] if options.config is not None else []
-        return checkpoint, parse_command_line([*config, *flags], world_size=1).settings
-    saved = global_batch.without_outputs(global_batch.settings_of_iteration(load, options.iteration))
-    return checkpoint, global_batch.override_settings(saved, flags)
+def to_text(segment: "Segment", tokenizer: "Tokenizer") -> str:
+    """Return the tokens of a segment as text. Predicted tokens are `[input->label]`, or `[=label]` if unchanged."""
+
+    def entry(token_id: int) -> str:
+        return visible(str(tokenizer.backend.id_to_token(token_id)))
+
+    words = []
+    for input_id, label in zip(segment.input_ids_s.tolist(), segment.labels_s.tolist(), strict=True):
+        if label == IGNORED_LABEL:
+            words.append(entry(input_id))
+        else:
+            shown = "=" if input_id == label else f"{entry(input_id).strip('[]')}->"
+            words.append(f"[{shown}{entry(label)}]")
+    return " ".join(words)

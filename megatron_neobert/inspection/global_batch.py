@@ -1,36 +1,33 @@
 """Rebuild the global batch of an iteration of a run, with the code that builds it in training.
 
 The settings of a batch are those of the process that trained on it, and are in the first checkpoint after the batch.
-Tensors of checkpoints are not read.
-
-Without a checkpoint before the batch, all earlier packed sequences are packed again. This reads only lengths, about 2 M
-documents per second.
+Tensors of checkpoints are not read. Without a checkpoint before the batch, all earlier packed sequences are packed
+again. This reads only lengths, about 2 M documents per second.
 """
 
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
-from megatron_neobert.config.cli import parse_command_line, read_record, write_record
+from megatron_neobert.config.cli import parse_command_line, read_record
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.batches.packing import PackedSequences
 from megatron_neobert.data.batches.phases import build_training_stream
 from megatron_neobert.data.batches.stream import PackedBatch
-from megatron_neobert.data.batches.windows import Cursor, Source
+from megatron_neobert.data.batches.windows import IGNORED_LABEL, Cursor, Source
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
-
-class MicroBatch(NamedTuple):
-    """Input of one forward pass, and the packed sequences that it was built from."""
-
-    packed: PackedSequences
-    batch: PackedBatch
+# The global batch does not depend on the layout, and the commands run in a single process.
+_ONE_RANK = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
 
 
 @dataclass(frozen=True)
@@ -41,112 +38,107 @@ class GlobalBatch:
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
     cursor: Cursor  # start of the batch
-    micro_batches: list[MicroBatch]
+    packed: PackedSequences  # of all micro-batches
+    micro_batches: list[PackedBatch]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A document or a range of its tokens in a packed sequence, with its [CLS] and [SEP]."""
+
+    sequence: int  # number of the packed sequence in the global batch, from 0
+    corpus: str
+    document: int
+    epoch: int
+    first_token: int  # index in the document
+    text_tokens: int  # without [CLS] and [SEP]
+    document_tokens: int
+    input_ids_s: NDArray[np.int64]
+    labels_s: NDArray[np.int64]  # IGNORED_LABEL where nothing is predicted
+
+
+def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple[Settings, Path | None]:
+    """Return the settings of an iteration, for one rank and without outputs, and the newest checkpoint before it.
+
+    The checkpoint is None if the run can be rebuilt from iteration 1.
+
+    Args:
+        load: Folder of the run, whose settings apply unless `flags` have --config; None without a run.
+        flags: Flags of `neobert train`, which override settings of the run.
+
+    Raises:
+        ConfigError: A flag is unknown, the settings break a rule, or the run has no such iteration.
+        MissingInputError: The folder has no checkpoint, or only later ones and the run began with --continue-from.
+        CheckpointError: The settings in a checkpoint are damaged.
+    """
+    checkpoints = [] if load is None else list_checkpoints(load)
+    if load is not None and not any(flag.partition("=")[0] == "--config" for flag in flags):
+        later = [folder for folder in checkpoints if iteration_of(folder) >= iteration]
+        record = (later[-1] if later else latest_checkpoint(load)) / "settings.yaml"
+        read_record(record)  # raises CheckpointError
+        flags = ["--config", str(record), *flags]
+    settings = parse_command_line([*flags, *_ONE_RANK], world_size=1).settings
+    if iteration > (last := settings.training.train_iters):
+        raise ConfigError(
+            f"--iteration {iteration} is after the last iteration of this run, {last} (--train-iters). Name an earlier "
+            "iteration, or raise --train-iters."
+        )
+    checkpoint = next((folder for folder in checkpoints if iteration_of(folder) < iteration), None)
+    if checkpoint is None and settings.checkpoint.continue_from is not None:
+        raise MissingInputError(
+            f"--load {load} has no checkpoint before iteration {iteration}, and the data of this run did not begin at "
+            "iteration 1 (--continue-from). Name an iteration after the first checkpoint of this run."
+        )
+    return replace(settings, checkpoint=CheckpointConfig(), logging=LoggingConfig()), checkpoint
 
 
 def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None) -> GlobalBatch:
     """Build the global batch of an iteration, without a model. Iterations count from 1.
 
     Args:
-        checkpoint: Checkpoint of the run before the iteration. None starts at the first iteration of the run, which
-            follows the newest checkpoint of --continue-from, if there is one.
+        checkpoint: Checkpoint of the run before the iteration. None starts at the first iteration of the run.
 
     Raises:
-        MissingInputError: A corpus, the tokenizer or the checkpoint of --continue-from does not exist.
+        MissingInputError: A corpus or the tokenizer does not exist.
         DataError, StorageError: A corpus or the tokenizer is damaged or cannot be read.
-        ConfigError: The settings do not fit the inputs, or the run has no such iteration.
         CheckpointError: The checkpoint is damaged, or was trained on another corpus.
     """
-    # A run with --continue-from begins after the newest checkpoint of that folder.
-    continue_from = settings.checkpoint.continue_from
-    origin = latest_checkpoint(Path(continue_from)) if checkpoint is None and continue_from is not None else checkpoint
-    refuse_later_iteration(settings, iteration)
-    if checkpoint is None and origin is not None and iteration < (first := iteration_of(origin) + 1):
-        raise ConfigError(
-            f"--iteration {iteration} is before this run, whose first is {first}, after the newest checkpoint of "
-            f"--continue-from {continue_from}. Name iteration {first} or a later one."
-        )
     inputs = open_phases(settings)
     batches = build_training_stream(settings, inputs)
-    if origin is not None:
-        saved = read_train_state(origin).state
-        cursor, identity = saved.cursor, saved.corpus_sha256
-        if checkpoint is None:
-            previous = phase_at(read_record(origin / "settings.yaml"), saved.iteration).settings
-            cursor = batches.cursor_in(phase_at(settings, saved.iteration), cursor, previous, identity=identity)
-        elif identity not in (identities := batches.identities_at(saved.iteration)):
+    if checkpoint is not None:
+        saved = read_train_state(checkpoint).state
+        if saved.corpus_sha256 not in (identities := batches.identities_at(saved.iteration)):
             raise CheckpointError(
-                f"{checkpoint} was trained on the corpus with sha256 {identity[:12]}, --data-path names a corpus with "
-                f"{identities[0][:12]}. Name the corpus that the checkpoint was trained on."
+                f"{checkpoint} was trained on the corpus with sha256 {saved.corpus_sha256[:12]}, --data-path names a "
+                f"corpus with {identities[0][:12]}. Name the corpus that the checkpoint was trained on."
             )
-        batches = replace(batches, iteration=saved.iteration, cursor=cursor)
+        batches = replace(batches, iteration=saved.iteration, cursor=saved.cursor)
     stream, packed, _ = next(batches.from_iteration(iteration).global_batches())
-    size = stream.settings.micro_batch_size
-    return GlobalBatch(
-        settings=phase_at(settings, iteration).settings,
-        tokenizer=inputs[0].tokenizer,
-        sources=stream.sources,
-        cursor=stream.cursor,
-        micro_batches=[
-            MicroBatch(packed.take(number * size, (number + 1) * size), batch)
-            for number, batch in enumerate(stream.build(packed))
-        ],
-    )
+    phase = phase_at(settings, iteration).settings
+    return GlobalBatch(phase, inputs[0].tokenizer, stream.sources, stream.cursor, packed, list(stream.build(packed)))
 
 
-def checkpoint_before(load: Path, iteration: int) -> Path | None:
-    """Return the newest checkpoint before an iteration, or None if the run can be rebuilt from iteration 1.
-
-    Raises:
-        MissingInputError: The folder has no checkpoint, or only later ones and the run began with --continue-from.
-        CheckpointError: The settings in the newest checkpoint are damaged.
-    """
-    earlier = [folder for folder in list_checkpoints(load) if iteration_of(folder) < iteration]
-    if earlier:
-        return earlier[0]
-    if read_record(latest_checkpoint(load) / "settings.yaml").checkpoint.continue_from is not None:
-        raise MissingInputError(
-            f"{load} has no checkpoint before iteration {iteration}, and its data did not begin at iteration 1 "
-            "(--continue-from). Name an iteration after the first checkpoint of this run."
-        )
-    return None
-
-
-def refuse_later_iteration(settings: Settings, iteration: int) -> None:
-    """Raise ConfigError if `iteration` is after the last iteration of the run, --train-iters."""
-    if iteration > (last := settings.training.train_iters):
-        raise ConfigError(
-            f"--iteration {iteration} is after the last iteration of this run, {last} (--train-iters). Name an earlier "
-            "iteration, or raise --train-iters."
-        )
-
-
-def settings_of_iteration(load: Path, iteration: int) -> Settings:
-    """Return the settings in the first checkpoint at or after an iteration, or else in the newest checkpoint.
-
-    Raises:
-        MissingInputError: There is no checkpoint.
-        CheckpointError: The settings.yaml of that checkpoint is missing or damaged.
-    """
-    later = [folder for folder in list_checkpoints(load) if iteration_of(folder) >= iteration]
-    return read_record((later[-1] if later else latest_checkpoint(load)) / "settings.yaml")
-
-
-def without_outputs(settings: Settings) -> Settings:
-    """Return the settings without saving, logging and early exits."""
-    training = replace(settings.training, exit_interval=None, exit_duration_in_mins=None)
-    return replace(settings, training=training, checkpoint=CheckpointConfig(), logging=LoggingConfig())
-
-
-def override_settings(settings: Settings, flags: list[str]) -> Settings:
-    """Return the settings with values replaced by flags of `neobert train`, checked for a run of one rank.
-
-    Raises:
-        ConfigError: A flag is unknown or --config, or the result breaks a rule of the settings.
-    """
-    if any(flag.partition("=")[0] == "--config" for flag in flags):
-        raise ConfigError("--config would replace all settings of the run; give flags for single settings instead.")
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "settings.yaml"
-        write_record(settings, record)
-        return parse_command_line(["--config", str(record), *flags], world_size=1).settings
+def read_segments(batch: GlobalBatch) -> Iterator[Segment]:
+    """Yield all segments of a global batch in order, with their tokens and labels."""
+    size = batch.settings.training.micro_batch_size
+    for number, micro_batch in enumerate(batch.micro_batches):
+        packed = batch.packed.take(number * size, (number + 1) * size)
+        tokens_t = micro_batch.tokens_t.numpy()
+        labels_t = np.full(len(tokens_t), IGNORED_LABEL)
+        if not micro_batch.is_causal:  # otherwise all tokens are inputs as they are
+            labels_t[micro_batch.masked_positions_m.numpy()] = micro_batch.labels_m.numpy()
+        columns, bounds = packed.segments, np.append(0, np.cumsum(packed.segments.packed_lengths_n))
+        sequences_n = number * size + np.repeat(np.arange(len(packed)), np.diff(packed.offsets))
+        for index, (start, end) in enumerate(pairwise(bounds.tolist())):
+            corpus, document = batch.sources[int(columns.components_n[index])].corpus, int(columns.numbers_n[index])
+            yield Segment(
+                sequence=int(sequences_n[index]),
+                corpus=str(corpus.prefix),
+                document=document,
+                epoch=int(columns.epochs_n[index]),
+                first_token=int(columns.starts_n[index]),
+                text_tokens=int(columns.lengths_n[index]),
+                document_tokens=int(corpus.lengths_of(np.array([document]))[0]),
+                input_ids_s=tokens_t[start:end],
+                labels_s=labels_t[start:end],
+            )

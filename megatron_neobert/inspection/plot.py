@@ -1,21 +1,40 @@
 """The command `neobert plot`: draws the curves of one or several runs from their logs.
 
-neobert plot runs/first --output plots
-neobert plot runs/first runs/second --output plots --x iteration --metrics loss grad_norm
+    neobert plot runs/first --output plots
+    neobert plot runs/first runs/second --output plots --metrics loss grad_norm
+
+The logs may still grow, and may have lines that were cut by a kill. They may come from strangers: a value is dropped if
+its name is not a word, because names are printed, or if its number is too large to draw.
 """
 
-import os
-import sys
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
 from megatron_neobert.cli import option
-from megatron_neobert.errors import ConfigError, OutputError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
+from megatron_neobert.text import parse_json, visible
 
-if TYPE_CHECKING:
-    from megatron_neobert.inspection.run_log import RunLog
+_LOG = "metrics.jsonl"
+_LINE_START = '{"iteration"'
+_LARGEST = 2**53  # largest whole number up to which a float is exact
+_LARGEST_VALUE = 1e39  # above fp32's range; matplotlib fails far above it
+_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{0,63}")
+_PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120
+_LEGEND_INCHES = 0.28  # per name, one name per line
+# Metrics that are drawn by default, and their titles. Other metrics have their names in the log as titles.
+_TITLES = {
+    "loss": "loss (nats per masked token)",
+    "masked_accuracy": "masked accuracy",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens/s",
+    "slowest_rank_lead": "time of the slowest rank above the median, as a share",
+}
+_VALIDATION = {"loss": "validation_loss", "masked_accuracy": "validation_accuracy"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,77 +44,136 @@ class PlotOptions:
     runs: tuple[Path, ...] = option(help="folder of a run (--save), or a metrics.jsonl", positional=True, metavar="RUN")
     output: Path = option(help="folder for curves.png", metavar="DIR")
     metrics: tuple[str, ...] | None = option(None, "metrics to draw; default: see above", metavar="NAME")
-    x: Literal["tokens", "iteration"] = option("tokens", "horizontal axis")
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """Logged values of a run by iteration."""
+
+    name: str
+    values: dict[int, dict[str, float]]  # by increasing iteration, then by metric
 
 
 def plot(options: PlotOptions) -> None:
-    """Draw the curves of runs against tokens: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
+    """Draw the curves of runs by iteration: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
 
-    `options.metrics` selects other curves, and `options.x` iterations instead of tokens. The figure is
-    OUTPUT/curves.png. Logs may still be growing. A tick marks where a run resumed after a stop; the iterations that it
-    repeated are drawn once, with their later values.
+    `options.metrics` selects other curves. Validation values are points in the colour of their run. The figure is
+    OUTPUT/curves.png. Iterations that a resumed run repeated are drawn once, with their later values.
 
     Raises:
         MissingInputError, DataError: A run has no log, or no values in it yet.
-        ConfigError, OutputError: A run or metric is wrong, or OUTPUT cannot be written.
+        ConfigError, OutputError: A metric was not logged, or OUTPUT cannot be written.
     """
-    from megatron_neobert.inspection.run_figure import write_curves
-    from megatron_neobert.inspection.run_log import read_run
-    from megatron_neobert.text import counted, visible
-
-    names = [visible(name) for name in run_names(options.runs)]
-    runs = [read_run(path, name=name) for path, name in zip(options.runs, names, strict=True)]
-    metrics = choose_metrics(options.metrics, runs)
+    runs = [read_run(path, name=visible(str(path))) for path in options.runs]
+    logged = list(dict.fromkeys(name for run in runs for values in run.values.values() for name in values))
+    metrics = options.metrics or [name for name in _TITLES if name in logged] or logged
+    if unknown := [name for name in metrics if name not in logged]:
+        raise ConfigError(
+            f"--metrics {unknown[0]} was not logged by any of these runs. Choose from {', '.join(logged)}."
+        )
     try:
         options.output.mkdir(parents=True, exist_ok=True)
-        write_curves(options.output / "curves.png", runs, metrics, x=options.x)
+        write_curves(options.output / "curves.png", runs, metrics)
     except OSError as error:
         raise OutputError(
             f"--output {options.output} cannot be written ({error.strerror}); name another folder."
         ) from error
     for run in runs:
-        print(describe(run))
-        if run.unreadable:
-            print(f"warning: {run.name}: dropped {counted(run.unreadable, 'unreadable line')}", file=sys.stderr)
+        losses = [values["loss"] for values in run.values.values() if "loss" in values]
+        print(f"{run.name}: iteration {max(run.values):,}" + (f" | loss {losses[-1]:.4f} nats" if losses else ""))
     print(f"wrote {options.output / 'curves.png'}")
 
 
-def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each run: its folder, relative to the common parent of all runs.
+def read_run(path: Path, *, name: str) -> RunLog:
+    """Return the log of a run. Lines that cannot be read are dropped.
 
-    Raise ConfigError if a run is named twice.
+    A run that resumes repeats the iterations after its last checkpoint. The repeated lines replace the earlier ones. A
+    line that was cut is dropped, even if the next start appended a whole line to it.
+
+    Args:
+        path: Folder of the run (its --save), or the log file.
+
+    Raises:
+        MissingInputError: There is no log.
+        DataError: No line of the file has an iteration and a value.
     """
-    folders = [path.parent if path.name == "metrics.jsonl" else path for path in map(Path.resolve, paths)]
-    if len(set(folders)) < len(folders):
-        duplicate = next(path for path, folder in zip(paths, folders, strict=True) if folders.count(folder) > 1)
-        raise ConfigError(f"{duplicate} is named more than once; name each run once.")
-    common = os.path.commonpath([folder.parent for folder in folders])
-    return [str(folder.relative_to(common)) for folder in folders]
-
-
-def choose_metrics(requested: Sequence[str] | None, runs: Sequence["RunLog"]) -> list[str]:
-    """Return the requested metrics. If `requested` is None, return the default metrics that were logged, or else all.
-
-    Raise ConfigError if no run has logged a requested metric.
-    """
-    from megatron_neobert.inspection.run_figure import LABELS
-
-    logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    if requested is None:
-        return [name for name in LABELS if name in logged] or logged
-    if unknown := [name for name in requested if name not in logged]:
-        raise ConfigError(
-            f"--metrics {unknown[0]} was not logged by any of these runs. Choose from {', '.join(logged)}."
+    file = path / _LOG if path.is_dir() else path
+    if not file.is_file():
+        problem = "holds no metrics.jsonl" if path.is_dir() else "does not exist"
+        raise MissingInputError(
+            f"{path} {problem}; name the folder given to --save. A run writes its log there from the first interval on."
         )
-    return list(dict.fromkeys(requested))
+    values: dict[int, dict[str, float]] = {}
+    for entry in map(_parse, file.read_text(encoding="utf-8", errors="replace").split("\n")):
+        iteration = int(entry.pop("iteration", -1))
+        if entry:
+            values[iteration] = {**values.get(iteration, {}), **entry}
+    if not values:
+        raise DataError(
+            f"{file} has no whole line with an iteration and a value. Name the log of a run, and wait until its first "
+            "interval (--log-interval) has ended."
+        )
+    return RunLog(name, dict(sorted(values.items())))
 
 
-def describe(run: "RunLog") -> str:
-    """Return one line with the last iteration, tokens and loss (nats) of a run, and its number of restarts."""
-    losses = [logged["loss"] for logged in run.values.values() if "loss" in logged]
-    tokens = [logged["consumed_tokens"] for logged in run.values.values() if "consumed_tokens" in logged]
-    fields = [f"{run.name}: iteration {max(run.values):,}"]
-    fields += [f"{tokens[-1]:,.0f} tokens"] if tokens else []
-    fields += [f"loss {losses[-1]:.4f} nats"] if losses else []
-    fields += [f"restarts: {len(run.restarts)}"] if run.restarts else []
-    return " | ".join(fields)
+def _parse(line: str) -> dict[str, float]:
+    """Return the numbers of a log line by name, including "iteration"; {} if the line has no valid iteration."""
+    try:
+        content = parse_json(line[max(line.rfind(_LINE_START), 0) :])
+    except ValueError:
+        return {}
+    iteration = content.get("iteration") if isinstance(content, dict) else None
+    if type(iteration) is not int or not 0 <= iteration <= _LARGEST:
+        return {}
+    limits = {int: _LARGEST, float: _LARGEST_VALUE}  # a comparison with NaN is False
+    return {
+        name: value
+        for name, value in content.items()
+        if _NAME.fullmatch(name) and type(value) in limits and abs(value) <= limits[type(value)]
+    }
+
+
+def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:
+    """Write a PNG with a panel per metric into an existing folder. It is drawn without a display."""
+    from matplotlib.figure import Figure  # not pyplot, which may look for a display
+    from matplotlib.lines import Line2D
+
+    from megatron_neobert.evaluation.plots import COLOURS, DASHES, add_legend, save_figure
+
+    rows = -(-len(metrics) // 2)
+    size = 2 * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + _LEGEND_INCHES * (len(runs) + 1)
+    figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout="constrained")
+    panels = list(figure.subplots(rows, 2, squeeze=False).flat)
+    styles: list[tuple[str, Any]] = [
+        (COLOURS[n % len(COLOURS)], DASHES[n // len(COLOURS) % len(DASHES)]) for n in range(len(runs))
+    ]
+    for axes, metric in zip(panels, metrics, strict=False):
+        for run, (colour, dash) in zip(runs, styles, strict=True):
+            # A line needs two neighbouring points, but validations are far apart: mark them as points.
+            marker = "o" if metric.startswith("validation") else None
+            axes.plot(*series(run, metric), linewidth=1.6, color=colour, linestyle=dash, marker=marker, markersize=3.5)
+            if metric in _VALIDATION:
+                points = series(run, _VALIDATION[metric])
+                axes.plot(*points, "o", color=colour, markersize=4.5, markeredgecolor="white")
+        axes.set_title(_TITLES.get(metric, metric), loc="left", fontsize=11, parse_math=False)
+        axes.grid(visible=True, alpha=0.3)
+        axes.set_xlabel("iteration")
+    for axes in panels[len(metrics) :]:
+        axes.set_axis_off()
+    handles = [Line2D([], [], color=colour, linestyle=dash) for colour, dash in styles]
+    handles.append(Line2D([], [], color="#555555", marker="o", linestyle="none"))
+    add_legend(figure, handles, [*(run.name for run in runs), "validation"], loc="outside upper left")
+    save_figure(figure, path)
+
+
+def series(run: RunLog, metric: str) -> tuple[list[int], list[float]]:
+    """Return iterations, increasing, and the metric's values at each of them.
+
+    Validation metrics have the iterations that logged them. Other metrics have every interval, NaN where missing.
+    """
+    pairs = {
+        iteration: values.get(metric, math.nan)
+        for iteration, values in run.values.items()
+        if metric in values or (not metric.startswith("validation") and "consumed_tokens" in values)
+    }
+    return list(pairs), list(pairs.values())

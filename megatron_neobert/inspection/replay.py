@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_neobert.checkpoint.folder import latest_checkpoint, verify_files
 from megatron_neobert.cli import option
-from megatron_neobert.config.schema import CheckpointConfig, ParallelConfig, Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime.environment import world_size
 
@@ -32,47 +32,29 @@ class ReplayOptions:
 def replay(options: ReplayOptions, flags: list[str]) -> None:
     """Compute losses and gradient of one iteration again; flags of `neobert train` replace the settings of the run.
 
-    Settings, weights and data position come from the newest checkpoint before that iteration. If all checkpoints are
-    later, the run starts with initial weights at its first iteration. The batches in between are packed, but not
-    trained on. The results are printed. Weights are not updated and no file is written.
+    Weights and data position come from the newest checkpoint before that iteration. If all checkpoints are later, the
+    run starts with initial weights at its first iteration. The batches in between are packed, but not trained on. The
+    results are printed. Weights are not updated and no file is written.
 
-    --checkpoint-iteration takes weights and settings of another checkpoint. A run that ends because its last updates
-    were skipped saves the weights with which the skipped batches were computed; use this checkpoint.
+    --checkpoint-iteration takes the weights of another checkpoint. A run that ends because its last updates were
+    skipped saves the weights with which the skipped batches were computed; use this checkpoint.
 
     Raises:
         ConfigError: The command runs under torchrun, a setting is wrong, or the run has no such iteration.
         MissingInputError, DataError, StorageError: A checkpoint or the data do not exist or cannot be read.
         CheckpointError: A checkpoint is damaged or does not fit the settings.
     """
-    from megatron_neobert.inspection.global_batch import checkpoint_before, refuse_later_iteration
+    from megatron_neobert.inspection.global_batch import open_iteration
 
     if world_size() > 1:
         raise ConfigError(f"neobert replay runs in one process, but WORLD_SIZE is {world_size()}. Start it alone.")
-    weights = position = checkpoint_before(options.load, options.iteration)
+    settings, position = open_iteration(options.load, options.iteration, flags)
+    weights = position
     if options.checkpoint_iteration is not None:
         weights = latest_checkpoint(options.load, iteration=options.checkpoint_iteration)
-    settings = replay_settings(options.load, weights, flags)
-    refuse_later_iteration(settings, options.iteration)
     for folder in {folder for folder in (weights, position) if folder is not None}:
         verify_files(folder)
     compute_batch(settings, options.iteration, weights=weights, position=position)
-
-
-def replay_settings(load: Path, weights: Path | None, flags: list[str]) -> Settings:
-    """Return the settings of checkpoint `weights`, or of the newest if None, changed by `flags` and for a single rank.
-
-    Raises:
-        ConfigError: A flag is unknown or --config, or the result breaks a rule of the settings.
-        MissingInputError, CheckpointError: There is no checkpoint, or its settings are damaged.
-    """
-    from megatron_neobert.config.cli import read_record
-    from megatron_neobert.inspection.global_batch import override_settings, without_outputs
-
-    saved = read_record((weights or latest_checkpoint(load)) / "settings.yaml")
-    # Muon refuses the distributed optimizer.
-    parallel = ParallelConfig(use_distributed_optimizer=saved.parallel.use_distributed_optimizer)
-    saved = replace(without_outputs(saved), checkpoint=CheckpointConfig(load=str(load)), parallel=parallel)
-    return override_settings(saved, flags)
 
 
 def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, position: Path | None) -> None:

@@ -8,6 +8,7 @@ counts the tensors. FP8 counts as bfloat16. The memory of CUDA and NCCL besides 
 from dataclasses import dataclass
 
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.windows import masked_capacity
 from megatron_neobert.model.flops import count_parameters, moment_bytes
 
 _STATISTIC_BYTES = 4  # float32; norms and attention keep statistics per token
@@ -33,19 +34,24 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.work + self.context
 
 
-def plan_memory(settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int) -> RankMemory:
+def masked_tokens(settings: Settings) -> int:
+    """Return the predicted tokens of a micro-batch on one context-parallel rank, padded as for a GPU."""
+    tokens = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
+    return masked_capacity(tokens, probability=settings.data.predicted_share)
+
+
+def plan_memory(settings: Settings, *, vocab_size: int, world_size: int) -> RankMemory:
     """Return the memory of the pipeline stage that needs most. Arguments are those of `plan_stage`."""
-    sizes = {"vocab_size": vocab_size, "world_size": world_size, "masked_tokens": masked_tokens}
     stages = range(settings.parallel.pipeline_model_parallel_size)
-    return max((plan_stage(settings, **sizes, stage=stage) for stage in stages), key=lambda rank: rank.total)
+    plans = (plan_stage(settings, vocab_size=vocab_size, world_size=world_size, stage=stage) for stage in stages)
+    return max(plans, key=lambda rank: rank.total)
 
 
-def plan_stage(settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int, stage: int) -> RankMemory:
+def plan_stage(settings: Settings, *, vocab_size: int, world_size: int, stage: int) -> RankMemory:
     """Return the memory, in bytes, of a rank of a pipeline stage at the peak of a training step.
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
-        masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
         stage: Pipeline stage of the rank, from 0.
     """
     tp, stages = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
@@ -54,7 +60,7 @@ def plan_stage(settings: Settings, *, vocab_size: int, world_size: int, masked_t
     # Warm-up passes, one per later stage, and the pass after them.
     # Source: megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches.
     in_flight = min(stages - stage, settings.micro_batches_per_rank(world_size))
-    head = _element_bytes(settings) * masked_tokens * padded // tp if stage == stages - 1 else 0
+    head = _element_bytes(settings) * masked_tokens(settings) * padded // tp if stage == stages - 1 else 0
     weights, gradients, optimizer = _state_bytes(settings, padded, stage=stage, world_size=world_size)
     return RankMemory(
         stage=stage,

@@ -1,25 +1,24 @@
 """Communication of a training step: bytes by group, and the time of a step on an assumed network.
 
 `step_traffic` follows from the settings, and tests/gpu_path counts the same collectives. `plan_step` divides by assumed
-rates, which are the constants below; only the host's time per kernel was measured. Scaling losses that the model leaves
-out are in docs/performance.md, beside published runs.
+rates, which are the constants below; only the host's time per kernel was measured.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.planning.memory import masked_tokens
 
 GPUS_PER_NODE = 8
 NVLINK_GB_PER_S = 450  # an H100's NVLink 4, in one direction
 # NCCL counts 20.6 of the 25 GB/s of an NVLink (SM90_NVLINK_BW in src/graph/topo.h). Assumed for the network, too.
 REACHED = 0.82
 # NCCL's own estimates, by protocol: microseconds at the start of a ring, per step on NVLink and per step between nodes,
-# and the share of the bandwidth. An all-reduce of few bytes is a tree, with the microseconds of _TREE.
-# Source: NVIDIA/nccl@b647562 src/graph/tuning.cc (hwLat), and the same file in v2.28.7 (baseLat).
+# and the share of the bandwidth. Source: NVIDIA/nccl@b647562 src/graph/tuning.cc (hwLat), and v2.28.7 (baseLat).
 _RING = {"LL": (6.6, 0.6, 2.7, 0.05), "LL128": (14.0, 1.9, 4.0, 0.92), "Simple": (8.4, 3.4, 14.0, 1.0)}
-_TREE = (6.8, 0.6, 5.0, 0.05)
 # Launches of a micro-batch, forward and backward, counted by tests/gpu_path: per layer, and for embedding and head.
 _LAUNCHES_PER_LAYER, _OTHER_LAUNCHES = 38, 60
 # Of Transformer Engine's layers, measured on the host of one H200 (docs/performance.md). Local layers take 67 us.
@@ -36,14 +35,11 @@ class Traffic:
     bytes: int  # of the whole tensors, over all calls: inputs of reductions, outputs of gathers
 
 
-def step_traffic(
-    settings: Settings, *, vocab_size: int, world_size: int, masked_tokens: int, stage: int = 0
-) -> list[Traffic]:
+def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage: int = 0) -> list[Traffic]:
     """Return the collectives of a training step on a rank, except those of scalars (loss, norm, number of tokens).
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
-        masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
         stage: Pipeline stage of the rank, from 0.
     """
     parallel, hidden = settings.parallel, settings.model.hidden_size
@@ -77,7 +73,7 @@ def step_traffic(
         add("tensor", "all-gather", gathers, gathers * hidden_bytes)
         add("tensor", "reduce-scatter", scatters, scatters * hidden_bytes)
         # Gradient of the head's input, and maximum, sum and label logit in float32; per step, gradients of the norms.
-        head_bytes = is_last * masked_tokens * (element_bytes * hidden + 3 * 4)
+        head_bytes = is_last * masked_tokens(settings) * (element_bytes * hidden + 3 * 4)
         norms = (2 * layers + is_last) * (2 if settings.model.normalization == "LayerNorm" else 1)
         reductions = 3 * micro_batches * is_last + 1
         add("tensor", "all-reduce", reductions, micro_batches * head_bytes + 4 * hidden * norms)
@@ -130,77 +126,48 @@ def _parameters_backward(settings: Settings, *, vocab_size: int, stage: int) -> 
 # ---- time
 
 
-def kernel_launches(settings: Settings) -> int:
-    """Return the kernels that the host launches for a micro-batch on the first pipeline stage, as an estimate."""
-    return _LAUNCHES_PER_LAYER * settings.layers_per_stage + _OTHER_LAUNCHES
+def collective_seconds(
+    settings: Settings, group: str, operation: str, size: float, *, world_size: int, network_gbps: float
+) -> float:
+    """Return the seconds of a collective on a tensor of `size` bytes.
 
-
-class Cluster:
-    """Assumed network of the ranks of a run. Nodes have eight GPUs with NVLink, and every GPU has a network adapter.
-
-    Args:
-        network_gbps: Gigabits per second of an adapter, in one direction.
+    Nodes have eight GPUs with NVLink, and every GPU has a network adapter of `network_gbps` gigabits per second.
     """
-
-    def __init__(self, settings: Settings, *, world_size: int, network_gbps: float) -> None:
-        self._network = REACHED * network_gbps * 1e9 / 8  # bytes per second
-        self._nvlink = REACHED * NVLINK_GB_PER_S * 1e9
-        parallel = settings.parallel
-        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-        stages = parallel.pipeline_model_parallel_size
-        # Ranks of a group, and the distance between them. Megatron's order of ranks is tensor, context, data, pipeline.
-        self._groups = {
-            "tensor": (tp, 1),
-            "context": (cp, tp),
-            "data": (settings.data_parallel_size(world_size) * cp, tp),
-            "pipeline": (stages, world_size // stages),
-            "all": (world_size, 1),
-        }
-
-    def seconds(self, group: str, operation: str, size: float) -> float:
-        """Return the seconds of a collective on a tensor of `size` bytes."""
-        ranks, distance = self._groups[group]
-        local = max(1, min(ranks, GPUS_PER_NODE // distance))  # ranks of the group in a node
-        nodes = -(-ranks // local)
-        if operation in ("send", "all-to-all"):
-            start, nvlink_step, network_step, _ = _RING["Simple"]
-            # Shares of the bytes for ranks in other nodes and in this node.
-            outside = (ranks - local) / ranks if operation == "all-to-all" else float(nodes > 1)
-            inside = (local - 1) / ranks if operation == "all-to-all" else float(nodes == 1)
-            latency = start + (network_step if nodes > 1 else nvlink_step)
-            return 1e-6 * latency + size * max(inside / self._nvlink, outside / self._network)
-        # A ring enters and leaves a node once, and NCCL builds as many rings as the group has adapters in a node.
-        bandwidth = self._nvlink if nodes == 1 else min(self._nvlink, local * self._network)
-        passes = 2 if operation == "all-reduce" else 1
-        transfer = passes * (ranks - 1) / ranks * size / bandwidth
-        times = [
-            1e-6 * (start + passes * ((ranks - nodes) * nvlink_step + (nodes - 1) * network_step)) + transfer / share
-            for start, nvlink_step, network_step, share in _RING.values()
-        ]
-        if operation == "all-reduce":
-            start, nvlink_step, network_step, share = _TREE
-            steps = (local - 1) * nvlink_step + math.log2(nodes) * network_step
-            times.append(1e-6 * (start + 2 * steps) + transfer / share)
-        return min(times)
+    parallel = settings.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    stages = parallel.pipeline_model_parallel_size
+    # Ranks of the group, and the distance between them. Megatron's order of ranks is tensor, context, data, pipeline.
+    ranks, distance = {
+        "tensor": (tp, 1),
+        "context": (cp, tp),
+        "data": (settings.data_parallel_size(world_size) * cp, tp),
+        "pipeline": (stages, world_size // stages),
+    }[group]
+    network, nvlink = REACHED * network_gbps * 1e9 / 8, REACHED * NVLINK_GB_PER_S * 1e9  # bytes per second
+    local = max(1, min(ranks, GPUS_PER_NODE // distance))  # ranks of the group in a node
+    nodes = -(-ranks // local)
+    if operation in ("send", "all-to-all"):
+        start, nvlink_step, network_step, _ = _RING["Simple"]
+        # Shares of the bytes for ranks in other nodes and in this node.
+        outside = (ranks - local) / ranks if operation == "all-to-all" else float(nodes > 1)
+        inside = (local - 1) / ranks if operation == "all-to-all" else float(nodes == 1)
+        latency = start + (network_step if nodes > 1 else nvlink_step)
+        return 1e-6 * latency + size * max(inside / nvlink, outside / network)
+    # A ring enters and leaves a node once, and NCCL builds as many rings as the group has adapters in a node.
+    bandwidth = nvlink if nodes == 1 else min(nvlink, local * network)
+    passes = 2 if operation == "all-reduce" else 1
+    transfer = passes * (ranks - 1) / ranks * size / bandwidth
+    return min(
+        1e-6 * (start + passes * ((ranks - nodes) * nvlink_step + (nodes - 1) * network_step)) + transfer / share
+        for start, nvlink_step, network_step, share in _RING.values()
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds of a training step on the first pipeline stage."""
 
-    compute: float  # the GPU computes at the assumed rate
-    waiting: float  # the GPU waits for the host, which launches kernels, or for other pipeline stages
+    total: float
     exposed: float  # communication during which the GPU does not compute
-    host_per_micro_batch: float  # the host launches the kernels of a micro-batch; 0 with a CUDA graph
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.waiting + self.exposed
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the step in which the GPU computes."""
-        return self.compute / self.total
 
 
 def plan_step(
@@ -208,45 +175,37 @@ def plan_step(
     *,
     vocab_size: int,
     world_size: int,
-    masked_tokens: int,
     compute_seconds: float,
     network_gbps: float,
 ) -> StepTime:
-    """Return the time of a training step.
+    """Return the time of a training step. Collectives of scalars are left out.
 
     With overlap, gradients are reduced during the backward pass of the last micro-batch, except those of the last
     bucket. Weights are gathered during the forward pass of the first micro-batch, except those of the first bucket.
     Nothing hides the communication of tensor, context and pipeline parallelism.
 
     Args:
-        masked_tokens: Masked tokens of a micro-batch on one context-parallel rank.
         compute_seconds: Time of the step on a rank that only computes.
         network_gbps: Gigabits per second of each GPU's network adapter, in one direction.
     """
-    micro_batches = settings.micro_batches_per_rank(world_size)
-    cluster = Cluster(settings, world_size=world_size, network_gbps=network_gbps)
-    data: dict[str, float] = {}  # seconds by operation
-    # Status of all ranks, gradient norm, and number of tokens.
-    exposed = cluster.seconds("all", "all-gather", 80 * world_size) + 2 * cluster.seconds("all", "all-reduce", 8)
-    for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size, masked_tokens=masked_tokens):
-        seconds = each.calls * cluster.seconds(each.group, each.operation, each.bytes / each.calls)
-        if each.group == "data":
-            data[each.operation] = seconds
-        else:
-            exposed += seconds * (2 if each.operation == "send" else 1)  # as many receives
-    has_graph = settings.compute.cuda_graph_impl != "none"
-    host = 0.0 if has_graph else _HOST_SECONDS_PER_LAUNCH * kernel_launches(settings)
-    busy = max(compute_seconds / micro_batches, host)  # per micro-batch
-    exposed_data = sum(data.values())
-    if settings.parallel.overlap_grad_reduce is not False:
-        buckets = len(gradient_buckets(settings, vocab_size=vocab_size, world_size=world_size))
-        # Backward takes two thirds of a micro-batch, and forward one third.
-        hidden = {operation: busy * (1 / 3 if operation == "all-gather" else 2 / 3) for operation in data}
-        exposed_data = sum(max(seconds / buckets, seconds - hidden[operation]) for operation, seconds in data.items())
-    pipeline_wait = (settings.parallel.pipeline_model_parallel_size - 1) * busy
-    return StepTime(
-        compute=compute_seconds,
-        waiting=micro_batches * busy - compute_seconds + pipeline_wait,
-        exposed=exposed + exposed_data,
-        host_per_micro_batch=host,
-    )
+    micro_batches, parallel = settings.micro_batches_per_rank(world_size), settings.parallel
+    launches = _LAUNCHES_PER_LAYER * settings.layers_per_stage + _OTHER_LAUNCHES
+    host = _HOST_SECONDS_PER_LAUNCH * launches if settings.compute.cuda_graph_impl == "none" else 0.0
+    busy = max(compute_seconds / micro_batches, host)  # per micro-batch: the GPU computes, or waits for the host
+    exposed = 0.0
+    for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size):
+        seconds = each.calls * collective_seconds(
+            settings,
+            each.group,
+            each.operation,
+            each.bytes / each.calls,
+            world_size=world_size,
+            network_gbps=network_gbps,
+        )
+        if each.group == "data" and parallel.overlap_grad_reduce is not False:
+            # Backward takes two thirds of a micro-batch, and forward one third.
+            hidden = busy * (1 / 3 if each.operation == "all-gather" else 2 / 3)
+            seconds = max(seconds / each.calls, seconds - hidden)
+        exposed += seconds * (2 if each.operation == "send" else 1)  # as many receives
+    waits = parallel.pipeline_model_parallel_size - 1  # for the first and the last micro-batches of other stages
+    return StepTime(total=(micro_batches + waits) * busy + exposed, exposed=exposed)

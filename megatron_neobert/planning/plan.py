@@ -1,28 +1,33 @@
 """The plan of a run that --dry-run prints. Needs no GPU and does not import torch.
 
-Documents, packing efficiency and epochs come from whole windows, packed as in training; the other figures come from the
-settings. Times are printed for several values of MFU, because only a run can measure its MFU.
+Times on GPUs are printed for several values of MFU, because only a run can measure its MFU. Communication and the table
+by number of GPUs are for H100 GPUs at a fixed MFU, with the assumptions of network.py.
 """
 
 import itertools
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.config.cli import PlanOptions
-from megatron_neobert.config.phases import Phase, resolve_phases
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs, batch_settings, open_phases
-from megatron_neobert.data.batches.windows import count_windows, documents_in_window, pack_window
-from megatron_neobert.model.flops import checkpoint_bytes, count_parameters, training_flops_per_token
-from megatron_neobert.model.gpus import GPUS
-from megatron_neobert.planning.memory import RankMemory, plan_memory
-from megatron_neobert.planning.scaling import MFU, PhaseCost, masked_tokens, network_lines, scaling_lines
+from megatron_neobert.data.batches.inputs import Inputs, open_phases
+from megatron_neobert.model.flops import checkpoint_bytes, count_parameters
+from megatron_neobert.model.gpus import GPUS, find_gpu
+from megatron_neobert.planning.forecast import Forecast, forecast_phases
+from megatron_neobert.planning.memory import RankMemory
+from megatron_neobert.planning.network import (
+    GPUS_PER_NODE,
+    NVLINK_GB_PER_S,
+    REACHED,
+    StepTime,
+    collective_seconds,
+    plan_step,
+    step_traffic,
+)
 from megatron_neobert.runtime.atomic_files import existing_parent
 from megatron_neobert.text import approximate, counted, duration, in_bytes, percent
 
@@ -31,59 +36,14 @@ _INDENT = 12  # columns for the name of a section
 _WRAPPER = textwrap.TextWrapper(
     width=80 - _INDENT, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
 )
-_MOST_WINDOWS = 8  # 32,768 documents
 _LARGE_TRUNCATION = 0.1  # share of truncated tokens from which on the plan warns
 _MANY_EPOCHS = 5  # epochs above which the plan warns
 _CPU_FLOPS = 50e9  # FLOP/s of a core, assumed for the time of an iteration on a CPU
-_SHOWN_GPUS = ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")
-_SHOWN_MFU = (0.15, 0.25, MFU)  # published runs: docs/performance.md
-
-
-@dataclass(frozen=True)
-class IterationSample:
-    """Averages over iterations."""
-
-    documents: float  # a document that is cut into several segments counts once
-    tokens: float  # without padding, including [CLS] and [SEP]
-    packing_efficiency: float  # tokens as a share of the token capacity
-    truncated: float  # share of the documents' tokens that are never read
-    attended_tokens: float  # tokens that the average token attends to
-    token_shares: tuple[float, ...]  # share of the tokens per component of --data-path
-    epochs: tuple[float, ...]  # epochs per component
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Figures of one phase, without the iterations that are done."""
-
-    phase: Phase  # with the remaining iterations; `last` is `first` - 1 if none remain
-    inputs: Inputs
-    sample: IterationSample
-    memory: RankMemory
-    flops: float  # per iteration
-
-    @property
-    def iterations(self) -> int:
-        """Number of remaining iterations."""
-        return (self.phase.last or 0) - self.phase.first + 1
-
-
-def forecast_phases(
-    settings: Settings, inputs: Sequence[Inputs], *, done: int, world_size: int, windows: int = _MOST_WINDOWS
-) -> list[Forecast]:
-    """Return the figures of the phases that remain after `done` iterations, or of the last phase if none remains."""
-    end, phases, forecasts = settings.training.train_iters, resolve_phases(settings), []
-    remaining = [phase for phase in phases if phase.first <= end and (phase.last is None or phase.last > done)]
-    for phase in remaining or phases[-1:]:
-        phase_inputs, sizes = inputs[phase.number], {"vocab_size": inputs[phase.number].tokenizer.vocab_size}
-        sample = sample_iteration(phase.settings, phase_inputs, windows=windows)
-        per_token = training_flops_per_token(phase.settings, document_tokens=sample.attended_tokens, **sizes)
-        masked = masked_tokens(phase.settings)
-        memory = plan_memory(phase.settings, world_size=world_size, masked_tokens=masked, **sizes)
-        first, last = max(phase.first, done + 1), end if phase.last is None else min(phase.last, end)
-        phase = replace(phase, first=first, last=max(last, first - 1))
-        forecasts.append(Forecast(phase, phase_inputs, sample, memory, per_token * sample.tokens))
-    return forecasts
+GPU = "H100 80GB HBM3"
+# Bound of docs/performance.md for this GPU; an H200 reached it. The faster GPUs compute, the more the network matters.
+MFU = 0.4
+_SHOWN_GPUS = ("A100-SXM4-80GB", GPU, "H200")
+_SHOWN_MFU = (0.15, 0.25, MFU)  # 15 % is that of the paper's run
 
 
 def start_warnings(
@@ -101,9 +61,7 @@ def start_warnings(
     lines = [
         line for each in forecasts for line in (*iteration_lines(each, world_size=world_size), *corpus_lines(each))
     ]
-    warnings = [
-        line for line in (*lines, *validation_lines(settings, inputs[0], windows=1)) if line.startswith("warning: ")
-    ]
+    warnings = [line for line in lines if line.startswith("warning: ")]
     seconds = forecasts[0].flops / (_CPU_FLOPS * cpu_cores) if cpu_cores else 0.0
     if seconds > 60:
         warnings.append(
@@ -132,16 +90,13 @@ def print_plan(settings: Settings, options: PlanOptions | None = None, *, world_
             sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
         sections.append(("iteration", iteration_lines(forecast, world_size=world_size)))
         sections.append(("corpus", corpus_lines(forecast)))
-    flops = sum(forecast.iterations * forecast.flops for forecast in forecasts)
-    phase_costs = [PhaseCost(forecast.phase.settings, forecast.flops, forecast.iterations) for forecast in forecasts]
     options, sizes = options or PlanOptions(), {"vocab_size": vocab_size, "world_size": world_size}
     sections += [
-        ("validation", validation_lines(settings, inputs[0])),
-        ("run", run_lines(settings, forecasts, done=done)),
+        ("run", [run_line(settings, forecasts, done=done)]),
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
-        ("GPUs", gpu_lines(settings, fullest.memory, flops=flops, world_size=world_size)),
+        ("GPUs", gpu_lines(forecasts, fullest.memory, world_size=world_size)),
         *([("network", network_lines(fullest.phase.settings, options, **sizes))] if world_size > 1 else []),
-        *([("scaling", scaling_lines(phase_costs, options, **sizes))] if settings.training.bf16 else []),
+        *([("scaling", scaling_lines(forecasts, options, **sizes))] if settings.training.bf16 else []),
         ("checkpoints", [checkpoint_line(settings, vocab_size=vocab_size)]),
     ]
     for name, lines in sections:
@@ -208,45 +163,18 @@ def corpus_lines(forecast: Forecast) -> list[str]:
     return lines
 
 
-def validation_lines(settings: Settings, inputs: Inputs, *, windows: int = _MOST_WINDOWS) -> list[str]:
-    """Return a warning for each curve whose documents a validation repeats. `inputs` are those of the first phase."""
-    lines, iterations = [], settings.training.eval_iters
-    for name, sources in inputs.validation.items() if iterations else ():
-        sample = sample_iteration(settings, replace(inputs, training=sources), windows=windows)
-        if max(sample.epochs) * iterations > 1:
-            held_out = "--split holds out" if name == "split" else f"{name} has"
-            lines.append(
-                f"warning: a validation (--eval-iters {iterations}) reads about "
-                f"{approximate(iterations * sample.documents)} documents, but {held_out} only "
-                f"{sum(len(source.documents) for source in sources):,}, so documents are repeated"
-            )
-    return lines
-
-
 def phase_lines(forecast: Forecast, settings: Settings) -> list[str]:
     phase = forecast.phase
     flags = settings.training.phases[phase.number - 1].flags if phase.number else ""
     tokens = forecast.iterations * forecast.sample.tokens
-    return [
-        f"iterations {phase.first:,} to {phase.last:,}: {tokens:.3e} tokens of documents",
-        *([flags] if flags else []),
-        flops_line([forecast]),
-    ]
+    lines = [f"iterations {phase.first:,} to {phase.last:,}: {tokens:.3e} tokens of documents"]
+    return lines + ([flags] if flags else [])
 
 
-def flops_line(forecasts: Sequence[Forecast]) -> str:
-    """Format the FLOPs of all remaining iterations. A single phase also gets its FLOPs per token and per iteration."""
-    total = f"{sum(forecast.iterations * forecast.flops for forecast in forecasts):.3e}"
-    if len(forecasts) > 1:
-        return f"{total} FLOPs in all"
-    flops = forecasts[0].flops
-    return f"{flops / forecasts[0].sample.tokens:.3e} FLOPs per token, {flops:.3e} per iteration, {total} in all"
-
-
-def run_lines(settings: Settings, forecasts: Sequence[Forecast], *, done: int) -> list[str]:
+def run_line(settings: Settings, forecasts: Sequence[Forecast], *, done: int) -> str:
     iterations = counted(settings.training.train_iters, "iteration") + (f", {done:,} of them done" if done else "")
     tokens = sum(forecast.iterations * forecast.sample.tokens for forecast in forecasts)
-    return [f"{iterations}: {tokens:.3e} tokens of documents{' to go' if done else ''}", flops_line(forecasts)]
+    return f"{iterations}: {tokens:.3e} tokens of documents{' to go' if done else ''}"
 
 
 def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
@@ -265,9 +193,10 @@ def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
     return lines + ([f"fullest pipeline stage: {memory.stage + 1} of {stages}"] if stages > 1 else [])
 
 
-def gpu_lines(settings: Settings, memory: RankMemory, *, flops: float, world_size: int) -> list[str]:
-    """Format a table of GPUs: the time for `flops` operations at several MFU, and whether the memory suffices."""
-    shares = _SHOWN_MFU if settings.training.bf16 else ()
+def gpu_lines(forecasts: Sequence[Forecast], memory: RankMemory, *, world_size: int) -> list[str]:
+    """Format a table of GPUs: the time of the run at several MFU, and whether the memory suffices."""
+    flops = sum(forecast.iterations * forecast.flops for forecast in forecasts)
+    shares = _SHOWN_MFU if forecasts[0].phase.settings.training.bf16 else ()
     header = "".join(f"{f'{percent(mfu, digits=0)} MFU':>12}" for mfu in shares)
     lines = [f"{f'{world_size:,} x':<14}{header}  memory, GiB"]
     for gpu in GPUS:
@@ -297,42 +226,92 @@ def checkpoint_line(settings: Settings, *, vocab_size: int) -> str:
     )
 
 
-# ---- averages over iterations
+# ---- communication, and time and price by number of GPUs
 
 
-def sample_iteration(settings: Settings, inputs: Inputs, *, windows: int = _MOST_WINDOWS) -> IterationSample:
-    """Pack the first `windows` windows (blocks of documents) of epoch 0, and return averages per iteration.
-
-    Only lengths are read, which takes milliseconds. A shorter epoch is packed as a whole; the first windows of a longer
-    epoch or of a blend are a random sample, because documents are shuffled.
-    """
-    batch, sources = batch_settings(settings, inputs.tokenizer), inputs.training
-    sequences, squares, offered_tokens, text_tokens = 0, 0, 0, 0
-    documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
-    for window in range(min(count_windows(sources, batch), windows)):
-        offered = documents_in_window(sources, batch, epoch=0, window=window)
-        packed = pack_window(sources, batch, epoch=0, window=window)
-        segments, packed_lengths_n = packed.segments, packed.segments.packed_lengths_n
-        # A document that is cut has one first segment.
-        is_first_n = segments.has_cls_n & (segments.starts_n == 0)
-        sequences += len(packed)
-        offered_tokens += int(offered.lengths_n.sum())
-        text_tokens += int(segments.lengths_n.sum())
-        documents_c += np.bincount(segments.components_n[is_first_n], minlength=len(sources))
-        tokens_c += np.bincount(segments.components_n, weights=packed_lengths_n, minlength=len(sources))
-        # In the concatenated layout, tokens attend to their whole packed sequence.
-        is_packed = batch.batch_layout == "packed"
-        attended = packed_lengths_n if is_packed else np.add.reduceat(packed_lengths_n, packed.offsets[:-1])
-        squares += int(attended @ attended)
-    share = batch.global_batch_size / sequences  # an iteration as a share of these windows
-    documents, tokens = float(documents_c.sum()), float(tokens_c.sum())
-    sizes = [len(source.documents) for source in sources]
-    return IterationSample(
-        documents=share * documents,
-        tokens=share * tokens,
-        packing_efficiency=share * tokens / settings.tokens_per_iteration,
-        truncated=1 - text_tokens / offered_tokens,
-        attended_tokens=squares / tokens,
-        token_shares=tuple((tokens_c / tokens).tolist()),
-        epochs=tuple((share * documents_c / sizes).tolist()),
+def network_lines(settings: Settings, options: PlanOptions, *, vocab_size: int, world_size: int) -> list[str]:
+    """Format the traffic of a rank per step: a line per group and operation, and a line with the assumptions."""
+    network: dict[str, Any] = {"world_size": world_size, "network_gbps": options.network_gbps}
+    lines = [f"{'per rank and step':<28}{'GB':>9}{'calls':>9}{'ms':>9}"]
+    for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size):
+        size = each.bytes / each.calls
+        seconds = each.calls * collective_seconds(settings, each.group, each.operation, size, **network)
+        name = f"{each.group:<12}{each.operation}"
+        lines.append(f"{name:<28}{each.bytes / 1e9:>9,.2f}{each.calls:>9,}{1e3 * seconds:>9,.1f}")
+    lines.append(
+        f"assumed: nodes of {GPUS_PER_NODE} GPUs with {NVLINK_GB_PER_S} GB/s NVLink, {options.network_gbps:g} Gb/s per "
+        f"GPU between nodes, {percent(REACHED, digits=0)} of both reached, latencies of NCCL"
     )
+    return lines
+
+
+def scaling_lines(
+    forecasts: Sequence[Forecast], options: PlanOptions, *, vocab_size: int, world_size: int
+) -> list[str]:
+    """Format a table with a line per number of GPUs.
+
+    Steps are those of the phase with the most FLOPs; hours and price are those of all phases.
+    """
+    main = max(range(len(forecasts)), key=lambda number: forecasts[number].flops * forecasts[number].iterations)
+    price = "" if options.price is None else f"{'price':>10}"
+    lines = [f"{'GPUs':>6}{'micro-batches':>14}{'step':>8}{'network':>9}{'busy':>6}{'hours':>8}{price}"]
+    for gpus in options.gpus or (world_size,):
+        fitted = [fit_micro_batch(forecast.phase.settings, gpus) for forecast in forecasts]
+        fitting = [settings for settings in fitted if settings is not None]
+        if len(fitting) < len(fitted):
+            lines.append(f"{gpus:>6,}  the global batch is no multiple of the data-parallel ranks")
+            continue
+        steps = [
+            step_on(gpus, each, forecast.flops, vocab_size=vocab_size, network_gbps=options.network_gbps)
+            for each, forecast in zip(fitting, forecasts, strict=True)
+        ]
+        hours = sum(step.total * each.iterations for step, each in zip(steps, forecasts, strict=True)) / 3600
+        total, exposed = steps[main]
+        micro_batches = f"{fitting[main].micro_batches_per_rank(gpus):,} x {fitting[main].tokens_per_micro_batch:,}"
+        shown_step = f"{total:,.2f} s" if total >= 1 else f"{1e3 * total:,.0f} ms"
+        busy = percent(compute_seconds(gpus, forecasts[main].flops) / total, digits=0)
+        shown_price = "" if options.price is None else f"{options.price * gpus * hours:>10,.0f}"
+        shown_hours = f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}"
+        lines.append(
+            f"{gpus:>6,}{micro_batches:>14}{shown_step:>8}{percent(exposed / total):>9}{busy:>6}{shown_hours:>8}"
+            f"{shown_price}"
+        )
+    lines.append(
+        f"{GPU} at {percent(MFU, digits=0)} MFU. network: share of the step in which only the network works; busy: "
+        "share in which the GPU computes. If it is low, the host is often the limit, which launches the kernels: use "
+        "--cuda-graph-impl full_iteration, fewer GPUs or a larger --global-batch-size"
+    )
+    return lines
+
+
+def fit_micro_batch(settings: Settings, gpus: int) -> Settings | None:
+    """Return the settings with the largest micro-batch, up to their own, that divides the global batch on these GPUs.
+
+    Return None if the global batch is not a multiple of the data-parallel ranks.
+    """
+    training, ranks_per_model = settings.training, settings.parallel.ranks_per_model
+    replicas = gpus // ranks_per_model
+    if gpus % ranks_per_model or training.global_batch_size % replicas:
+        return None
+    share = training.global_batch_size // replicas
+    sizes = range(min(training.micro_batch_size, share), 0, -1)
+    fitting = next(size for size in sizes if share % size == 0)
+    return settings.with_section("training", micro_batch_size=fitting)
+
+
+def step_on(gpus: int, settings: Settings, flops: float, *, vocab_size: int, network_gbps: float = 400) -> StepTime:
+    """Return the time of an iteration of `flops` operations on H100 GPUs, for settings whose micro-batches fit."""
+    return plan_step(
+        settings,
+        vocab_size=vocab_size,
+        world_size=gpus,
+        compute_seconds=compute_seconds(gpus, flops),
+        network_gbps=network_gbps,
+    )
+
+
+def compute_seconds(gpus: int, flops: float) -> float:
+    """Return the seconds of `flops` operations on H100 GPUs that only compute, at the assumed MFU."""
+    gpu = find_gpu(GPU)
+    assert gpu is not None, GPU
+    return flops / (gpus * gpu.bf16_tflops * 1e12 * MFU)

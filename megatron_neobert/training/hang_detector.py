@@ -18,10 +18,10 @@ import torch
 from megatron_neobert.config.schema import ParallelConfig
 from megatron_neobert.errors import EXIT_UNAVAILABLE
 from megatron_neobert.runtime import signals
-from megatron_neobert.runtime.distributed import is_lost_connection, pending_collective
+from megatron_neobert.runtime.distributed import is_lost_connection
 from megatron_neobert.runtime.store import connect_to_store
 from megatron_neobert.text import listed, visible
-from megatron_neobert.training.heartbeats import ANSWER_SECONDS, LOST_ANOTHER, Heartbeats
+from megatron_neobert.training.heartbeats import ANSWER_SECONDS, HAS_ENDED, LOST_ANOTHER, Heartbeats
 
 _TICK_SECONDS = 1.0  # between heartbeats, and between checks
 _FAREWELL_SECONDS = 5.0  # time for the rank that failed first to end first
@@ -38,8 +38,8 @@ class HangDetector:
         self._limit_seconds = 60.0 * parallel.distributed_timeout_minutes
         # A separate connection, because the main thread may block the connection of the process group.
         store = connect_to_store("heartbeats", timeout_seconds=ANSWER_SECONDS)
-        rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.heartbeats = Heartbeats(store, rank=rank, ranks=self._ranks)
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.heartbeats = Heartbeats(store, rank=rank, ranks=ranks)
         self._position = "iteration 0 (loading)"
         self._progress = 0
         self._leaving = threading.Event()
@@ -101,27 +101,24 @@ class HangDetector:
             return
         self._leaving.set()
         name = self.heartbeats.name
-        cause = listed(f"{suspect.name} {suspect.reason}" for suspect in suspects)
+        cause = listed(f"{suspect} {reason}" for suspect, reason in suspects.items())
         cause = cause or error or "all heartbeats are alike"
         text, remedy = f"error: {name} lost another rank in {self._position}", ""
-        if is_hang and not any(suspect.has_ended for suspect in suspects):
-            collective = signals.call_with_timeout(ANSWER_SECONDS, pending_collective)
-            position = f"{self._position}, collective {collective}" if collective else self._position
-            text = f"error: no progress for {self._limit_seconds / 60:g} min on {name} in {position}"
+        if is_hang and not any(reason.startswith(HAS_ENDED) for reason in suspects.values()):
+            text = f"error: no progress for {self._limit_seconds / 60:g} min on {name} in {self._position}"
             remedy = ", or raise --distributed-timeout-minutes"
         text += f": {cause}. The last checkpoint is untouched: start again with the same command{remedy}.\n"
         # One rank of each machine reports, so that each log has the message once. Only the rank at fault prints stacks.
         if signals.call_with_timeout(ANSWER_SECONDS, self.heartbeats.count_report) in (1, None):
             signals.write_to_stderr(visible(text, keep="\n"))
-        if not suspects or any(suspect.name == name for suspect in suspects):
+        if not suspects or name in suspects:
             # Written by a C thread, because the reader of our output may hang.
             faulthandler.dump_traceback_later(0.1)
         received = signals.count_signals()
         signals.call_with_timeout(ANSWER_SECONDS, partial(self._write, LOST_ANOTHER))
         # torchrun reports the rank of its machine that ends first and then sends signals to the others, so wait for a
         # rank at fault on this machine to end.
-        is_near = not suspects or any(suspect.host == self.heartbeats.host for suspect in suspects)
-        until = time.monotonic() + (_FAREWELL_SECONDS if self._ranks > 1 and is_near else 1.0)
+        until = time.monotonic() + _FAREWELL_SECONDS
         while time.monotonic() < until and signals.count_signals() == received:
             time.sleep(0.1)
         os._exit(EXIT_UNAVAILABLE)  # a regular exit would wait for threads that hang

@@ -17,6 +17,7 @@ from megatron_neobert.text import parse_json
 SILENCE_SECONDS = 3.0  # a living rank writes a heartbeat in this time
 ANSWER_SECONDS = 10.0  # for the store, or the reader of our output, which may hang, too
 LOST_ANOTHER = "it lost another rank"  # reason of a rank that ended because another rank did
+HAS_ENDED = "has ended: "  # start of the reason of a suspect that reported an error, rather than stopped to answer
 _POLL_SECONDS = 0.5
 # A rank that imports a large library from a slow file system may hold Python's lock for half a minute.
 _SILENT_CALLS = 60
@@ -36,15 +37,6 @@ class Heartbeat(NamedTuple):
     def name(self) -> str:
         """Rank and host, for messages."""
         return f"rank {self.rank} ({self.host})"
-
-
-class Suspect(NamedTuple):
-    """A rank at fault."""
-
-    name: str  # rank and host
-    host: str
-    reason: str
-    has_ended: bool  # it has reported an error, rather than stopped to answer
 
 
 class Heartbeats:
@@ -93,8 +85,8 @@ class Heartbeats:
         """Return how often this method was called on this machine, this call included."""
         return int(self._store.add(f"reports/{self.host}", 1))
 
-    def find_suspects(self, progress: int) -> list[Suspect]:
-        """Return the ranks at fault; empty if the heartbeats do not tell. Takes several seconds.
+    def find_suspects(self, progress: int) -> dict[str, str]:
+        """Return the ranks at fault, as name -> reason; empty if the heartbeats do not tell. Takes several seconds.
 
         The first rank that asks at a progress searches, and the others wait for its result. If the result does not
         come in time, this rank searches, too.
@@ -105,39 +97,35 @@ class Heartbeats:
         key = f"suspects/{progress}"
         searches = _answer(lambda: self._store.add(f"{key}/searches", 1))
         if searches is None:
-            return []  # the store does not answer
+            return {}  # the store does not answer
         if searches > 1:
             until = time.monotonic() + SILENCE_SECONDS + ANSWER_SECONDS
             while time.monotonic() < until:
                 # Polled, because a waiting connection would block the heartbeats of this rank.
                 if _answer(lambda: self._store.check([key])):
-                    return [Suspect(*suspect) for suspect in parse_json(_answer(lambda: self._store.get(key)) or "[]")]
+                    return parse_json(_answer(lambda: self._store.get(key)) or "{}")
                 time.sleep(_POLL_SECONDS)
         suspects = self._search()
         _answer(lambda: self._store.set(key, json.dumps(suspects)))
         return suspects
 
-    def _search(self) -> list[Suspect]:
+    def _search(self) -> dict[str, str]:
         """Return the ranks at fault, from the heartbeats of all ranks, which are read twice, a few seconds apart."""
         numbers = {beat.rank: beat.number for beat in _answer(self.read) or []}
         time.sleep(SILENCE_SECONDS)
         beats: list[Heartbeat] = _answer(self.read) or []
-        suspects = [
-            Suspect(beat.name, beat.host, f"has ended: {beat.ended}", True)
-            for beat in beats
-            if beat.ended not in ("", LOST_ANOTHER)
-        ] + [
-            Suspect(beat.name, beat.host, f"does not answer, last heartbeat in {beat.position}", False)
+        suspects = {beat.name: HAS_ENDED + beat.ended for beat in beats if beat.ended not in ("", LOST_ANOTHER)} | {
+            beat.name: f"does not answer, last heartbeat in {beat.position}"
             for beat in beats
             if not beat.ended and numbers.get(beat.rank) == beat.number
-        ]
+        }
         # Ranks that ended because of another rank are included: they show how far the run had come.
         progress = [beat.progress for beat in beats]
-        return suspects or [
-            Suspect(beat.name, beat.host, f"is behind in {beat.position}", False)
+        return suspects or {
+            beat.name: f"is behind in {beat.position}"
             for beat in beats
             if beat.progress == min(progress) < max(progress)
-        ]
+        }
 
     def read(self) -> list[Heartbeat]:
         """Return the latest heartbeat of each rank that has written one."""

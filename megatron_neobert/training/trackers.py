@@ -1,8 +1,8 @@
 """Trackers of logged values: SAVE/metrics.jsonl, TensorBoard, and optionally Weights & Biases. Only rank 0 uses them.
 
 A resumed run appends to metrics.jsonl. It repeats the iterations after its checkpoint, and readers use the later lines.
-A line with "restarted" marks where it resumed. The id of a run at Weights & Biases is stored in the save folder, so
-that the same command resumes the same run. A tracker that fails is reported once, and training continues.
+The id of a run at Weights & Biases is stored in the save folder, so that the same command resumes the same run. A
+tracker that fails is reported once, and training continues.
 """
 
 import datetime
@@ -41,19 +41,17 @@ class Trackers:
         self.failed: set[str] = set()  # trackers that could not be written to
         self.tensorboard = _open_tensorboard(settings, iteration)
         self.wandb = None if settings.logging.wandb_project is None else start_wandb(settings)
-        has_record = self.save is not None and (self.save / _RECORD).exists()
-        # `record` writes the mark, because a run may end before it trains, and then it has not resumed.
-        self.resumes_from = iteration if has_record else None
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
         """Write the values to all trackers, except values that are not finite. Failures are logged, not raised."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.save is not None:
             with self._logging_failures(str(self.save / _RECORD)):
-                if self.resumes_from is not None:
-                    self._append({"iteration": self.resumes_from, "restarted": 1})
-                    self.resumes_from = None
-                self._append({"iteration": iteration, "cursor": asdict(cursor), **values})
+                now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+                # inspection/plot.py finds lines by "iteration" as their first key.
+                line = {"iteration": iteration, "cursor": asdict(cursor), **values, "time": now}
+                with (self.save / _RECORD).open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(line) + "\n")
         if self.tensorboard is not None:
             with self._logging_failures(self.tensorboard.log_dir):
                 for name, value in values.items():
@@ -75,13 +73,6 @@ class Trackers:
                 reason = getattr(error, "strerror", None) or error
                 self.log(f"warning: {tracker} cannot be written ({reason}); training continues without it")
             self.failed.add(tracker)
-
-    def _append(self, values: dict[str, Any]) -> None:
-        assert self.save is not None
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        # inspection/run_log.py finds lines by "iteration" as their first key.
-        with (self.save / _RECORD).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({**values, "time": now}) + "\n")
 
     def close(self, *, failed: bool) -> None:
         """Close TensorBoard and W&B, which records `failed` and uploads all values. Failures are logged, not raised."""

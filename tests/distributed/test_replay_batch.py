@@ -14,7 +14,7 @@ from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.inspection import replay as tool
-from megatron_neobert.inspection.global_batch import checkpoint_before
+from megatron_neobert.inspection.global_batch import open_iteration
 from megatron_neobert.training import step
 
 LAST = 5  # last iteration, whose update is skipped
@@ -83,7 +83,7 @@ def test_replay_reports_micro_batches_and_gradients_that_are_not_finite(trained)
 @pytest.mark.slow
 def test_replay_has_the_tokens_loss_and_gradient_norm_of_training(trained, tmp_path, capfd):
     iteration = 3  # the first after a checkpoint, so that the weights are the same
-    checkpoint = checkpoint_before(trained.save, iteration)
+    settings, checkpoint = open_iteration(trained.save, iteration, [])
     assert checkpoint == trained.save / "iter_0000002"
 
     def prepare() -> None:
@@ -92,7 +92,6 @@ def test_replay_has_the_tokens_loss_and_gradient_norm_of_training(trained, tmp_p
             settings, iteration, weights=checkpoint, position=checkpoint
         )
 
-    settings = tool.replay_settings(trained.save, checkpoint, [])
     train_on_ranks(settings, prepare=prepare)
     assert noted_batches(tmp_path) == [trained.batches[iteration - 1]]
     loss, grad_norm = (read_metrics(trained.save, key)[iteration] for key in ("loss", "grad_norm"))

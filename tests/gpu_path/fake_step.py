@@ -329,7 +329,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     distributed.shut_down()
     assert [result.skip_reason for result in results] == [None, None]
-    sizes = {"vocab_size": VOCAB, "world_size": RANKS["world_size"], "masked_tokens": masked}
+    sizes = {"vocab_size": VOCAB, "world_size": RANKS["world_size"]}
     plan = plan_stage(settings, **sizes, stage=stage)
     traffic = step_traffic(settings, **sizes, stage=stage)
     return {

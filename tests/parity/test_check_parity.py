@@ -64,4 +64,4 @@ def test_heads_of_odd_width_are_refused_before_a_model_is_built():
     sizes = ("--hidden-size", 60, "--num-attention-heads", 4)
     result = run_command("megatron_neobert.__main__", "check", "parity", *sizes)
     assert result.refused(2), result.output
-    assert "--hidden-size 60 is not a multiple of 2 x --num-attention-heads 4" in result.output
+    assert "--hidden-size 60 / --num-attention-heads 4 gives heads of width 15" in result.output

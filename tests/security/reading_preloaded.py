@@ -14,6 +14,6 @@ import torch.onnx  # noqa: F401
 
 import checkpoint_conversion.convert  # noqa: F401
 import megatron_neobert.evaluation.mteb
-import megatron_neobert.inspection.run_figure  # noqa: F401
+import megatron_neobert.evaluation.plots  # noqa: F401
 
 gc.freeze()

@@ -26,6 +26,7 @@ from megatron_neobert.checkpoint.folder import (
     find_good_checkpoint,
     iteration_folder,
     list_checkpoints,
+    list_folders,
     prepare_folder,
     prune,
     publish,
@@ -140,7 +141,7 @@ def restart(save: Path) -> int:
     """
     check_folders(config(save))
     with claim(str(save)):
-        checkpoint, problems = find_good_checkpoint(save)
+        checkpoint, problems = find_good_checkpoint(list_folders(save))
         assert problems == []
         iteration = checkpoint_files.iteration_of(checkpoint)
         save_files(save, 4)
@@ -190,8 +191,8 @@ def link_elsewhere(folder: Path) -> None:
 
 DAMAGES = {
     "incomplete": (damage_manifest(lambda files: files.pop("train_state.json")), "does not list train_state.json"),
-    "parent": (add_to_manifest("../x"), "'../x', which is not a file in its folder"),
-    "old format": (add_to_manifest(".metadata"), "megatron.core's format"),
+    "parent": (add_to_manifest("../x"), "'../x', which is not a file of a checkpoint"),
+    "pickle": (add_to_manifest(".metadata"), "'.metadata', which is not a file of a checkpoint"),
     "link": (link_elsewhere, "train_state.json: missing"),
     "flipped": (lambda folder: (folder / "train_state.json").write_text("contenT"), "train_state.json: its sha256"),
     "truncated": (lambda folder: (folder / "train_state.json").write_text("conten"), "6 bytes, expected 7"),
@@ -203,12 +204,12 @@ DAMAGES = {
 def test_damaged_newest_checkpoint_is_skipped_with_its_file_named_and_can_be_quarantined(tmp_path, damage, message):
     good, newest = save_files(tmp_path, 1), save_files(tmp_path, 2)
     damage(newest)
-    checkpoint, problems = find_good_checkpoint(tmp_path)
+    checkpoint, problems = find_good_checkpoint(list_folders(tmp_path))
     assert checkpoint == good
     assert [folder for folder, _ in problems] == [newest]
     assert message in str(problems[0][1])
     quarantine(newest)
-    assert find_good_checkpoint(tmp_path) == (good, [])
+    assert find_good_checkpoint(list_folders(tmp_path)) == (good, [])
     assert (tmp_path / "iter_0000002.damaged").is_dir()
 
 
@@ -240,7 +241,7 @@ def test_newest_checkpoint_with_a_read_error_is_skipped(tmp_path, monkeypatch):
         return read(path)
 
     monkeypatch.setattr(checkpoint_files, "sha256_of", read_or_fail)
-    checkpoint, problems = find_good_checkpoint(tmp_path)
+    checkpoint, problems = find_good_checkpoint(list_folders(tmp_path))
     assert checkpoint == good
     assert [(folder, type(problem)) for folder, problem in problems] == [(newest, OSError)]
 

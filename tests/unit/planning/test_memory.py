@@ -6,7 +6,6 @@ import pytest
 
 from megatron_neobert.config.cli import read_settings
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.windows import masked_capacity
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.planning.memory import layer_bytes, plan_memory
 
@@ -24,7 +23,7 @@ def test_a_token_of_the_250m_model_keeps_24_632_bytes_per_layer_under_transforme
 
 def test_the_first_of_four_stages_keeps_seven_layers_of_four_micro_batches():
     settings = Settings().with_section("training", bf16=True).with_section("parallel", pipeline_model_parallel_size=4)
-    plan = plan_memory(settings, vocab_size=VOCAB, world_size=4, masked_tokens=13_107)
+    plan = plan_memory(settings, vocab_size=VOCAB, world_size=4)
     assert (plan.stage, plan.activations) == (0, 4 * 7 * 24_632 * 64 * 1024)
 
 
@@ -32,7 +31,7 @@ def test_the_first_of_four_stages_keeps_seven_layers_of_four_micro_batches():
 
 
 def state_bytes(settings: Settings, *, world_size: int) -> int:
-    plan = plan_memory(settings, vocab_size=VOCAB, world_size=world_size, masked_tokens=1000)
+    plan = plan_memory(settings, vocab_size=VOCAB, world_size=world_size)
     return plan.weights + plan.gradients + plan.optimizer
 
 
@@ -90,8 +89,6 @@ def test_page_has_the_gib_of_the_plan(title):
     settings = STAGE_1
     for section, changes in CHANGES[title].items():
         settings = settings.with_section(section, **changes)
-    tokens = settings.tokens_per_micro_batch // settings.parallel.context_parallel_size
-    masked = masked_capacity(tokens, probability=0.2)
-    plan = plan_memory(settings, vocab_size=VOCAB, world_size=8, masked_tokens=masked)
+    plan = plan_memory(settings, vocab_size=VOCAB, world_size=8)
     (line,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if f"| {title} |" in line]
     assert f" {plan.total / 2**30:.2f} |" in line

@@ -73,23 +73,6 @@ def test_bits_per_byte_are_the_bits_of_the_predicted_tokens_over_their_bytes(tmp
     assert {name for name in unknown if "bits" in name} == {"validation_bits_per_byte_a"}
 
 
-@pytest.mark.parametrize("saved", [1, 0], ids=["after a checkpoint", "before the first checkpoint"])
-def test_resumed_run_is_marked_in_the_record_and_a_new_run_is_not(tmp_path, saved):
-    start(tmp_path, iteration=5)  # continues another folder, and has recorded nothing here
-    first = start(tmp_path)
-    first.add(result(), state_of(1))
-    first.close_interval(state_of(1), lr=1e-4, grad_norm=1.0)
-    assert ["restarted" in line for line in recorded(first)] == [False]
-    again = start(tmp_path, iteration=saved)
-    for iteration in (2, 3):
-        again.add(result(), state_of(iteration))
-        again.close_interval(state_of(iteration), lr=1e-4, grad_norm=1.0)
-    lines = [(line["iteration"], line.get("restarted")) for line in recorded(again)]
-    assert lines == [(1, None), (saved, 1), (2, None), (3, None)]
-    start(tmp_path, iteration=3)  # trains nothing
-    assert len(recorded(again)) == len(lines)
-
-
 CPU = {
     "loss": 2.41312,
     "masked_accuracy": 0.5123,
