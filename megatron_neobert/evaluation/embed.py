@@ -31,8 +31,10 @@ import transformers
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler, NoDuplicatesBatchSampler
 from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
+    MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
 from torch.utils.data import BatchSampler, ConcatDataset
@@ -45,6 +47,7 @@ from megatron_neobert.evaluation.embed_data import (
     DatasetSource,
     TrainingSettings,
     find_local,
+    find_validation,
     load_pairs,
     read_config,
 )
@@ -54,6 +57,9 @@ from megatron_neobert.evaluation.options import ContrastiveOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.runtime.atomic_files import temporary_path
 from megatron_neobert.text import parse_json
+
+_VALIDATION = "validation"
+_SCORE = f"eval_{_VALIDATION}_cosine_ndcg@10"  # in the trainer's history
 
 
 def finetune(options: ContrastiveOptions) -> None:
@@ -75,6 +81,8 @@ def finetune(options: ContrastiveOptions) -> None:
     model_fingerprint = fingerprint(model)
     paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
+    held_out = find_validation(options.data_dir)
+    validation = None if held_out is None else load_pairs(held_out, limit=options.limit)
     settings = {
         "model": model_fingerprint,
         **msgspec.structs.asdict(training),
@@ -87,6 +95,7 @@ def finetune(options: ContrastiveOptions) -> None:
         "datasets": {key: msgspec.structs.asdict(config.datasets[key]) for key in pairs},
         "rows": {key: len(dataset) for key, dataset in pairs.items()},
         "texts": {key: digest_of(dataset, ("query", "positive", "negatives")) for key, dataset in pairs.items()},
+        "validation": validation and digest_of(validation, ("query", "positive", "negatives")),
     }
     folder = options.output / model.resolve().name
     final, work_folder = folder / f"{folder.name}-contrastive", folder / "contrastive"
@@ -101,7 +110,10 @@ def finetune(options: ContrastiveOptions) -> None:
             raise OutputError(f"{final} was made with other settings or data; use those, or name another --output.")
         else:
             arguments = build_arguments(training, options, checkpoints, autocast=settings["autocast_bfloat16"])
-            results = train(ContrastiveConfig(config.datasets, training), pairs, options, arguments, final)
+            if validation is not None:
+                arguments.eval_strategy, arguments.eval_steps = "steps", training.save_interval
+            chosen = ContrastiveConfig(config.datasets, training)
+            results = train(chosen, pairs, options, arguments, final, validation=validation)
             results = results and ledger.add(settings, results)
         if is_main and results is not None:
             lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
@@ -171,11 +183,35 @@ def build_prompts(sources: Mapping[str, DatasetSource], training: TrainingSettin
     return {key: dict.fromkeys(columns, prompt) for key, prompt in prompts.items() if columns}
 
 
-def build_loss(model: SentenceTransformer, temperature: float, gradient_cache: int | None) -> torch.nn.Module:
-    """Return the InfoNCE loss; with `gradient_cache` it computes that many texts at a time."""
-    if gradient_cache is None:
-        return MultipleNegativesRankingLoss(model, scale=1 / temperature)
-    return CachedMultipleNegativesRankingLoss(model, scale=1 / temperature, mini_batch_size=gradient_cache)
+def build_loss(
+    model: SentenceTransformer, temperature: float, gradient_cache: int | None, *, dimensions: Sequence[int] = ()
+) -> torch.nn.Module:
+    """Return the InfoNCE loss; with `gradient_cache` it computes that many texts at a time.
+
+    With `dimensions`, the losses of embeddings cut to each of them are added (Matryoshka, arXiv 2205.13147).
+    """
+    loss: torch.nn.Module = MultipleNegativesRankingLoss(model, scale=1 / temperature)
+    if gradient_cache is not None:
+        loss = CachedMultipleNegativesRankingLoss(model, scale=1 / temperature, mini_batch_size=gradient_cache)
+    return MatryoshkaLoss(model, loss, sorted(dimensions, reverse=True)) if dimensions else loss
+
+
+def build_evaluator(pairs: datasets.Dataset, prompts: Mapping[str, str]) -> InformationRetrievalEvaluator:
+    """Return the evaluator that searches the positive of each query among all positives and negatives of the pairs."""
+    rows = pairs.to_list()
+    documents = dict.fromkeys(text for row in rows for text in (row["positive"], *row["negatives"]))
+    relevant: dict[str, set[str]] = {}
+    for row in rows:
+        relevant.setdefault(row["query"], set()).add(row["positive"])
+    return InformationRetrievalEvaluator(
+        {query: query for query in relevant},
+        {document: document for document in documents},
+        relevant,
+        name=_VALIDATION,
+        write_csv=False,
+        query_prompt=prompts.get("query"),
+        corpus_prompt=prompts.get("document"),
+    )
 
 
 def train(
@@ -184,8 +220,12 @@ def train(
     options: ContrastiveOptions,
     arguments: SentenceTransformerTrainingArguments,
     final: Path,
+    *,
+    validation: datasets.Dataset | None = None,
 ) -> dict[str, Any] | None:
     """Train, or resume from the newest checkpoint in `arguments.output_dir`. Rank 0 then writes the folder `final`.
+
+    With `validation`, nDCG@10 of its pairs is measured when a checkpoint is saved.
 
     An existing folder `final` is replaced. The call sets the batch sampler and the prompts of `arguments`, and ends the
     process group. Collective: all processes of a torchrun.
@@ -222,7 +262,8 @@ def train(
         model=model,
         args=arguments,
         train_dataset=datasets.DatasetDict(pairs),
-        loss=build_loss(model, training.temperature, options.gradient_cache),
+        loss=build_loss(model, training.temperature, options.gradient_cache, dimensions=training.matryoshka),
+        evaluator=None if validation is None else build_evaluator(validation, default_prompts),
         data_collator=PairCollator(preprocess_fn=model.preprocess, prompts=prompts),
     )
     start, checkpoint = time.monotonic(), newest_checkpoint(Path(str(arguments.output_dir)))
@@ -239,6 +280,7 @@ def train(
     # The history is part of the checkpoints, so a resumed run has every step once. A loss is the mean since the
     # previous entry, or since the checkpoint if the run was resumed within a log interval.
     losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    scores = [(entry["step"], entry[_SCORE]) for entry in trainer.state.log_history if _SCORE in entry]
     save_final(trainer.model, options.model, final)
     first_loss, last_loss = losses[0][1], losses[-1][1]
     print(f"loss {first_loss:.3f} -> {last_loss:.3f} nats in {seconds:.0f} s; wrote {final}")
@@ -248,6 +290,7 @@ def train(
         "first_loss_nats": first_loss,
         "last_loss_nats": last_loss,
         "losses_nats": losses,
+        "validation_ndcg@10": scores,
         "seconds_of_this_start": round(seconds, 1),
     }
 

@@ -40,6 +40,7 @@ class TrainingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_length: _Count = 1024  # tokens
     instructions: Literal["query", "both", "none"] = "query"
     separator: str = " "  # between instruction and text
+    matryoshka: tuple[_Count, ...] = ()  # the loss is also that of embeddings cut to these dimensions
     log_interval: _Count = 10  # steps
     save_interval: _Count = 250  # steps
 
@@ -118,6 +119,12 @@ def find_local(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
             f"--datasets {' '.join(missing)}. To train on the others, write default: false into FILE."
         )
     return paths
+
+
+def find_validation(data_dir: Path) -> Path | None:
+    """Return the file validation.parquet or validation.jsonl in `data_dir`, or None."""
+    candidates = (data_dir / f"validation{suffix}" for suffix in (".parquet", ".jsonl"))
+    return next((path for path in candidates if path.exists()), None)
 
 
 def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:

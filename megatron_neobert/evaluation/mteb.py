@@ -4,9 +4,10 @@ The ledger in OUTPUT/NAME/mteb records the finished tasks; next to it are the re
 cache. OUTPUT/NAME/mteb.json has the scores of the last command. It has the mean of a category, or the overall mean over
 tasks, only if all scores are there: a mean over some of the tasks would not be comparable.
 
-Texts are pooled as the folder's modules.json says, and by the mean of the token states without one. The prompts of the
-folder are ignored, so that all models get the same instructions. Scores depend on the batch size, because
-sentence-transformers sorts the texts by length and pads each batch, but not on the order of the data.
+Texts are pooled as the folder's modules.json says, and by the mean of the token states without one. The folder's
+prompts `query` and `document` are used, unless a file of instructions gives all models the same. Scores depend on the
+batch size, because sentence-transformers sorts the texts by length and pads each batch, but not on the order of the
+data.
 
 A YAML file has instructions for task types under `types` and for single tasks under `tasks`. There are two styles:
 
@@ -62,14 +63,14 @@ def evaluate(options: MtebOptions) -> None:
     # Under mteb's protocol some classifiers do not converge, and scikit-learn warns for each of them.
     warnings.filterwarnings("ignore", module=r"sklearn\.")
     tasks = choose_tasks(options.benchmark, options.tasks, options.languages)
-    prompts, digest = dict[str, str](), None
+    prompts, digest = dict[str, str](), "those of the folder"
     if options.instructions != "none":
         path, tokenizer = find_config(options.instructions), load_tokenizer(options.model)
         prompts, digest = read_instructions(path, options.prompt_style, tokenizer), sha256_of(path)[:12]
         require_instructions(prompts, flatten(tasks))
     device, folder = choose_device(options.device), options.output / options.model.resolve().name
     protocol = {name: getattr(options, name) for name in _PROTOCOL}
-    protocol |= {"instructions": digest, "prompt_style": options.prompt_style if digest else None}
+    protocol |= {"instructions": digest, "prompt_style": options.prompt_style if prompts else None}
     common = {"model": fingerprint(options.model), "protocol": protocol}
     units = build_units(flatten(tasks), options.data_dir, common)
     missing = [name for name, unit in units.items() if unit is None]
@@ -205,7 +206,7 @@ def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> No
 def build_encoder(
     options: MtebOptions, prompts: dict[str, str], loading: LoadOptions
 ) -> SentenceTransformerEncoderWrapper:
-    """Return the model for `mteb.evaluate`, with `prompts` instead of the prompts of its folder.
+    """Return the model for `mteb.evaluate`. Without `prompts`, it uses the folder's prompts `query` and `document`.
 
     Print a line if the model truncates texts to fewer than `options.max_length` tokens. Raises MissingInputError if the
     folder is missing, or ConversionError if it cannot be loaded as an encoder.
@@ -215,6 +216,7 @@ def build_encoder(
     if model.max_seq_length < options.max_length:
         lengths = f"after {model.max_seq_length} tokens, not {options.max_length}"
         print(f"{folder}: texts are truncated {lengths}, because of the model's longest input")
+    prompts = prompts or {role: model.prompts[role] for role in ("query", "document") if model.prompts.get(role)}
     model.prompts, model.similarity_fn_name = {}, "cosine"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mteb calls its own deprecated functions

@@ -306,11 +306,13 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
     rows, curves, path = [], [], output / "contrastive.png"
     for record in records:
         first_and_last = [f"{record.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
-        rows.append([record.model.name, *first_and_last, ", ".join(record.settings["rows"])])
+        scores = record.results.get("validation_ndcg@10")  # absent in records of earlier versions
+        score = f"{100 * scores[-1][1]:.1f}" if scores else "–"
+        rows.append([record.model.name, *first_and_last, score, ", ".join(record.settings["rows"])])
         steps, values = zip(*record.results["losses_nats"], strict=True)
         curves.append(Curve(record.model.name, steps, values))
     plot_curves(path, curves, x_label="step", y_label="InfoNCE (nats)", title="Contrastive fine-tuning")
-    header = ("model", "first loss, nats", "last loss, nats", "datasets")
+    header = ("model", "first loss, nats", "last loss, nats", "last nDCG@10 of validation pairs, %", "datasets")
     return [table(header, rows), figure(path, "Loss of contrastive fine-tuning")]
 
 

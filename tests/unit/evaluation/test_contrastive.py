@@ -66,6 +66,30 @@ def infonce(model: SentenceTransformer, temperature: float) -> float:
     return float((torch.logsumexp(similarities, 1) - similarities.diagonal()).mean())
 
 
+def test_matryoshka_adds_the_loss_of_shorter_embeddings(inputs):
+    model = load_sentence_transformer(inputs / "bert", max_length=32).eval()
+    batch = PairCollator(preprocess_fn=model.preprocess)(PAIRS)
+    features = [
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
+        for name in ("query", "document")
+    ]
+    loss = build_loss(model, 0.07, None, dimensions=(8, 32))(features, torch.zeros(len(PAIRS))).item()
+    expected = 0.0
+    for model.truncate_dim in (8, None):
+        expected += infonce(model, 0.07)
+    assert loss == pytest.approx(expected, rel=1e-4) != pytest.approx(infonce(model, 0.07), rel=1e-2)
+
+
+def test_held_out_pairs_are_scored_at_every_checkpoint(inputs, tmp_path):
+    shutil.copytree(inputs / "data", tmp_path / "data")
+    write_jsonl(tmp_path / "data" / "validation.jsonl", make_pairs(30, negatives=2, seed=5))
+    final = train(inputs, tmp_path, data_dir=tmp_path / "data")
+    results = read_record(final.parent / "contrastive.json")["results"]
+    (first, low), (last, high) = results["validation_ndcg@10"]
+    assert (first, last) == (50, 100) and low < high <= 1
+    assert f"| {100 * high:.1f} |" in (final.parent / "contrastive.md").read_text()
+
+
 @pytest.mark.parametrize("gradient_cache", [None, 2])
 def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(inputs, gradient_cache):
     model = load_sentence_transformer(inputs / "bert", max_length=32).eval()

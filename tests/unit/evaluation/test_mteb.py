@@ -179,6 +179,21 @@ def test_instruction_precedes_queries_and_in_style_paper_documents(
     assert sum(not text.startswith(start) for text in texts) == documents_without
 
 
+def test_prompts_of_the_folder_precede_queries_and_documents_without_a_file_of_instructions(folder, hub, tmp_path):
+    (task,) = stored("NFCorpus", data_dir=tmp_path)  # 3 queries and 9 documents
+    load_task(tmp_path, task)
+    own = SentenceTransformer(
+        str(folder), device="cpu", prompts={"query": "food ", "document": "gene ", "OTHER": "card "}
+    )
+    own.save_pretrained(str(tmp_path / "own"))
+    encoder = build(tmp_path / "own")
+    texts, decode = [], encoder.model.tokenizer.batch_decode
+    encoder.model.register_forward_pre_hook(lambda _, inputs: texts.extend(decode(inputs[0]["input_ids"])))
+    mteb.evaluate(encoder, task, cache=None, co2_tracker=False, show_progress_bar=False)
+    starts = [text.split()[1] for text in texts]
+    assert (starts.count("food"), starts.count("gene")) == (3, 9)
+
+
 def test_text_is_truncated_at_max_length_and_at_the_last_position_of_the_model(folder, capsys):
     long = " ".join(["wing"] * 200)
     for options, words, printed in (
