@@ -315,10 +315,10 @@ MODELS = [
     (spoil(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].int()})), "is stored as torch.int32"),
     (spoil(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:4].clone()})), "has shape (4, 8)"),
     (spoil(lambda tensors: tensors[WEIGHT].fill_(float("nan"))), "finite"),
-    (spoil(lambda tensors: tensors.update({"\x1b[2J\x1b]0;owned\x07": torch.zeros(1)})), r"does not have '\x1b[2J"),
+    (spoil(lambda tensors: tensors.update({"\x1b[2J\x1b]0;owned\x07": torch.zeros(1)})), r"shape: '\x1b[2J"),
     (edit("config.json", num_hidden_layers=10**6), "num_hidden_layers 1,000,000"),
-    (edit("config.json", intermediate_size=2**31 - 1), "give it (8, 2147483647)"),
-    (edit("config.json", vocab_size=10**9), "give it (1000000000,)"),
+    (edit("config.json", intermediate_size=2**31 - 1), "give it (2147483647, 8)"),
+    (edit("config.json", vocab_size=10**9), "give it (1000000000, 8)"),
     (edit("config.json", num_labels=10**6), "num_labels is 1000000"),  # transformers gives each of them a name
     (edit("config.json", hidden_act="\x1b[31m"), "hidden_act is '\\x1b[31m'"),
     (write("config.json", b"\xff"), "not JSON"),

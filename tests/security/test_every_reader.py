@@ -23,8 +23,10 @@ from hostile_inputs import HOSTILE, SECRET, Hostile
 from processes import Ended, run_command
 from tests_tiny import TinyCorpus
 from torch.distributed.checkpoint import FileSystemReader
+from unit.data.small_corpus import random_documents, write_corpus
 
 from megatron_neobert.__main__ import FUNCTIONS
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 PRELOADED = "reading_preloaded"
 LIMIT_SECONDS = 120  # beyond it, a command waits for a pipe; the slowest took 15 s
@@ -42,7 +44,7 @@ READERS = (
     Reader("validate", ("corpus",), "{prefix} --full"),
     Reader("inspect data", ("corpus", "tokenizer"), "{prefix} --document 0 --tokenizer-model {tokenizer}"),
     Reader("find-duplicates", ("corpus",), "{prefix} --output {output}/list"),
-    Reader("find-overlaps", ("corpus",), "{prefix} --against {prefix} --output {output}/list"),
+    Reader("find-overlaps", ("corpus",), "{prefix} --against {settings}/evaluated --output {output}/list"),
     Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"),
            f"{_TRAIN} --load {{checkpoint}} --save {{output}}"),
     Reader("train --dry-run", ("checkpoint", "corpus", "tokenizer", "settings"),
@@ -152,6 +154,8 @@ def inputs(tiny_corpus: TinyCorpus, trained: Path, tmp_path_factory: pytest.Temp
         tokenizer=Path(tiny_corpus.tokenizer),
         settings=good.write_settings(folder / "settings"),
     )
+    texts = random_documents([30, 40], tiny_corpus.vocab_size)
+    write_corpus(inputs.settings / "evaluated", texts, load_tokenizer(Path(tiny_corpus.tokenizer)))
     for reader in READERS:
         if reader.command in ("evaluate ppl", "evaluate throughput"):
             arguments = (*reader.command.split(), *reader.arguments(inputs, inputs.records))

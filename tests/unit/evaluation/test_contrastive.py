@@ -20,7 +20,8 @@ from unit.evaluation.contrastive_inputs import (
 
 from megatron_neobert.errors import OutputError
 from megatron_neobert.evaluation import embed
-from megatron_neobert.evaluation.embed import PairCollator, build_loss, build_prompts, finetune, save_final
+from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetune, save_final
+from megatron_neobert.evaluation.embed_batches import PairCollator
 from megatron_neobert.evaluation.embed_data import TrainingSettings, read_config
 from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer

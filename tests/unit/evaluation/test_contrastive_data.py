@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
 from unit.evaluation.contrastive_inputs import make_pairs, write_card, write_jsonl
 
 from megatron_neobert.errors import ConfigError, DataError
-from megatron_neobert.evaluation.embed import PlannedBatchSampler, SamplingPlan, distinct_batches
+from megatron_neobert.evaluation.embed_batches import PlannedBatchSampler, SamplingPlan, distinct_batches
 from megatron_neobert.evaluation.embed_data import DatasetSource, fetch_pairs, find_local, load_pairs, read_config
 
 PAIRS = make_pairs(7, negatives=2, seed=5)
