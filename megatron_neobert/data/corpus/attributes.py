@@ -8,6 +8,7 @@ document, so 10^9 documents take 125 MB.
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -116,6 +117,20 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[s
         _, dropped = read_drop_list(Path(path), corpus.manifest, corpus.prefix)
         bits[: len(dropped)] &= ~dropped
     return bits
+
+
+def count_values(corpus: Corpus, name: str) -> Counter[Any]:
+    """Return the number of documents by the value of an attribute. Documents without a value are counted under None.
+
+    Raises:
+        ConfigError: The corpus lacks the attribute, or it has neither numbers, texts, nor true and false.
+        DataError: The attributes are damaged.
+    """
+    counts: Counter[Any] = Counter()
+    for _, columns in _read_columns(corpus, {name}):
+        for pair in columns[name].value_counts().to_pylist():
+            counts[pair["values"]] += pair["counts"]
+    return counts
 
 
 def attribute_types(corpus: Corpus) -> dict[str, str]:

@@ -193,7 +193,7 @@ class _ChunkWriter:
             self._files["hashes"].write(hashes)
         # Long values are shortened here, because a field may be a whole page.
         for key, values in self.columns.items():
-            values += (plain_value(batch.origins[index].fields[key]) for index in with_tokens)
+            values += (plain_value(batch.origins[index].fields.get(key)) for index in with_tokens)
         if len(with_tokens) < lengths.size:
             counts.dropped[NO_TOKENS] += lengths.size - len(with_tokens)
         counts.documents, counts.tokens = len(with_tokens), ids.size

@@ -3,7 +3,8 @@
     def no_lists(record):
         if record.text.count("\\n- ") > 50:
             return "mostly a list"                        # drop the record, counted under this reason
-        return record._replace(text=record.text.strip())  # keep it with another text; None keeps it unchanged
+        # Keep the record with another text and another field; None keeps it unchanged.
+        return record._replace(text=record.text.strip(), fields=record.fields | {"lines": record.text.count("\\n")})
 
 The result must depend only on the record. Otherwise the corpus depends on the number of workers.
 """
@@ -26,7 +27,7 @@ class Record(NamedTuple):
 
     text: str  # not empty, valid Unicode
     shard: str  # path or URL of the input file
-    fields: dict[str, Any]  # by --record-key; None if the record does not have the field
+    fields: dict[str, Any]  # by --record-key; None if the record does not have the field. A filter may return others
 
 
 Filter = Callable[[Record], str | Record | None]
@@ -123,6 +124,6 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
                 break
             record = result or record
         else:
-            filtered.add_text(record.text, origin=origin)
+            filtered.add_text(record.text, origin=origin._replace(fields=record.fields))
     filtered.rejected.sort(key=lambda rejected: rejected.number)
     return filtered
