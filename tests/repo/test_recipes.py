@@ -127,7 +127,7 @@ def test_recipe_is_valid_and_its_model_has_the_planned_parameters(
     recipe, corpus, no_process_group_left, monkeypatch, capsys
 ):
     """The model is built at full size on the meta device, where no weight is allocated."""
-    ranks = {"tiny": 2, "laptop": 1, "laptop_plain": 1}.get(recipe.stem, 8)  # 8: the paper's machine
+    ranks = {"tiny": 2, "laptop": 1, "laptop_clm": 1, "laptop_plain": 1}.get(recipe.stem, 8)  # 8: the paper's machine
     settings = settings_of(recipe, corpus, ranks=ranks)
     assert print_plan(settings, world_size=ranks) == 0
     planned = count_parameters(settings.model, vocab_size=corpus.vocab_size).total
