@@ -37,6 +37,7 @@ _FILES_OF_OUTPUT = (
     "added_tokens.json",
     "modules.json",
     "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
     "*sentence*.json",
     "model.safetensors.index.json",
 )

@@ -2,8 +2,8 @@
 
 The library imports any of its classes that modules.json names. Some of these classes load whole models from subfolders
 with keyword arguments that the subfolder chooses, which can enable pickles and remote attention kernels. Here a folder
-may have a Transformer, Pooling and optionally Normalize, and the Transformer may have no other settings than limits of
-the text.
+may have a Transformer, Pooling, Dense layers and Normalize, in this order. The Transformer may have no other settings
+than limits of the text, and a Dense layer has weights in safetensors and an activation function of torch.
 """
 
 import re
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.errors import ConversionError, MissingInputError
-from megatron_neobert.huggingface.checks import quote, read_json, read_object
+from megatron_neobert.huggingface.checks import WEIGHTS, quote, read_json, read_object
 
 _PREFIX = "sentence_transformers."
+_TANH = "torch.nn.modules.activation.Tanh"
+_ACTIVATION = re.compile(r"torch\.nn\.modules\.(activation\.\w+|linear\.Identity)")
 # Values that the library writes for a text encoder. Other keys may only have empty values.
 _TRANSFORMER_SETTINGS = {
     "transformer_task": "feature-extraction",
@@ -46,15 +48,31 @@ def _check_list(folder: Path, path: Path, entries: Any) -> None:
         kinds = [kind.rpartition(".")[2] for kind in folders.values() if kind.startswith(_PREFIX)]
         # The fingerprint covers only the top folder and folders with names like 1_Pooling.
         are_inside = all(re.fullmatch(r"[0-9]_\w+", name) for name in list(folders)[1:])
-        is_allowed = kinds in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+        is_allowed = re.fullmatch("Transformer,Pooling(,Dense)*(,Normalize)?", ",".join(kinds)) is not None
         is_allowed &= len(kinds) == len(entries) and not next(iter(folders)) and are_inside
         is_allowed &= not any(entry.get("kwargs") for entry in entries)
     except (TypeError, KeyError, AttributeError):
         is_allowed = False
     if not is_allowed:
         raise ConversionError(
-            f"{path}: only Transformer in the top folder, Pooling in a subfolder like 1_Pooling, and Normalize are "
-            "supported, without arguments; evaluate this model with mteb itself."
+            f"{path}: only Transformer in the top folder, Pooling in a subfolder like 1_Pooling, Dense and Normalize "
+            "are supported, in this order and without arguments; evaluate this model with mteb itself."
         )
-    if not (config := folder / list(folders)[1] / "config.json").is_file():
-        raise MissingInputError(f"{config}: no such file; fetch the folder again.")
+    for name, kind in zip(folders, kinds, strict=True):
+        if kind in ("Pooling", "Dense") and not (config := folder / name / "config.json").is_file():
+            raise MissingInputError(f"{config}: no such file; fetch the folder again.")
+        if kind == "Dense":
+            _check_dense(folder / name)
+
+
+def _check_dense(folder: Path) -> None:
+    """Raise ConversionError if the folder of a Dense layer has pickled weights, or another activation than torch's."""
+    activation = read_object(folder / "config.json").get("activation_function", _TANH)
+    if not isinstance(activation, str) or not _ACTIVATION.fullmatch(activation):
+        raise ConversionError(
+            f"{folder / 'config.json'}: activation_function is {quote(activation)}, not a class like {_TANH}; name one."
+        )
+    if not (folder / WEIGHTS).is_file() or any(folder.glob("*.bin")):
+        raise ConversionError(
+            f"{folder}: the weights must be in {WEIGHTS} and not pickled; save them with safetensors."
+        )

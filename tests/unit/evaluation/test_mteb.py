@@ -10,14 +10,14 @@ import torch
 mteb = pytest.importorskip("mteb")
 
 from sentence_transformers import SentenceTransformer  # noqa: E402
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer  # noqa: E402
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer  # noqa: E402
 from transformers import AutoModel, AutoTokenizer  # noqa: E402
 from unit.evaluation.contrastive_inputs import write_card, write_jsonl  # noqa: E402
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub  # noqa: E402
 
 from megatron_neobert.errors import ConfigError, DataError  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
-from megatron_neobert.evaluation.models import LoadOptions  # noqa: E402
+from megatron_neobert.evaluation.models import LoadOptions, fingerprint  # noqa: E402
 from megatron_neobert.evaluation.mteb import (  # noqa: E402
     build_encoder,
     build_units,
@@ -159,6 +159,14 @@ def test_embedding_is_the_mean_of_the_token_states_or_the_folders_pooling(folder
     SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
     np.testing.assert_allclose(encode(tmp_path), expected(folder, TEXTS, "cls"), atol=2e-6)
     assert np.abs(encode(folder) - encode(tmp_path)).max() > 0.1
+    dense = Dense(32, 8)
+    SentenceTransformer(modules=[*modules, dense], device="cpu").save_pretrained(str(tmp_path / "dense"))
+    with torch.no_grad():
+        projected = torch.tanh(dense.linear(torch.from_numpy(expected(folder, TEXTS, "cls")))).numpy()
+    np.testing.assert_allclose(encode(tmp_path / "dense"), projected, atol=2e-6)
+    before = fingerprint(tmp_path / "dense")
+    SentenceTransformer(modules=[*modules, Dense(32, 8)], device="cpu").save_pretrained(str(tmp_path / "dense"))
+    assert fingerprint(tmp_path / "dense") != before, "weights of modules are part of the model"
 
 
 @pytest.mark.parametrize(
