@@ -39,7 +39,6 @@ def losses_of(inputs: Path, output: Path, *, processes: int, steps: int) -> list
     assert process.returncode == 0, process.stderr[-2000:]
     record = read_record(output / "bert" / "contrastive.json")
     assert record["settings"]["processes"] == processes
-    assert sum(share["batches"] for share in record["results"]["datasets"].values()) == processes * steps
     return [loss for _, loss in record["results"]["losses_nats"]]
 
 
