@@ -21,6 +21,7 @@ from megatron_neobert.cli import flag_of
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime import cpu_backend, environment, megatron_patches, signals
+from megatron_neobert.text import parse_json
 
 _NODE_0_KEY = "address of node 0"
 # gloo raises RuntimeError with these messages; NCCL and the store raise torch.distributed.DistError.
@@ -29,6 +30,7 @@ _LOST_CONNECTION = re.compile(
     r"Application timeout caused pair closure|Timed out waiting"
 )
 _SHUT_DOWN_SECONDS = 5.0
+_RECORDED_COLLECTIVES = "256"  # size of torch's flight recorder
 # NCCL and gloo time out this much later than the hang detector, which may take 64 s to report the rank at fault.
 MARGIN_SECONDS = 90
 
@@ -50,6 +52,7 @@ def initialize(settings: Settings) -> torch.device:
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", environment.local_rank())
         torch.cuda.set_device(device)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes, seconds=MARGIN_SECONDS)
     if "RANK" in os.environ:
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
@@ -130,6 +133,19 @@ def is_lost_connection(error: Exception) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+
+
+def pending_collective() -> str:
+    """Return the name of this rank's oldest collective that has not ended, such as "nccl:all_reduce".
+
+    Return "" if all have ended, or if this release of torch records collectives in another way.
+    """
+    name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    if dump is None:
+        return ""
+    entries = parse_json(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return next((str(entry["profiling_name"]) for entry in entries if not entry["retired"]), "")
 
 
 def shut_down() -> None:

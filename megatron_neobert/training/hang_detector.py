@@ -18,7 +18,7 @@ import torch
 from megatron_neobert.config.schema import ParallelConfig
 from megatron_neobert.errors import EXIT_UNAVAILABLE
 from megatron_neobert.runtime import signals
-from megatron_neobert.runtime.distributed import is_lost_connection
+from megatron_neobert.runtime.distributed import is_lost_connection, pending_collective
 from megatron_neobert.runtime.store import connect_to_store
 from megatron_neobert.text import listed, visible
 from megatron_neobert.training.heartbeats import ANSWER_SECONDS, HAS_ENDED, LOST_ANOTHER, Heartbeats
@@ -105,7 +105,9 @@ class HangDetector:
         cause = cause or error or "all heartbeats are alike"
         text, remedy = f"error: {name} lost another rank in {self._position}", ""
         if is_hang and not any(reason.startswith(HAS_ENDED) for reason in suspects.values()):
-            text = f"error: no progress for {self._limit_seconds / 60:g} min on {name} in {self._position}"
+            collective = signals.call_with_timeout(ANSWER_SECONDS, pending_collective)
+            position = f"{self._position}, collective {collective}" if collective else self._position
+            text = f"error: no progress for {self._limit_seconds / 60:g} min on {name} in {position}"
             remedy = ", or raise --distributed-timeout-minutes"
         text += f": {cause}. The last checkpoint is untouched: start again with the same command{remedy}.\n"
         # One rank of each machine reports, so that each log has the message once. Only the rank at fault prints stacks.

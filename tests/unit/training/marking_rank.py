@@ -62,6 +62,7 @@ def main() -> None:
     activity, how, minutes, iterations = sys.argv[1:]
     # Shorter than in a run, so that tests are faster.
     hang_detector._TICK_SECONDS, heartbeats.SILENCE_SECONDS, hang_detector._FAREWELL_SECONDS = 0.2, 2.0, 1.0
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "16"  # as in a run
     heartbeats._SILENT_CALLS = 40
     torch.distributed.init_process_group("gloo")
     detector = HangDetector(ParallelConfig(distributed_timeout_minutes=float(minutes)))

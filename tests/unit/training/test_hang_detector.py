@@ -56,6 +56,8 @@ def test_rank_that_sleeps_ends_the_run_with_69_and_its_name_and_place(run_two):
     assert "is behind in iteration 3 (waiting for data). The last checkpoint is untouched" in output
     assert "marking_rank.py" in ranks[1].output and " in fail\n" in ranks[1].output, "stack of the rank at fault"
     assert "most recent call first" not in ranks[0].output
+    # The flight recorder of rank 0 names the collective.
+    assert (", collective gloo:all_reduce: " in output) == ("on rank 0 (" in output)
     assert "Traceback" not in output
 
 
@@ -126,8 +128,8 @@ def test_hung_rank_ends_although_its_output_is_not_read():
 
 
 def test_nccl_and_slurm_wait_longer_than_the_report_of_the_hang_detector_takes():
-    # Requests: number of searches, two reads, the suspects, and the number of reports.
-    report_seconds = hang_detector._TICK_SECONDS + heartbeats.SILENCE_SECONDS + 5 * heartbeats.ANSWER_SECONDS
+    # Requests: number of searches, two reads, the suspects; the pending collective and the number of reports.
+    report_seconds = hang_detector._TICK_SECONDS + heartbeats.SILENCE_SECONDS + 6 * heartbeats.ANSWER_SECONDS
     assert report_seconds < distributed.MARGIN_SECONDS
     (slurm_seconds,) = re.findall(r"--wait=(\d+)", (REPOSITORY / "examples" / "slurm" / "pretrain.sh").read_text())
     limit_seconds = 60 * ParallelConfig().distributed_timeout_minutes
