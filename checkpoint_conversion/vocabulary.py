@@ -7,6 +7,7 @@ into which its text is divided. Special tokens keep the rows of their roles.
 Source: the initialization by means is that of FVT (arXiv 2402.09977).
 """
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +23,19 @@ _WORD_MARK = "▁"  # of SentencePiece and Metaspace
 
 @dataclass(frozen=True)
 class VocabularyMap:
-    """Old ids of each new token, whose rows are averaged."""
+    """Old tokens of each new token."""
 
-    old_ids: list[list[int]]
+    old_ids: list[list[int]]  # averaged; empty if the old vocabulary does not have the text: the mean of all rows
     copied: int  # tokens of both vocabularies, special ones included
-    unknown: int  # tokens whose text the old vocabulary does not have; they start as the mean of all rows
+
+    @property
+    def unknown(self) -> int:
+        """Number of tokens that start as the mean of all rows."""
+        return sum(not ids for ids in self.old_ids)
 
     @property
     def note(self) -> str:
+        """A sentence with the number of tokens of each kind."""
         divided = len(self.old_ids) - self.copied - self.unknown
         return (
             f"new vocabulary of {len(self.old_ids):,} tokens: {self.copied:,} have the weights of the same token, "
@@ -38,8 +44,9 @@ class VocabularyMap:
 
     def apply(self, rows: Tensor) -> Tensor:
         """Return a row of the new vocabulary per token, from one row of the old one per token, [tokens, ...]."""
-        means = torch.stack([rows[ids].float().mean(0) for ids in self.old_ids])
-        return means.to(rows.dtype)
+        mean_of_all = rows.float().mean(0)
+        means = [rows[ids].float().mean(0) if ids else mean_of_all for ids in self.old_ids]
+        return torch.stack(means).to(rows.dtype)
 
 
 def map_vocabulary(old: Tokenizer, new: Tokenizer) -> VocabularyMap:
@@ -50,14 +57,14 @@ def map_vocabulary(old: Tokenizer, new: Tokenizer) -> VocabularyMap:
     # A word-piece tokenizer divides words, so it needs no space before the text.
     texts = [f" {text}" if begins_word else text for text, begins_word in surfaces]
     encoded = old.encode_batch(texts)
-    old_ids, at, copied, unknown = [], 0, 0, 0
+    old_ids, at, copied = [], 0, 0
     for token, (surface, length) in enumerate(zip(surfaces, encoded.lengths.tolist(), strict=True)):
         ids = [number for number in encoded.ids[at : at + length].tolist() if number != old.unk_id]
         at += length
         same = roles.get(token, known.get(surface))
-        copied, unknown = copied + (same is not None), unknown + (same is None and not ids)
-        old_ids.append([same] if same is not None else ids or list(range(old.vocab_size)))
-    return VocabularyMap(old_ids, copied, unknown)
+        copied += same is not None
+        old_ids.append(ids if same is None else [same])
+    return VocabularyMap(old_ids, copied)
 
 
 def _surfaces(backend: Backend) -> list[tuple[str, bool]]:
@@ -65,7 +72,7 @@ def _surfaces(backend: Backend) -> list[tuple[str, bool]]:
     vocabulary = backend.get_vocab(with_added_tokens=True)
     state = parse_json(backend.to_str())
     prefix = state["model"].get("continuing_subword_prefix") if state["model"]["type"] == "WordPiece" else None
-    is_byte_level = '"ByteLevel"' in str(state["pre_tokenizer"]).replace("'", '"')
+    is_byte_level = '"ByteLevel"' in json.dumps(state["pre_tokenizer"])
     surfaces = []
     for token in sorted(vocabulary, key=vocabulary.__getitem__):
         if prefix is not None:

@@ -171,7 +171,9 @@ def _find_in(settings: Settings, load: str) -> Path | None:
     Collective: all ranks.
     """
     # Rank 0 lists the folders, because a network file system may show them to other ranks later.
-    folders = _broadcast(list_folders(Path(load)) if is_rank_zero() and list_checkpoints(Path(load)) else [])
+    folders = _broadcast(
+        _on_all_ranks(lambda: list_folders(Path(load)) if is_rank_zero() and list_checkpoints(Path(load)) else [])
+    )
     if not folders:
         return None
     found, problems = find_good_checkpoint(folders, verify=_verify_share)

@@ -74,7 +74,7 @@ class GraphedSchedule:
         # Layers switch between these states of the random number generator although they draw no number.
         for state in get_cuda_rng_tracker().get_states().values():
             graph.register_generator_state(state)
-        # Other threads may allocate memory meanwhile: those of the loader and of a checkpoint that is being written.
+        # Threads of the loader and of a background save may allocate memory during the capture.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             self._reports = run_schedule(run, inputs)
         return graph

@@ -170,7 +170,7 @@ class BatchStream:
 
     def build(self, packed: PackedSequences) -> list[PackedBatch]:
         """Return this rank's micro-batches of a global batch."""
-        documents = self._count_documents(packed)
+        documents = self._count_documents(packed) if self.settings.fixed_shapes else 0
         return [self._build_micro_batch(sequences, documents) for sequences in self._micro_batches_of_rank(packed)]
 
     def prefetch(self, packed: PackedSequences) -> None:

@@ -159,11 +159,11 @@ def print_blend(corpus: "Corpus", name: str, temperature: float) -> None:
         raise ConfigError(f"--blend-by {name}: no document of {corpus.prefix} has a value; name another attribute.")
     powers = {value: count**temperature for value, count in counts.most_common()}
     print(f"{'documents':>13} {'of all':>7} {'blend':>7}  {name}")
-    entries = []
+    entries, of_all = [], sum(powers.values())
     for value, power in powers.items():
-        share = power / sum(powers.values())
+        share = power / of_all
         print(f"{counts[value]:>13,} {counts[value] / total:>7.2%} {share:>7.2%}  {visible(str(value))}")
-        entries += [f"{share:.6f}", f"{corpus.prefix}:where={name}=={value!r}"]
+        entries += [f"{share:.6g}", f"{corpus.prefix}:where={name}=={value!r}"]
     if missing:
         print(f"{missing:>13,} documents without a value are left out")
     print(f"--data-path {shlex.join(entries)}")

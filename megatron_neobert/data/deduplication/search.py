@@ -1,4 +1,4 @@
-"""What searches through finished corpora have in common: documents in chunks, and a drop list as the result."""
+"""Common parts of the searches through finished corpora: documents in chunks, jobs, and the drop list as the result."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -86,6 +86,12 @@ def test_flash_attn_is_refused_without_the_package():
     assert "needs the package flash-attn (not installed)" in refusal(settings(attention_backend="flash"), H100)
 
 
+def test_a_cuda_graph_is_refused_without_a_gpu():
+    graphed = settings(cuda_graph_impl="full_iteration")
+    assert "--cuda-graph-impl full_iteration needs a CUDA device; use --cuda-graph-impl none." in refusal(graphed, CPU)
+    check_hardware(graphed, H100)
+
+
 @pytest.fixture
 def flash_attention_3(site):
     """A package flash_attn_interface with the operations that torch looks for, which cannot compute."""
