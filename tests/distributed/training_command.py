@@ -1,5 +1,6 @@
 """The training command of a user, and its environment."""
 
+import os
 import socket
 import sys
 from dataclasses import fields
@@ -17,7 +18,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 def environment(ranks: int, **variables: object) -> dict[str, str]:
     """Return the environment of a launcher with `ranks` ranks and these variables."""
-    variables = {"PYTHON": sys.executable, "PYTHONPATH": REPOSITORY, "NPROC_PER_NODE": ranks, **variables}
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": path, "NPROC_PER_NODE": ranks, **variables}
     return clean_environment() | {name: str(value) for name, value in variables.items()}
 
 
@@ -32,7 +34,7 @@ def flags_of(settings: Settings) -> list[str]:
                 if setting.name == "phases":
                     value = str(list(value))  # YAML
                 values = value if isinstance(value, tuple) else (value,)
-                flags += [f"--{setting.name.replace('_', '-')}", *map(str, values)]
+                flags += [f"--{setting.name.replace('_', '-')}", *(str(one) for one in values if one is not True)]
     return flags
 
 

@@ -55,12 +55,12 @@ def rmsnorm_fwd(
     return _quantized(normed, quantizer, torch_dtype(otype)), None, rsigma
 
 
-def _quantized(normed: Tensor, quantizer: Any, dtype: torch.dtype) -> Any:
+def _quantized(values: Tensor, quantizer: Any, dtype: torch.dtype) -> Any:
     if quantizer is None:
-        return normed.to(dtype)
+        return values.to(dtype)
     if type(quantizer).__name__ == "Float8Quantizer":  # delayed scales are known, so one kernel quantizes from fp32
-        return quantize(normed, quantizer, make_empty(quantizer, list(normed.shape), dtype))
-    return quantize(normed.to(dtype), quantizer)
+        return quantize(values, quantizer, make_empty(quantizer, list(values.shape), dtype))
+    return quantize(values.to(dtype), quantizer)
 
 
 def rmsnorm_bwd(
@@ -88,6 +88,19 @@ def layernorm_bwd(
     centred = weighted - weighted.mean(-1, keepdim=True)
     dx = rsigma[:, None] * (centred - normed * (weighted * normed).mean(-1, keepdim=True))
     return dx.to(x.dtype), (dz.float() * normed).sum(0).to(gamma.dtype), dz.float().sum(0).to(gamma.dtype)
+
+
+def swiglu(input: Tensor, quantizer: Any) -> Any:
+    gate, linear = input.detach().float().chunk(2, dim=-1)
+    return _quantized(F.silu(gate) * linear, quantizer, input.dtype)
+
+
+def dswiglu(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
+    gate, linear = fwd_input.float().chunk(2, dim=-1)
+    sigmoid, grad_of_product = gate.sigmoid(), grad.float()
+    grad_of_gate = grad_of_product * linear * sigmoid * (1 + gate * (1 - sigmoid))
+    gradient = torch.cat((grad_of_gate, grad_of_product * gate * sigmoid), dim=-1)
+    return _quantized(gradient, quantizer, fwd_input.dtype)
 
 
 # Order of arguments in csrc/extensions.h of 2.11.0 and 2.20.2.

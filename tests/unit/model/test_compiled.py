@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_neobert.model.attention import rotate
 from megatron_neobert.model.loss import largest_logits, logits_gradient, sum_exponentials
+from megatron_neobert.model.transformer_config import rms_norm
 
 TOKENS, HEADS, WIDTH = 24, 3, 8
 INDUCTOR = pytest.param(
@@ -61,3 +62,16 @@ def test_rotation_compiled_is_rotation_eager(backend):
             (query.float().square().sum() + key.float().square().sum()).backward()
         eager_gradients, gradients = ([tensor.grad for tensor in tensors] for tensors in inputs)
         torch.testing.assert_close(gradients, eager_gradients, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_norm_compiled_is_norm_eager(backend):
+    functions = rms_norm.__wrapped__, torch.compile(rms_norm.__wrapped__, fullgraph=True, backend=backend)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        inputs = [[normal(TOKENS, 1, 32, dtype=dtype), 1 + normal(32, dtype=dtype)] for _ in functions]
+        results = []
+        for function, (hidden, weight) in zip(functions, inputs, strict=True):
+            normed = function(hidden.requires_grad_(), weight.requires_grad_(), 1e-5)
+            gradients = torch.autograd.grad(normed.float().square().sum(), (hidden, weight))
+            results.append((normed, *gradients))
+        torch.testing.assert_close(*results, rtol=tolerance, atol=10 * tolerance)
