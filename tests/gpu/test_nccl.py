@@ -17,21 +17,18 @@ from megatron_neobert.config.schema import Settings
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 pytestmark = [pytest.mark.gpu, needs_gpu]
 STEPS = 20
-LOSS = 2e-3
+LOSS = 2e-3  # on an H200: 5e-4 in FP8, 9e-5 otherwise; with half of the documents, 0.1
 LOCAL = {"transformer_impl": "local"}
 ENGINE = {"transformer_impl": "transformer_engine"}
 GRAPH = {"cuda_graph_impl": "full_iteration"}
 TP2, PP2, CP2 = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "pipeline_model", "context"))
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "data 2": {"compute": LOCAL},
-    "data 2, graph": {"compute": LOCAL | GRAPH},
     "data 2, overlapped, graph": {
         "compute": ENGINE | GRAPH, "parallel": {"overlap_grad_reduce": True, "ddp_bucket_size": 100_000}
     },
     "data 2, FP8, graph": {"compute": ENGINE | GRAPH | {"fp8_format": "hybrid", "fp8_recipe": "delayed"}},
-    "tensor 2": {"compute": LOCAL, "parallel": TP2},
     "tensor 2, graph": {"compute": ENGINE | GRAPH, "parallel": TP2},
-    "context 2": {"compute": LOCAL, "parallel": CP2},
     "context 2, graph": {"compute": ENGINE | GRAPH, "parallel": CP2},
     "pipeline 2": {"compute": LOCAL, "parallel": PP2},
 }  # fmt: skip
@@ -80,7 +77,7 @@ def test_two_ranks_over_nccl_give_the_losses_of_one_rank(tiny_corpus, one_rank, 
     sections = CASES[name]
     train(run_of(tiny_corpus, tmp_path, **sections), ranks=2)
     losses, kernels = read_metrics(tmp_path), frozenset(sections["compute"].items() - GRAPH.items())
-    expected, control = one_rank(kernels), one_rank(kernels, global_batch_size=4)
+    expected, control = one_rank(kernels), one_rank(frozenset(LOCAL.items()), global_batch_size=4)
     gaps = [max(abs(losses[step] / other[step] - 1) for step in losses) for other in (expected, control)]
     print(f"{name}: {gaps[0]:.2g}, control with half of the documents {gaps[1]:.2g}")
     assert len(losses) == STEPS

@@ -8,7 +8,7 @@ number of kernels and the bytes they read and write.
 
 A compiled function counts as one kernel that reads its arguments and writes its results. Its backward reads arguments
 and incoming gradients, and writes gradients. This is the best that Inductor can do for elementwise functions and
-reductions. torch's fused RMSNorm is counted in the same way, because a CPU build does not have its CUDA kernel.
+reductions.
 """
 
 import contextlib
@@ -83,11 +83,11 @@ def read_again(function: Callable[..., Any], args: list[Any], options: Any) -> l
     return [tensor for tensor in all_tensors if not is_enough or storage_of(tensor) in needed]
 
 
-def as_one_kernel(function: Callable[..., Any] | None = None, name: str = "", **compiler_options: Any) -> Any:
+def as_one_kernel(function: Callable[..., Any] | None = None, **compiler_options: Any) -> Any:
     """Replace torch.compile: count the function as one kernel."""
     if function is None:
-        return functools.partial(as_one_kernel, name=name)
-    name = name or f"compiled {function.__name__}"
+        return as_one_kernel
+    name = f"compiled {function.__name__}"
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -150,7 +150,6 @@ def believe_in_cuda(capability: tuple[int, int]) -> None:
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
     torch.version.cuda = "13.0"
     torch.compile = as_one_kernel
-    torch.nn.functional.rms_norm = as_one_kernel(torch.nn.functional.rms_norm, name="fused rms_norm")
     torch.nn.Module._apply = replace_tensors
     torch.Tensor.type = functools.partialmethod(type_name, torch.Tensor.type)
     torch.tensor = functools.partial(build_tensor, torch.tensor)
