@@ -37,6 +37,7 @@ COMMANDS = {
         "find-duplicates": (f"{DATA}.deduplication.run:print_duplicates", "list near-duplicate documents of corpora"),
     },
     "Training": {
+        "recipe": ("megatron_neobert.planning.recipe:write_recipe", "write a recipe for a model size or a budget"),
         "train": ("megatron_neobert.launch:train", "pre-train on the GPUs of this node, or on its CPU"),
         "plot": (f"{INSPECTION}.plot:plot", "plot loss, throughput and other curves of runs"),
         "inspect batch": (f"{INSPECTION}.batch:inspect_batch", "show the batch of one iteration"),

@@ -1,4 +1,4 @@
-"""Recipes: YAML files that are installed with the package and found by name, such as `tiny` or `sizes/17m`."""
+"""Recipes: YAML files that are installed with the package and found by name, such as `tiny` or `ablations/m8`."""
 
 from pathlib import Path
 

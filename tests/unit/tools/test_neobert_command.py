@@ -48,7 +48,7 @@ def test_unknown_command_or_flag_is_refused_with_a_suggestion(words, sentence):
         ("neobert evaluate glue --dat", ["--data-dir"]),
         ("neobert convert megatron-to-hf --lo", ["--load"]),
         ("neobert train --lr-decay-style co", ["cosine", "constant"]),
-        ("neobert train --config sizes/1", ["sizes/150m", "sizes/17m", "sizes/1b"]),
+        ("neobert train --config ablations/m7", ["ablations/m7", "ablations/m7_released"]),
         ("neobert nothing ", []),
     ],
 )
@@ -67,11 +67,11 @@ def test_train_starts_this_package_from_any_folder_and_finds_a_recipe_by_its_nam
     script.write_text("from megatron_neobert.__main__ import start\n\nif __name__ == '__main__':\n    start()\n")
     (tmp_path / "megatron_neobert").mkdir()
     (tmp_path / "megatron_neobert" / "__init__.py").write_text("raise SystemExit('another package')")
-    (tmp_path / "sizes" / "17m").mkdir(parents=True)
+    (tmp_path / "ablations" / "m8").mkdir(parents=True)
     for start in ([script, "train"], [pretrain.__file__]):
         for recipe, code, sentence in (
-            ("sizes/17m", 2, "--data-path is missing"),
-            ("sizes/16m", 66, "or recipe; did you mean 'sizes/"),
+            ("ablations/m8", 2, "--data-path is missing"),
+            ("ablations/m99", 66, "or recipe; did you mean 'ablations/"),
         ):
             command = [sys.executable, *map(str, start), "--config", recipe]
             ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)

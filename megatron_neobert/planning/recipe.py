@@ -1,0 +1,157 @@
+"""The command `neobert recipe`: settings of a run for a size of model or an amount of computation.
+
+Rules replace a search: depth follows from width, tokens from parameters, batch and learning rate from computation.
+docs/recipes.md has their sources and what was measured.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_neobert.cli import option
+from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.errors import ConfigError, OutputError
+from megatron_neobert.model.flops import count_parameters, training_flops_per_token
+from megatron_neobert.runtime.atomic_files import replace_file
+
+_SEQ_LENGTH = 1024
+_HEAD_WIDTH = 64
+_WIDTHS = range(128, 4097, _HEAD_WIDTH)
+# Chinchilla's 20 (arXiv 2203.15556) for each predicted token; a fifth of all tokens is predicted.
+_TOKENS_PER_PARAMETER = 100
+# NeoBERT: computation, peak rate, and sequences per batch.
+_NEOBERT_FLOPS, _NEOBERT_RATE, _LARGEST_BATCH = 3.1e21, 6e-4, 2048
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _read_quantity(text: str) -> float:
+    factor = _SUFFIXES.get(text[-1:].upper(), 1.0)
+    try:
+        value = factor * float(text[:-1] if factor > 1 else text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("is not a positive number, as in 60M, 2.5B or 1e19.")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Options of `neobert recipe`; one or two of the first three."""
+
+    parameters: float | None = option(None, "size of the model, as 60M", metavar="N", read=_read_quantity)
+    tokens: float | None = option(
+        None, f"length of the run, as 20B (default: {_TOKENS_PER_PARAMETER} per parameter)", read=_read_quantity
+    )
+    budget_flop: float | None = option(
+        None, "computation of the run, as 1e19 floating-point operations", metavar="N", read=_read_quantity
+    )
+    vocab_size: int = option(30_522, "tokens in the vocabulary", minimum=2)
+    output: Path = option(help="YAML file to write, for neobert train --config")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and its run."""
+
+    model: ModelConfig
+    parameters: int
+    flops: float  # of the whole run
+    batch: int  # sequences per iteration
+    iterations: int
+
+    @property
+    def rate(self) -> float:
+        """Peak learning rate: NeoBERT's, with a power of the computation that was measured with small models."""
+        return float(f"{_NEOBERT_RATE * (_NEOBERT_FLOPS / self.flops) ** 0.06:.2g}")
+
+
+def write_recipe(options: RecipeOptions) -> None:
+    """Write a recipe for a model of about this size, or for about this many floating-point operations.
+
+    Raises:
+        ConfigError: None or all of parameters, tokens and computation are given, or only the tokens.
+        OutputError: The file exists.
+    """
+    if options.output.exists():
+        raise OutputError(f"{options.output} exists; remove it, or name another --output.")
+    recipe = choose_recipe(options)
+    replace_file(options.output, to_yaml(recipe))
+    print(f"{_summary(recipe)}\nwrote {options.output}; neobert train --config {options.output} --dry-run plans it")
+
+
+def choose_recipe(options: RecipeOptions) -> Recipe:
+    """Return the recipe whose size, or computation, is nearest to the options'. Raise ConfigError as `write_recipe`."""
+    size, budget, tokens = options.parameters, options.budget_flop, options.tokens
+    if (size is None and budget is None) or None not in (size, budget, tokens):
+        raise ConfigError("give --parameters or --budget-flop, or two of --parameters, --budget-flop and --tokens.")
+    shapes = [_shape(width, options.vocab_size) for width in _WIDTHS]
+
+    def distance(shape: tuple[ModelConfig, int, float]) -> float:
+        _, parameters, flops_per_token = shape
+        if size is not None:
+            return abs(math.log(parameters / size))
+        assert budget is not None
+        return abs(math.log(flops_per_token * (tokens or _TOKENS_PER_PARAMETER * parameters) / budget))
+
+    model, parameters, flops_per_token = min(shapes, key=distance)
+    if tokens is None:
+        tokens = _TOKENS_PER_PARAMETER * parameters if budget is None else budget / flops_per_token
+    flops = tokens * flops_per_token
+    # Law of DeepSeek (arXiv 2401.02954), in tokens.
+    batch = 2 ** round(math.log2(0.292 * flops**0.3271 / _SEQ_LENGTH))
+    batch = min(max(batch, 8), _LARGEST_BATCH)
+    return Recipe(model, parameters, flops, batch, math.ceil(tokens / (batch * _SEQ_LENGTH)))
+
+
+def _shape(width: int, vocab_size: int) -> tuple[ModelConfig, int, float]:
+    """Return the model of a width, its parameters, and its floating-point operations per token."""
+    # The depth beyond which width is better (Levine et al., arXiv 2006.12467): ln(width) = 5.039 + 0.0555 layers.
+    layers = max(4, int((math.log(width) - 5.039) / 0.0555))
+    model = ModelConfig(num_layers=layers, hidden_size=width, num_attention_heads=width // _HEAD_WIDTH)
+    settings = Settings(model=model)
+    flops = training_flops_per_token(settings, vocab_size=vocab_size, document_tokens=_SEQ_LENGTH)
+    return model, count_parameters(model, vocab_size=vocab_size).total, flops
+
+
+def _summary(recipe: Recipe) -> str:
+    model, tokens = recipe.model, recipe.iterations * recipe.batch * _SEQ_LENGTH
+    return (
+        f"{_short(recipe.parameters)} parameters in {model.num_layers} layers of width {model.hidden_size}; "
+        f"{_short(tokens)} tokens, {recipe.flops:.2g} floating-point operations"
+    )
+
+
+def _short(number: float) -> str:
+    """Return a number with three digits and the suffix that `_read_quantity` knows: 51.8M."""
+    suffix, factor = max(((name, size) for name, size in _SUFFIXES.items() if size <= number), key=lambda pair: pair[1])
+    return f"{number / factor:.3g}{suffix}"
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """Return the YAML file of a recipe. Settings that it leaves out are NeoBERT's."""
+    warmup = min(2000, max(1, recipe.iterations // 10))
+    # At most the memory of NeoBERT's 64 sequences, 50 GiB, and a batch for eight GPUs.
+    fitting = 64 * 28 * 768 / (recipe.model.num_layers * recipe.model.hidden_size)
+    micro = 2 ** int(math.log2(min(64, max(1, fitting), recipe.batch // 8)))
+    return f"""# {_summary(recipe)}.
+# Written by neobert recipe. Settings that are left out are NeoBERT's (arXiv 2502.19587).
+model:
+  num_layers: {recipe.model.num_layers}
+  hidden_size: {recipe.model.hidden_size}
+  num_attention_heads: {recipe.model.num_attention_heads}
+data:
+  seq_length: {_SEQ_LENGTH}
+optimizer:
+  lr: {recipe.rate}
+  min_lr: {recipe.rate / 10:.2g}
+  lr_warmup_iters: {warmup}
+  lr_decay_iters: {recipe.iterations}
+training:
+  micro_batch_size: {micro}
+  global_batch_size: {recipe.batch}
+  train_iters: {recipe.iterations}
+  bf16: true
+checkpoint:
+  save_interval: {max(1, min(2000, recipe.iterations // 10))}
+"""

@@ -1,0 +1,75 @@
+"""`neobert recipe`: rules that give NeoBERT's own recipe for its size and tokens."""
+
+from pathlib import Path
+
+import pytest
+from processes import run_command
+
+from megatron_neobert.config.cli import read_settings
+from megatron_neobert.config.schema import Settings
+from megatron_neobert.model.flops import count_parameters, training_flops_per_token
+
+COMMAND = "megatron_neobert.__main__"
+
+
+def recipe(folder: Path, *flags: str) -> Settings:
+    ended = run_command(COMMAND, "recipe", *flags, "--output", folder / "recipe.yaml")
+    assert ended.code == 0, ended.output
+    return read_settings(folder / "recipe.yaml")
+
+
+def flops_of(settings: Settings) -> float:
+    per_token = training_flops_per_token(settings, vocab_size=30_522, document_tokens=1024)
+    return per_token * settings.tokens_per_iteration * settings.training.train_iters
+
+
+def test_rules_give_the_recipe_of_neobert_for_its_parameters_and_tokens(tmp_path):
+    settings = recipe(tmp_path, "--parameters", "245M", "--tokens", "2.1T")
+    model, training = settings.model, settings.training
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (28, 768, 12)
+    assert (settings.optimizer.lr, settings.optimizer.lr_warmup_iters) == (6e-4, 2000)
+    assert (training.micro_batch_size, training.global_batch_size) == (64, 2048)
+    assert training.train_iters == 1_001_359  # the paper: 1,050,000, a part of them at 4,096 tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "parameters", "flops"),
+    [
+        (("--parameters", "60M"), 60e6, None),
+        (("--budget-flop", "1e19"), None, 1e19),
+        (("--budget-flop", "1e19", "--tokens", "20B"), None, 1e19),
+        (("--parameters", "60M", "--budget-flop", "1e20"), 60e6, 1e20),
+    ],
+)
+def test_a_recipe_has_the_size_and_the_computation_that_were_asked_for(tmp_path, flags, parameters, flops):
+    """Widths are multiples of 64, so a size is met within 15 %."""
+    settings = recipe(tmp_path, *flags)
+    count = count_parameters(settings.model, vocab_size=30_522).total
+    if parameters is not None:
+        assert count == pytest.approx(parameters, rel=0.15)
+    if flops is not None:
+        assert flops_of(settings) == pytest.approx(flops, rel=0.15)
+    elif "--tokens" not in flags:
+        assert settings.tokens_per_iteration * settings.training.train_iters == pytest.approx(100 * count, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "give --parameters or --budget-flop"),
+        (("--tokens", "1B"), "give --parameters or --budget-flop"),
+        (("--parameters", "60X"), "60M, 2.5B or 1e19"),
+        (("--parameters", "0"), "60M, 2.5B or 1e19"),
+    ],
+)
+def test_missing_or_malformed_quantities_are_refused(tmp_path, flags, message):
+    ended = run_command(COMMAND, "recipe", *flags, "--output", tmp_path / "recipe.yaml")
+    assert ended.refused(2) and message in ended.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_file_is_not_replaced(tmp_path):
+    recipe(tmp_path, "--parameters", "20M")
+    content = (tmp_path / "recipe.yaml").read_bytes()
+    ended = run_command(COMMAND, "recipe", "--parameters", "30M", "--output", tmp_path / "recipe.yaml")
+    assert ended.refused(73) and (tmp_path / "recipe.yaml").read_bytes() == content
