@@ -34,6 +34,7 @@ from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
 from megatron_neobert.evaluation.plots import save_figure
 from megatron_neobert.evaluation.sequence import SequenceTask
 from megatron_neobert.evaluation.sweep import GRIDS, Sweep, best_weights, last_sweep, run_sweep
+from megatron_neobert.huggingface.hub import model_name
 
 _TEXTS, _LABEL = ("text", "text2"), "label"
 _SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
@@ -79,7 +80,7 @@ def evaluate(options: ClassifyOptions) -> Path:
         OutputError: Another command is writing the output.
         ChildProcessError: A worker process died.
     """
-    options, folder = resolve_device(options), options.output / options.model.resolve().name
+    options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
     if not names:
         raise MissingInputError(

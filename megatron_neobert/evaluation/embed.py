@@ -47,6 +47,7 @@ from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, writ
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import ContrastiveOptions
 from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import temporary_path
 from megatron_neobert.text import parse_json
 
@@ -89,7 +90,7 @@ def finetune(options: ContrastiveOptions) -> None:
         "texts": {key: digest_of(dataset, ("query", "positive", "negatives")) for key, dataset in pairs.items()},
         "validation": validation and digest_of(validation, ("query", "positive", "negatives")),
     }
-    folder = options.output / model.resolve().name
+    folder = options.output / model_name(model)
     final, work_folder = folder / f"{folder.name}-contrastive", folder / "contrastive"
     checkpoints = work_folder / key_of(settings)
     with open_ledger(work_folder, device) if is_main else nullcontext(Ledger(work_folder)) as ledger:

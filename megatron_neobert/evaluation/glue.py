@@ -34,6 +34,7 @@ from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, Glu
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sequence import SequenceTask
 from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
+from megatron_neobert.huggingface.hub import model_name
 
 MNLI = "mnli"
 
@@ -185,7 +186,7 @@ def evaluate(options: GlueOptions) -> Path:
     """
     # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
     tasks = [task for task in TASKS if task in (options.tasks or TASKS)]
-    options, folder = resolve_device(options), options.output / options.model.resolve().name
+    options, folder = resolve_device(options), options.output / model_name(options.model)
     model = fingerprint(options.model)
     transfer_tasks = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
     if transfer_tasks and MNLI not in tasks:

@@ -31,6 +31,7 @@ from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_de
 from megatron_neobert.evaluation.models import LoadOptions, load_model, load_tokenizer
 from megatron_neobert.evaluation.options import FineTuneOptions, NerOptions
 from megatron_neobert.evaluation.sweep import GRIDS, Sweep, run_sweep
+from megatron_neobert.huggingface.hub import model_name
 
 METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
 OUTSIDE = "O"
@@ -112,7 +113,7 @@ def evaluate(options: NerOptions) -> Path:
         OutputError: Another command is writing the output.
         ChildProcessError: A worker process died.
     """
-    options, folder = resolve_device(options), options.output / options.model.resolve().name
+    options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
     if not names:
         raise MissingInputError(
