@@ -71,14 +71,8 @@ class ClassifyTask(SequenceTask):
 def evaluate(options: ClassifyOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each dataset, write its figure and the results.
 
-    Returns:
-        OUTPUT/MODEL, the folder with classify.json and .md. They also contain the results of earlier commands.
-
-    Raises:
-        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used.
-            Most problems are found before the first run.
-        OutputError: Another command is writing the output.
-        ChildProcessError: A worker process died.
+    Return OUTPUT/MODEL, the folder with classify.json and .md. Raises the errors of `run_sweep`, and before
+    the first run MissingInputError or DataError if the data cannot be used.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
@@ -92,8 +86,6 @@ def evaluate(options: ClassifyOptions) -> Path:
         rows = read_dataset(options.data_dir, name)
         labels = sorted({label for split in rows.values() for label in split.labels})
         tasks.append(ClassifyTask(name, tuple(rows), ("accuracy",), tuple(labels)))
-    # Reveals problems of the model before any run.
-    tasks[0].load(options.model, LoadOptions(attention=options.attention))
     for task in tasks:
         data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
         grid = GRIDS[options.grid].replace(options)

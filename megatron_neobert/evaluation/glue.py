@@ -29,7 +29,7 @@ from sklearn import metrics
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split
 from megatron_neobert.evaluation.fine_tune import resolve_device
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint
+from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sequence import SequenceTask
@@ -175,14 +175,8 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 def evaluate(options: GlueOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each task, write glue.json and glue.md.
 
-    Returns:
-        OUTPUT/MODEL, the folder with these files. They also contain the results of earlier commands.
-
-    Raises:
-        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used.
-            Most problems are found before the first run.
-        OutputError: Another command is writing the output.
-        ChildProcessError: A worker process died.
+    Return OUTPUT/MODEL, the folder with these files. Raises the errors of `run_sweep`, and before the first run
+    ConfigError, MissingInputError or DataError if a setting or the data cannot be used.
     """
     # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
     tasks = [task for task in TASKS if task in (options.tasks or TASKS)]
@@ -195,8 +189,6 @@ def evaluate(options: GlueOptions) -> Path:
         task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
         for task in tasks
     }
-    # Reveals problems of the model before any run.
-    TASKS[tasks[0]].load(options.model, LoadOptions(attention=options.attention))
     for task in tasks:
         sweep = Sweep(
             kind="glue",
