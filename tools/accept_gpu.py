@@ -111,7 +111,6 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
         "date": datetime.date.today().isoformat(),
         "seconds": round(time.monotonic() - started),
         "problems": phase.problems,
-        "notes": phase.notes,
         "tables": phase.tables,
         "commands": phase.commands,
         "machine": machine,
@@ -144,37 +143,30 @@ def verdict(results: dict[str, dict[str, Any]], requested: list[str], machine: d
 
 
 def write_report(output: Path, machine: dict[str, str]) -> None:
-    """Write report.md to `output`, about all phases with a result from this machine."""
-    from megatron_neobert.evaluation.pages import code, heading, paragraph
+    """Write report.md to `output`: the phases with a result from this machine, and their commands and figures."""
+    from megatron_neobert.evaluation.pages import code, heading
 
     results = read_results(output, machine)
-    command = " ".join([Path(sys.executable).name, "tools/accept_gpu.py", *sys.argv[1:]])
-    outcome = verdict(results, list(results), machine)
     overview = [
         {"phase": name, **{column: result[column] for column in ("status", "seconds", "date")}}
+        | {"problems": "; ".join(result["problems"])}
         for name, result in results.items()
     ]
-    blocks = [heading(f"Acceptance: {outcome}", 1), to_table([machine]), code(command), to_table(overview)]
+    outcome = verdict(results, list(results), machine)
+    blocks = [heading(f"Acceptance: {outcome}", 1), to_table([machine]), to_table(overview)]
     for name, result in results.items():
-        blocks += [heading(f"{name}: {result['status']}"), paragraph(PHASES[name].__doc__ or "")]
-        blocks += [f"- **{paragraph(problem)}**" for problem in result["problems"]]
-        blocks += [f"- {paragraph(note)}" for note in result["notes"]]
+        blocks += [heading(name), code("\n".join(result["commands"]))]
         for title, rows in result["tables"].items():
-            blocks += [paragraph(f"{title}:"), to_table(rows)] if rows else []
-        blocks += [code("\n".join(result["commands"]))] if result["commands"] else []
-    replace_file(output / "report.md", "\n\n".join(blocks) + "\n")
+            blocks += [f"{title}:", to_table(rows)]
+    replace_file(output / "report.md", "\n\n".join(filter(None, blocks)) + "\n")
 
 
 def to_table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table whose columns are the keys of the first row. There must be at least one row."""
+    """Return a Markdown table whose columns are the keys of the first row, or "" without rows."""
     from megatron_neobert.evaluation.pages import table
 
-    def cell(value: Any) -> str:
-        if isinstance(value, float):
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-    return table(list(rows[0]), [[cell(row[name]) for name in rows[0]] for row in rows])
+    cells = [[f"{value:,.6g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    return table(list(rows[0]), cells) if rows else ""
 
 
 if __name__ == "__main__":
