@@ -32,7 +32,7 @@ from megatron_neobert.evaluation.fine_tune import resolve_device
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
-from megatron_neobert.evaluation.sequence import SequenceTask
+from megatron_neobert.evaluation.sequence import Rows, SequenceTask
 from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
 
@@ -50,9 +50,8 @@ class GlueTask(SequenceTask):
 
     last_split_pattern = "{}_mismatched"
 
-    def read(self, split: str, options: FineTuneOptions) -> tuple[list[list[str]], list[Any]]:
-        rows = read_task(options.data_dir, self, split)
-        return rows.texts, rows.labels
+    def read(self, split: str, options: FineTuneOptions) -> Rows:
+        return read_task(options.data_dir, self, split)
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
         return compute_scores(self, logits, labels)
@@ -86,17 +85,8 @@ TASKS = {task.name: task for task in _TASKS}
 # --- rows
 
 
-@dataclass(frozen=True)
-class GlueSplit:
-    """Content of one split."""
-
-    texts: list[list[str]]  # by column, then by row
-    labels: list[int] | list[float]
-    digest: str  # of all values
-
-
 @lru_cache(maxsize=4)  # the runs of one process use the same splits
-def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
+def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
     """Return one split of a task (cached). Warn if its number of rows differs from the benchmark's.
 
     Raises:
@@ -120,8 +110,7 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
             "with published scores.",
             stacklevel=2,
         )
-    numbers: Any = [_to_label(value, task, folder) for value in labels]
-    return GlueSplit(texts, numbers, digest_of(rows, names))
+    return Rows(texts, [_to_label(value, task, folder) for value in labels], digest_of(rows, names))
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
