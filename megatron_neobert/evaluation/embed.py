@@ -39,7 +39,6 @@ from megatron_neobert.evaluation.embed_data import (
     DatasetSource,
     TrainingSettings,
     find_local,
-    find_validation,
     load_pairs,
     read_config,
 )
@@ -74,8 +73,8 @@ def finetune(options: ContrastiveOptions) -> None:
     model_fingerprint = fingerprint(model)
     paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
-    held_out = find_validation(options.data_dir)
-    validation = None if held_out is None else load_pairs(held_out, limit=options.limit)
+    held_out = [path for ending in ("parquet", "jsonl") if (path := options.data_dir / f"validation.{ending}").exists()]
+    validation = load_pairs(held_out[0], limit=options.limit) if held_out else None
     settings = {
         "model": model_fingerprint,
         **msgspec.structs.asdict(training),

@@ -260,7 +260,7 @@ def select_documents(
             split_special_tokens=True,  # "[SEP]" in a text is five characters
         )
         for text, ids, special in zip(texts, encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
-            id_ = document_id(text)
+            id_ = hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
             scorable = [position for position, is_special in enumerate(special) if not is_special]
             if id_ in seen:
                 dropped["met before"] += 1
@@ -286,11 +286,6 @@ def select_documents(
             f"check --text-key {options.text_key} and --min-length {options.min_length}."
         )
     return documents, dropped
-
-
-def document_id(text: str) -> str:
-    """Return 16 hexadecimal digits of a text's SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
 
 
 def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed: int) -> tuple[int, ...]:
