@@ -10,7 +10,7 @@ Conversion runs in one CPU process, without torchrun or Transformer Engine, for 
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_neobert import __main__ as neobert
 from megatron_neobert.cli import option
 from megatron_neobert.errors import ConversionError, run_command
-from megatron_neobert.runtime.atomic_files import refuse_existing, require_folder
+from megatron_neobert.huggingface.hub import find_model
+from megatron_neobert.runtime.atomic_files import refuse_existing
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from checkpoint_conversion.compare import Checks, LogitModel
@@ -47,7 +48,7 @@ class ExportOptions:
 class ImportOptions:
     """The command line of `neobert convert hf-to-megatron`."""
 
-    load: Path = option(help="Hugging Face folder with a masked language model", metavar="DIR")
+    load: Path = option(help="masked language model: Hugging Face folder, or OWNER/NAME[@REVISION]", metavar="DIR")
     output: Path = option(help="folder to create, for training's --continue-from", metavar="DIR")
     tokenizer_model: Path | None = option(
         None, "tokenizer to continue with, instead of the folder's; its tokens start with weights of the old ones"
@@ -59,8 +60,8 @@ class ImportOptions:
 class VerifyOptions:
     """The command line of `neobert verify`."""
 
-    first: Path = option(help="folder of checkpoints, or Hugging Face folder", positional=True, metavar="A")
-    second: Path = option(help="folder of checkpoints, or Hugging Face folder", positional=True, metavar="B")
+    first: Path = option(help="checkpoints, Hugging Face folder or OWNER/NAME", positional=True, metavar="A")
+    second: Path = option(help="checkpoints, Hugging Face folder or OWNER/NAME", positional=True, metavar="B")
     tolerance: float | None = option(
         None,
         "largest accepted difference, relative to the largest logit and to the largest value of each weight (default: "
@@ -113,7 +114,7 @@ def hf_to_megatron(options: ImportOptions) -> None:
     """
     start = time.monotonic()
     refuse_existing(options.output)
-    require_folder("--load", options.load, holding="config.json")
+    options = replace(options, load=find_model("--load", options.load))
     from checkpoint_conversion.imports import import_folder
     from megatron_neobert.config.cli import model_flags
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -154,13 +155,12 @@ def verify(options: VerifyOptions) -> int:
         CheckpointError, ConversionError: A model cannot be read, or the vocabularies differ in size.
         DataError: The tokenizer of a checkpoint cannot be used.
     """
-    require_folder("A", options.first)
-    require_folder("B", options.second)
+    folders = find_model("A", options.first, holding=""), find_model("B", options.second, holding="")
     import torch
 
     from checkpoint_conversion import compare
 
-    first, second = (load_side(folder) for folder in (options.first, options.second))
+    first, second = map(load_side, folders)
     if first.vocab_size != second.vocab_size:
         raise ConversionError(
             f"{first.description} has a vocabulary of {first.vocab_size} tokens, and {second.description} of "

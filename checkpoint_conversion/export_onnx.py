@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_neobert.cli import option
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
 from megatron_neobert.huggingface.checks import MODELING_FILE, check_folder
-from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing, require_folder
+from megatron_neobert.huggingface.hub import find_model
+from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 if TYPE_CHECKING:  # --help answers without importing torch
     from torch import Tensor
@@ -50,7 +51,7 @@ _POOLING = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"
 class OnnxOptions:
     """The command line of `neobert export-onnx`."""
 
-    model: Path = option(help="Hugging Face folder that neobert convert wrote", metavar="DIR")
+    model: Path = option(help="output of neobert convert: folder, or OWNER/NAME[@REVISION] of the Hub", metavar="DIR")
     output: Path = option(help="folder to create", metavar="DIR")
     task: str = option(
         "fill-mask",
@@ -69,17 +70,17 @@ def export_onnx(options: OnnxOptions) -> None:
         OutputError, SaveError: The output exists, cannot be created or cannot be written.
         ModuleNotFoundError: A package of the extra [onnx] is not installed.
     """
-    require_folder("--model", options.model, holding="config.json")
     refuse_existing(options.output)  # before a minute of work
+    source = find_model("--model", options.model)
     # Imported here so that a missing package is reported before the work.
     import onnx  # noqa: F401
     import onnxscript  # noqa: F401
 
     from checkpoint_conversion.compare import to_table
 
-    model = load_for_task(options.model, options.task)
+    model = load_for_task(source, options.task)
     with build_folder(options.output) as folder:
-        copy_companions(options.model, folder, options.task)
+        copy_companions(source, folder, options.task)
         for path, batches in write_graphs(model, folder / "onnx", options.task, int8=options.int8).items():
             size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
             print(f"{path.name}, {size / 1e6:.1f} MB, difference from PyTorch by rows x tokens:")

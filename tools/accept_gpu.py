@@ -69,7 +69,7 @@ def main() -> int:
         write_report(output, machine)
         status = f"{result['status']}{' before, kept' if is_kept else ''}"
         print(*[f"{name}: {status}, {result['seconds']} s", *result["problems"]], sep="\n  ", flush=True)
-    print(f"report: {output / 'report.md'}\n{verdict(read_results(output, machine), requested, machine)}")
+    print(f"report: {output / 'report.md'}\n{verdict(read_results(output, machine), machine)}")
     return 0 if all(read_results(output, machine)[name]["status"] == PASSED for name in requested) else 1
 
 
@@ -111,7 +111,6 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
         "date": datetime.date.today().isoformat(),
         "seconds": round(time.monotonic() - started),
         "problems": phase.problems,
-        "notes": phase.notes,
         "tables": phase.tables,
         "commands": phase.commands,
         "machine": machine,
@@ -126,55 +125,40 @@ def read_results(output: Path, machine: dict[str, str]) -> dict[str, dict[str, A
     return {name: result for name, result in results.items() if result["machine"] == machine}
 
 
-def verdict(results: dict[str, dict[str, Any]], requested: list[str], machine: dict[str, str]) -> str:
-    """Return one line: the GPU is accepted, or which phases failed, did not run or are missing. No CPU is accepted."""
-    failures = [
-        f"{status}: {', '.join(names)}"
-        for status in (FAILED, NOT_RUN)
-        if (names := [name for name in requested if results[name]["status"] == status])
-    ]
-    if failures:
-        return f"NOT accepted; {'; '.join(failures)}"
-    if machine["GPU"] == "none":
-        return f"passed with a tiny model on a CPU, which shows nothing about a GPU: {', '.join(requested)}"
-    missing = [name for name in PHASES if name not in results]
-    return (
-        f"passed: {', '.join(requested)}; not yet: {', '.join(missing)}" if missing else f"accepted: {machine['GPU']}"
-    )
+def verdict(results: dict[str, dict[str, Any]], machine: dict[str, str]) -> str:
+    """Return one line: the GPU is accepted, or which phases failed, did not run and passed. No CPU runs all phases."""
+    phases: dict[str, list[str]] = {FAILED: [], NOT_RUN: [], PASSED: []}
+    for name in PHASES:
+        phases[results[name]["status"] if name in results else NOT_RUN].append(name)
+    if len(phases[PASSED]) == len(PHASES):
+        return f"accepted: {machine['GPU']}"
+    return "; ".join(["not accepted", *(f"{status}: {', '.join(names)}" for status, names in phases.items() if names)])
 
 
 def write_report(output: Path, machine: dict[str, str]) -> None:
-    """Write report.md to `output`, about all phases with a result from this machine."""
-    from megatron_neobert.evaluation.pages import code, heading, paragraph
+    """Write report.md to `output`: the phases with a result from this machine, and their commands and figures."""
+    from megatron_neobert.evaluation.pages import code, heading
 
     results = read_results(output, machine)
-    command = " ".join([Path(sys.executable).name, "tools/accept_gpu.py", *sys.argv[1:]])
-    outcome = verdict(results, list(results), machine)
     overview = [
         {"phase": name, **{column: result[column] for column in ("status", "seconds", "date")}}
+        | {"problems": "; ".join(result["problems"])}
         for name, result in results.items()
     ]
-    blocks = [heading(f"Acceptance: {outcome}", 1), to_table([machine]), code(command), to_table(overview)]
+    blocks = [heading(f"Acceptance: {verdict(results, machine)}", 1), to_table([machine]), to_table(overview)]
     for name, result in results.items():
-        blocks += [heading(f"{name}: {result['status']}"), paragraph(PHASES[name].__doc__ or "")]
-        blocks += [f"- **{paragraph(problem)}**" for problem in result["problems"]]
-        blocks += [f"- {paragraph(note)}" for note in result["notes"]]
+        blocks += [heading(name), code("\n".join(result["commands"]))]
         for title, rows in result["tables"].items():
-            blocks += [paragraph(f"{title}:"), to_table(rows)] if rows else []
-        blocks += [code("\n".join(result["commands"]))] if result["commands"] else []
-    replace_file(output / "report.md", "\n\n".join(blocks) + "\n")
+            blocks += [f"{title}:", to_table(rows)]
+    replace_file(output / "report.md", "\n\n".join(filter(None, blocks)) + "\n")
 
 
 def to_table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table whose columns are the keys of the first row. There must be at least one row."""
+    """Return a Markdown table whose columns are the keys of the first row, or "" without rows."""
     from megatron_neobert.evaluation.pages import table
 
-    def cell(value: Any) -> str:
-        if isinstance(value, float):
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-    return table(list(rows[0]), [[cell(row[name]) for name in rows[0]] for row in rows])
+    cells = [[f"{value:,.6g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    return table(list(rows[0]), cells) if rows else ""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ confusion.png: which class was predicted for the rows of each class. OUTPUT/NAME
 import hashlib
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from megatron_neobert.evaluation.fine_tune import Scores, resolve_device
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
 from megatron_neobert.evaluation.plots import save_figure
-from megatron_neobert.evaluation.sequence import SequenceTask
+from megatron_neobert.evaluation.sequence import Rows, SequenceTask
 from megatron_neobert.evaluation.sweep import GRIDS, Sweep, best_weights, last_sweep, run_sweep
+from megatron_neobert.huggingface.hub import model_name
 
 _TEXTS, _LABEL = ("text", "text2"), "label"
 _SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
@@ -42,23 +43,14 @@ _MOST_NUMBERED_CLASSES = 20  # of a confusion matrix; the numbers of more classe
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one split."""
-
-    texts: list[list[str]]  # by column, then by row
-    labels: list[str]  # names of the classes
-    digest: str  # of all values
-
-
-@dataclass(frozen=True)
 class ClassifyTask(SequenceTask):
     """Classification of one dataset."""
 
     last_split_pattern = "test_{}"
 
-    def read(self, split: str, options: FineTuneOptions) -> tuple[list[list[str]], list[Any]]:
+    def read(self, split: str, options: FineTuneOptions) -> Rows:
         rows = read_dataset(options.data_dir, self.name)[split]
-        return rows.texts, [self.labels.index(label) for label in rows.labels]
+        return replace(rows, labels=[self.labels.index(label) for label in rows.labels])
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
         """Return accuracy, and the mean over the classes of F1, of predictions [rows, classes]."""
@@ -70,16 +62,10 @@ class ClassifyTask(SequenceTask):
 def evaluate(options: ClassifyOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each dataset, write its figure and the results.
 
-    Returns:
-        OUTPUT/MODEL, the folder with classify.json and .md. They also contain the results of earlier commands.
-
-    Raises:
-        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used.
-            Most problems are found before the first run.
-        OutputError: Another command is writing the output.
-        ChildProcessError: A worker process died.
+    Return OUTPUT/MODEL, the folder with classify.json and .md. Raises the errors of `run_sweep`, and before
+    the first run MissingInputError or DataError if the data cannot be used.
     """
-    options, folder = resolve_device(options), options.output / options.model.resolve().name
+    options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
     if not names:
         raise MissingInputError(
@@ -91,8 +77,6 @@ def evaluate(options: ClassifyOptions) -> Path:
         rows = read_dataset(options.data_dir, name)
         labels = sorted({label for split in rows.values() for label in split.labels})
         tasks.append(ClassifyTask(name, tuple(rows), ("accuracy",), tuple(labels)))
-    # Reveals problems of the model before any run.
-    tasks[0].load(options.model, LoadOptions(attention=options.attention))
     for task in tasks:
         data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
         grid = GRIDS[options.grid].replace(options)
@@ -113,7 +97,7 @@ def find_datasets(data_dir: Path) -> list[str]:
 
 @lru_cache(maxsize=4)  # the runs of one process use the same datasets
 def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
-    """Return the splits of a dataset (cached): train, validation, and test if there is one.
+    """Return the splits of a dataset (cached): train, validation, and test if there is one. Labels are names.
 
     Raises:
         MissingInputError: There is no such file, and no folder with a training set.

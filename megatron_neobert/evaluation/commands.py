@@ -7,7 +7,9 @@ therefore resumes an interrupted download. If one download fails, the command co
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, short_reason
@@ -17,6 +19,7 @@ from megatron_neobert.evaluation.options import (
     ContrastiveOptions,
     FetchContrastiveOptions,
     FetchMtebOptions,
+    FineTuneOptions,
     GlueOptions,
     MtebOptions,
     NerOptions,
@@ -24,8 +27,11 @@ from megatron_neobert.evaluation.options import (
     ReportOptions,
     ThroughputOptions,
 )
-from megatron_neobert.runtime.atomic_files import name_models, replacing, require_folder
+from megatron_neobert.huggingface.hub import find_model, find_models
+from megatron_neobert.runtime.atomic_files import replacing, require_folder
 from megatron_neobert.text import counted
+
+_Options = TypeVar("_Options", bound=FineTuneOptions | MtebOptions | ContrastiveOptions)
 
 _FETCH = "on a machine with network: neobert fetch"
 
@@ -35,7 +41,7 @@ def evaluate_glue(options: GlueOptions) -> None:
 
     Write OUTPUT/MODEL/glue.json and glue.md, and print glue.md. Raises a NeoBERTError if an input cannot be used.
     """
-    _prepare(options.model, options.data_dir, FETCH_GLUE)
+    options = _prepare(options, FETCH_GLUE)
     from megatron_neobert.evaluation.glue import evaluate
 
     _print_page(evaluate(options), "glue")
@@ -43,7 +49,7 @@ def evaluate_glue(options: GlueOptions) -> None:
 
 def evaluate_ner(options: NerOptions) -> None:
     """Fine-tune and evaluate an encoder on named-entity recognition, from CoNLL files or the Hub's."""
-    _prepare(options.model, options.data_dir, "create it, with one folder per dataset")
+    options = _prepare(options, "create it, with one folder per dataset")
     from megatron_neobert.evaluation.ner import evaluate
 
     _print_page(evaluate(options), "ner")
@@ -51,7 +57,7 @@ def evaluate_ner(options: NerOptions) -> None:
 
 def evaluate_classify(options: ClassifyOptions) -> None:
     """Fine-tune and evaluate an encoder on your own texts and labels, from CSV, JSON lines or Parquet files."""
-    _prepare(options.model, options.data_dir, "create it, with NAME.csv for each dataset")
+    options = _prepare(options, "create it, with NAME.csv for each dataset")
     from megatron_neobert.evaluation.classify import evaluate
 
     _print_page(evaluate(options), "classify")
@@ -63,7 +69,7 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
     Write OUTPUT/MODEL/pseudo_perplexity.json for each model, and OUTPUT/pseudo_perplexity.md and .png for all models.
     Raises a NeoBERTError if an input cannot be used.
     """
-    name_models(options.model)
+    options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
     from megatron_neobert.evaluation.pseudo_perplexity import evaluate
 
@@ -76,7 +82,7 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
     Write OUTPUT/MODEL/throughput.json for each model, and OUTPUT/throughput.md and .png for all models. Print the .md.
     Raises a NeoBERTError if an input cannot be used.
     """
-    name_models(options.model)
+    options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
     from megatron_neobert.evaluation.throughput import evaluate
 
@@ -85,7 +91,7 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 
 def evaluate_mteb(options: MtebOptions) -> None:
     """Evaluate an encoder on MTEB, without network access."""
-    _prepare(options.model, options.data_dir, f"{_FETCH} mteb --output DIR")
+    options = _prepare(options, f"{_FETCH} mteb --output DIR")
     from megatron_neobert.evaluation.mteb import evaluate
 
     evaluate(options)
@@ -93,7 +99,7 @@ def evaluate_mteb(options: MtebOptions) -> None:
 
 def finetune(options: ContrastiveOptions) -> None:
     """Fine-tune an encoder for embeddings with a contrastive loss, as NeoBERT's paper does before MTEB."""
-    _prepare(options.model, options.data_dir, f"{_FETCH} contrastive --data-dir DIR")
+    options = _prepare(options, f"{_FETCH} contrastive --data-dir DIR")
     from megatron_neobert.evaluation.embed import finetune
 
     finetune(options)
@@ -202,11 +208,12 @@ def fetch_all(output: Path, names: Sequence[str], fetch: Callable[[str], str]) -
         )
 
 
-def _prepare(model: Path, data_dir: Path, remedy: str) -> None:
-    """Check that both folders exist, and disable network access."""
-    require_folder("--model", model, holding="config.json")
-    require_folder("--data-dir", data_dir, remedy=remedy)
+def _prepare(options: _Options, remedy: str) -> _Options:
+    """Return the options with a local folder as model, after checking that it and --data-dir exist. Go offline."""
+    require_folder("--data-dir", options.data_dir, remedy=remedy)
+    options = replace(options, model=find_model("--model", options.model))
     go_offline()
+    return options
 
 
 def _print_page(folder: Path, kind: str) -> None:

@@ -39,7 +39,6 @@ from megatron_neobert.evaluation.embed_data import (
     DatasetSource,
     TrainingSettings,
     find_local,
-    find_validation,
     load_pairs,
     read_config,
 )
@@ -47,6 +46,7 @@ from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, writ
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import ContrastiveOptions
 from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import temporary_path
 from megatron_neobert.text import parse_json
 
@@ -73,8 +73,8 @@ def finetune(options: ContrastiveOptions) -> None:
     model_fingerprint = fingerprint(model)
     paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
-    held_out = find_validation(options.data_dir)
-    validation = None if held_out is None else load_pairs(held_out, limit=options.limit)
+    held_out = [path for ending in ("parquet", "jsonl") if (path := options.data_dir / f"validation.{ending}").exists()]
+    validation = load_pairs(held_out[0], limit=options.limit) if held_out else None
     settings = {
         "model": model_fingerprint,
         **msgspec.structs.asdict(training),
@@ -89,7 +89,7 @@ def finetune(options: ContrastiveOptions) -> None:
         "texts": {key: digest_of(dataset, ("query", "positive", "negatives")) for key, dataset in pairs.items()},
         "validation": validation and digest_of(validation, ("query", "positive", "negatives")),
     }
-    folder = options.output / model.resolve().name
+    folder = options.output / model_name(model)
     final, work_folder = folder / f"{folder.name}-contrastive", folder / "contrastive"
     checkpoints = work_folder / key_of(settings)
     with open_ledger(work_folder, device) if is_main else nullcontext(Ledger(work_folder)) as ledger:

@@ -121,12 +121,6 @@ def find_local(data_dir: Path, keys: Sequence[str]) -> dict[str, Path]:
     return paths
 
 
-def find_validation(data_dir: Path) -> Path | None:
-    """Return the file validation.parquet or validation.jsonl in `data_dir`, or None."""
-    candidates = (data_dir / f"validation{suffix}" for suffix in (".parquet", ".jsonl"))
-    return next((path for path in candidates if path.exists()), None)
-
-
 def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
     """Return the pairs of a Parquet or JSON Lines file, with the columns query, positive and negatives (a list).
 

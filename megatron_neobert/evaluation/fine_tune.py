@@ -194,12 +194,6 @@ def evaluation_interval(batches: int) -> int:
     return max(1, min(500, batches // 10))
 
 
-def shortest_first(rows: Dataset) -> Dataset:
-    """Return the rows sorted by length, which reduces padding and does not change scores."""
-    lengths = list(map(len, rows["input_ids"]))
-    return rows.select(sorted(range(len(lengths)), key=lengths.__getitem__))
-
-
 def _arguments(run: Run, *, interval: int) -> transformers.TrainingArguments:
     options, point = run.options, run.point
     on_cpu = options.device != "cuda"
@@ -247,13 +241,6 @@ def resolve_device(options: Options) -> Options:
     return dataclasses.replace(options, device=device)
 
 
-def visible_gpus() -> list[str]:
-    """Return this process's GPUs in the notation of CUDA_VISIBLE_DEVICES. Does not initialize CUDA."""
-    count = torch.cuda.device_count()
-    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return ([str(number) for number in range(count)] if variable is None else variable.split(","))[:count]
-
-
 def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     """Yield every run with its outcome, in the order in which they finish.
 
@@ -274,8 +261,9 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
 def _fine_tune_on_gpu(run: Run) -> Outcome:
     """Set CUDA_VISIBLE_DEVICES to one GPU, chosen by the number of this worker process, and return `fine_tune(run)`."""
     print_warnings_as_sentences()
-    if gpus := visible_gpus():
+    if count := torch.cuda.device_count():
         worker = re.search(r"\d+$", multiprocessing.current_process().name)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
         # Trainer would multiply the batch size by the number of visible GPUs. This must precede the first use of CUDA.
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[0]) % len(gpus) if worker else 0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[0]) % count if worker else 0]
     return fine_tune(run)

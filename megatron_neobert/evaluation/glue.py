@@ -29,11 +29,12 @@ from sklearn import metrics
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import columns_of, digest_of, read_split
 from megatron_neobert.evaluation.fine_tune import resolve_device
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint
+from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
-from megatron_neobert.evaluation.sequence import SequenceTask
+from megatron_neobert.evaluation.sequence import Rows, SequenceTask
 from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
+from megatron_neobert.huggingface.hub import model_name
 
 MNLI = "mnli"
 
@@ -49,9 +50,8 @@ class GlueTask(SequenceTask):
 
     last_split_pattern = "{}_mismatched"
 
-    def read(self, split: str, options: FineTuneOptions) -> tuple[list[list[str]], list[Any]]:
-        rows = read_task(options.data_dir, self, split)
-        return rows.texts, rows.labels
+    def read(self, split: str, options: FineTuneOptions) -> Rows:
+        return read_task(options.data_dir, self, split)
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
         return compute_scores(self, logits, labels)
@@ -85,17 +85,8 @@ TASKS = {task.name: task for task in _TASKS}
 # --- rows
 
 
-@dataclass(frozen=True)
-class GlueSplit:
-    """Content of one split."""
-
-    texts: list[list[str]]  # by column, then by row
-    labels: list[int] | list[float]
-    digest: str  # of all values
-
-
 @lru_cache(maxsize=4)  # the runs of one process use the same splits
-def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
+def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
     """Return one split of a task (cached). Warn if its number of rows differs from the benchmark's.
 
     Raises:
@@ -119,8 +110,7 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> GlueSplit:
             "with published scores.",
             stacklevel=2,
         )
-    numbers: Any = [_to_label(value, task, folder) for value in labels]
-    return GlueSplit(texts, numbers, digest_of(rows, names))
+    return Rows(texts, [_to_label(value, task, folder) for value in labels], digest_of(rows, names))
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
@@ -174,18 +164,12 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 def evaluate(options: GlueOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each task, write glue.json and glue.md.
 
-    Returns:
-        OUTPUT/MODEL, the folder with these files. They also contain the results of earlier commands.
-
-    Raises:
-        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used.
-            Most problems are found before the first run.
-        OutputError: Another command is writing the output.
-        ChildProcessError: A worker process died.
+    Return OUTPUT/MODEL, the folder with these files. Raises the errors of `run_sweep`, and before the first run
+    ConfigError, MissingInputError or DataError if a setting or the data cannot be used.
     """
     # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
     tasks = [task for task in TASKS if task in (options.tasks or TASKS)]
-    options, folder = resolve_device(options), options.output / options.model.resolve().name
+    options, folder = resolve_device(options), options.output / model_name(options.model)
     model = fingerprint(options.model)
     transfer_tasks = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
     if transfer_tasks and MNLI not in tasks:
@@ -194,8 +178,6 @@ def evaluate(options: GlueOptions) -> Path:
         task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
         for task in tasks
     }
-    # Reveals problems of the model before any run.
-    TASKS[tasks[0]].load(options.model, LoadOptions(attention=options.attention))
     for task in tasks:
         sweep = Sweep(
             kind="glue",

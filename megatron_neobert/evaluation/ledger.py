@@ -28,6 +28,7 @@ import torch
 import megatron_neobert
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.evaluation.models import choose_device, fingerprint
+from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
 from megatron_neobert.text import parse_json
 
@@ -145,7 +146,7 @@ def write_record(
     """
     record = {
         "kind": kind,
-        "model": {"name": folder.resolve().name, "fingerprint": fingerprint(folder)},
+        "model": {"name": model_name(folder), "fingerprint": fingerprint(folder)},
         "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
         "settings": settings,
         "results": results,

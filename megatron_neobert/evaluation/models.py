@@ -15,32 +15,9 @@ from torch import nn
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder
+from megatron_neobert.huggingface.hub import FILES_OF_OUTPUT, TOKENIZER_FILES
 from megatron_neobert.runtime.atomic_files import sha256_of
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-)
-# Patterns of every file that influences outputs. In subfolders, only the modules of sentence-transformers do: an ONNX
-# export beside the model does not change the fingerprint.
-_FILES_OF_OUTPUT = (
-    "config.json",
-    "*.safetensors",
-    *_TOKENIZER_FILES,
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "modules.json",
-    "[0-9]_*/config.json",
-    "[0-9]_*/model.safetensors",
-    "*sentence*.json",
-    "model.safetensors.index.json",
-)
 _ATTENTION = (*TORCH_ATTENTION, "flash_attention_2", "flash_attention_3", "flex_attention")
 # transformers gives tokenizers without a length limit a model_max_length of 1e30.
 UNLIMITED_LENGTH = 1 << 30
@@ -114,9 +91,9 @@ def load_tokenizer(folder: Path) -> Any:
     """
     check_folder(folder, attention=_ATTENTION)
     # Without any of these files, transformers would return an empty tokenizer.
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise MissingInputError(
-            f"{folder} has no tokenizer; copy one of these files into it: {', '.join(_TOKENIZER_FILES)}."
+            f"{folder} has no tokenizer; copy one of these files into it: {', '.join(TOKENIZER_FILES)}."
         )
     with loading(folder, "a tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -196,6 +173,6 @@ def fingerprint(folder: Path) -> str:
     refers to code, weights or a model outside the folder.
     """
     check_folder(folder, attention=_ATTENTION)
-    files = {path.relative_to(folder): path for pattern in _FILES_OF_OUTPUT for path in folder.glob(pattern)}
+    files = {path.relative_to(folder): path for pattern in FILES_OF_OUTPUT for path in folder.glob(pattern)}
     lines = [f"{name} {sha256_of(files[name])}\n" for name in sorted(files) if files[name].is_file()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]

@@ -45,6 +45,7 @@ from megatron_neobert.evaluation.models import (
 from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, load_task
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 
 _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that change scores
@@ -68,7 +69,7 @@ def evaluate(options: MtebOptions) -> None:
         path, tokenizer = find_config(options.instructions), load_tokenizer(options.model)
         prompts, digest = read_instructions(path, options.prompt_style, tokenizer), sha256_of(path)[:12]
         require_instructions(prompts, flatten(tasks))
-    device, folder = choose_device(options.device), options.output / options.model.resolve().name
+    device, folder = choose_device(options.device), options.output / model_name(options.model)
     protocol = {name: getattr(options, name) for name in _PROTOCOL}
     protocol |= {"instructions": digest, "prompt_style": options.prompt_style if prompts else None}
     common = {"model": fingerprint(options.model), "protocol": protocol}
@@ -223,7 +224,7 @@ def build_encoder(
         encoder = SentenceTransformerEncoderWrapper(model.eval())
     encoder.model_prompts = prompts or None
     protocol = {name: getattr(options, name) for name in (*_PROTOCOL, "prompt_style")} | {"prompts": prompts}
-    about = {"name": f"local/{folder.resolve().name}", "revision": f"{fingerprint(folder)}-{key_of(protocol)[:8]}"}
+    about = {"name": f"local/{model_name(folder)}", "revision": f"{fingerprint(folder)}-{key_of(protocol)[:8]}"}
     encoder.mteb_model_meta = ModelMeta.create_empty(overwrites=about)
     return encoder
 

@@ -31,6 +31,7 @@ from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_de
 from megatron_neobert.evaluation.models import LoadOptions, load_model, load_tokenizer
 from megatron_neobert.evaluation.options import FineTuneOptions, NerOptions
 from megatron_neobert.evaluation.sweep import GRIDS, Sweep, run_sweep
+from megatron_neobert.huggingface.hub import model_name
 
 METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
 OUTSIDE = "O"
@@ -103,16 +104,10 @@ class NerTask(Task):
 def evaluate(options: NerOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each dataset, write ner.json and ner.md.
 
-    Returns:
-        OUTPUT/MODEL, the folder with these files. They also contain the results of earlier commands.
-
-    Raises:
-        ConfigError, MissingInputError, DataError, ConversionError: The model, the data or a setting cannot be used.
-            Most problems are found before the first run.
-        OutputError: Another command is writing the output.
-        ChildProcessError: A worker process died.
+    Return OUTPUT/MODEL, the folder with these files. Raises the errors of `run_sweep`, and before the first run
+    ConfigError, MissingInputError or DataError if a setting or the data cannot be used.
     """
-    options, folder = resolve_device(options), options.output / options.model.resolve().name
+    options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
     if not names:
         raise MissingInputError(
@@ -121,24 +116,16 @@ def evaluate(options: NerOptions) -> Path:
         )
     data = {name: read_data(options.data_dir, name, options.limit) for name in names}
     tasks = [NerTask(name, tuple(data[name].sentences), ("f1",), data[name].labels) for name in names]
-    # Reveals problems of the model before any run.
-    tasks[0].load(options.model, LoadOptions(attention=options.attention))
     tokenizer = load_tokenizer(options.model)
     if not tokenizer.is_fast:
         raise ConversionError(
             f"{tokenizer.name_or_path}: {type(tokenizer).__name__} cannot map words to tokens; add a tokenizer.json to "
             "the folder."
         )
+    grid = GRIDS[options.grid].replace(options)
     for task in tasks:
-        sweep = Sweep(
-            kind="ner",
-            task=task,
-            grid=GRIDS[options.grid].replace(options),
-            start=options.model,
-            data=data[task.name].digests,
-            options=options,
-        )
-        run_sweep(sweep)
+        found = data[task.name].digests
+        run_sweep(Sweep(kind="ner", task=task, grid=grid, start=options.model, data=found, options=options))
     return folder
 
 

@@ -11,7 +11,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
 FETCH_GLUE = "on a machine with network: hf download nyu-mll/glue --repo-type dataset --local-dir DIR"
 
-_MODEL = "Hugging Face folder of an encoder"
+_MODEL = "encoder: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub"
 _OUTPUT = "folder for the results"
 _ATTENTION = "attn_implementation of transformers, for example sdpa (default: chosen by transformers)"
 
@@ -79,7 +79,7 @@ class ClassifyOptions(NerOptions):
 class PerplexityOptions(ComputeOptions):
     """Options of `neobert evaluate ppl`."""
 
-    model: tuple[Path, ...] = option(help="Hugging Face folders of encoders", metavar="DIR")
+    model: tuple[Path, ...] = option(help=_MODEL, metavar="DIR")
     data: tuple[str, ...] = option(help="Parquet, Arrow, JSON or text files; folders and globs, too", metavar="FILE")
     text_key: str = option("content", "column or JSON key of the text", metavar="KEY")
     output: Path = option(help=_OUTPUT, metavar="DIR")
@@ -95,7 +95,7 @@ class PerplexityOptions(ComputeOptions):
 class ThroughputOptions(ComputeOptions):
     """Options of `neobert evaluate throughput`."""
 
-    model: tuple[Path, ...] = option(help="Hugging Face folders of encoders", metavar="DIR")
+    model: tuple[Path, ...] = option(help=_MODEL, metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     lengths: tuple[int, ...] = option(THROUGHPUT_LENGTHS, "document lengths in tokens", minimum=1)
     batch_sizes: tuple[int, ...] = option(tuple(2**power for power in range(10)), "batch sizes in documents", minimum=1)

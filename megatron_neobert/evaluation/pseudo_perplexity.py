@@ -38,7 +38,7 @@ from megatron_neobert.evaluation.masked_scorer import Scorer
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.report import write_page
-from megatron_neobert.runtime.atomic_files import name_models
+from megatron_neobert.huggingface.hub import find_models, model_name
 
 BAND = "95 % of the average over documents"
 _CONFIDENCE = 0.95  # of BAND
@@ -96,7 +96,7 @@ def evaluate(options: PerplexityOptions) -> None:
         DivergenceError: A loss is not finite.
         OutputError: Another command is writing the results of a model.
     """
-    models = name_models(options.model)
+    models = find_models(options.model)
     for name, folder in models.items():
         results = evaluate_model(folder, options)
         value, error = f"{results['pseudo_perplexity']:.6g}", results["standard_error"]
@@ -127,7 +127,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
         "dtype": str(scorer.model.dtype).removeprefix("torch."),
         "attention": scorer.model.config._attn_implementation,
     }
-    output = options.output / folder.resolve().name
+    output = options.output / model_name(folder)
     with open_ledger(output / "pseudo_perplexity", scorer.model.device) as ledger:
         units = {document.id: {**protocol, "document": document.id} for document in documents}
         unmeasured = [document for document in documents if ledger.find(units[document.id]) is None]
@@ -260,7 +260,7 @@ def select_documents(
             split_special_tokens=True,  # "[SEP]" in a text is five characters
         )
         for text, ids, special in zip(texts, encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
-            id_ = document_id(text)
+            id_ = hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
             scorable = [position for position, is_special in enumerate(special) if not is_special]
             if id_ in seen:
                 dropped["met before"] += 1
@@ -286,11 +286,6 @@ def select_documents(
             f"check --text-key {options.text_key} and --min-length {options.min_length}."
         )
     return documents, dropped
-
-
-def document_id(text: str) -> str:
-    """Return 16 hexadecimal digits of a text's SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
 
 
 def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed: int) -> tuple[int, ...]:

@@ -32,6 +32,10 @@ KINDS = {
     "mteb": ("MTEB", "neobert evaluate mteb"),
     "contrastive": ("Contrastive fine-tuning", "neobert finetune"),
 }
+_METRICS = {
+    "ner": "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct.",
+    "classify": "Accuracy, and macro_f1, the mean of F1 over the classes.",
+}
 # Settings that may differ between the models of a table: "tasks" is the heading of a table of MTEB.
 _MAY_DIFFER = {"model", "tasks"}
 
@@ -229,27 +233,11 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
     ]
 
 
-def ner(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown blocks: the metric's meaning, and the best point of each dataset's grid. `output` is not used."""
-    return [
-        paragraph(
-            "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct. The validation "
-            "set selects step and point, and gives the score; test_f1 is that of the test set if there is one. The "
-            "paper has no results for NER."
-        ),
-        *_best_points(records),
-    ]
-
-
-def classify(records: Sequence[Record], output: Path) -> list[str]:
-    """Return Markdown blocks: the metrics' meaning, and the best point of each dataset's grid. `output` is not used."""
-    return [
-        paragraph(
-            "Accuracy, and macro_f1, the mean of F1 over the classes. The validation set selects step and point, and "
-            "gives the score; test_accuracy and test_macro_f1 are those of the test set if there is one."
-        ),
-        *_best_points(records),
-    ]
+def fine_tuning(records: Sequence[Record], output: Path) -> list[str]:
+    """Return Markdown blocks of ner or classify: the scores' meaning, and the best points. `output` is not used."""
+    kind = records[0].kind
+    note = f"{_METRICS[kind]} The validation set selects step and point, and gives the score; test_ scores are those of"
+    return [paragraph(f"{note} the test set if there is one."), *_best_points(records)]
 
 
 def _best_points(records: Sequence[Record]) -> list[str]:
@@ -317,7 +305,13 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
 
 
 SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {
-    section.__name__: section for section in (pseudo_perplexity, throughput, glue, ner, classify, mteb, contrastive)
+    "pseudo_perplexity": pseudo_perplexity,
+    "throughput": throughput,
+    "glue": glue,
+    "ner": fine_tuning,
+    "classify": fine_tuning,
+    "mteb": mteb,
+    "contrastive": contrastive,
 }
 
 

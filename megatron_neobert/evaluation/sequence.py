@@ -17,9 +17,18 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.evaluation.data import spread
-from megatron_neobert.evaluation.fine_tune import EncodedSplit, Scores, Task, shortest_first
+from megatron_neobert.evaluation.fine_tune import EncodedSplit, Scores, Task
 from megatron_neobert.evaluation.models import LoadOptions, load_model
 from megatron_neobert.evaluation.options import FineTuneOptions
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one split."""
+
+    texts: list[list[str]]  # by column, then by row
+    labels: list[Any]
+    digest: str  # of all values
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,8 @@ class SequenceTask(Task):
         return not self.labels
 
     @abstractmethod
-    def read(self, split: str, options: FineTuneOptions) -> tuple[list[list[str]], list[Any]]:
-        """Return the texts of a split, by column and then by row, and the labels: class indices or scores."""
+    def read(self, split: str, options: FineTuneOptions) -> Rows:
+        """Return the rows of a split. The labels are class indices or scores."""
 
     @abstractmethod
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
@@ -75,12 +84,12 @@ class SequenceTask(Task):
 
         Splits other than train are sorted by length. Raises MissingInputError or DataError if the split cannot be read.
         """
-        columns, labels = self.read(split, options)
+        rows = self.read(split, options)
         encoding = tokenizer(
-            *(list(spread(column, options.limit)) for column in columns), truncation=True, max_length=length
+            *(list(spread(column, options.limit)) for column in rows.texts), truncation=True, max_length=length
         )
-        dataset = Dataset.from_dict({**encoding, "labels": spread(labels, options.limit)})
-        return EncodedSplit(
-            dataset if split == "train" else shortest_first(dataset),
-            lambda prediction: self.score(prediction.predictions, prediction.label_ids),
-        )
+        dataset = Dataset.from_dict({**encoding, "labels": spread(rows.labels, options.limit)})
+        if split != "train":  # less padding; the order does not change scores
+            lengths = list(map(len, dataset["input_ids"]))
+            dataset = dataset.select(sorted(range(len(lengths)), key=lengths.__getitem__))
+        return EncodedSplit(dataset, lambda prediction: self.score(prediction.predictions, prediction.label_ids))

@@ -26,6 +26,7 @@ from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, orig
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
 from megatron_neobert.text import parse_json
 
@@ -112,7 +113,7 @@ def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
     ChildProcessError if a worker died, or MissingInputError, DataError or ConversionError if an input cannot be used.
     """
     options = sweep.options
-    folder = options.output / options.model.resolve().name
+    folder = options.output / model_name(options.model)
     with open_ledger(folder / sweep.kind / quote(sweep.task.name, safe=""), options.device) as ledger:
         _run_points(ledger, sweep)
     write_results(sweep.kind, folder, options.model, describe)

@@ -27,7 +27,7 @@ from megatron_neobert.evaluation.models import (
 )
 from megatron_neobert.evaluation.options import ThroughputOptions
 from megatron_neobert.evaluation.report import speed_cell, write_page
-from megatron_neobert.runtime.atomic_files import name_models
+from megatron_neobert.huggingface.hub import find_models
 
 # Limit of a batch of several documents on a CPU, where larger batches take minutes and are not faster.
 CPU_MAX_TOKENS = 16_384
@@ -44,7 +44,7 @@ def evaluate(options: ThroughputOptions) -> None:
         MissingInputError, ConversionError: A model cannot be loaded.
         OutputError: Another command is writing the results of a model.
     """
-    models, device = name_models(options.model), choose_device(options.device)
+    models, device = find_models(options.model), choose_device(options.device)
     records = [evaluate_model(name, folder, options, device) for name, folder in models.items()]
     print(f"{write_page('throughput', records, options.output)}\nwrote {options.output}")
 

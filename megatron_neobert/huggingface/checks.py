@@ -39,7 +39,7 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
     """
     config_path, index_path = folder / "config.json", folder / INDEX
     if not config_path.exists():
-        remedy = "name a Hugging Face folder; nothing is downloaded"
+        remedy = "name a Hugging Face folder"
         if any(folder.glob("iter_*")):
             remedy = f"convert its checkpoints first: neobert convert megatron-to-hf --load {folder} --output DIR"
         raise MissingInputError(f"{folder}: no such folder, or one without config.json; {remedy}.")

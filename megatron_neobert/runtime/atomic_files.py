@@ -10,12 +10,12 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, SaveError
+from megatron_neobert.errors import MissingInputError, OutputError, SaveError
 
 _CHUNK_BYTES = 1 << 20  # bytes per read
 # Errors of flock on a file system without locks.
@@ -30,22 +30,6 @@ def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = 
     if not folder.is_dir() or not (folder / holding).exists():
         without = f", or one without {holding}" if holding else ""
         raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy}.")
-
-
-def name_models(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return the folders, keyed by the last part of their resolved paths. Evaluations store results under this name.
-
-    Raises:
-        MissingInputError: A folder does not exist or has no config.json.
-        ConfigError: Two folders have the same name.
-    """
-    models: dict[str, Path] = {}
-    for folder in folders:
-        require_folder("--model", folder, holding="config.json")
-        if (name := folder.resolve().name) in models:
-            raise ConfigError(f"--model: two folders are named {name}, which would name their results; rename one.")
-        models[name] = folder
-    return models
 
 
 def open_regular(path: Path) -> IO[bytes]:

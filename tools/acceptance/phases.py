@@ -1,6 +1,6 @@
 """The phases of tools/accept_gpu.py: each starts commands of this project and compares their figures with limits.
 
-The docstring of a phase is its description in the report. A phase fills `tables` and `notes`, and may raise Failed.
+The docstring of a phase is its description in the report. A phase fills `tables`, and may raise Failed.
 """
 
 import os
@@ -92,7 +92,6 @@ class Phase:
     output: Path
     device: str  # "cuda" or "cpu"
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # title -> rows
     commands: list[str] = field(default_factory=list)
     ends: float = field(default_factory=lambda: time.monotonic() + SECONDS_PER_PHASE)  # time.monotonic()
@@ -236,8 +235,7 @@ def expect_small(gaps: list[float], limit: float, message: str) -> None:
 def check_environment(phase: Phase) -> None:
     """Check packages, driver and limits of the machine, and compute a product and a sum on the GPU."""
     flags = ("--gpu-test",) if phase.device == "cuda" else ()
-    printed = phase.run("check", "-m", "megatron_neobert", "check", "environment", "--save", phase.output, *flags)
-    phase.notes += re.findall(r"^(?:ok|warning) .*(?:\n {8}.*)*", printed, flags=re.MULTILINE)
+    phase.run("check", "-m", "megatron_neobert", "check", "environment", "--save", phase.output, *flags)
 
 
 def check_first_step(phase: Phase) -> None:
@@ -263,7 +261,6 @@ def check_kernels(phase: Phase) -> None:
     printed = phase.run("tests", "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider")
     counts = {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|skipped)", printed)}
     phase.tables["tests/gpu"] = [counts]
-    phase.notes += re.findall(r"^SKIPPED [^\n]*", printed, flags=re.MULTILINE)
     if not counts.get("passed"):
         raise Failed("no test passed")
 
@@ -271,7 +268,7 @@ def check_kernels(phase: Phase) -> None:
 def check_parity(phase: Phase) -> None:
     """Run `neobert check parity --step`: compare logits, loss and gradients with plain PyTorch in fp32 on the CPU.
 
-    The phase fails if the command does. Its differences become tables, and kernels that cannot run become notes.
+    The phase fails if the command does. Its differences become tables; its log names the kernels that cannot run.
     """
     figures = phase.output / "parity.json"
     flags = (*phase.sizes.model, "--vocab-size", phase.sizes.vocab_size, "--json", figures)
@@ -283,7 +280,6 @@ def check_parity(phase: Phase) -> None:
         {"kernels": name, "loss, relative": gap["loss"], "1 - cosine": gap["gradient"], "furthest": gap["tensor"]}
         for name, gap in parity["step"].items()
     ]
-    phase.notes += [f"{name}: {reason}" for name, reason in parity["not run"].items()]
 
 
 def measure_speed(phase: Phase) -> None:
@@ -291,11 +287,9 @@ def measure_speed(phase: Phase) -> None:
     rows, first_loss = phase.tables.setdefault("steps", []), None
     for name, flags in KERNELS.items() if phase.device == "cuda" else [("local layers", LOCAL)]:
         if "flash" in flags and find_spec("flash_attn_2_cuda") is None:
-            phase.notes.append(f"{name}: not measured, flash-attn is not installed")
             continue
         with phase.case(name):
             figures = phase.benchmark(name, *flags, lengths=phase.sizes.lengths)
-            phase.notes.append(f"{name}: {figures['machine']['kernels']}")
             columns = ("row", "tokens/s", "TFLOP/s", "% MFU", "peak GiB")
             kernels = {"kernels": name, "attention": figures["attention"]}
             rows += [{**kernels, **{column: row[column] for column in columns}} for row in figures["table"]]
@@ -367,7 +361,6 @@ def profile_step(phase: Phase) -> None:
             figures = phase.benchmark(name, *KERNELS[name], "--profile", lengths=phase.sizes.lengths[1:2])
             phase.tables[name], waits = figures["profile"], figures["waits"]
             if waits is not None:
-                phase.notes.append(f"{name}: the host waits at {waits}")
                 if not any(row["ms"] for row in figures["profile"]):
                     raise Failed("torch's profiler recorded no kernel")
                 if sum(waits.values()) != 1:

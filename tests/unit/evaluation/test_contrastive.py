@@ -67,14 +67,18 @@ def infonce(model: SentenceTransformer, temperature: float) -> float:
     return float((torch.logsumexp(similarities, 1) - similarities.diagonal()).mean())
 
 
-def test_matryoshka_adds_the_loss_of_shorter_embeddings(inputs):
-    model = load_sentence_transformer(inputs / "bert", max_length=32).eval()
+def features_of(model: SentenceTransformer) -> list[dict]:
+    """Return the inputs of a loss for PAIRS."""
     batch = PairCollator(preprocess_fn=model.preprocess)(PAIRS)
-    features = [
+    return [
         {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
         for name in ("query", "document")
     ]
-    loss = build_loss(model, 0.07, None, dimensions=(8, 32))(features, torch.zeros(len(PAIRS))).item()
+
+
+def test_matryoshka_adds_the_loss_of_shorter_embeddings(inputs):
+    model = load_sentence_transformer(inputs / "bert", max_length=32).eval()
+    loss = build_loss(model, 0.07, None, dimensions=(8, 32))(features_of(model), torch.zeros(len(PAIRS))).item()
     expected = 0.0
     for model.truncate_dim in (8, None):
         expected += infonce(model, 0.07)
@@ -94,13 +98,8 @@ def test_held_out_pairs_are_scored_at_every_checkpoint(inputs, tmp_path):
 @pytest.mark.parametrize("gradient_cache", [None, 2])
 def test_loss_is_infonce_over_all_positives_and_negatives_of_the_batch(inputs, gradient_cache):
     model = load_sentence_transformer(inputs / "bert", max_length=32).eval()
-    batch = PairCollator(preprocess_fn=model.preprocess)(PAIRS)
-    features = [
-        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
-        for name in ("query", "document")
-    ]
     for temperature in (0.07, 0.5):
-        loss = build_loss(model, temperature, gradient_cache)(features, torch.zeros(len(PAIRS)))
+        loss = build_loss(model, temperature, gradient_cache)(features_of(model), torch.zeros(len(PAIRS)))
         torch.testing.assert_close(loss.item(), infonce(model, temperature), rtol=1e-4, atol=0)
 
 

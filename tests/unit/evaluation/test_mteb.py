@@ -169,6 +169,16 @@ def test_embedding_is_the_mean_of_the_token_states_or_the_folders_pooling(folder
     assert fingerprint(tmp_path / "dense") != before, "weights of modules are part of the model"
 
 
+def encoded_texts(encoder, data_dir):
+    """Evaluate NFCorpus, which has 3 queries and 9 documents, and return its texts with prompts and special tokens."""
+    (task,) = stored("NFCorpus", data_dir=data_dir)
+    load_task(data_dir, task)
+    texts, decode = [], encoder.model.tokenizer.batch_decode
+    encoder.model.register_forward_pre_hook(lambda _, inputs: texts.extend(decode(inputs[0]["input_ids"])))
+    evaluate(encoder, task)
+    return texts
+
+
 @pytest.mark.parametrize(
     ("style", "start", "documents_without"),
     [("prefix", "[CLS] food money ", 9), ("paper", "[CLS] food money [SEP] [CLS] ", 0)],
@@ -176,28 +186,20 @@ def test_embedding_is_the_mean_of_the_token_states_or_the_folders_pooling(folder
 def test_instruction_precedes_queries_and_in_style_paper_documents(
     folder, hub, tmp_path, style, start, documents_without
 ):
-    (task,) = stored("NFCorpus", data_dir=tmp_path)  # 3 queries and 9 documents
-    load_task(tmp_path, task)
     (tmp_path / "file.yaml").write_text("types: {Retrieval: food money}")
     encoder = build(folder, read_instructions(tmp_path / "file.yaml", style, AutoTokenizer.from_pretrained(folder)))
-    texts, decode = [], encoder.model.tokenizer.batch_decode
-    encoder.model.register_forward_pre_hook(lambda _, inputs: texts.extend(decode(inputs[0]["input_ids"])))
-    mteb.evaluate(encoder, task, cache=None, co2_tracker=False, show_progress_bar=False)
+    texts = encoded_texts(encoder, tmp_path)
     assert len(texts) == 3 + 9
     assert sum(not text.startswith(start) for text in texts) == documents_without
 
 
 def test_prompts_of_the_folder_precede_queries_and_documents_without_a_file_of_instructions(folder, hub, tmp_path):
-    (task,) = stored("NFCorpus", data_dir=tmp_path)  # 3 queries and 9 documents
-    load_task(tmp_path, task)
     own = SentenceTransformer(
         str(folder), device="cpu", prompts={"query": "food ", "document": "gene ", "OTHER": "card "}
     )
     own.save_pretrained(str(tmp_path / "own"))
     encoder = build(tmp_path / "own")
-    texts, decode = [], encoder.model.tokenizer.batch_decode
-    encoder.model.register_forward_pre_hook(lambda _, inputs: texts.extend(decode(inputs[0]["input_ids"])))
-    mteb.evaluate(encoder, task, cache=None, co2_tracker=False, show_progress_bar=False)
+    texts = encoded_texts(encoder, tmp_path)
     starts = [text.split()[1] for text in texts]
     assert (starts.count("food"), starts.count("gene")) == (3, 9)
 

@@ -80,11 +80,10 @@ def test_scores_of_other_settings_are_kept_beside_each_other(tmp_path, evaluate)
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [
-        (("--tasks", "STS99"), 2, "no such task; did you mean"),
         (("--instructions", "nothing.yaml"), 66, "--instructions nothing.yaml: no such file"),
         (("--device", "cuda:99"), 2, "--device cuda:99: torch sees "),
     ],
 )
-def test_unknown_tasks_files_and_devices_are_refused(arguments, code, reason, evaluate):
+def test_unknown_files_and_devices_are_refused(arguments, code, reason, evaluate):
     ended, _, errors = evaluate(*arguments)
     assert ended == code and reason in errors

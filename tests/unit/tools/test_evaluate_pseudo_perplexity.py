@@ -38,7 +38,7 @@ def test_models_are_measured_one_after_the_other_and_a_second_start_prints_the_s
 @pytest.mark.parametrize(
     ("models", "flags", "code", "problem"),
     [
-        (["bert", "bert"], (), 2, "two folders are named bert"),
+        (["bert", "bert"], (), 2, "two models would be named bert"),
         (["no model"], (), 66, "no model has no tokenizer"),
         (
             ["bert"],

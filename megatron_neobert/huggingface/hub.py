@@ -1,0 +1,76 @@
+"""Models that a command line names: local folders, or models of the Hugging Face Hub, which are read from its cache."""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_neobert.errors import ConfigError, MissingInputError, short_reason
+from megatron_neobert.runtime.atomic_files import require_folder
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+)
+# Patterns of every file that influences outputs. In subfolders, only the modules of sentence-transformers do: an ONNX
+# export beside the model does not change the fingerprint.
+FILES_OF_OUTPUT = (
+    "config.json",
+    "*.safetensors",
+    *TOKENIZER_FILES,
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "modules.json",
+    "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
+    "*sentence*.json",
+    "model.safetensors.index.json",
+)
+
+
+def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
+    """Return the folder of a model that a flag gives as a local folder, or as OWNER/NAME[@REVISION] of the Hub.
+
+    A path that exists is never taken for a name. Files that the Hub's cache lacks are downloaded: configs, safetensors
+    and tokenizers, and no code or pickles. Raises MissingInputError if there is no such model, or no network and no
+    cached model, or no file `holding` in the folder.
+    """
+    folder, name = model, re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", str(model))
+    if name and not model.exists():
+        from huggingface_hub import snapshot_download  # slow to import
+
+        # A folder with an adapter is refused, and an ONNX export keeps the license.
+        patterns = [*FILES_OF_OUTPUT, "adapter_config.json", "LICENSE"]
+        try:
+            folder = Path(snapshot_download(name[1], revision=name[2], allow_patterns=patterns))
+        except Exception as error:  # the libraries for HTTP and for large files have errors of their own
+            raise MissingInputError(
+                f"{flag} {model}: no such folder, and no model of the Hugging Face Hub ({short_reason(error)}); "
+                "check the name. For a private or gated model: hf auth login. Without network: hf download "
+                f"{name[1]} --local-dir DIR on a machine with network, and name DIR here."
+            ) from error
+        print(f"{model} of the Hugging Face Hub: {folder}", file=sys.stderr)
+    require_folder(flag, folder, holding=holding)
+    return folder
+
+
+def find_models(models: Sequence[Path]) -> dict[str, Path]:
+    """Return the folders of the models, keyed by the names of their results. Two equal names raise ConfigError."""
+    folders: dict[str, Path] = {}
+    for folder in (find_model("--model", model) for model in models):
+        if (name := model_name(folder)) in folders:
+            raise ConfigError(f"--model: the results of two models would be named {name}; use two --output folders.")
+        folders[name] = folder
+    return folders
+
+
+def model_name(folder: Path) -> str:
+    """Return the name for results of a model: NAME in the Hub's cache, else the last part of the resolved path."""
+    repository = re.fullmatch(r".*/models--.+--(.+)/snapshots/[^/]+", str(folder.resolve()))
+    return repository[1] if repository else folder.resolve().name

@@ -1,0 +1,123 @@
+"""Models of the Hugging Face Hub: read from its cache without network, never code or pickles, and clear refusals."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from commands import call
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.utils import filter_repo_objects
+from unit.evaluation.pseudo_perplexity_models import make_texts, write_model
+
+from megatron_neobert.evaluation.models import fingerprint
+from megatron_neobert.huggingface.hub import find_model
+
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Return the Hub's cache with two revisions of lab/tiny, whose files are links into `blobs`."""
+    cache = tmp_path_factory.mktemp("cache")
+    repository = cache / "models--lab--tiny"
+    for folder in ("blobs", "refs"):
+        (repository / folder).mkdir(parents=True)
+    for seed, (revision, commit) in enumerate(COMMITS.items()):
+        (repository / "refs" / revision).write_text(commit)
+        snapshot = write_model(repository / "snapshots" / commit, "Bert", seed=seed)
+        for number, path in enumerate(sorted(snapshot.iterdir())):
+            blob = path.rename(repository / "blobs" / f"{commit}{number}")
+            path.symlink_to(Path("..") / ".." / "blobs" / blob.name)
+    return cache
+
+
+@pytest.fixture
+def offline(cache, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return cache / "models--lab--tiny" / "snapshots"
+
+
+def test_cached_model_is_evaluated_without_network_and_its_results_have_its_name(offline, tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"content": text}) + "\n" for text in make_texts(9, longest=38)))
+    code, _, errors = call("evaluate ppl", "--model", "lab/tiny@v1", "--data", texts, "--output", tmp_path / "out")
+    assert code == 0, errors
+    assert str(offline / COMMITS["v1"]) in errors
+    record = json.loads((tmp_path / "out" / "tiny" / "pseudo_perplexity.json").read_text())
+    assert record["model"] == {"name": "tiny", "fingerprint": fingerprint(offline / COMMITS["v1"])}
+
+
+def test_conversion_reads_names_of_the_hub(offline, tmp_path):
+    code, _, errors = call("convert hf-to-megatron", "--load", "lab/tiny", "--output", tmp_path / "out")
+    assert code == 78 and f"{COMMITS['main']}/config.json: model_type is 'bert'" in errors  # read, and no NeoBERT
+    code, _, errors = call("verify", "lab/tiny", tmp_path)
+    assert code == 78 and f"{COMMITS['main']}/config.json: model_type is 'bert'" in errors
+
+
+def test_existing_path_wins_over_a_name_of_the_hub(offline, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_model("--model", Path("lab/tiny")) == offline / COMMITS["main"]
+    write_model(Path("lab/tiny"), "Bert")
+    assert find_model("--model", Path("lab/tiny")) == Path("lab/tiny")
+
+
+@pytest.mark.parametrize("model", ["missing", "a/b/c", "/lab/tiny", "../tiny", "lab/..", ".lab/tiny"])
+def test_what_cannot_be_a_name_of_the_hub_is_a_missing_folder(offline, tmp_path, model):
+    code, _, errors = call("evaluate throughput", "--model", model, "--output", tmp_path)
+    assert code == 66 and f"--model {model}: no such folder, or one without config.json" in errors
+
+
+@pytest.mark.parametrize("model", ["lab/other", "lab/tiny@v2"])
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("convert hf-to-megatron", "--output out --load"),
+        ("verify", "."),
+        ("export-onnx", "--output out --model"),
+        ("evaluate throughput", "--output out --model"),
+        ("evaluate glue", "--output out --data-dir . --model"),
+        ("evaluate mteb", "--output out --data-dir . --model"),
+        ("finetune", "--output out --data-dir . --config none.yaml --model"),
+    ],
+)
+def test_model_that_the_cache_lacks_is_refused_offline_with_the_command_that_fetches_it(
+    offline, tmp_path, monkeypatch, command, flags, model
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = call(command, *flags.split(), model)
+    assert code == 66 and f"{model}: no such folder, and" in errors
+    assert f"hf download {model.partition('@')[0]} --local-dir DIR on a machine with network" in errors
+
+
+def test_refusal_of_a_gated_model_names_the_login(tmp_path, monkeypatch):
+    response = SimpleNamespace(headers={}, request=None)
+
+    def refuse(*_, **__):
+        raise GatedRepoError("Access to model lab/gated is restricted.", response=response)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    code, _, errors = call("evaluate throughput", "--model", "lab/gated", "--output", tmp_path)
+    assert code == 66 and "lab/gated is restricted" in errors and "hf auth login" in errors
+
+
+def test_code_and_pickles_are_never_downloaded(tmp_path, monkeypatch):
+    wanted = [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "1_Pooling/config.json",
+        "mlm_head/model.safetensors",
+    ]
+    unwanted = ["modeling_neobert.py", "1_Pooling/custom.py", "pytorch_model.bin", "1_Dense/pytorch_model.bin", "x.pt"]
+
+    def list_downloads(name, *, revision, allow_patterns):
+        assert list(filter_repo_objects(wanted + unwanted, allow_patterns=allow_patterns)) == wanted
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", list_downloads)
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model("--model", Path("lab/model")) == tmp_path
