@@ -239,7 +239,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             ("signatures", signature_jobs(folder.path, documents, settings.minhash)),
             ("pairs", pair_jobs),
         ):
-            for _ in finish_jobs(jobs, label=label, **settings.job_options):
+            for _ in finish_jobs(jobs, label=label, **settings.executor_options):
                 pass
         is_dropped = find_dropped(len(documents), [job.file("pairs") for job in pair_jobs])
         masks = np.split(is_dropped, np.cumsum(documents.sizes)[:-1])
