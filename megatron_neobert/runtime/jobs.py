@@ -278,11 +278,7 @@ class JobFolder:
             OutputError: The folder has finished jobs with the same settings; neither `resume` nor `overwrite` is set.
             ConfigError: The folder has finished jobs with other settings, and `overwrite` is not set.
         """
-        settings = parse_json(json.dumps(settings))
-        try:
-            earlier = msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
-        except (OSError, ValueError, msgspec.ValidationError):  # missing or damaged
-            earlier = {}
+        settings, earlier = parse_json(json.dumps(settings)), self.read_settings()
         if earlier == settings and resume:
             return
         finished = self.count_finished()
@@ -308,6 +304,13 @@ class JobFolder:
             elif path.name != "lock":
                 path.unlink()
         replace_file(self.path / _SETTINGS, json.dumps(settings))
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return the settings of the run to which the folder belongs; empty if they are missing or damaged."""
+        try:
+            return msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
+        except (OSError, ValueError, msgspec.ValidationError):
+            return {}
 
     @property
     def has_begun(self) -> bool:

@@ -24,8 +24,13 @@ def attributes_folder(corpus: Corpus) -> JobFolder:
     return JobFolder(corpus.files.attributes.absolute().with_suffix(".partial"))
 
 
-def refuse_names(corpus: Corpus, names: Iterable[str]) -> None:
-    """Raise ConfigError if the corpus has one of these attributes, or an expression could not name it."""
+def is_added(corpus: Corpus, origin: str, names: Iterable[str]) -> bool:
+    """Return True if attributes of this origin were added already.
+
+    Otherwise, raise ConfigError if the corpus has one of the attributes `names`, or an expression could not name it.
+    """
+    if origin in corpus.manifest.added_attributes:
+        return True
     existing = attribute_types(corpus)
     for name in names:
         if name in existing:
@@ -34,6 +39,7 @@ def refuse_names(corpus: Corpus, names: Iterable[str]) -> None:
             raise ConfigError(
                 f"{name!r} cannot name an attribute; use ASCII letters, digits and _, and no keyword of Python"
             )
+    return False
 
 
 def add_attributes(corpus: Corpus, folder: JobFolder, origin: str, write: Callable[[Path], None]) -> None:
@@ -42,7 +48,7 @@ def add_attributes(corpus: Corpus, folder: JobFolder, origin: str, write: Callab
     Args:
         corpus: Opened after `folder` was entered.
         folder: The entered `attributes_folder` of the corpus.
-        origin: What computed the attributes, for the manifest. It must not be in the manifest yet.
+        origin: What computed the attributes, for the manifest; see `is_added`.
         write: Writes the Parquet file, with one row per document, to a path; see `attribute_columns.write_columns`.
 
     Raises:

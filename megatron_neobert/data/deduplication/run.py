@@ -10,7 +10,7 @@ workers, chunks or buckets. Finished jobs are kept in OUTPUT.partial until the l
 
 Disk: 12 bytes per document and band, 168 per document by default. Memory per worker: 0.5 kB for each of the 2^18
 documents of a chunk, or 80 bytes for each document of a bucket. Documents with one key are never divided. Memory of the
-last stage: 9 bytes per document.
+last stage: 9 bytes per document, 12 with --add-attribute.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, refuse_names
+from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, is_added
 from megatron_neobert.data.corpus.attribute_columns import write_columns
 from megatron_neobert.data.corpus.drop_list import DropListEntry, read_drop_list, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
@@ -231,9 +231,9 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
         )
     corpora = open_corpora(settings.prefixes)
     origin = settings.origin(corpora)
-    for corpus in corpora:
-        if settings.add_attribute is not None and origin not in corpus.manifest.added_attributes:
-            refuse_names(corpus, [settings.add_attribute])
+    if settings.add_attribute is not None:
+        for corpus in corpora:
+            is_added(corpus, origin, [settings.add_attribute])
     with job_folder(settings) as folder:
         refuse_existing_list(settings, folder)
         documents = Documents.of(corpora)
@@ -343,16 +343,11 @@ def add_column(name: str, origin: str, corpora: Sequence[Corpus], values: NDArra
     """Add an attribute to the corpora that have none of this origin; `values` has one per document of all corpora."""
     import pyarrow as pa
 
-    schema = pa.schema({name: pa.int32()})
     parts = np.split(values, np.cumsum([len(corpus) for corpus in corpora])[:-1])
     for corpus, part in zip(corpora, parts, strict=True):
-        tables = (
-            pa.table([part[start : start + _STEP_DOCUMENTS]], schema=schema)
-            for start in range(0, len(part), _STEP_DOCUMENTS)
-        )
+        table = pa.table({name: part})
         with attributes_folder(corpus) as folder:
             # Opened again, because another run may have added attributes.
             corpus = Corpus(corpus.prefix)
-            if origin not in corpus.manifest.added_attributes:
-                refuse_names(corpus, [name])
-                add_attributes(corpus, folder, origin, partial(write_columns, schema=schema, tables=tables))
+            if not is_added(corpus, origin, [name]):
+                add_attributes(corpus, folder, origin, partial(write_columns, schema=table.schema, tables=[table]))

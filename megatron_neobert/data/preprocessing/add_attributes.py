@@ -17,15 +17,15 @@ import numpy as np
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, refuse_names
+from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, is_added
 from megatron_neobert.data.corpus.attribute_columns import Plain, join_columns, pack_columns
 from megatron_neobert.data.corpus.attributes import read_attributes
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.preprocessing.filters import FilterSource, Record, find_filters, load_filter
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.runtime.jobs import Job, JobOptions, finish_jobs
+from megatron_neobert.runtime.jobs import Job, JobFolder, JobOptions, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 
 # Documents of a job, which a kill makes a worker repeat. Functions may take milliseconds per document.
@@ -60,6 +60,10 @@ class AttributeJob(Job[None]):
     attributes: tuple[str, ...]
     documents: range
 
+    @property
+    def key(self) -> str:
+        return self.manifest_sha256
+
     def work(self, files: Mapping[str, NewFile]) -> None:
         corpus, tokenizer = _open(self.prefix, self.manifest_sha256, self.tokenizer_model)
         rows = compute_attributes(corpus, tokenizer, self.source, self.documents, self.attributes)
@@ -75,51 +79,45 @@ def print_added_attributes(options: AddSettings) -> None:
     exists.
     """
     (source,) = find_filters([options.function], flag="--function")
-    origin = f"{source.label} {source.sha256}"
     with attributes_folder(Corpus(options.prefix)) as folder:
         # Opened again, because another run may have added attributes before the folder was locked.
         corpus = Corpus(options.prefix)
-        if origin in corpus.manifest.added_attributes:
-            if not options.resume:
-                raise ConfigError(
-                    f"{options.prefix} has the attributes of {source.label} already; name another function"
-                )
-            # An earlier run may have been killed before it removed the folder.
-            folder.remove()
-            print(f"{options.prefix} has the attributes of {source.label}; nothing to do")
-            return
         tokenizer = load_tokenizer(options.tokenizer_model)
         corpus.check_tokenizer(tokenizer)
         (first,) = compute_attributes(corpus, tokenizer, source, range(1), None)
-        refuse_names(corpus, first)
-        decisive = {
-            "corpus": corpus.manifest.documents_sha256,
-            "attributes": [file.sha256 for _, file in corpus.files.attribute_files(corpus.manifest)],
-            "function": origin,
-            "documents of a chunk": CHUNK_DOCUMENTS,
-            "version": __version__,
-        }
-        folder.begin(decisive, resume=options.resume, overwrite=options.overwrite)
-        jobs = [
-            AttributeJob(
-                folder.path,
-                f"{begin}",
-                str(folder.path.with_name(corpus.files.name)),
-                sha256_of(corpus.files.manifest),
-                str(Path(options.tokenizer_model).absolute()),
-                source,
-                tuple(first),
-                range(begin, min(begin + CHUNK_DOCUMENTS, len(corpus))),
-            )
-            for begin in range(0, len(corpus), CHUNK_DOCUMENTS)
-        ]
-        for _ in finish_jobs(jobs, label="chunks", **options.executor_options):
-            pass
-        add_attributes(
-            corpus, folder, origin, lambda path: join_columns(path, [job.file("attributes") for job in jobs], None)
+        names = ", ".join(first)
+        origin = f"{source.label} {source.sha256}: {names}"
+        decisive = {"function": origin, "documents of a chunk": CHUNK_DOCUMENTS, "version": __version__}
+        if not is_added(corpus, origin, first):
+            folder.begin(decisive, resume=options.resume, overwrite=options.overwrite)
+            _compute_and_add(corpus, folder, source, tuple(first), origin, options)
+        # The folder may have unfinished work of another function.
+        if folder.read_settings() == decisive:
+            folder.remove()
+    print(f"{options.prefix}: {len(corpus):,} documents have {names}")
+
+
+def _compute_and_add(
+    corpus: Corpus, folder: JobFolder, source: FilterSource, names: tuple[str, ...], origin: str, options: AddSettings
+) -> None:
+    """Run the jobs that are not finished, and add the attributes `names` to the corpus."""
+    jobs = [
+        AttributeJob(
+            folder.path,
+            f"{begin}",
+            str(Path(options.prefix).absolute()),
+            sha256_of(corpus.files.manifest),
+            str(Path(options.tokenizer_model).absolute()),
+            source,
+            names,
+            range(begin, min(begin + CHUNK_DOCUMENTS, len(corpus))),
         )
-        folder.remove()
-    print(f"{options.prefix}: added {', '.join(first)} to {len(corpus):,} documents")
+        for begin in range(0, len(corpus), CHUNK_DOCUMENTS)
+    ]
+    for _ in finish_jobs(jobs, label="chunks", **options.executor_options):
+        pass
+    chunks = [job.file("attributes") for job in jobs]
+    add_attributes(corpus, folder, origin, lambda path: join_columns(path, chunks, None))
 
 
 def compute_attributes(

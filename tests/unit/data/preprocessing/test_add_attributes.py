@@ -66,7 +66,7 @@ def test_values_equal_those_of_a_plain_loop_and_choose_documents(workspace, monk
     monkeypatch.setattr(add_attributes, "CHUNK_DOCUMENTS", chunk)
     before = workspace.contents()
     code, output, errors = add(workspace, "score", "--workers", workers)
-    assert (code, output) == (0, f"{workspace.corpus().prefix}: added words, quality to 50 documents\n"), errors
+    assert (code, output) == (0, f"{workspace.corpus().prefix}: 50 documents have words, quality\n"), errors
     code, _, errors = add(workspace, "tripled", "--workers", workers)
     assert code == 0, errors
     corpus = workspace.corpus()
@@ -183,17 +183,22 @@ def resumed(*arguments):
         return call(*arguments)
 
 
-def test_resume_after_the_end_does_nothing_and_another_function_must_start_anew(workspace, monkeypatch):
+def test_second_run_changes_nothing_and_another_function_must_start_anew(workspace, monkeypatch):
     assert add(workspace, "score")[0] == 0
-    code, output, _ = add(workspace, "score", "--resume")
-    assert code == 0 and output.endswith("has the attributes of functions:score; nothing to do\n")
-    assert "has the attributes of functions:score already" in add(workspace, "score")[2]
+    contents = workspace.contents()
+    assert add(workspace, "score", "--resume")[0] == add(workspace, "score")[0] == 0
+    assert workspace.contents() == contents
     monkeypatch.setattr(add_attributes, "CHUNK_DOCUMENTS", 5)
     assert add(workspace, "broken")[0] == 65
+    # A run that has nothing to do keeps the unfinished work of another function.
+    kept = sorted(workspace.folder.glob("out/*.attributes.partial/*"))
+    assert add(workspace, "score", "--resume")[0] == 0
+    assert sorted(workspace.folder.glob("out/*.attributes.partial/*")) == kept and len(kept) > 2
     (workspace.folder / "functions.py").write_text(FUNCTIONS.replace("- 7", "- 99"))
     code, _, errors = add(workspace, "broken", "--resume")
     assert code == 2 and "belongs to a run with function functions:broken" in errors
     assert add(workspace, "broken", "--overwrite")[0] == 0
+    assert "has the attribute words already; choose another name" in add(workspace, "score")[2]
     check_content(workspace.corpus())
 
 
