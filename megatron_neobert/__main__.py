@@ -31,7 +31,7 @@ COMMANDS = {
         "inspect data": (f"{DATA}.corpus.inspection:inspect_data", "show a summary or single documents of a corpus"),
         "add-attributes": (
             f"{DATA}.preprocessing.add_attributes:print_added_attributes",
-            "add attributes to the documents of a corpus by a function",
+            "add attributes to a corpus by a function",
         ),
         "adopt": (f"{DATA}.corpus.adoption:adopt_corpora", "use corpora of Megatron-LM without copying them"),
         "find-overlaps": (
