@@ -76,7 +76,7 @@ def find_filters(names: Sequence[str], *, flag: str = "--filter") -> tuple[Filte
 def load_filter(source: FilterSource) -> Filter:
     """Import and return the function, once per process. Raise DataError if its file changed since `source` was made."""
     if sha256_of(Path(source.file)) != source.sha256:
-        raise DataError(f"{source.label} in {source.file} has changed since the run started; start again")
+        raise DataError(f"{source.file} has changed since the run started; start again")
     # The user names this file on the command line, so its code may be executed.
     spec = importlib.util.spec_from_file_location(  # noqa: TID251
         f"filters_{source.sha256[:16]}", source.file
