@@ -25,6 +25,7 @@ from typing import IO, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
+from megatron_neobert.cli import option
 from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of
 from megatron_neobert.runtime.executors import RayCluster, WorkerPool
@@ -35,6 +36,21 @@ _SETTINGS = "job.json"
 
 Result = TypeVar("Result")
 Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Options of a command that runs resumable jobs."""
+
+    workers: int | None = option(None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1)
+    resume: bool = option(False, "keep what an earlier run of the same command has finished")
+    executor: Literal["local", "ray"] = option("local", "where the work runs")
+    ray_address: str | None = option(None, "host:port of a cluster (default: RAY_ADDRESS, or else a new cluster)")
+
+    @property
+    def executor_options(self) -> dict[str, Any]:
+        """Arguments of `finish_jobs`."""
+        return {"workers": self.workers, "executor": self.executor, "ray_address": self.ray_address}
 
 
 @dataclass(frozen=True)
@@ -262,11 +278,7 @@ class JobFolder:
             OutputError: The folder has finished jobs with the same settings; neither `resume` nor `overwrite` is set.
             ConfigError: The folder has finished jobs with other settings, and `overwrite` is not set.
         """
-        settings = parse_json(json.dumps(settings))
-        try:
-            earlier = msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
-        except (OSError, ValueError, msgspec.ValidationError):  # missing or damaged
-            earlier = {}
+        settings, earlier = parse_json(json.dumps(settings)), self.read_settings()
         if earlier == settings and resume:
             return
         finished = self.count_finished()
@@ -292,6 +304,13 @@ class JobFolder:
             elif path.name != "lock":
                 path.unlink()
         replace_file(self.path / _SETTINGS, json.dumps(settings))
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return the settings of the run to which the folder belongs; empty if they are missing or damaged."""
+        try:
+            return msgspec.convert(parse_json(read_text(self.path / _SETTINGS)), dict[str, Any])
+        except (OSError, ValueError, msgspec.ValidationError):
+            return {}
 
     @property
     def has_begun(self) -> bool:

@@ -6,7 +6,7 @@ integers, floats, truth values or texts. If the values of a record key have seve
 
 import keyword
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +69,6 @@ def join_columns(path: Path, chunks: Sequence[Path], is_chosen: NDArray[np.bool_
         is_chosen: One value per document of all chunks, True to keep its row; None keeps all rows.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     types: dict[str, pa.DataType] = {}
     for chunk in chunks:
@@ -78,18 +77,32 @@ def join_columns(path: Path, chunks: Sequence[Path], is_chosen: NDArray[np.bool_
             for field in pa.ipc.open_file(source).schema:
                 types[field.name] = _common_type(types.get(field.name, pa.null()), field.type)
     schema = pa.schema(list(types.items()))
-    with (
-        path.open("wb") as file,
-        pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
-    ):
-        pending, first = schema.empty_table(), 0
+
+    def read_chunks() -> "Iterator[pa.Table]":
+        first = 0
         for chunk in chunks:
             with chunk.open("rb") as source:
                 table = pa.ipc.open_file(source).read_all()
             first, begin = first + len(table), first
             if is_chosen is not None:
                 table = table.filter(pa.array(is_chosen[begin:first]))
-            pending = pa.concat_tables([pending, table.cast(schema, safe=False)])
+            yield table.cast(schema, safe=False)
+
+    write_columns(path, schema, read_chunks())
+
+
+def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]") -> None:
+    """Write the rows of all tables as a Parquet file, in row groups of 2^17 documents. An existing file is replaced."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with (
+        path.open("wb") as file,
+        pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        pending = schema.empty_table()
+        for table in tables:
+            pending = pa.concat_tables([pending, table])
             if whole_groups := len(pending) - len(pending) % _ROW_GROUP:
                 writer.write_table(pending[:whole_groups].combine_chunks(), _ROW_GROUP)
                 pending = pending[whole_groups:]
@@ -119,8 +132,11 @@ def plain_value(value: object) -> Plain:
         value = value.decode(errors="replace")
     if value is None or isinstance(value, list | dict) or value != value:
         return None
-    if isinstance(value, bool | float):
+    if isinstance(value, bool):
         return value
+    # NumPy's float64 is a subclass of float, but must not count as a type of its own.
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, int) and abs(value) < 10**308:
         return value if -(2**63) <= value < 2**63 else float(value)
     # Encoding and decoding replaces lone surrogates, which Arrow refuses.

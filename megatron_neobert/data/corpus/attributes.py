@@ -1,9 +1,10 @@
 """Document attributes, and the choice of documents by an expression over them.
 
-PREFIX.attributes.parquet has one row per document, in the order of the corpus, and one column per --record-key. Two
-attributes need no column: `length` (the tokens of a document) is in the index, and `input` (the name of its input file)
-follows from the manifest. An expression is evaluated once, in steps of bounded memory. The result has one bit per
-document, so 10^9 documents take 125 MB.
+PREFIX.attributes.parquet has one row per document, in the order of the corpus, and one column per --record-key. Files
+of attributes that were added later have the same rows (added_attributes.py). Two attributes need no column: `length`
+(the tokens of a document) is in the index, and `input` (the name of its input file) follows from the manifest. An
+expression is evaluated once, in steps of bounded memory. The result has one bit per document, so 10^9 documents take
+125 MB.
 """
 
 import ast
@@ -138,19 +139,35 @@ def attribute_types(corpus: Corpus) -> dict[str, str]:
 
     A type is "a number", "a text", "true or false" or an Arrow type. Raise DataError if the attributes are damaged.
     """
-    stored: dict[str, str] = {}
-    if corpus.manifest.attributes is not None:
-        with _open_attributes(corpus) as file:
-            stored = {field.name: _type_of(field.type) for field in file.schema_arrow}
-    return stored | DERIVED
+    types: dict[str, str] = {}
+    for path in corpus.attribute_files:
+        types |= _types_in(path)
+    return types | DERIVED
+
+
+def read_attributes(corpus: Corpus, documents: range) -> Iterator[dict[str, Any]]:
+    """Yield {name: value} with all attributes of each document of a range; None stands for a missing value.
+
+    Raises:
+        ConfigError: An attribute has neither numbers, texts, nor true and false.
+        DataError: A file of attributes is damaged.
+    """
+    for first, columns in _read_columns(corpus, {*attribute_types(corpus)}, documents):
+        begin, end = max(documents.start - first, 0), documents.stop - first
+        rows = zip(*(column[begin:end].to_pylist() for column in columns.values()), strict=True)
+        yield from (dict(zip(columns, row, strict=True)) for row in rows)
+
+
+def _types_in(path: Path) -> dict[str, str]:
+    with _open_file(path) as file:
+        return {field.name: _type_of(field.type) for field in file.schema_arrow}
 
 
 @contextmanager
-def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile]":
+def _open_file(path: Path, **options: Any) -> "Iterator[pq.ParquetFile]":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = corpus.attributes_file
     try:
         # pyarrow refuses paths that are not valid UTF-8, so it gets an open file.
         with path.open("rb") as stream, pq.ParquetFile(stream, page_checksum_verification=True, **options) as file:
@@ -159,35 +176,55 @@ def _open_attributes(corpus: Corpus, **options: Any) -> "Iterator[pq.ParquetFile
         raise DataError(f"{path} cannot be read ({error}); {DAMAGED}") from error
 
 
-def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
+def _read_columns(
+    corpus: Corpus, names: set[str], documents: range | None = None
+) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
     """Yield for each batch of consecutive documents the number of its first document, and {name: column} for `names`.
+
+    Args:
+        documents: Leave out batches without any of these documents; None reads all.
 
     Raises:
         ConfigError: The corpus lacks an attribute, or an attribute has neither numbers, texts, nor true and false.
-        DataError: The file of attributes is damaged.
+        DataError: A file of attributes is damaged.
     """
+    documents = documents or range(len(corpus))
     stored = sorted(names - DERIVED.keys())
     types = attribute_types(corpus) if stored else {}
     if unknown := [name for name in stored if types.get(name) not in _TYPES]:
         listed_types = ", ".join(f"{name} ({type_})" for name, type_ in types.items())
         raise ConfigError(
             f"{corpus.prefix} has no attribute {unknown[0]} of numbers, texts, or true and false; its attributes are "
-            f"{listed_types}. Correct the expression, or preprocess again with --record-key."
+            f"{listed_types}. Correct the expression, or add the attribute with neobert add-attributes."
         )
     if not stored:
-        for first in range(0, len(corpus), _STEP):
-            yield first, _derive_columns(corpus, names, first, min(first + _STEP, len(corpus)))
+        for first in range(documents.start, documents.stop, _STEP):
+            yield first, _derive_columns(corpus, names, first, min(first + _STEP, documents.stop))
         return
+    names_in_file = {path: [name for name in _types_in(path) if name in names] for path in corpus.attribute_files}
+    files = [_read_file(path, corpus, here, documents) for path, here in names_in_file.items() if here]
+    for (rows, columns), *others in zip(*files, strict=False):
+        if any(other != rows for other, _ in others):
+            raise DataError(f"{corpus.prefix}: its files of attributes have different row groups; {DAMAGED}")
+        for _, added in others:
+            columns |= added
+        yield rows.start, columns | _derive_columns(corpus, names, rows.start, rows.stop)
+
+
+def _read_file(
+    path: Path, corpus: Corpus, names: list[str], documents: range
+) -> "Iterator[tuple[range, dict[str, pa.Array]]]":
+    """Yield the documents of each row group that has any of `documents`, and {name: column}."""
     first = 0
-    with _open_attributes(corpus, read_dictionary=stored) as file:
+    with _open_file(path, read_dictionary=names) as file:
         if file.metadata.num_rows != len(corpus):
-            raise DataError(
-                f"{corpus.files.attributes}: expected {len(corpus)} rows, found {file.metadata.num_rows}; {DAMAGED}"
-            )
-        for batch in file.iter_batches(_STEP, columns=stored):
-            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            yield first, columns | _derive_columns(corpus, names, first, first + batch.num_rows)
-            first += batch.num_rows
+            raise DataError(f"{path}: expected {len(corpus)} rows, found {file.metadata.num_rows}; {DAMAGED}")
+        for group in range(file.num_row_groups):
+            rows = range(first, first + file.metadata.row_group(group).num_rows)
+            first = rows.stop
+            if rows.start < documents.stop and documents.start < rows.stop:
+                table = file.read_row_group(group, names)
+                yield rows, {name: table[name].combine_chunks() for name in names}
 
 
 def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":
@@ -201,7 +238,9 @@ def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "
         inputs = corpus.manifest.inputs
         counts = [record.documents for record in inputs.values()]
         numbers = np.searchsorted([*accumulate(counts)], np.arange(first, stop), side="right")
-        utf8_names = pa.array([name.encode(errors="backslashreplace").decode() for name in inputs], pa.string())
+        # The manifest of a corpus that another program wrote may have no inputs.
+        names_or_none = [name.encode(errors="backslashreplace").decode() for name in inputs] or [""]
+        utf8_names = pa.array(names_or_none, pa.string())
         columns["input"] = pa.DictionaryArray.from_arrays(numbers, utf8_names)
     return columns
 

@@ -6,6 +6,7 @@ manifest is PREFIX.json. It is written last, so a corpus without a manifest is u
 of the index: not truncated, and without special tokens.
 """
 
+import glob
 import hashlib
 import json
 import reprlib
@@ -49,7 +50,7 @@ class CorpusFiles(NamedTuple):
     rejects: Path
     # Folder of an unfinished run.
     partial: Path
-    # Exists only if the corpus keeps document attributes.
+    # Exists only if preprocessing kept document attributes; `attribute_files` has all files of attributes.
     attributes: Path
 
     @property
@@ -66,6 +67,15 @@ class CorpusFiles(NamedTuple):
         name = f"{self.name}_{number:05d}"
         return self.bin.with_name(f"{name}.bin"), self.bin.with_name(f"{name}.idx")
 
+    def attribute_files(self, manifest: "Manifest") -> list[tuple[Path, FileRecord]]:
+        """Return the path and the record of each file of document attributes that the manifest lists."""
+        added = [(self.added_attributes(n), file) for n, file in enumerate(manifest.added_attributes.values())]
+        return added if manifest.attributes is None else [(self.attributes, manifest.attributes), *added]
+
+    def added_attributes(self, number: int) -> Path:
+        """Return the path of a file of attributes that were added to the finished corpus, counted from 0."""
+        return self.attributes.with_name(f"{self.name}.attributes_{number:05d}.parquet")
+
     def existing_files(self) -> list[Path]:
         """Return the existing .bin, .idx and attributes files of the corpus with this prefix, without the manifest.
 
@@ -80,7 +90,8 @@ class CorpusFiles(NamedTuple):
                 if pair[0].with_suffix(".json").exists() or not any(file.exists() for file in pair):
                     break
                 pairs.append(pair)
-        return [file for file in (*sum(pairs, ()), self.attributes) if file.exists()]
+        added = self.attributes.parent.glob(f"{glob.escape(self.name)}.attributes_*.parquet")
+        return [file for file in (*sum(pairs, ()), self.attributes, *sorted(added)) if file.exists()]
 
 
 def corpus_files(prefix: str | Path) -> CorpusFiles:
@@ -177,6 +188,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     quarantined: dict[str, QuarantinedInput] = {}
     # PREFIX.attributes.parquet; None if the corpus has no attributes besides length and input.
     attributes: FileRecord | None = None
+    # PREFIX.attributes_00000.parquet and so on, in this order, by what computed their columns.
+    added_attributes: dict[str, FileRecord] = {}
 
     @cached_property
     def sha256(self) -> str:
@@ -266,6 +279,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     content = msgspec.to_builtins(manifest)
     if manifest.attributes is None:
         del content["attributes"]
+    if not manifest.added_attributes:
+        del content["added_attributes"]
     # Written as ASCII: a path that is not valid UTF-8 has surrogates (\udcXX), which JSON can only escape.
     replace_file(path, json.dumps(content, indent=1) + "\n")
 

@@ -150,20 +150,20 @@ class Corpus:
                 self.shards[shard].prefetch(documents[shards == shard] - self._firsts[shard])
 
     @cached_property
-    def attributes_file(self) -> Path:
-        """Local path of the document attributes, which the corpus must have. A remote file is downloaded first.
+    def attribute_files(self) -> list[Path]:
+        """Local paths of all files of document attributes. Remote files are downloaded first.
 
         Raises:
-            DataError: The checksum of the file differs from the manifest.
+            DataError: The checksum of a file differs from the manifest.
             StorageError: A remote file cannot be read.
         """
-        path, recorded = self.files.attributes, self.manifest.attributes
-        assert recorded is not None, f"{self.prefix} has no attributes"
-        if self.storage is not None:
-            self.storage.copy(f"{self.prefix}.attributes.parquet", path, recorded)
-        else:
-            _compare_sha256(self.files, path, recorded.sha256, sha256_of(path))
-        return path
+        files = self.files.attribute_files(self.manifest)
+        for path, recorded in files:
+            if self.storage is not None:
+                self.storage.copy(f"{self.prefix}{path.name.removeprefix(self.files.name)}", path, recorded)
+            else:
+                _compare_sha256(self.files, path, recorded.sha256, sha256_of(path))
+        return [path for path, _ in files]
 
     def describe(self) -> dict[str, str]:
         """Return table rows about records, tokens and document lengths, as {label: formatted values}."""
@@ -232,9 +232,8 @@ def check_content(corpus: Corpus) -> None:
     from tqdm import tqdm
 
     check_indexes(corpus)
-    if corpus.manifest.attributes is not None:
-        # Reading this property compares the checksum.
-        _ = corpus.attributes_file
+    # Reading this property compares the checksums.
+    _ = corpus.attribute_files
     shards = list(zip(corpus.shards, corpus.manifest.shards, strict=True))
     # disable=None: a progress bar only on a terminal.
     for shard, recorded in tqdm(shards, "corpus shards", unit="shard", leave=False, disable=None):
@@ -259,12 +258,14 @@ def _read_complete(files: CorpusFiles) -> Manifest:
         raise _incomplete(prefix, [files.manifest], suggest_adopt=not files.partial.exists())
     manifest = read_manifest(files.manifest)
     expected = [path for pair in files.shard_files(len(manifest.shards)) for path in pair]
-    expected += [files.attributes] if manifest.attributes is not None else []
+    attributes = files.attribute_files(manifest)
+    expected += [path for path, _ in attributes]
     if missing := [path for path in expected if not path.is_file()]:
         raise _incomplete(prefix, missing)
-    if (recorded := manifest.attributes) and (size := files.attributes.stat().st_size) != recorded.bytes:
-        rule = f"{recorded.bytes} bytes as in {files.manifest.name}"
-        raise damage_error(files.attributes, 0, rule, f"a file of {size} bytes")
+    for path, recorded in attributes:
+        if (size := path.stat().st_size) != recorded.bytes:
+            rule = f"{recorded.bytes} bytes as in {files.manifest.name}"
+            raise damage_error(path, 0, rule, f"a file of {size} bytes")
     return manifest
 
 

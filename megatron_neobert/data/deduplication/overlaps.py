@@ -128,7 +128,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[Overlaps], list[Overl
             OverlapJob(folder.path, f"overlaps-{chunk.start}", documents, chunk, settings.ngram)
             for chunk in documents.chunks
         ]
-        for _ in finish_jobs(jobs, label="n-grams", **settings.job_options):
+        for _ in finish_jobs(jobs, label="n-grams", **settings.executor_options):
             pass
         is_shared = np.zeros(len(documents), dtype=np.bool_)
         is_shared[np.concatenate([np.fromfile(job.file("documents"), "<i8") for job in jobs])] = True

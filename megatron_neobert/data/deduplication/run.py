@@ -10,12 +10,12 @@ workers, chunks or buckets. Finished jobs are kept in OUTPUT.partial until the l
 
 Disk: 12 bytes per document and band, 168 per document by default. Memory per worker: 0.5 kB for each of the 2^18
 documents of a chunk, or 80 bytes for each document of a bucket. Documents with one key are never divided. Memory of the
-last stage: 5 bytes per document, 20 bytes per duplicate.
+last stage: 9 bytes per document, 12 with --add-attribute.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +24,10 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
+from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, is_added
+from megatron_neobert.data.corpus.attribute_columns import write_columns
 from megatron_neobert.data.corpus.drop_list import DropListEntry, read_drop_list, write_drop_list
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import read_items
 from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
 from megatron_neobert.data.deduplication.search import (
@@ -59,6 +62,15 @@ class FindSettings(SearchSettings):
         metavar="PREFIX",
     )
     minhash: MinHashSettings = field(default_factory=MinHashSettings)
+    add_attribute: str | None = option(
+        None, "also add this attribute to the corpora: documents in the cluster of each document", metavar="NAME"
+    )
+
+    def origin(self, corpora: Sequence[Corpus]) -> str:
+        """Return what the manifests of these corpora record about the added attribute."""
+        values = [f"{name}={value}" for name, value in asdict(self.minhash).items()]
+        sha256 = [f"corpus={corpus.manifest.documents_sha256}" for corpus in corpora]
+        return " ".join(["find-duplicates", f"add-attribute={self.add_attribute}", *values, *sha256])
 
 
 def print_duplicates(options: FindSettings) -> None:
@@ -77,7 +89,8 @@ def print_duplicates(options: FindSettings) -> None:
             f"{entry.prefix}: {entry.dropped_documents:,} of {entry.documents:,} documents dropped "
             f"({percent(entry.dropped_documents / entry.documents, digits=2)})"
         )
-    print(f"wrote {options.output}")
+    added = f", added {options.add_attribute} to each corpus" if options.add_attribute is not None else ""
+    print(f"wrote {options.output}{added}")
 
 
 @dataclass(frozen=True)
@@ -204,10 +217,10 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
         The entries of the drop list, one per corpus.
 
     Raises:
-        ConfigError: The threshold is out of range, a corpus is named twice, Ray does not start, or OUTPUT.partial
-            belongs to a run with other settings.
+        ConfigError: The threshold is out of range, a corpus is named twice, a corpus has the attribute already, Ray
+            does not start, or OUTPUT.partial belongs to a run with other settings.
         OutputError: OUTPUT exists, without `overwrite` or an unfinished run to resume; OUTPUT.partial has finished
-            work, without `resume` or `overwrite`; or another process uses OUTPUT.partial.
+            work, without `resume` or `overwrite`; or another process uses OUTPUT.partial, or adds attributes.
         MissingInputError: A corpus does not exist.
         DataError: A corpus is damaged, or the corpora were written with different tokenizers.
         ChildProcessError: A worker process died.
@@ -217,6 +230,10 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             f"--threshold {settings.minhash.threshold} is not above 0 and at most 1, as a Jaccard index is; change it."
         )
     corpora = open_corpora(settings.prefixes)
+    origin = settings.origin(corpora)
+    if settings.add_attribute is not None:
+        for corpus in corpora:
+            is_added(corpus, origin, [settings.add_attribute])
     with job_folder(settings) as folder:
         refuse_existing_list(settings, folder)
         documents = Documents.of(corpora)
@@ -239,9 +256,12 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             ("signatures", signature_jobs(folder.path, documents, settings.minhash)),
             ("pairs", pair_jobs),
         ):
-            for _ in finish_jobs(jobs, label=label, **settings.job_options):
+            for _ in finish_jobs(jobs, label=label, **settings.executor_options):
                 pass
-        is_dropped = find_dropped(len(documents), [job.file("pairs") for job in pair_jobs])
+        firsts = find_clusters(len(documents), [job.file("pairs") for job in pair_jobs])
+        if settings.add_attribute is not None:
+            add_column(settings.add_attribute, origin, corpora, count_cluster_sizes(firsts))
+        is_dropped = firsts != np.arange(len(documents), dtype=firsts.dtype)
         masks = np.split(is_dropped, np.cumsum(documents.sizes)[:-1])
         manifests = [corpus.manifest for corpus in corpora]
         dropped = list(zip(settings.prefixes, manifests, masks, strict=True))
@@ -253,6 +273,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
 def is_complete(settings: FindSettings) -> bool:
     """Return True if no run is unfinished and an undamaged drop list of these settings and corpora, in order, exists.
 
+    With `add_attribute`, the corpora must have the attribute, too.
     Raise MissingInputError, DataError or ConfigError if a corpus is missing, damaged or named twice.
     """
     if job_folder(settings).has_begun:
@@ -266,12 +287,15 @@ def is_complete(settings: FindSettings) -> bool:
     with settings.output.open("rb") as stream:
         header = parse_json(stream.readline())
     in_order = [entry["documents_sha256"] for entry in header["corpora"]]
+    origin = settings.origin(corpora)
+    has_attribute = all(origin in corpus.manifest.added_attributes for corpus in corpora)
     is_same = all(header.get(name) == value for name, value in asdict(settings.minhash).items())
+    is_same &= settings.add_attribute is None or has_attribute
     return is_same and in_order == [corpus.manifest.documents_sha256 for corpus in corpora]
 
 
-def find_dropped(documents: int, pair_files: Sequence[Path]) -> NDArray[np.bool_]:
-    """Return True for each document that is not the first of its cluster, by union-find over all pairs.
+def find_clusters(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:
+    """Return for each document the number of the first document of its cluster, by union-find over all pairs.
 
     `pair_files` contain pairs of document numbers as int64.
     """
@@ -296,8 +320,34 @@ def find_dropped(documents: int, pair_files: Sequence[Path]) -> NDArray[np.bool_
                 # The root of a cluster is its first document. If a root gets several new parents in this step, it takes
                 # the smallest; the other pairs are joined in the next iteration.
                 np.minimum.at(parents, np.maximum(first, second), np.minimum(first, second).astype(parents.dtype))
-    is_dropped = np.empty(documents, dtype=np.bool_)
     for start in range(0, documents, _STEP_DOCUMENTS):
         numbers = np.arange(start, min(start + _STEP_DOCUMENTS, documents))
-        is_dropped[numbers] = find_roots(numbers) != numbers
-    return is_dropped
+        parents[numbers] = find_roots(numbers)
+    return parents
+
+
+def count_cluster_sizes(firsts: NDArray[np.integer]) -> NDArray[np.int32]:
+    """Return the number of documents in the cluster of each document; `firsts` is the result of `find_clusters`."""
+    sizes = np.zeros(len(firsts), dtype=np.int32)
+    steps = [slice(start, start + _STEP_DOCUMENTS) for start in range(0, len(firsts), _STEP_DOCUMENTS)]
+    for step in steps:
+        numbers, counts = np.unique(firsts[step], return_counts=True)
+        sizes[numbers] += counts.astype(np.int32)
+    for step in steps:
+        # A first document gets the value that it has.
+        sizes[step] = sizes[firsts[step]]
+    return sizes
+
+
+def add_column(name: str, origin: str, corpora: Sequence[Corpus], values: NDArray[np.int32]) -> None:
+    """Add an attribute to the corpora that have none of this origin; `values` has one per document of all corpora."""
+    import pyarrow as pa
+
+    parts = np.split(values, np.cumsum([len(corpus) for corpus in corpora])[:-1])
+    for corpus, part in zip(corpora, parts, strict=True):
+        table = pa.table({name: part})
+        with attributes_folder(corpus) as folder:
+            # Opened again, because another run may have added attributes.
+            corpus = Corpus(corpus.prefix)
+            if not is_added(corpus, origin, [name]):
+                add_attributes(corpus, folder, origin, partial(write_columns, schema=table.schema, tables=[table]))

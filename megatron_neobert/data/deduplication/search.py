@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.jobs import JobFolder
+from megatron_neobert.runtime.jobs import JobFolder, JobOptions
 
 # After a kill, a worker repeats at most one chunk of this size.
 CHUNK_DOCUMENTS = 1 << 18
@@ -22,20 +21,11 @@ _STEP_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSettings:
+class SearchSettings(JobOptions):
     """Settings of a search through corpora that writes a drop list."""
 
     output: Path = option(help="drop list to write, one for all corpora", metavar="FILE")
-    executor: Literal["local", "ray"] = option("local", "where the work runs")
-    ray_address: str | None = option(None, "host:port of a cluster (default: RAY_ADDRESS, or else a new cluster)")
-    workers: int | None = option(None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1)
-    resume: bool = option(False, "keep what an earlier run of the same command has finished")
     overwrite: bool = option(False, "replace an existing list, and the unfinished work of another run")
-
-    @property
-    def job_options(self) -> dict[str, Any]:
-        """Arguments of `finish_jobs`."""
-        return {"workers": self.workers, "executor": self.executor, "ray_address": self.ray_address}
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class FilterSource(NamedTuple):
         return f"{Path(self.file).stem}:{self.function}"
 
 
-def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
-    """Import the filters given as FILE.py:FUNCTION, and return one FilterSource for each, in the same order.
+def find_filters(names: Sequence[str], *, flag: str = "--filter") -> tuple[FilterSource, ...]:
+    """Import the functions given as FILE.py:FUNCTION, and return one FilterSource for each, in the same order.
 
     Raise ConfigError if a file cannot be imported, its function is missing or not callable, or two labels are equal.
     """
@@ -61,7 +61,7 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
                 raise TypeError(f"{function} is not a function")
         except Exception as error:  # importing the file may raise anything
             raise ConfigError(
-                f"--filter {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
+                f"{flag} {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
             ) from error
         if source.label in (earlier.label for earlier in sources):
             raise ConfigError(
@@ -76,7 +76,7 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
 def load_filter(source: FilterSource) -> Filter:
     """Import and return the function, once per process. Raise DataError if its file changed since `source` was made."""
     if sha256_of(Path(source.file)) != source.sha256:
-        raise DataError(f"--filter {source.label} has changed since the run started; start again")
+        raise DataError(f"{source.file} has changed since the run started; start again")
     # The user names this file on the command line, so its code may be executed.
     spec = importlib.util.spec_from_file_location(  # noqa: TID251
         f"filters_{source.sha256[:16]}", source.file

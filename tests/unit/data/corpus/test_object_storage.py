@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import islice
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from object_server import ObjectServer
 from unit.data.corpus.memory_corpus import batch_settings, contents
@@ -14,6 +15,8 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents, write_a
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.stream import BatchStream, Source
 from megatron_neobert.data.corpus import object_storage
+from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder
+from megatron_neobert.data.corpus.attribute_columns import write_columns
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
@@ -97,16 +100,19 @@ def test_indexes_are_fetched_once_until_the_manifest_changes(server, storage):
 
 
 def test_documents_of_a_remote_corpus_are_chosen_by_a_copy_of_its_attributes(tmp_path, storage):
+    table = pa.table({"added": [*range(17), None, 18.5, 20]})
     (tmp_path / "bucket").mkdir()
     write_corpus(tmp_path / "bucket" / "P", random_documents([3] * 20, 100), numbered_tokenizer(100))
     write_attributes(tmp_path / "bucket" / "P", {"score": range(20)})
+    with attributes_folder(original := Corpus(tmp_path / "bucket" / "P")) as folder:
+        add_attributes(original, folder, "test", lambda path: write_columns(path, table.schema, [table]))
     with ObjectServer(tmp_path / "bucket").running() as running:
         choose_documents(Corpus(f"{running.url}/P", storage), ["length>2"])
         assert not count_requests(running, ".parquet")
         for _ in range(2):
             remote = Corpus(f"{running.url}/P", storage)
-            chosen = ChosenDocuments(choose_documents(remote, ["score>=15"]), range(20))
-            assert chosen.numbers(np.arange(len(chosen))).tolist() == [15, 16, 17, 18, 19]
+            chosen = ChosenDocuments(choose_documents(remote, ["score>=15 and score!=added"]), range(20))
+            assert chosen.numbers(np.arange(len(chosen))).tolist() == [18, 19]
             # A damaged copy is fetched again.
             copy = next(storage.folder.rglob("P.attributes.parquet"))
             copy.write_bytes(copy.read_bytes()[::-1])

@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from commands import ENVIRONMENT
+from commands import ENVIRONMENT, call
 from numpy.typing import NDArray
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents, read_attributes
 from megatron_neobert.data.corpus.drop_list import read_drop_list
-from megatron_neobert.data.corpus.reader import Corpus
+from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.deduplication import run, search
 from megatron_neobert.data.deduplication.minhash import MinHashSettings
-from megatron_neobert.data.deduplication.run import FindSettings, find_dropped, find_duplicates
+from megatron_neobert.data.deduplication.run import FindSettings, count_cluster_sizes, find_clusters, find_duplicates
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 
 
@@ -126,13 +127,15 @@ def count(descriptor):
         os.kill(os.getpid(), signal.SIGKILL)
     sync(descriptor)
 os.fsync = count
-run.find_duplicates(run.FindSettings(prefixes=(sys.argv[1],), output=Path(sys.argv[2])))
+add_attribute = sys.argv[4] or None
+prefixes, output = tuple(sys.argv[1].split(",")), Path(sys.argv[2])
+run.find_duplicates(run.FindSettings(prefixes=prefixes, output=output, add_attribute=add_attribute, resume=True))
 print(calls)
 """
 
 
-def run_killed(prefix, output, at):
-    command = [sys.executable, "-c", KILLED, prefix, str(output), str(at)]
+def run_killed(prefixes, output, at, add_attribute=""):
+    command = [sys.executable, "-c", KILLED, prefixes, str(output), str(at), add_attribute]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -150,11 +153,16 @@ def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected,
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_first_document_of_the_earlier_corpus_stays(tmp_path, monkeypatch):
-    tokenizer = numbered_tokenizer(1000)
+def two_corpora(folder):
+    """Write the corpora A and B, and return their prefixes; CLUSTER_SIZES has the sizes of the clusters in them."""
     a, b, c, d = random_documents([80, 90, 70, 60], 1000)
-    write_corpus(tmp_path / "A", [a, b, b], tokenizer)
-    write_corpus(tmp_path / "B", [c, b, a, d, d], tokenizer)
+    write_corpus(folder / "A", [a, b, b], numbered_tokenizer(1000))
+    write_corpus(folder / "B", [c, b, a, d, d], numbered_tokenizer(1000))
+    return [str(folder / name) for name in "AB"]
+
+
+def test_first_document_of_the_earlier_corpus_stays(tmp_path, monkeypatch):
+    two_corpora(tmp_path)
     output = tmp_path / "list"
     find(output, tmp_path / "A", tmp_path / "B")
     assert [dropped(output, tmp_path / name) for name in "AB"] == [[2], [1, 2, 4]]
@@ -164,8 +172,51 @@ def test_first_document_of_the_earlier_corpus_stays(tmp_path, monkeypatch):
     assert [dropped(output, tmp_path / name) for name in "AB"] == [[0, 1, 2], [4]]
 
 
+CLUSTER_SIZES = [[2, 3, 3], [1, 3, 2, 2, 2]]
+
+
+def cluster_sizes(prefixes):
+    for prefix in prefixes:
+        check_content(Corpus(prefix))
+    corpora = [Corpus(prefix) for prefix in prefixes]
+    return [[row["size"] for row in read_attributes(corpus, range(len(corpus)))] for corpus in corpora]
+
+
+def test_every_document_gets_the_size_of_its_cluster_and_is_chosen_by_it(tmp_path):
+    prefixes, output = two_corpora(tmp_path), tmp_path / "list"
+    ended = call("find-duplicates", *prefixes, "--output", output, "--add-attribute", "size")
+    assert ended[0] == 0 and ended[1].endswith(f"wrote {output}, added size to each corpus\n"), ended
+    assert cluster_sizes(prefixes) == CLUSTER_SIZES
+    chosen = choose_documents(Corpus(prefixes[0]), ["size>=3"], [str(output)])
+    assert ChosenDocuments(chosen, range(3)).numbers(np.arange(1)).tolist() == [1]
+    # The list remains valid, and a second run has nothing to do or needs another name.
+    code, printed, _ = call("find-duplicates", *prefixes, "--output", output, "--add-attribute", "size", "--resume")
+    assert (code, printed) == (0, f"{output} is complete; nothing to do\n")
+    again = ("find-duplicates", *prefixes, "--output", tmp_path / "other", "--threshold", "0.9", "--add-attribute")
+    assert "B has the attribute size already" in call(*again[:1], *again[2:], "size")[2]
+    assert call(*again, "size9")[0] == 0
+
+
+def test_killed_while_attributes_are_added_and_resumed_all_corpora_have_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "CHUNK_DOCUMENTS", 400)
+    (tmp_path / "0").mkdir()
+    whole = run_killed(",".join(two_corpora(tmp_path / "0")), tmp_path / "0" / "list", 0, "size")
+    last = int(whole.stdout)
+    # Four calls of fsync per corpus, and two for the list.
+    for at in range(last - 9, last + 1):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        prefixes = two_corpora(folder)
+        assert run_killed(",".join(prefixes), folder / "list", at, "size").returncode == -9
+        for prefix in prefixes:
+            check_content(Corpus(prefix))
+        find(folder / "list", *prefixes, add_attribute="size", resume=True)
+        assert cluster_sizes(prefixes) == CLUSTER_SIZES, at
+        assert (folder / "list").exists() and not list(folder.glob("*.partial"))
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_first_document_of_every_cluster_stays_as_in_a_plain_search(tmp_path, seed):
+def test_clusters_and_their_sizes_are_those_of_a_plain_search(tmp_path, monkeypatch, seed):
     generator = np.random.default_rng(seed)
     pairs = generator.integers(0, 300, (180, 2))
     for number, pairs_of_file in enumerate(np.array_split(pairs, 3)):
@@ -175,8 +226,10 @@ def test_first_document_of_every_cluster_stays_as_in_a_plain_search(tmp_path, se
     for _ in range(300):
         for first, second in pairs:
             smallest[first] = smallest[second] = min(smallest[first], smallest[second])
-    is_dropped = find_dropped(300, [tmp_path / str(number) for number in range(3)])
-    assert is_dropped.tolist() == (smallest != np.arange(300)).tolist()
+    monkeypatch.setattr(run, "_STEP_DOCUMENTS", 70)
+    firsts = find_clusters(300, [tmp_path / str(number) for number in range(3)])
+    assert firsts.tolist() == smallest.tolist()
+    assert count_cluster_sizes(firsts).tolist() == [smallest.tolist().count(first) for first in smallest]
 
 
 def test_corpora_that_cannot_be_compared_are_refused(tmp_path):

@@ -173,7 +173,7 @@ def change_filter(workspace):
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(change_input, r"a\.jsonl"), (change_tokenizer, r"vocab\.txt"), (change_filter, "--filter own:keep")],
+    [(change_input, r"a\.jsonl"), (change_tokenizer, r"vocab\.txt"), (change_filter, r"own\.py")],
 )
 def test_file_that_changes_after_the_plan_ends_the_run(workspace, change, name):
     for file in ("a", "b"):

@@ -1,0 +1,5 @@
+"""A function for `neobert add-attributes`."""
+
+
+def words(record):
+    return {"words": len(record.text.split())}
