@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 from itertools import islice, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from unit.data.corpus.memory_corpus import (
@@ -18,7 +19,7 @@ from unit.data.corpus.memory_corpus import (
 )
 
 from megatron_neobert.data.batches.masking import MaskingScheme
-from megatron_neobert.data.batches.stream import BatchStream, PackedBatch
+from megatron_neobert.data.batches.stream import BatchStream, PackedBatch, StepBatches
 from megatron_neobert.data.batches.windows import Cursor, Source
 from megatron_neobert.errors import CheckpointError
 
@@ -159,3 +160,17 @@ def test_a_cursor_of_another_corpus_is_refused(corpus, cursor):
     message = f"at packed sequence {cursor.row} of window {cursor.window}, which these documents do not have"
     with pytest.raises(CheckpointError, match=message):
         next(replace(stream_of(corpus), cursor=cursor).steps())
+
+
+@pytest.mark.usefixtures("windows_of_40_documents")
+def test_this_ranks_documents_are_prefetched_four_steps_ahead_and_batches_do_not_change(corpus):
+    corpus.is_remote = True
+    stream = replace(stream_of(corpus, document_block_size=10), data_parallel_rank=1, data_parallel_size=2)
+    batches = list(islice(stream.global_batches(), 34))
+    for number, (step, (packed, cursor)) in enumerate(zip(stream.steps(), batches[:30], strict=False)):
+        # The first step prefetches five global batches, later steps one. This rank has micro-batches 1 and 3.
+        prefetched = batches[:5] if number == 0 else [batches[number + 4]]
+        expected = [ahead.take(first, first + 2).segments.documents_n for ahead, _ in prefetched for first in (2, 6)]
+        assert np.concatenate(corpus.prefetched).tolist() == np.concatenate(expected).tolist()
+        assert contents([step]) == contents([StepBatches(stream.build(packed), cursor)])
+        corpus.prefetched.clear()

@@ -29,9 +29,7 @@ def prefix(place, name="run", end=""):
 
 
 def settings(place, *data_path, **changes):
-    return DataConfig(
-        **{"data_path": data_path or (prefix(place),), "tokenizer_model": str(place.vocab), **changes},
-    )
+    return DataConfig(**{"data_path": data_path or (prefix(place),), "tokenizer_model": str(place.vocab), **changes})
 
 
 def numbers(source):
