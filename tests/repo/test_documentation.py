@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
