@@ -83,9 +83,6 @@ def test_settings_of_another_model_or_of_a_model_without_a_layout_are_refused(sa
     assert_nothing_written(tmp_path)
 
 
-# --- the command ---
-
-
 def to_hf(load, output, *flags):
     return call("convert", "megatron-to-hf", "--load", load, "--output", output, *flags)
 
@@ -124,9 +121,6 @@ def test_missing_checkpoint_or_file_has_its_exit_code(saved, tmp_path, monkeypat
     exit_code, _, error = to_hf("checkpoints", "model", *flags)
     assert exit_code == code and message in error
     assert_nothing_written(tmp_path)
-
-
-# --- averages of several checkpoints
 
 
 @pytest.fixture
@@ -228,9 +222,6 @@ def test_damaged_head_of_a_llama_folder_is_refused(exported):
     (damaged / "mlm_head" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(ConversionError, match=r"mlm_head/model\.safetensors: transformers cannot load it as a head"):
         compare.load_logit_model(damaged)
-
-
-# --- the comparison ---
 
 
 def test_comparison_covers_all_tokens_except_padding():

@@ -131,9 +131,6 @@ def test_shards_and_symbolic_links_are_read_like_one_file(write: WriteFolder, tm
     assert all(torch.equal(imported[name], whole[name]) for name in whole)
 
 
-# --- refused weights
-
-
 def replace_head_by_classifier(weights: dict[str, Tensor]) -> None:
     for name in [name for name in weights if name.startswith(("lm_head.", "decoder."))]:
         del weights[name]
@@ -156,9 +153,6 @@ def remove_bias(weights: dict[str, Tensor]) -> None:
 )
 def test_weights_that_do_not_fit_the_config_are_refused_by_name(write, layout, change, fields, message):
     assert message in refusal(write(layout, change, **fields))
-
-
-# --- refused files
 
 
 def remove(*names: str) -> Callable[[Path], object]:

@@ -71,13 +71,6 @@ def test_corpus_shard_of_one_whole_chunk_is_a_hard_link_or_without_links_a_copy(
     assert (copying.folder / "P_00002.bin").stat().st_nlink == 1
 
 
-@pytest.mark.parametrize(("shard_bytes", "documents"), [(2, [3, 2, 4, 5, 6]), (90, [14, 6]), (1 << 20, [20])])
-def test_corpus_shards_have_as_many_whole_chunks_as_fit(chunks, shard_bytes, documents):
-    manifest = chunks.write(shard_bytes=shard_bytes).manifest
-    assert documents_of(chunks.folder / "P") == chunks.documents
-    assert [shard.documents for shard in manifest.shards] == documents
-
-
 def test_without_rejects_the_file_of_an_earlier_run_is_removed(tmp_path):
     clean = ChunkFolder(tmp_path / "clean", inputs=((2, 4),))
     clean.files.rejects.write_text("from an earlier run")
@@ -243,9 +236,6 @@ def test_kill_at_any_moment_leaves_the_old_corpus_or_none_and_a_repeated_call_gi
     # The loop has tried every moment.
     assert 20 < change_number < 999
     assert {("P", "none"), ("P", "old"), ("P", "new")} <= outcomes
-
-
-# --- exact duplicates
 
 
 def write_hashes(folder, hashes, files=3):

@@ -93,9 +93,7 @@ def test_list_gives_the_patterns_in_its_lines(tmp_path):
 def test_folder_of_a_saved_dataset_gives_only_its_data(tmp_path, scheme):
     data = ["test/data-00000-of-00001.arrow", "train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]
     metadata = ["cache-0123456789abcdef.arrow", "state.json", "dataset_info.json"]
-    touch(
-        tmp_path, *data, "dataset_dict.json", *(f"{split}/{name}" for split in ("test", "train") for name in metadata)
-    )
+    touch(tmp_path, *data, "dataset_dict.json", *(f"{part}/{name}" for part in ("test", "train") for name in metadata))
     touch(tmp_path, "other/state.json")  # control: not in the folder of a saved dataset
     expected = [f"{scheme}{tmp_path}/{name}" for name in ("other/state.json", *data)]
     assert find_inputs([f"{scheme}{tmp_path}"]) == expected

@@ -78,9 +78,6 @@ def test_invalid_utf8_is_replaced(tmp_path, write, arrow_type):
     assert reading.texts == ["a\ufffdb", "ok"]
 
 
-# --- columns
-
-
 @pytest.mark.parametrize(
     ("key", "problem"),
     [
@@ -110,9 +107,6 @@ def test_nested_column_is_read_unless_a_column_has_the_whole_name_and_a_missing_
         assert (reading.texts, reading.rejections) == ([text], [(NULL_TEXT, 1), (NULL_TEXT, 2)])
     write(tmp_path / "input", pa.table({"data": data, "data.text": ["literal"] * 3}))
     assert texts_of(tmp_path / "input", text_key="data.text") == ["literal"] * 3
-
-
-# --- chunks, batches, memory
 
 
 def test_large_row_group_is_streamed(tmp_path):
@@ -187,9 +181,6 @@ def test_long_value_that_all_rows_share_is_decoded_for_few_rows_at_a_time(tmp_pa
         texts = [text for batch in islice(read_chunk(chunk, ReadSettings()), 30) for text in batch.texts]
     assert [len(text) for text in texts] == [LONG] * 30
     assert pool.max_memory() < 40 * LONG < 256 * LONG  # measured: 3 to 33; 256 rows at once are 256 and more
-
-
-# --- damage
 
 
 def test_truncated_table_is_refused(tmp_path, write):
