@@ -12,7 +12,7 @@ from processes import run_command
 from ranks import read_metrics
 from tests_tiny import tiny_settings
 from torch.distributed import TCPStore
-from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of
+from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of, start
 
 TORCHRUN_2 = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT]
 
@@ -39,7 +39,7 @@ def test_script_without_a_python_environment_ends_with_69_and_one_sentence(tmp_p
     python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named yaml' >&2; exit 1\n")
     python.chmod(0o755)
     ended = subprocess.run(
-        [*BASH, "--help"], env={**environment(1), "PYTHON": str(python)}, capture_output=True, text=True, check=False
+        [*BASH, "--help"], env=environment(1, PYTHON=python), capture_output=True, text=True, check=False
     )
     assert (ended.returncode, len(ended.stderr.splitlines())) == (69, 1)
     assert "No module named yaml); run bash tools/prepare_environment.sh" in ended.stderr
@@ -52,10 +52,7 @@ def stopped(tiny_corpus, tmp_path_factory) -> SimpleNamespace:
 
     command = [*BASH, *flags(tiny_corpus, run.save, train_iters=100_000, num_workers=1)]
     variables = environment(2, TMPDIR=run.temporary)
-    with subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
+    with start(command, variables) as process:
         next(line for line in process.stdout if line.startswith("iteration 3/"))
         launcher = psutil.Process(process.pid)
         ranks = launcher.children()
@@ -108,9 +105,7 @@ def test_torchrun_resumes_a_run_of_the_bash_script(stopped, tiny_corpus):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_start_ends_with_its_exit_code_and_one_sentence(
-    tiny_corpus, tmp_path, monkeypatch, change, code, message
-):
+def test_wrong_start_ends_with_its_code_and_one_sentence(tiny_corpus, tmp_path, monkeypatch, change, code, message):
     monkeypatch.chdir(tmp_path)
     ended = run_command("megatron_neobert.launch", SCRIPT, *flags(tiny_corpus, train_iters=2, **change))
     assert ended.refused(code), ended.output
@@ -143,10 +138,7 @@ def test_second_interrupt_aborts_launcher_and_ranks_with_130(tiny_corpus, tmp_pa
     script = tmp_path / "hanging.py"
     script.write_text(HANGING_SCRIPT)
     command = [sys.executable, "-m", "megatron_neobert.launch", str(script), *flags_of(tiny_settings(tiny_corpus))]
-    with subprocess.Popen(
-        command, env=environment(2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
+    with start(command, environment(2)) as process:
         assert any("rank 1 sleeps" in line for line in process.stdout)
         ranks = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)

@@ -74,15 +74,24 @@ def largest_relative_gap(first: dict[int, float], second: dict[int, float]) -> f
     return max(abs(first[key] - second[key]) / abs(first[key]) for key in first)
 
 
+@pytest.fixture
+def gaps_of(tiny_corpus, one_rank, tmp_path) -> Callable[..., dict[str, float]]:
+    """Return a function that trains in a layout, and returns the largest gap to one rank for each of these metrics."""
+
+    def train(name: str, *keys: str, **changes: Any) -> dict[str, float]:
+        world_size, layout = LAYOUTS[name]
+        train_on_ranks(run_of(tiny_corpus, tmp_path, **changes, **layout), world_size=world_size)
+        expected = one_rank(**changes)
+        gaps = {key: largest_relative_gap(read_metrics(expected, key), read_metrics(tmp_path, key)) for key in keys}
+        print(f"{name} {changes}: {gaps}")
+        return gaps
+
+    return train
+
+
 @pytest.mark.parametrize("name", quick_only(LAYOUTS, *QUICK))
-def test_every_layout_gives_the_loss_curve_of_one_rank(tiny_corpus, one_rank, tmp_path, name):
-    world_size, layout = LAYOUTS[name]
-    train_on_ranks(run_of(tiny_corpus, tmp_path, **layout), world_size=world_size)
-    gaps = {
-        key: largest_relative_gap(read_metrics(one_rank(), key), read_metrics(tmp_path, key))
-        for key in ("loss", "grad_norm", "validation_loss", "consumed_tokens")
-    }
-    print(f"{name}: {gaps}")
+def test_every_layout_gives_the_loss_curve_of_one_rank(gaps_of, tmp_path, name):
+    gaps = gaps_of(name, "loss", "grad_norm", "validation_loss", "consumed_tokens")
     assert len(read_metrics(tmp_path)) == STEPS
     assert gaps["loss"] <= LAYOUT_LOSS.gate
     assert gaps["grad_norm"] <= LAYOUT_GRAD_NORM.gate
@@ -91,21 +100,11 @@ def test_every_layout_gives_the_loss_curve_of_one_rank(tiny_corpus, one_rank, tm
 
 
 @pytest.mark.parametrize("name", quick_only(IN_BF16))
-def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(tiny_corpus, one_rank, tmp_path, name):
-    world_size, layout = LAYOUTS[name]
-    train_on_ranks(run_of(tiny_corpus, tmp_path, bf16=True, **layout), world_size=world_size)
-    gap = largest_relative_gap(read_metrics(one_rank(bf16=True)), read_metrics(tmp_path))
-    print(f"{name} in bfloat16: {gap}")
-    assert gap <= BF16_LAYOUT_LOSS.gate
+def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(gaps_of, name):
+    assert gaps_of(name, "loss", bf16=True)["loss"] <= BF16_LAYOUT_LOSS.gate
 
 
 @pytest.mark.parametrize("name", quick_only(QUICK, "context 2"))
-def test_every_layout_gives_the_loss_curve_of_one_rank_with_causal_attention(tiny_corpus, one_rank, tmp_path, name):
-    world_size, layout = LAYOUTS[name]
-    train_on_ranks(run_of(tiny_corpus, tmp_path, objective="clm", **layout), world_size=world_size)
-    gaps = [
-        largest_relative_gap(read_metrics(one_rank(objective="clm"), key), read_metrics(tmp_path, key))
-        for key in ("loss", "validation_loss")
-    ]
-    print(f"{name}, causal: {gaps}")
-    assert max(gaps) <= LAYOUT_LOSS.gate
+def test_every_layout_gives_the_loss_curve_of_one_rank_with_causal_attention(gaps_of, name):
+    gaps = gaps_of(name, "loss", "validation_loss", objective="clm")
+    assert max(gaps.values()) <= LAYOUT_LOSS.gate

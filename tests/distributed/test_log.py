@@ -80,10 +80,8 @@ def test_every_layout_logs_the_operations_and_packing_efficiency_of_its_document
     operations = read_metrics(run.checkpoint.save, "tflops_per_rank")
     vocab_size = load_tokenizer(Path(run.data.tokenizer_model)).vocab_size
     for iteration, batch in enumerate(plain.batches, start=1):
-        expected = training_flops_per_token(
-            run, vocab_size=vocab_size, document_tokens=batch["pairs"] / batch["tokens"]
-        )
-        assert operations[iteration] * 1e12 / rates[iteration] == pytest.approx(expected)
+        planned = training_flops_per_token(run, vocab_size=vocab_size, document_tokens=batch["pairs"] / batch["tokens"])
+        assert operations[iteration] * 1e12 / rates[iteration] == pytest.approx(planned)
     efficiencies = read_metrics(run.checkpoint.save, "fill")
     capacity = GLOBAL_BATCH_SIZE * SEQ_LENGTH
     assert list(efficiencies.values()) == [batch["tokens"] / capacity for batch in plain.batches]

@@ -20,7 +20,7 @@ from ranks import read_metrics, train_on_ranks
 from test_layouts import largest_relative_gap
 from tests_tiny import tiny_settings
 from tolerances import LAYOUT_LOSS
-from training_command import BASH, SCRIPT, environment, flags_of, free_port
+from training_command import BASH, SCRIPT, environment, flags_of, free_port, start
 
 from megatron_neobert.runtime.store import serve_store
 
@@ -36,18 +36,9 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
 
     one_rank, two_nodes = settings_of("one rank"), settings_of("two nodes", load=str(tmp_path / "two nodes"))
     nodes = {"NNODES": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    first, second = (
-        subprocess.Popen(
-            [*BASH, *flags_of(two_nodes)],
-            env=environment(2, NODE_RANK=rank, **nodes),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    )
+    command = [*BASH, *flags_of(two_nodes)]
+    first, second = (start(command, environment(2, NODE_RANK=rank, **nodes)) for rank in (0, 1))
     with first, second:
-        assert first.stdout is not None and second.stdout is not None
         output = list(itertools.takewhile(lambda line: not line.startswith("iteration 1/"), first.stdout))
         second.send_signal(signal.SIGTERM)
         output += first.stdout
@@ -83,9 +74,7 @@ def start_both(
         return list(threads.map(launch, range(2), (first, second)))
 
 
-def test_node_with_a_wrong_setting_ends_at_once_and_the_other_node_after_the_timeout(
-    tiny_corpus, tmp_path, monkeypatch
-):
+def test_node_with_a_wrong_setting_ends_at_once_and_the_other_after_the_timeout(tiny_corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
     port = free_port()
@@ -116,9 +105,7 @@ def test_duplicate_node_rank_or_missing_node_ends_with_one_sentence(tiny_corpus)
     ("flags", "ranks", "difference"),
     [(["--lr", "0.5"], (1, 1), "--lr 0.5, not "), ([], (1, 2), "NPROC_PER_NODE 2, not 1")],
 )
-def test_nodes_with_different_settings_end_before_training_with_both_values(
-    tiny_corpus, tmp_path, flags, ranks, difference
-):
+def test_nodes_with_different_settings_end_with_both_values(tiny_corpus, tmp_path, flags, ranks, difference):
     common = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
     common += ["--micro-batch-size", "1", "--global-batch-size", "12"]  # for 2, 3 and 4 ranks
     port = free_port()
@@ -197,17 +184,10 @@ def test_node_that_loses_a_rank_of_another_node_ends_in_seconds_and_names_the_ra
     settings = tiny_settings(tiny_corpus, training={"train_iters": 100_000, "eval_iters": 0})
     variables = {"NNODES": 2, "MASTER_ADDR": "node0", "MASTER_PORT": 29511}
     first, second = (
-        subprocess.Popen(
-            [*prefix, *BASH, *flags_of(settings)],
-            env=environment(2, NODE_RANK=rank, **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        start([*prefix, *BASH, *flags_of(settings)], environment(2, NODE_RANK=rank, **variables))
         for rank, prefix in enumerate(nodes)
     )
     with first, second:
-        assert first.stdout is not None and second.stdout is not None
         log = list(itertools.takewhile(lambda line: not line.startswith("iteration 1/"), first.stdout))
         (rank_3,) = (
             rank for rank in psutil.Process(second.pid).children(recursive=True) if rank.environ().get("RANK") == "3"

@@ -52,14 +52,6 @@ def forbid_drawing() -> None:
     initialization._draw = draw
 
 
-def stop_and_resume(settings, *, world_size: int, **sections: dict) -> Path:
-    stop = {**sections.pop("training", {}), "exit_interval": STOP}
-    for prepare in (None, forbid_drawing):  # the first start stops after STOP, and the second resumes
-        run = settings("stopped", training=stop, **sections)
-        train_on_ranks(run, world_size=world_size, prepare=prepare)
-    return Path(run.checkpoint.save)
-
-
 def test_only_a_fresh_run_draws_initial_weights(settings):
     with pytest.raises(ProcessRaisedException, match="drew embedding"):
         train_on_ranks(settings("fresh"), prepare=forbid_drawing)
@@ -81,11 +73,16 @@ def test_only_a_fresh_run_draws_initial_weights(settings):
 def test_losses_after_resume_equal_the_uninterrupted_run_bit_for_bit(settings, case):
     world_size, parallel, sections = CASES[case]
     sections = {"model": FOUR_LAYERS, "parallel": parallel, **sections}
+    # The validation that is due at the stop is made after resuming.
+    sections["training"] = {"eval_interval": STOP, **sections.get("training", {})}
     uninterrupted = settings("uninterrupted", **sections)
     train_on_ranks(uninterrupted, world_size=world_size)
-    save = stop_and_resume(settings, world_size=world_size, **sections)
+    assert list(read_metrics(uninterrupted.checkpoint.save, "validation_loss")) == [STOP, ITERATIONS]
+    stopped = settings("stopped", **sections).with_section("training", exit_interval=STOP)
+    for prepare in (None, forbid_drawing):  # the first start stops after STOP, and the second resumes
+        train_on_ranks(stopped, world_size=world_size, prepare=prepare)
     for key in ("loss", "grad_norm", "consumed_tokens", "validation_loss"):
-        assert read_metrics(save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
+        assert read_metrics(stopped.checkpoint.save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
 
 
 # A chain of layouts that each load and save the checkpoint of the one before. With three ranks, ranges begin and end
@@ -142,16 +139,6 @@ def test_a_checkpoint_goes_on_in_another_layout(settings, move):
         assert read_metrics(run.checkpoint.save, key) == read_metrics(uninterrupted.checkpoint.save, key), key
     gap = largest_relative_gap(read_metrics(uninterrupted.checkpoint.save), read_metrics(run.checkpoint.save))
     assert gap <= LAYOUT_LOSS.gate
-
-
-def test_validation_at_the_iteration_of_a_stop_is_made_after_resuming(settings):
-    due = {"eval_interval": STOP}
-    uninterrupted = settings("uninterrupted", training=due)
-    train_on_ranks(uninterrupted)
-    save = stop_and_resume(settings, world_size=1, training=due)
-    expected = read_metrics(uninterrupted.checkpoint.save, "validation_loss")
-    assert list(expected) == [STOP, ITERATIONS]
-    assert read_metrics(save, "validation_loss") == expected
 
 
 def test_finished_run_trains_nothing_when_started_again(settings, capfd):

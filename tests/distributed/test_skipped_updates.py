@@ -166,9 +166,7 @@ def test_skipped_update_uses_up_its_batch_and_its_learning_rate(settings, tmp_pa
         ((1, 2, 3), "muon", False),
     ],
 )
-def test_too_many_skipped_updates_in_a_row_save_and_end_all_ranks(
-    settings, tmp_path, iterations, optimizer, is_distributed
-):
+def test_too_many_skipped_updates_save_and_end_all_ranks(settings, tmp_path, iterations, optimizer, is_distributed):
     poison = Poison(tmp_path / "notes", iterations=iterations, rank=1)
     *_, first, last, _ = iterations
 

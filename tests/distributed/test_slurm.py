@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import read_metrics
 from tests_tiny import tiny_settings
-from training_command import REPOSITORY, environment, flags_of
+from training_command import REPOSITORY, environment, flags_of, start
 
 from megatron_neobert.config.schema import Settings
 
@@ -60,13 +60,7 @@ def cluster(tmp_path: Path) -> Path:
 def submit(cluster: Path, settings: Settings, *, nodes: int) -> subprocess.Popen[str]:
     job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_NUM_NODES": nodes}
     job |= {"SLURM_SUBMIT_DIR": REPOSITORY, "SLURM_CPUS_PER_TASK": 1, "PATH": f"{cluster}:{os.environ['PATH']}"}
-    return subprocess.Popen(
-        ["bash", TEMPLATE, *flags_of(settings)],
-        env=environment(1, **job),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return start(["bash", TEMPLATE, *flags_of(settings)], environment(1, **job))
 
 
 @pytest.mark.slow
@@ -75,7 +69,6 @@ def test_job_told_to_stop_is_requeued_and_resumes_and_a_file_stop_ends_it(tiny_c
     settings = settings.with_section("checkpoint", load=settings.checkpoint.save)
     settings = settings.with_section("training", train_iters=TRAIN_ITERS, eval_interval=TRAIN_ITERS)
     with submit(cluster, settings, nodes=2) as job:
-        assert job.stdout is not None
         said = []
         for line in job.stdout:
             said.append(line)
@@ -91,7 +84,6 @@ def test_job_told_to_stop_is_requeued_and_resumes_and_a_file_stop_ends_it(tiny_c
 
     (cluster / "requeued").unlink()
     with submit(cluster, settings, nodes=2) as job:
-        assert job.stdout is not None
         said = []
         for line in job.stdout:
             said.append(line)
@@ -119,14 +111,12 @@ def end_with(cluster, tmp_path):
     def submit_and_end(code: int, *, checkpoint: str = "", flags: Sequence[str] = ("--save", str(save))):
         variables = {"EXIT_CODE": str(code), "CHECKPOINT": checkpoint, "SAVE": str(save), "SLURM_JOB_ID": "7"}
         variables |= {"SLURM_JOB_NODELIST": "node-[1-2]", "PATH": f"{cluster}:{os.environ['PATH']}"}
-        with subprocess.Popen(
-            ["bash", TEMPLATE, *flags], env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True
-        ) as job:
-            _, log = job.communicate()
-        assert job.returncode == code, log
+        command = ["bash", TEMPLATE, *flags]
+        job = subprocess.run(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+        assert job.returncode == code, job.stderr
         was_requeued = (cluster / "requeued").exists()
         (cluster / "requeued").unlink(missing_ok=True)
-        return was_requeued, log
+        return was_requeued, job.stderr
 
     return submit_and_end
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,12 @@ def environment(ranks: int, **variables: object) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     variables = {"PYTHON": sys.executable, "PYTHONPATH": path, "NPROC_PER_NODE": ranks, **variables}
     return clean_environment() | {name: str(value) for name, value in variables.items()}
+
+
+def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a command with both streams in one pipe."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=variables, text=True, **streams)
 
 
 def flags_of(settings: Settings) -> list[str]:

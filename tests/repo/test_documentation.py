@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
@@ -132,10 +132,8 @@ def figures():
 def test_figures_show_the_numbers_of_their_sources(figures):
     """`python docs/figures.py` draws them again."""
     for name, (read_source, _) in figures.SOURCES.items():
-        shown = re.search(r"<dc:description>(.*?)</dc:description>", read(figures.FIGURES / f"{name}.svg"), re.DOTALL)[
-            1
-        ]
-        assert json.loads(html.unescape(shown)) == json.loads(json.dumps(read_source())), name
+        text = re.search(r"<dc:description>(.*?)</dc:description>", read(figures.FIGURES / f"{name}.svg"), re.DOTALL)[1]
+        assert json.loads(html.unescape(text)) == json.loads(json.dumps(read_source())), name
 
 
 def test_figure_of_the_readme_follows_the_tables_of_the_performance_page(figures):

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash") or "bash"
 
 STAND_IN = """#!{bash}

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY
 from processes import clean_environment
 from security.good_inputs import write_eurobert
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *REPOSITORY.glob("tools/*.sh"), REPOSITORY / ".ci" / "run"])
 WITH_HELP = ["examples/quickstart.sh", "examples/speedrun.sh", "tools/prepare_environment.sh"]

@@ -7,8 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from commands import REPOSITORY
 
 
 @dataclass(frozen=True)

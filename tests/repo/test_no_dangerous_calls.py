@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TOPS = ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples")
 SOURCES = sorted(path for top in TOPS for path in (REPOSITORY / top).rglob("*.py"))
 SOURCES += [REPOSITORY / "setup.py", REPOSITORY / "examples" / "pretrain_neobert.sh"]  # a shell and a Python program

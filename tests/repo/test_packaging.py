@@ -1,6 +1,5 @@
 """setup.py, constraints.txt, containers/ and the imports of the code are consistent."""
 
-import ast
 import importlib.metadata
 import re
 import runpy
@@ -9,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import setuptools
+from commands import REPOSITORY
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from test_import_direction import MODULES, imported_names
 
 from megatron_neobert.errors import MODULES_OF_EXTRAS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 # Optional packages that setup.py does not list: NVIDIA's Apex is not on the registry, and FlashAttention is chosen by
 # the owner of the GPU machine.
@@ -66,12 +66,7 @@ def requirements(metadata: dict, *extras: str) -> list[Requirement]:
 
 
 def third_party_imports(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add((node.module or "").split(".")[0])
+    names = {name.split(".")[0] for name in imported_names(path.read_text(encoding="utf-8"))}
     own = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarks"}
     return names - set(sys.stdlib_module_names) - own - NEVER_REQUIRED
 
@@ -100,13 +95,11 @@ def test_every_imported_package_is_declared(metadata):
     distributions = importlib.metadata.packages_distributions()
     declared = {canonicalize_name(line.name) for line in requirements(metadata, *metadata["extras_require"])}
     missing = {}
-    for top in ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks"):
-        for path in (REPOSITORY / top).rglob("*.py"):
-            for name in third_party_imports(path):
-                found = PROVIDED_BY.get(name) or distributions.get(name, [name])
-                providers = {canonicalize_name(provider) for provider in found}
-                if not providers & declared:
-                    missing.setdefault(name, []).append(str(path.relative_to(REPOSITORY)))
+    for module, path in MODULES.items():
+        for name in third_party_imports(path):
+            found = PROVIDED_BY.get(name) or distributions.get(name, [name])
+            if not {canonicalize_name(provider) for provider in found} & declared:
+                missing.setdefault(name, []).append(module)
     assert missing == {}
 
 

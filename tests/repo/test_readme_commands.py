@@ -16,11 +16,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import REPOSITORY
 from test_tutorial import TINY
 
 from megatron_neobert.__main__ import find_command
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((REPOSITORY / "docs").glob("*.md")))]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import REPOSITORY
 from distributed.ranks import read_metrics
 from security.small_sentencepiece import write_model
 from unit.data.small_corpus import random_documents, write_corpus
@@ -26,7 +27,6 @@ from megatron_neobert.planning.plan import print_plan
 from megatron_neobert.runtime import distributed
 from megatron_neobert.training.loop import run_training
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "examples" / "configs"
 EVALUATIONS = set(CONFIGS.glob("evaluation/*"))  # not recipes of neobert train
 RECIPES = sorted(  # links are skipped: M9 is a second name of the stages
@@ -123,9 +123,7 @@ def test_documentation_lists_the_recipe_with_its_parameters(recipe):
 
 
 @each_recipe
-def test_recipe_is_valid_and_its_model_has_the_planned_parameters(
-    recipe, corpus, no_process_group_left, monkeypatch, capsys
-):
+def test_recipe_is_valid_and_has_the_planned_parameters(recipe, corpus, no_process_group_left, monkeypatch, capsys):
     """The model is built at full size on the meta device, where no weight is allocated."""
     ranks = {"tiny": 2, "laptop": 1, "laptop_clm": 1, "laptop_plain": 1}.get(recipe.stem, 8)  # 8: the paper's machine
     settings = settings_of(recipe, corpus, ranks=ranks)

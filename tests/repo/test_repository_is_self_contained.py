@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MAXIMUM_LINES = 400
 # All classes of an export are in one file, which is exported alone.
 LONGEST_OF_NAME = {"megatron_neobert/huggingface/modeling_neobert.py": 600}

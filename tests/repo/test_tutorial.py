@@ -11,9 +11,8 @@ import venv
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT
+from commands import ENVIRONMENT, REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE, NOTEBOOK = REPOSITORY / "docs" / "tutorial.md", REPOSITORY / "docs" / "tutorial.ipynb"
 # In the place of 500 iterations; a file goes before the recipe of its name.
 TINY = """

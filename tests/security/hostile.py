@@ -35,10 +35,8 @@ def seal(folder: Path) -> None:
     """Write a manifest that matches the files of a checkpoint's folder, as an attacker would."""
     manifest = folder / "MANIFEST.json"
     files = [path for path in folder.rglob("*") if path.is_file() and path != manifest]
-    listed = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files
-    }
-    manifest.write_text(json.dumps({"format": 1, "files": listed}))
+    found = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
+    manifest.write_text(json.dumps({"format": 1, "files": found}))
 
 
 def each(*patterns: str, change: Callable[[Path, Canary], object]) -> Spoil:

@@ -127,9 +127,7 @@ KINDS = {
     ),
     "tokenizer.json": tokenizer_file("tokenizer.json", good.write_tokenizer),
     "vocab.txt": tokenizer_file("vocab.txt", good.write_tokenizer),
-    "tokenizer.model": tokenizer_file(
-        "tokenizer.model", lambda folder: write_sentencepiece(folder / "tokenizer.model")
-    ),
+    "tokenizer.model": tokenizer_file("tokenizer.model", lambda place: write_sentencepiece(place / "tokenizer.model")),
     "checkpoint": Kind(write_checkpoint, read_sealed_checkpoint, 78),
     "model": Kind(good.write_model, read_model, 78),
     "neobert model": Kind(good.write_neobert, read_model, 78),

@@ -15,7 +15,6 @@ from readers import KINDS, Kind, read_settings
 from refusals import bounded
 
 from megatron_neobert.cli import flag_of
-from megatron_neobert.config.data_path import parse_data_path, whole_weights
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError, NeoBERTError
 
@@ -81,16 +80,3 @@ def test_random_command_line_is_refused_or_gives_valid_settings(tmp_path_factory
         assert_short(error)
     except OSError:  # a file name that is too long
         assert "--config" in words
-
-
-@examples(400)
-@given(entries=st.lists(st.one_of(WORDS, st.sampled_from(["a", "b:min=2", "b:max=1", "1", "0.1", "1e-9"])), max_size=6))
-def test_random_blend_is_refused_or_has_integer_weights(entries: list[str]):
-    try:
-        with bounded():
-            components = parse_data_path(entries)
-    except ConfigError as error:
-        assert_short(error)
-    else:
-        assert all(weight >= 1 for weight in whole_weights(components))
-        assert len({str(component) for component in components}) == len(components)

@@ -56,7 +56,6 @@ def test_hostile_content_is_refused_with_its_reason_and_the_exit_code_of_its_kin
 
 COMMAND_LINES = [
     (["--bf16=false"], 2, "ignored explicit argument 'false'"),
-    (["--train-iters", "²"], 2, "'²' is not a whole number"),
     (["--train-iters", "1e19"], 2, "is beyond 9223372036854775807"),
     (["--hidden-size", "1000000000001"], 2, "--hidden-size 1000000000001 is not a multiple"),
     (["--save", os.fsdecode(b"caf\xe9")], 2, "--save 'caf\\udce9' is not a text in UTF-8"),
@@ -65,7 +64,6 @@ COMMAND_LINES = [
     (["--data-path", "a:min=٣"], 2, "':min=٣' is not a limit"),
     (["--data-path", "1", "a", "1", "a"], 2, "names a 2 times; name it once"),
     (["--data-path", *["1", "a"] * 1025], 2, "names 1,025 corpora, more than 1,024"),
-    (["--data-path", "1/3", "a", "1", "b"], 2, "'1/3', the weight of a, is not a finite number above 0"),
     (["--data-path", "{corpus}"], 66, "no corpus"),
     (["--data-path", "{corpus}/small.bin"], 66, "give the prefix without .bin"),
     (["--data-path", "{corpus}/small.bin/deeper"], 66, "no corpus"),
@@ -87,15 +85,10 @@ def flags_of(corpus: Path) -> list[str]:
     return ["--data-path", f"{corpus}/small", "--tokenizer-model", f"{corpus}/tokenizer", "--split", "100"]
 
 
-@pytest.mark.parametrize(
-    ("words", "exit_code", "sentence"), COMMAND_LINES, ids=[" ".join(words)[:40] for words, _, _ in COMMAND_LINES]
-)
+@pytest.mark.parametrize(("words", "exit_code", "sentence"), COMMAND_LINES)
 def test_wrong_command_line_is_refused_before_the_run_starts(corpus, words, exit_code, sentence):
     arguments = [word.replace("{corpus}", str(corpus)) for word in words]
     assert_refused(lambda: start_checks(*flags_of(corpus), *arguments), exit_code, sentence)
-
-
-# --- unusual files and names that are valid
 
 
 @pytest.mark.parametrize("text", ["", "model:\n", "\ufeffmodel: {}\n", "---\n...\n", "null\n"])

@@ -83,9 +83,6 @@ def test_settings_of_another_model_or_of_a_model_without_a_layout_are_refused(sa
     assert_nothing_written(tmp_path)
 
 
-# --- the command ---
-
-
 def to_hf(load, output, *flags):
     return call("convert", "megatron-to-hf", "--load", load, "--output", output, *flags)
 
@@ -117,18 +114,13 @@ def test_existing_output_is_refused_and_not_changed(saved, tmp_path, existing):
         ([], "rank_00000.safetensors", 78, "rank_00000.safetensors: missing"),
     ],
 )
-def test_missing_checkpoint_or_file_has_its_message_and_exit_code(
-    saved, tmp_path, monkeypatch, flags, missing, code, message
-):
+def test_missing_checkpoint_or_file_has_its_exit_code(saved, tmp_path, monkeypatch, flags, missing, code, message):
     monkeypatch.chdir(tmp_path)
     if missing:
         (saved.iteration_folder / missing).unlink()
     exit_code, _, error = to_hf("checkpoints", "model", *flags)
     assert exit_code == code and message in error
     assert_nothing_written(tmp_path)
-
-
-# --- averages of several checkpoints
 
 
 @pytest.fixture
@@ -156,10 +148,7 @@ def test_average_of_checkpoints_is_a_checkpoint_with_their_mean(run, tmp_path, i
 
 @pytest.mark.parametrize(
     ("last", "code", "message"),
-    [
-        (4, 66, "has 3 checkpoints up to iteration 50, fewer than --last 4"),
-        (3, 78, "are checkpoints of different models"),
-    ],
+    [(4, 66, "has 3 checkpoints up to iteration 50, fewer than"), (3, 78, "are checkpoints of different models")],
 )
 def test_too_few_checkpoints_and_checkpoints_of_different_models_are_refused(run, saved, tmp_path, last, code, message):
     settings = saved.iteration_folder / "settings.yaml"
@@ -233,9 +222,6 @@ def test_damaged_head_of_a_llama_folder_is_refused(exported):
     (damaged / "mlm_head" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(ConversionError, match=r"mlm_head/model\.safetensors: transformers cannot load it as a head"):
         compare.load_logit_model(damaged)
-
-
-# --- the comparison ---
 
 
 def test_comparison_covers_all_tokens_except_padding():

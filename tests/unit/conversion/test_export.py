@@ -124,9 +124,6 @@ def test_report_and_card_state_that_a_run_continued_from_other_weights(saved: Sa
     assert "It continued from the weights of another run or model" in card
 
 
-# --- config.json ---
-
-
 def test_neobert_config_has_the_published_fields(shared_data: Path):
     published = read_json(shared_data / "fixtures" / "hf_config.json")
     bert = load_tokenizer(shared_data / "tokenizers" / "bert-base-uncased" / "vocab.txt")
@@ -143,9 +140,6 @@ def test_feed_forward_width_that_the_neobert_layout_cannot_express_is_refused(sa
     shape = replace(SHAPE, model=replace(MODEL, ffn_hidden_size=44))
     with pytest.raises(ConversionError, match="--ffn-hidden-size 44 is not a multiple of 8"):
         build_config("neobert", FolderSpec(shape, load_tokenizer(saved.vocabulary)))
-
-
-# --- folders with --sentence-transformers, loaded with that library
 
 
 TEXTS = ["the cat sat on a mat .", "a mat"]

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -91,3 +93,20 @@ def cut_small(monkeypatch, chunk_bytes):
     monkeypatch.setattr(
         plan_module, "split_into_chunks", lambda path, read: split_into_chunks(path, read, chunk_bytes=chunk_bytes)
     )
+
+
+LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+LETTERS += [f"##{letter}" for letter in LETTERS]
+
+
+def make_place(folder: Path, pieces: Sequence[str]) -> Path:
+    """The folder with a vocab.txt of these pieces, and an empty folder of shards in it."""
+    write_vocabulary(folder / "vocab.txt", pieces)
+    (folder / "shards").mkdir()
+    return folder
+
+
+def arguments_of(place: Path, *more: object) -> tuple[object, ...]:
+    """Return the arguments of a preprocessing that writes place/run_content_document."""
+    given = {"--input": place / "shards", "--output-prefix": place / "run", "--tokenizer-model": place / "vocab.txt"}
+    return (*(word for pair in given.items() if pair[0] not in more for word in pair), *more)

@@ -3,35 +3,27 @@
 import importlib.util
 import json
 import random
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from commands import ENVIRONMENT, REPOSITORY, run, run_forked
+from commands import call, run, run_forked
 
-from benchmarks import benchmark_loader, benchmark_step
+from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step
+from benchmarks.benchmark_preprocessing import Measured
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import DataError
 
 # --- preprocessing
-
-# The command with another tool, {definition}, in its table.
-WITH_OTHER_TOOL = """
-from benchmarks import benchmark_preprocessing as tool
-tool.TOOLS["other"] = {definition}
-tool.run_command(tool.main)
-"""
 
 
 class Inputs(NamedTuple):
     files: list[str]
     texts: list[str]
     vocabulary: Path
-    cased: Path  # tokenizer.json with the same vocabulary, without lowercasing
 
     @property
     def flags(self) -> list[str]:
@@ -55,25 +47,14 @@ def inputs(tmp_path_factory) -> Inputs:
         pq.write_table(pa.table({"content": texts[40 * number :][:40]}), file)
     tokenizer = train_wordpiece(texts, vocab_size=150, lowercase=True, min_frequency=2)
     tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
-    content = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())
-    content["normalizer"]["lowercase"] = False
-    (folder / "cased.json").write_text(json.dumps(content))
-    return Inputs(files, texts, folder / "tokenizer" / "vocab.txt", folder / "cased.json")
-
-
-def preprocess(inputs: Inputs, *arguments: str, definition: str | None = None) -> subprocess.CompletedProcess[str]:
-    start = [str(REPOSITORY / "benchmarks" / "benchmark_preprocessing.py")]
-    if definition is not None:
-        start = ["-c", WITH_OTHER_TOOL.format(definition=definition)]
-    command = [sys.executable, *start, *inputs.flags, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    return Inputs(files, texts, folder / "tokenizer" / "vocab.txt")
 
 
 def test_tools_that_wrote_the_same_ids_are_compared(inputs, tmp_path):
     file = tmp_path / "figures.json"
-    flags = ("--rounds", "1", "--output", str(file))
-    ended = preprocess(inputs, "--tools", "ours-fast", "ours-plain", *flags)
-    assert ended.returncode == 0, ended.stderr
+    flags = ("--tools", "ours-fast", "ours-plain", "--rounds", 1, "--output", file)
+    code, output, errors = run("benchmarks/benchmark_preprocessing.py", *inputs.flags, *flags)
+    assert code == 0, errors
     figures, expected = json.loads(file.read_text()), inputs.tokens
     assert figures["corpus"] == {"documents": 80, "text_bytes": sum(len(text.encode()) for text in inputs.texts)}
     assert figures["tokens"] == expected
@@ -84,23 +65,18 @@ def test_tools_that_wrote_the_same_ids_are_compared(inputs, tmp_path):
         assert ran["cpu_seconds"] > 0
         assert ran["peak_bytes"] > 10**7  # an interpreter with two libraries
     assert len({ran["ids_sha256"] for ran in figures["runs"]}) == 1
-    assert f"all wrote {expected:,} tokens; the same ids: ours-fast, ours-plain" in ended.stdout
+    assert f"all wrote {expected:,} tokens; the same ids: ours-fast, ours-plain" in output
 
 
-def test_a_tool_that_writes_another_number_of_tokens_is_refused(inputs, tmp_path):
-    """Negative control of all comparisons: the same library, vocabulary and texts, but one wrong setting."""
-    definition = (
-        f"lambda job, *rest: tool.our_command('reference')({{**job, 'tokenizer_model': {str(inputs.cased)!r}}}, *rest)"
-    )
-    file = tmp_path / "figures.json"
-    ended = preprocess(inputs, "--tools", "ours-plain", "other", "--output", str(file), definition=definition)
-    assert ended.returncode == DataError.exit_code
-    assert "the tools wrote different numbers of tokens: ours-plain (1 worker) " in ended.stderr
-    assert "round 1" in ended.stdout and "MB/s" not in ended.stdout
-    assert not file.exists()
-
-
-# --- training steps
+def test_a_tool_that_writes_another_number_of_tokens_is_refused(inputs, tmp_path, monkeypatch):
+    """Negative control of all comparisons."""
+    run = Measured("", 1, wall_seconds=1.0, cpu_seconds=1.0, peak_bytes=0, documents=80, tokens=0, ids_sha256=None)
+    monkeypatch.setattr(benchmark_preprocessing, "measure", lambda tool, *_: replace(run, tool=tool, tokens=len(tool)))
+    flags = ("--tools", "ours-fast", "ours-plain", "--output", tmp_path / "figures.json")
+    code, output, errors = call("benchmarks/benchmark_preprocessing.py", *inputs.flags, *flags)
+    assert code == DataError.exit_code
+    assert "different numbers of tokens: ours-fast (1 worker) 9, ours-plain (1 worker) 10" in errors
+    assert "MB/s" not in output and not (tmp_path / "figures.json").exists()
 
 
 @pytest.mark.slow
@@ -158,9 +134,6 @@ def test_a_packed_step_is_timed_without_other_layouts_and_profiled(tmp_path):
     assert figures["machine"]["kernels"].startswith("kernels on CPU: local layers")
     assert figures["waits"] is None and figures["profile"][0]["ms"] >= figures["profile"][1]["ms"] > 0
     assert "--recompute-granularity" in figures["arguments"]["flags of a run"]
-
-
-# --- loading
 
 
 @pytest.mark.slow

@@ -49,9 +49,6 @@ def test_script_imports_this_project_from_its_own_checkout(script):
     assert OWN_CHECKOUT in re.split(r"\nfrom (?:megatron_neobert|checkpoint_conversion)\b", source)[0]
 
 
-# --- without the environment
-
-
 def test_script_can_be_loaded_without_any_package():
     """Its packages are imported in `main`, where run_command reports a missing one."""
     code = "import runpy, sys\nfor script in sys.argv[1:]: assert 'main' in runpy.run_path(script, run_name='read')"
@@ -60,9 +57,7 @@ def test_script_can_be_loaded_without_any_package():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    "words", [(REPOSITORY / "tools/preprocess_data.py",), ("validate", "corpus")], ids=["script", "command"]
-)
+@pytest.mark.parametrize("words", [(REPOSITORY / "tools/preprocess_data.py",), ("validate", "corpus")])
 def test_command_without_the_environment_ends_with_69_and_names_the_remedy(words):
     code, errors = start(*words, options=("-S",))
     assert code == 69
@@ -76,9 +71,6 @@ def test_python_that_is_too_old_is_refused_except_by_check_environment(words, ex
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == expected
     assert ended.stderr.startswith(f"error: {sys.executable} is Python 3.9, and" if expected else "")
-
-
-# --- misspelt flags
 
 
 @pytest.fixture
@@ -103,9 +95,6 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
     direction = ["megatron-to-hf"] if str(command).endswith("convert.py") else []
     with pytest.raises(ConfigError, match=r"unknown flag --hlep; did you mean '--help'\?"):
         typed(command, *direction, "--hlep")
-
-
-# --- before torch
 
 
 def test_help_of_every_command_does_not_import_torch():
@@ -147,9 +136,6 @@ def test_missing_input_is_reported_before_torch_is_imported(tmp_path, words, cod
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     found, errors = start(*words.split(), packages=tmp_path)
     assert (found, errors[: len(reason) + 7]) == (code, f"error: {reason}")
-
-
-# --- Ctrl-C
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,5 @@ def test_url_without_a_cache_folder_is_refused(server, tiny_corpus, command):
     url = url_of(server, tiny_corpus)
     flags = ["--data-path", url, "--tokenizer-model", tiny_corpus.tokenizer] if command == "train" else [url]
     ended = run_command("megatron_neobert.__main__", *command.split(), *flags)
-    assert (
-        ended.refused(2)
-        and f"{url} needs a local cache folder; give one with --object-storage-cache-path" in ended.output
-    )
+    assert ended.refused(2) and f"{url} needs a local cache folder; give one with" in ended.output
     assert not server.requests

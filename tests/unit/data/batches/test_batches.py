@@ -1,9 +1,10 @@
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from itertools import islice, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from unit.data.corpus.memory_corpus import (
@@ -18,7 +19,8 @@ from unit.data.corpus.memory_corpus import (
 )
 
 from megatron_neobert.data.batches.masking import MaskingScheme
-from megatron_neobert.data.batches.stream import BatchStream, PackedBatch
+from megatron_neobert.data.batches.packing import Documents, concatenate_documents
+from megatron_neobert.data.batches.stream import BatchStream, PackedBatch, StepBatches
 from megatron_neobert.data.batches.windows import Cursor, Source
 from megatron_neobert.errors import CheckpointError
 
@@ -48,9 +50,7 @@ def documents_of(batch: PackedBatch) -> list[Document]:
 def sources(request, corpus, corpora) -> tuple[Source, ...]:
     if request.param == "one corpus":
         return (Source(corpus, range(150)),)
-    return tuple(
-        Source(each, range(len(each.lengths)), weight) for each, weight in zip(corpora, (1, 2, 2), strict=True)
-    )
+    return tuple(Source(one, range(len(one.lengths)), weight) for one, weight in zip(corpora, (1, 2, 2), strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -159,3 +159,54 @@ def test_a_cursor_of_another_corpus_is_refused(corpus, cursor):
     message = f"at packed sequence {cursor.row} of window {cursor.window}, which these documents do not have"
     with pytest.raises(CheckpointError, match=message):
         next(replace(stream_of(corpus), cursor=cursor).steps())
+
+
+@pytest.mark.usefixtures("windows_of_40_documents")
+def test_this_ranks_documents_are_prefetched_four_steps_ahead_and_batches_do_not_change(corpus):
+    corpus.is_remote = True
+    stream = replace(stream_of(corpus, document_block_size=10), data_parallel_rank=1, data_parallel_size=2)
+    batches = list(islice(stream.global_batches(), 34))
+    for number, (step, (packed, cursor)) in enumerate(zip(stream.steps(), batches[:30], strict=False)):
+        # The first step prefetches five global batches, later steps one. This rank has micro-batches 1 and 3.
+        prefetched = batches[:5] if number == 0 else [batches[number + 4]]
+        expected = [ahead.take(first, first + 2).segments.documents_n for ahead, _ in prefetched for first in (2, 6)]
+        assert np.concatenate(corpus.prefetched).tolist() == np.concatenate(expected).tolist()
+        assert contents([step]) == contents([StepBatches(stream.build(packed), cursor)])
+        corpus.prefetched.clear()
+
+
+@pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
+def test_a_concatenated_window_has_every_document_once_between_one_cls_and_one_sep(corpus, long_documents):
+    numbers = np.random.default_rng(0).permutation(150)
+    documents = Documents(numbers, corpus.lengths[numbers], epochs_n=np.full(150, 3))
+    packed = concatenate_documents(documents, seq_length=64, long_documents=long_documents)
+    segments = packed.segments
+    by_document = defaultdict(list)
+    columns = (segments.documents_n, segments.starts_n, segments.lengths_n, segments.has_cls_n, segments.has_sep_n)
+    for number, start, length, cls, sep in zip(*(column.tolist() for column in columns), strict=True):
+        by_document[number].append((start, start + length, cls, sep))
+    assert set(by_document) == set(range(150))
+    for number, ranges in by_document.items():
+        length = min(62, corpus.lengths[number]) if long_documents == "truncate" else corpus.lengths[number]
+        ranges.sort(key=lambda values: (values[0], values[1], values[3]))
+        starts, stops, cls, sep = map(list, zip(*ranges, strict=True))
+        assert cls == [True] + [False] * (len(ranges) - 1)
+        assert sep == [False] * (len(ranges) - 1) + [True]
+        assert starts == [0, *stops[:-1]] and stops[-1] == length
+    assert set(segments.epochs_n.tolist()) == {3}
+    sizes = np.add.reduceat(segments.packed_lengths_n, packed.offsets[:-1])
+    assert sorted(sizes.tolist())[1:] == [64] * (len(packed) - 1)
+    assert len(packed) == -(-int(segments.packed_lengths_n.sum()) // 64)
+
+
+def test_each_concatenated_sequence_is_one_document_for_attention_and_padding_is_a_dummy(corpus):
+    for batch in micro_batches(
+        stream_of(corpus, batch_layout="concatenated", long_documents="chunk", micro_batch_size=4), 40
+    ):
+        bounds = batch.cu_seqlens_n.tolist()
+        assert (bounds[0], bounds[-1], batch.max_seqlen) == (0, 4 * 64, 64)
+        lengths = np.diff(bounds)
+        assert 1 <= lengths.min() <= lengths.max() <= 64
+        assert batch.real_tokens == bounds[4]  # after four packed sequences, only padding follows
+        assert (batch.tokens_t[batch.real_tokens :] == IDS.pad).all()
+        assert len(bounds) == 5 + (batch.real_tokens < 256)

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
 
 def blend(corpora, *, weights=WEIGHTS, **settings) -> BatchStream:
-    sources = tuple(
-        Source(corpus, range(len(corpus.lengths)), weight) for corpus, weight in zip(corpora, weights, strict=True)
-    )
+    sources = tuple(Source(one, range(len(one.lengths)), weight) for one, weight in zip(corpora, weights, strict=True))
     return BatchStream(sources, batch_settings(**settings))
 
 

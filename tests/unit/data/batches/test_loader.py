@@ -65,9 +65,6 @@ def test_an_error_in_a_worker_keeps_its_class_and_message(load, stream):
         next(load(beyond, num_workers=1))
 
 
-# --- worker processes
-
-
 def test_batches_from_workers_hold_no_file_descriptors(stream):
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -126,9 +123,6 @@ def test_workers_end_when_their_trainer_is_killed(stream):
     trainer.kill()
     trainer.join()
     wait_for(lambda: all(has_ended(worker) for worker in workers), seconds=600)  # workers check once a second
-
-
-# --- DALI
 
 
 @pytest.mark.gpu

@@ -3,13 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from unit.data.small_corpus import (
-    FIRST_ORDINARY,
-    made_up_draft,
-    numbered_tokenizer,
-    text_hash,
-    write_chunk,
-)
+from unit.data.small_corpus import FIRST_ORDINARY, made_up_draft, numbered_tokenizer, text_hash, write_chunk
 
 from megatron_neobert.data.corpus.attribute_columns import pack_columns
 from megatron_neobert.data.corpus.format import corpus_files

@@ -79,9 +79,7 @@ def make_boundaries_descend(prefix):
     ],
     ids=["eod of some", "single token", "boundaries", "bin", "tokenizer"],
 )
-def test_files_that_cannot_become_a_corpus_are_refused_and_nothing_is_left(
-    tmp_path, documents, damage, vocab_size, message
-):
+def test_files_that_cannot_become_a_corpus_are_refused_without_output(tmp_path, documents, damage, vocab_size, message):
     prefix = write_as_megatron(tmp_path / "M", documents)
     if damage:
         damage(prefix)

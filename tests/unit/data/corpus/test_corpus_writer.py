@@ -6,11 +6,14 @@ import shutil
 import sys
 import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 
+import numpy as np
 import pytest
 from unit.data.corpus.made_up_chunks import UNKNOWN, ChunkFolder, documents_if_it_opens, documents_of, select
 
-from megatron_neobert.data.corpus import chunk_files
+from megatron_neobert.data.corpus import chunk_files, exact_duplicates, shard_files
+from megatron_neobert.data.corpus.exact_duplicates import find_exact_duplicates
 from megatron_neobert.data.corpus.format import corpus_files, validation_files
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
@@ -26,7 +29,7 @@ def chunks(tmp_path):
 @pytest.mark.parametrize("layout", [{}, {"shard_bytes": 30}], ids=str)
 @pytest.mark.parametrize("deduplicate", [False, True])
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.4])
-def test_documents_are_those_that_a_plain_loop_selects(
+def test_documents_are_those_that_a_loop_selects(
     chunks, monkeypatch, small_windows, layout, deduplicate, validation_fraction
 ):
     if small_windows:
@@ -66,13 +69,6 @@ def test_corpus_shard_of_one_whole_chunk_is_a_hard_link_or_without_links_a_copy(
     assert linking.corpus_bytes() == copying.corpus_bytes()
     assert (linking.folder / "P_00002.bin").samefile(linking.files.partial / "000002.ids")
     assert (copying.folder / "P_00002.bin").stat().st_nlink == 1
-
-
-@pytest.mark.parametrize(("shard_bytes", "documents"), [(2, [3, 2, 4, 5, 6]), (90, [14, 6]), (1 << 20, [20])])
-def test_corpus_shards_have_as_many_whole_chunks_as_fit(chunks, shard_bytes, documents):
-    manifest = chunks.write(shard_bytes=shard_bytes).manifest
-    assert documents_of(chunks.folder / "P") == chunks.documents
-    assert [shard.documents for shard in manifest.shards] == documents
 
 
 def test_without_rejects_the_file_of_an_earlier_run_is_removed(tmp_path):
@@ -123,9 +119,7 @@ def test_whole_new_corpus_is_on_disk_before_the_first_old_file_is_removed(chunks
     assert {name for name, inode in new.items() if inode not in before_removal[0]} == set()
 
 
-@pytest.mark.parametrize(
-    "name", ["P.bin", "P.idx", "P.json", "P.attributes.parquet", "P_00000.bin", "P_validation.json"]
-)
+@pytest.mark.parametrize("name", ["P.bin", "P.json", "P.attributes.parquet", "P_00000.bin", "P_validation.json"])
 def test_every_file_of_a_corpus_is_replaced_only_with_overwrite(tmp_path, name):
     files = corpus_files(tmp_path / "P")
     # Negative control: without files, nothing is refused.
@@ -242,3 +236,28 @@ def test_kill_at_any_moment_leaves_the_old_corpus_or_none_and_a_repeated_call_gi
     # The loop has tried every moment.
     assert 20 < change_number < 999
     assert {("P", "none"), ("P", "old"), ("P", "new")} <= outcomes
+
+
+def write_hashes(folder, hashes, files=3):
+    """Write 16-byte hashes to several files."""
+    paths = [folder / f"{number}.hashes" for number in range(files)]
+    for path, indices in zip(paths, np.array_split(np.arange(len(hashes)), files), strict=True):
+        path.write_bytes(b"".join(hashes[index] for index in indices))
+    return paths
+
+
+@pytest.mark.parametrize(("step", "bucket"), [(1 << 20, 1 << 24), (7, 5), (1, 1), (64, 64)])
+@pytest.mark.parametrize("seed", range(3))
+def test_duplicates_are_those_that_a_set_finds(tmp_path, monkeypatch, step, bucket, seed):
+    """Many hashes agree in one half only."""
+    monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", step)
+    monkeypatch.setattr(exact_duplicates, "_BUCKET_DOCUMENTS", bucket)
+    generator = np.random.default_rng(seed)
+    halves = [generator.bytes(8) for _ in range(7)]
+    distinct = [first + second for first, second in product(halves, halves)]
+    hashes = [distinct[index] for index in generator.integers(0, 49, 100)]
+    seen = set()
+    expected = [hash_ in seen or seen.add(hash_) is not None for hash_ in hashes]
+    assert 0 < sum(expected) < 100
+    assert find_exact_duplicates(write_hashes(tmp_path, hashes), tmp_path).tolist() == expected
+    assert {file.suffix for file in tmp_path.iterdir()} == {".hashes"}, "buckets are removed"

@@ -209,9 +209,6 @@ def test_cache_that_cannot_be_written_is_reported_with_its_flag(server, tmp_path
         batches(corpus)
 
 
-# --- S3
-
-
 @pytest.fixture
 def bucket(original, monkeypatch):
     """The s3fs file system of a mocked server, with the corpus in s3://bucket."""

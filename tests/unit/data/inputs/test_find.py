@@ -38,9 +38,6 @@ def test_pattern_without_a_file_is_missing_input(tmp_path, pattern, scheme):
         find_inputs([f"{scheme}{tmp_path}/{pattern}"])
 
 
-# --- links and folders that cannot be read
-
-
 def test_folders_behind_links_are_read_once_and_link_cycles_end(tmp_path):
     touch(tmp_path, "other/b.jsonl", "data/a.jsonl", "data/deep/c.jsonl")
     (tmp_path / "data" / "link").symlink_to(tmp_path / "other")
@@ -83,9 +80,6 @@ def test_file_with_several_paths_is_listed_once_under_the_first_path(tmp_path, m
     assert find_inputs(["data/c.jsonl", "data"]) == ["data/c.jsonl", "data/b.jsonl"]
 
 
-# --- lists, and files that are not data
-
-
 def test_list_gives_the_patterns_in_its_lines(tmp_path):
     touch(tmp_path, "a.jsonl", "b.jsonl", "more/c.jsonl", "with space.jsonl")
     lines = [f"{tmp_path}/more", "", f"{tmp_path}/?.jsonl\r", f"  {tmp_path}/with space.jsonl"]
@@ -99,9 +93,7 @@ def test_list_gives_the_patterns_in_its_lines(tmp_path):
 def test_folder_of_a_saved_dataset_gives_only_its_data(tmp_path, scheme):
     data = ["test/data-00000-of-00001.arrow", "train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]
     metadata = ["cache-0123456789abcdef.arrow", "state.json", "dataset_info.json"]
-    touch(
-        tmp_path, *data, "dataset_dict.json", *(f"{split}/{name}" for split in ("test", "train") for name in metadata)
-    )
+    touch(tmp_path, *data, "dataset_dict.json", *(f"{part}/{name}" for part in ("test", "train") for name in metadata))
     touch(tmp_path, "other/state.json")  # control: not in the folder of a saved dataset
     expected = [f"{scheme}{tmp_path}/{name}" for name in ("other/state.json", *data)]
     assert find_inputs([f"{scheme}{tmp_path}"]) == expected
@@ -114,9 +106,6 @@ def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
     touch(tmp_path, *about, *data)
     assert find_inputs([str(tmp_path)]) == [str(tmp_path / name) for name in data]
     assert find_inputs([str(tmp_path / "LICENSE")]) == [str(tmp_path / "LICENSE")]
-
-
-# --- URLs
 
 
 @pytest.fixture

@@ -104,9 +104,6 @@ def test_only_invalid_unicode_is_replaced(tmp_path, line, text):
     assert reading.texts == [text]
 
 
-# --- records between separators
-
-
 def test_chunks_of_any_size_give_the_records_of_the_whole_file(tmp_path):
     generator, settings = random.Random(0), {"input_format": "text", "text_separator": "\n"}
     path = tmp_path / "input"
@@ -157,9 +154,6 @@ def test_too_long_line_is_never_in_memory_as_a_whole(tmp_path):
         peaks.append(peak)
         assert batches[-1].texts[-1] == "short"
     assert peaks[0] < 12 << 20 < 64 << 20 < peaks[1]  # control: the limit allows the line
-
-
-# --- plain text
 
 
 def test_plain_text_file_is_one_unchanged_document(tmp_path):

@@ -58,9 +58,6 @@ def text_of(tmp_path, *records):
     return text
 
 
-# --- pages
-
-
 def test_main_text_is_taken_without_navigation_and_with_its_paragraphs(tmp_path):
     html = """<html><head><title>Title</title><style>p {color: red}</style><script>var x = 1;</script></head><body>
       <nav><ul><li><a href="/">Home</a><li><a href="/more">More</a></ul></nav>
@@ -119,9 +116,6 @@ def test_wet_records_are_unchanged_texts_and_need_no_fastwarc(tmp_path, monkeypa
     reading = read(tmp_path / "input")
     assert reading.texts == [*texts, "\ufffd"]
     assert reading.dropped == {NOT_A_RESPONSE: 1, EMPTY_TEXT: 1}
-
-
-# --- records without a text
 
 
 @pytest.mark.parametrize(
@@ -193,9 +187,6 @@ def test_too_long_record_is_rejected_whether_compressed_or_not(tmp_path):
     assert reading.rejections == [(TOO_LONG, 2), (TOO_LONG, 3)]
     assert reading.rejected[0].detail == f"{len(blocks[0]):,} bytes"
     assert reading.rejected[1].detail == "more than 200,000 bytes"
-
-
-# --- whole archives
 
 
 @pytest.mark.parametrize("is_compressed", [False, True])

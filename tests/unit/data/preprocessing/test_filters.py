@@ -62,9 +62,7 @@ def write_archive(workspace):
 
 @pytest.mark.parametrize("write", [write_lines, write_parquet, write_arrow, write_archive])
 @pytest.mark.parametrize("workers", [None, 2])
-def test_records_are_kept_dropped_rewritten_and_rejected_in_the_order_of_the_filters(
-    workspace, filters, write, workers
-):
+def test_records_are_kept_dropped_rewritten_and_rejected_in_the_filters_order(workspace, filters, write, workers):
     write(workspace)
     workspace.run(filter=filters("no_masks", "rewrite"), record_keys=("language",), workers=workers)
     assert decoded(workspace) == ["hello", "world hello", "["]

@@ -48,9 +48,7 @@ def add_damaged_inputs(workspace):
 
 def test_damaged_inputs_are_reported_together_after_all_others_are_finished(workspace):
     add_damaged_inputs(workspace)
-    with pytest.raises(
-        DataError, match=r"(?s)2 of 5 input files .*/b\.gz: .*\n.*/d\.json: .*With --quarantine"
-    ) as caught:
+    with pytest.raises(DataError, match=r"(?s)2 of 5 input .*/b\.gz: .*\n.*/d\.json: .*With --quarantine") as caught:
         workspace.run(max_error_rate=0.5)
     assert len(str(caught.value).splitlines()) == 3
     folder = workspace.folder / "out" / "run_content_document.partial"
@@ -66,9 +64,7 @@ def test_damaged_inputs_are_reported_together_after_all_others_are_finished(work
 def test_quarantined_inputs_are_left_out_as_a_whole_and_named_in_the_manifest(workspace, monkeypatch):
     add_damaged_inputs(workspace)
     pq.write_table(pa.table({"text": ["hello"]}), workspace.inputs / "f.parquet")  # found by the plan
-    pq.write_table(
-        pa.table({"content": [f"hello {number}" for number in range(500)]}), workspace.inputs / "g.parquet", 100
-    )
+    pq.write_table(pa.table({"content": [f"hello {n}" for n in range(500)]}), workspace.inputs / "g.parquet", 100)
     content = (workspace.inputs / "g.parquet").read_bytes()
     (workspace.inputs / "g.parquet").write_bytes(content[:1000] + bytes(200) + content[1200:])
     cut_small(monkeypatch, 2000)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from commands import ENVIRONMENT, command_line
 from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
-from unit.data.command_place import LETTERS, arguments_of, make_place
+from unit.data.preprocess_workspace import LETTERS, arguments_of, make_place
 
 
 @pytest.fixture
@@ -92,11 +92,7 @@ MANY_SHARDS = ("--workers", 2, "--shard-size", 1, "--split-validation", "0.05")
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    "moment",
-    ["*.ids*", "output", "output/*/*.idx"],
-    ids=["tokenizing", "corpus begun", "corpus shard finished"],
-)
+@pytest.mark.parametrize("moment", ["*.ids*", "output", "output/*/*.idx"])
 def test_killed_run_leaves_no_corpus_and_no_worker_and_is_resumed_to_the_same_bytes(folder, moment):
     large_inputs(folder, files=40, megabytes=0.05)
     process = start(folder, *MANY_SHARDS)
@@ -137,11 +133,7 @@ def test_run_killed_twice_at_any_moment_is_resumed_to_the_same_bytes(folder, num
 
 @needs_proc
 @pytest.mark.parametrize(
-    ("workers", "number"),
-    [
-        (2, signal.SIGTERM),
-        pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
-    ],
+    ("workers", "number"), [(2, signal.SIGTERM), pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow)]
 )
 def test_stop_signal_ends_the_run_with_75_and_finished_chunks_are_resumed(folder, workers, number):
     large_inputs(folder, files=3, megabytes=1.5)

@@ -95,9 +95,7 @@ def test_cluster_that_a_command_starts_requires_a_token(workspace, monkeypatch):
         ("127.0.0.1:1", r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers"),
     ],
 )
-def test_automatic_search_for_a_cluster_and_an_absent_cluster_are_refused(
-    workspace, monkeypatch, source, address, message
-):
+def test_automatic_search_and_an_absent_cluster_are_refused(workspace, monkeypatch, source, address, message):
     workspace.add_texts("a.jsonl", "hello")
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=message):

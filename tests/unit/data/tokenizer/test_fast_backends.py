@@ -11,12 +11,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from unit.data.small_corpus import ROBERTA, SPECIAL, write_vocabulary
 
 from megatron_neobert.data.tokenizer import fast_backends
-from megatron_neobert.data.tokenizer.fast_backends import (
-    BackendMismatch,
-    Encoder,
-    EncodeTexts,
-    open_encoder,
-)
+from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, EncodeTexts, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, install_command
 
@@ -54,14 +49,6 @@ def two_tokenizers(tmp_path):
     return wordpiece(tmp_path), wordpiece(tmp_path / "other", swapped)
 
 
-# --- equal ids
-
-
-def test_nanotoken_passes_the_probe(tmp_path):
-    encoder = open_encoder(wordpiece(tmp_path), "fast")
-    assert encoder.name.startswith("nanotoken ") and not encoder.is_reference and encoder.note is None
-
-
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_text_of_special_tokens_stays_text_with_every_back_end(tmp_path, backend):
     for tokenizer in (wordpiece(tmp_path), byte_level_bpe(["<mask> <s> </s> <pad> <unk>"] * 20)):
@@ -81,9 +68,6 @@ def test_text_of_a_special_token_without_brackets_is_unknown_with_every_back_end
         batch = open_encoder(tokenizer, backend).encode_batch(["hello mask masks"])
         names = [tokenizer.backend.id_to_token(int(id_)) for id_ in batch.ids]
         assert names == ["hello", "[UNK]", "[UNK]", "##s"]
-
-
-# --- wrong ids are detected
 
 
 @pytest.mark.parametrize(
@@ -128,9 +112,6 @@ def test_panic_of_a_rust_back_end_is_a_mismatch_and_ctrl_c_is_not(tmp_path):
         Encoder(tokenizer, name="fast 1.0", fast=panic).encode_batch(["a"])
     with pytest.raises(KeyboardInterrupt):
         Encoder(tokenizer, name="fast 1.0", fast=interrupt).encode_batch(["a"])
-
-
-# --- choice of the back end
 
 
 def unigram() -> Tokenizer:

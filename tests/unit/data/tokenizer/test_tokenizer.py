@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from security.small_sentencepiece import write_model
 from unit.data.small_corpus import ROBERTA, byte_level_backend, write_vocabulary
 
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
@@ -41,9 +42,6 @@ def random_texts(count: int, *, seed: int = 0) -> list[str]:
     return texts
 
 
-# --- ids
-
-
 def test_ids_equal_the_published_ones_of_bert_base_uncased(shared_data):
     tokenizer = load_tokenizer(shared_data / "tokenizers/bert-base-uncased/vocab.txt")
     lines = (shared_data / "fixtures/bert_uncased_pairs.jsonl").read_text(encoding="utf-8").splitlines()
@@ -67,9 +65,6 @@ def test_vocab_txt_gives_the_ids_of_transformers_on_any_unicode_text(shared_data
     assert [text_ids.tolist() for text_ids in ids] == reference(texts, add_special_tokens=False)["input_ids"]
 
 
-# --- lower case
-
-
 def test_vocabulary_is_uncased_if_it_has_no_upper_case_letter(tmp_path):
     uncased = load_tokenizer(write_vocabulary(tmp_path / "uncased.txt", [*PIECES, "ℝ"]))  # ℝ has no lower case
     cased = load_tokenizer(write_vocabulary(tmp_path / "cased.txt", [*PIECES, "Hello"]))
@@ -82,9 +77,6 @@ def test_tokenizer_config_determines_the_case(vocab_txt, lower_case, expected):
     (vocab_txt.parent / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower_case}))
     for path in (vocab_txt, vocab_txt.parent):
         assert pieces(load_tokenizer(path), "HELLO") == [expected]
-
-
-# --- reading files
 
 
 def tokenizer_json(vocab_txt) -> dict:
@@ -114,9 +106,6 @@ def test_names_in_tokenizer_config_take_precedence(tmp_path):
     config = {"mask_token": {"content": "<|mask|>", "lstrip": True}, "cls_token": "</s>"}
     tokenizer = byte_level(tmp_path, [*ROBERTA, "<|mask|>"], config)
     assert tokenizer.special_tokens == {"cls": 2, "pad": 1, "sep": 2, "unk": 3, "mask": 5}
-
-
-# --- fingerprint and saved files
 
 
 def test_fingerprint_survives_saving_and_loading_each_file_alone(vocab_txt, tmp_path):
@@ -174,9 +163,6 @@ def test_saved_folder_loads_in_transformers_and_adds_special_tokens(vocab_txt, t
         assert loaded.model_max_length == 16
 
 
-# --- training
-
-
 def test_trained_vocabulary_is_the_same_in_another_process(tmp_path):
     script = (
         "import sys, json; from megatron_neobert.data.tokenizer.tokenizer import train_wordpiece\n"
@@ -197,3 +183,23 @@ def test_vocabulary_below_the_number_of_characters_is_refused():
     with pytest.raises(ConfigError, match=rf"--vocab-size 108 is below the {68 + 36 + 5} ids .* the 68 frequent"):
         train_wordpiece(["some text"], vocab_size=108, lowercase=True, min_frequency=2)
     assert train_wordpiece(["some text"], vocab_size=109, lowercase=True, min_frequency=2).vocab_size == 109
+
+
+UNCASED = [*"abcdehlorw", "hello", "##s"]
+CASED = [*UNCASED, "Hello", "World"]
+
+
+def test_folder_gives_tokenizer_json_before_vocab_txt(tmp_path):
+    (tmp_path / "cased").mkdir()
+    cased = load_tokenizer(write_vocabulary(tmp_path / "cased/vocab.txt", CASED))
+    cased.save_tokenizer_files(tmp_path, model_max_length=16)
+    write_vocabulary(tmp_path / "vocab.txt", UNCASED)
+    assert load_tokenizer(tmp_path).vocab_size == 5 + len(CASED)
+
+
+def test_sentencepiece_model_is_recognised_by_its_content_and_taken_from_a_folder(tmp_path):
+    model = write_model(tmp_path / "spm.bin")
+    loaded = load_tokenizer(model)
+    assert loaded.special_tokens["cls"] == 1
+    model.rename(tmp_path / "spiece.model")
+    assert load_tokenizer(tmp_path).fingerprint == loaded.fingerprint

@@ -61,9 +61,6 @@ def spaced_texts() -> list[str]:
     return [f"{' ' * a}ka{' ' * b}to\n{' ' * c}" for a in numbers for b in numbers for c in numbers]
 
 
-# --- ids
-
-
 def adversarial_texts(path: Path) -> list[str]:
     texts = [*probe_strings(load_tokenizer(path)), *training_lines()[:200], *spaced_texts()]
     assert len(texts) > 3500
@@ -108,9 +105,6 @@ def test_32k_model_gives_the_ids_of_sentencepiece_for_books_and_adversarial_stri
     assert differing(path, ["[MASK] <s>a</s> <unk><pad>", "<0x0A>"]) == []
 
 
-# --- user-defined symbols
-
-
 @pytest.mark.parametrize("removes_spaces", [False, True])
 def test_user_defined_symbols_split_a_text_as_in_sentencepiece(tmp_path, removes_spaces):
     symbols = ["\n", "<tag>", "<tag>>", "ka ka"]
@@ -140,9 +134,6 @@ def test_text_of_a_user_defined_mask_stays_text(tmp_path):
     assert 3 not in ids_of(tokenizer, ["ka[MASK]"])[0]
 
 
-# --- special tokens
-
-
 @pytest.mark.parametrize(
     ("settings", "ids"),
     [
@@ -166,9 +157,6 @@ def test_names_of_the_model_and_of_bert_are_recognised(tmp_path):
     gemma = train(tmp_path, "gemma", bos_piece="<bos>", eos_piece="<eos>", unk_piece="<oov>")
     names = load_tokenizer(gemma).special_names
     assert (names["cls"], names["sep"], names["unk"]) == ("<bos>", "<eos>", "<oov>")
-
-
-# --- files
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,8 +1,10 @@
 """ONNX graphs of each layout compute the model in onnxruntime; wrong graphs are refused and leave nothing behind."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,40 +12,25 @@ import onnxruntime
 import pytest
 import torch
 from commands import run
+from saved_model import WORDS
 from transformers import AutoModelForMaskedLM, AutoTokenizer
-from unit.conversion.saved_model import MODEL, SHAPE, WORDS, build_reference
 
 from checkpoint_conversion import export_onnx as tool
-from checkpoint_conversion.config_json import FolderSpec
-from checkpoint_conversion.export import write_folder, write_sentence_transformers_files
-from checkpoint_conversion.mapping import NEOBERT, to_internal
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError, MissingInputError
 
 TEXTS = ["the cat sat on a [MASK]", "the mat", "a cat sat on the [MASK] ."]
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+@pytest.fixture
+def folder_of(exported: Callable[..., Any], tmp_path: Path) -> Callable[[str], Path]:
     """Return a function that writes a Hugging Face folder of a layout; all folders have the same model."""
-    vocabulary = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
-    vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
-    tokenizer = load_tokenizer(vocabulary)
-    internal = to_internal(build_reference().state_dict(), SHAPE, NEOBERT)
-
-    def write(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        write_folder(folder, name, FolderSpec(SHAPE, tokenizer), internal)
-        return folder
-
-    return write
+    return lambda layout: shutil.copytree(exported(layout=layout)[0], tmp_path / "model")
 
 
 @pytest.fixture(scope="module")
-def exported(folder_of, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def graphs(exported: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a folder of the eurobert layout, and the folder that the command wrote from it."""
-    model, output = folder_of("eurobert"), tmp_path_factory.mktemp("exported") / "graphs"
-    write_sentence_transformers_files(model, "eurobert", MODEL, max_seq_length=64)
+    model, output = exported(sentence_transformers=True)[0], tmp_path_factory.mktemp("exported") / "graphs"
     code, _, errors = run("export-onnx", "--model", model, "--output", output, "--int8")
     assert (code, errors) == (0, "")
     return model, output
@@ -53,27 +40,26 @@ def predict(graph: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(["logits"], inputs)[0]
 
 
-def test_command_writes_graphs_with_config_and_tokenizer_under_the_names_that_libraries_expect(exported):
-    model, output = exported
+def test_command_writes_graphs_with_config_and_tokenizer_under_the_names_that_libraries_expect(graphs):
+    model, output = graphs
     files = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
     tokenizer = ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
-    graphs = ["onnx/model.onnx", "onnx/model_quantized.onnx"]
-    assert files == sorted(["config.json", *graphs, *tokenizer])
+    assert files == sorted(["config.json", "onnx/model.onnx", "onnx/model_quantized.onnx", *tokenizer])
     for name in ("config.json", *tokenizer):
         assert (output / name).read_text() == (model / name).read_text()
     assert list(output.parent.iterdir()) == [output], "no temporary folder is left"
 
 
 @pytest.mark.parametrize(("task", "count"), [("fill-mask", 0), ("feature-extraction", 4)])
-def test_files_of_sentence_transformers_are_copied_only_for_a_graph_of_hidden_states(exported, tmp_path, task, count):
-    model, _ = exported
+def test_files_of_sentence_transformers_are_copied_only_for_a_graph_of_hidden_states(graphs, tmp_path, task, count):
+    model, _ = graphs
     tool.copy_companions(model, tmp_path, task)
     pooling = {"modules.json", "1_Pooling", "sentence_bert_config.json", "config_sentence_transformers.json"}
     assert len(pooling & {path.name for path in tmp_path.iterdir()}) == count
 
 
-def test_written_tokenizer_and_graph_give_the_logits_of_transformers(exported):
-    model, output = exported
+def test_written_tokenizer_and_graph_give_the_logits_of_transformers(graphs):
+    model, output = graphs
     tokenizer = AutoTokenizer.from_pretrained(output, trust_remote_code=False)
     inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -102,8 +88,8 @@ def test_graph_of_each_layout_computes_the_model_for_any_batch_and_length(folder
     assert not [node for node in graph.node if node.op_type == "IsNaN"], "attention is traced in its eager form"
 
 
-def test_graph_of_other_weights_is_refused_even_with_the_tolerance_of_8_bits(exported):
-    model, output = exported
+def test_graph_of_other_weights_is_refused_even_with_the_tolerance_of_8_bits(graphs):
+    model, output = graphs
     changed = tool.load_for_task(model, "fill-mask")
     generator = torch.Generator().manual_seed(1)
     for parameter in changed.parameters():
@@ -112,8 +98,8 @@ def test_graph_of_other_weights_is_refused_even_with_the_tolerance_of_8_bits(exp
         tool.check_graph(changed, output / "onnx" / "model.onnx", tolerance=tool.TOLERANCE_INT8)
 
 
-def test_graph_that_treats_padding_differently_is_refused(exported):
-    model, output = exported
+def test_graph_that_treats_padding_differently_is_refused(graphs):
+    model, output = graphs
     masked = tool.load_for_task(model, "fill-mask")
 
     def unmasked(input_ids, attention_mask):
@@ -141,9 +127,11 @@ def test_modeling_file_is_replaced_by_ours_or_left_out_with_its_auto_map(folder_
         config = json.loads((model / "config.json").read_text())
         config["auto_map"] = {"AutoConfig": "model.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
         (model / "config.json").write_text(json.dumps(config))
-    tool.copy_companions(model, tmp_path, "fill-mask")
-    assert [path.read_text() for path in tmp_path.glob("*.py")] == [ours] * is_ours
-    assert ("auto_map" in json.loads((tmp_path / "config.json").read_text())) == is_ours
+    output = tmp_path / "output"
+    output.mkdir()
+    tool.copy_companions(model, output, "fill-mask")
+    assert [path.read_text() for path in output.glob("*.py")] == [ours] * is_ours
+    assert ("auto_map" in json.loads((output / "config.json").read_text())) == is_ours
 
 
 def test_failed_export_leaves_no_files(folder_of, tmp_path):
@@ -151,4 +139,4 @@ def test_failed_export_leaves_no_files(folder_of, tmp_path):
     (model / "tokenizer.json").unlink()
     with pytest.raises(MissingInputError, match=r"has no tokenizer\.json"):
         tool.export_onnx(tool.OnnxOptions(model=model, output=tmp_path / "graphs"))
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [model]
