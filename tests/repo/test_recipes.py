@@ -75,10 +75,15 @@ def settings_of(recipe: Path, corpus: Any, *flags: str, data_path: tuple[str, ..
     return parse_command_line(command, world_size=ranks).settings
 
 
-def phase_flags(recipe: Path, corpus: Any, **changes: int) -> list[str]:
-    """Return --phases of the recipe, with the tiny corpus, shorter documents and the given changes."""
+def phase_flags(recipe: Path, corpus: Any, *, are_short: bool = False, **changes: int) -> list[str]:
+    """Return --phases of the recipe, with the tiny corpus, shorter documents and the given changes.
+
+    With `are_short`, a phase begins after each iteration.
+    """
     blend = ("0.2", corpus.prefix, "0.8", f"{corpus.prefix}:min=16")
     phases = [replace(phase, data_path=blend, **changes) for phase in read_settings(recipe).training.phases]
+    if are_short:
+        phases = [replace(phase, after_iters=number) for number, phase in enumerate(phases, start=1)]
     return ["--phases", f"[{', '.join(map(repr, phases))}]"]
 
 
@@ -125,7 +130,8 @@ def test_documentation_lists_the_recipe_with_its_parameters(recipe):
 @each_recipe
 def test_recipe_is_valid_and_has_the_planned_parameters(recipe, corpus, no_process_group_left, monkeypatch, capsys):
     """The model is built at full size on the meta device, where no weight is allocated."""
-    ranks = {"tiny": 2, "laptop": 1, "laptop_clm": 1, "laptop_plain": 1}.get(recipe.stem, 8)  # 8: the paper's machine
+    # 8: the paper's machine.
+    ranks = 1 if recipe.parent.name == "speedrun" else 2 if recipe.stem == "tiny" else 8
     settings = settings_of(recipe, corpus, ranks=ranks)
     assert print_plan(settings, world_size=ranks) == 0
     planned = count_parameters(settings.model, vocab_size=corpus.vocab_size).total
@@ -141,12 +147,14 @@ def test_recipe_is_valid_and_has_the_planned_parameters(recipe, corpus, no_proce
 
 @each_recipe
 def test_recipe_trains_two_iterations_at_reduced_width(recipe, corpus, tmp_path, no_process_group_left):
+    """Or as many as it has phases."""
     sizes = {"seq_length": TOKENS, "micro_batch_size": 2, "global_batch_size": 4}
-    second = phase_flags(recipe, corpus, after_iters=1, **sizes)
-    settings = settings_of(recipe, corpus, *SMALL, *second, "--train-iters", "2", "--save", str(tmp_path))
+    phases = phase_flags(recipe, corpus, are_short=True, **sizes)
+    iterations = max(2, 1 + len(read_settings(recipe).training.phases))
+    settings = settings_of(recipe, corpus, *SMALL, *phases, "--train-iters", str(iterations), "--save", str(tmp_path))
     assert run_training(settings) == 0
     losses = read_metrics(tmp_path, "loss")
-    assert list(losses) == [1, 2]
+    assert list(losses) == [*range(1, iterations + 1)]
     assert losses[1] == pytest.approx(math.log(corpus.vocab_size), abs=0.3), "loss of random weights"
 
 
