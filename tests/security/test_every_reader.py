@@ -44,8 +44,7 @@ READERS = (
     Reader("validate", ("corpus",), "{prefix} --full"),
     Reader("inspect data", ("corpus", "tokenizer"), "{prefix} --document 0 --tokenizer-model {tokenizer}"),
     Reader("add-attributes", ("corpus",),
-           f"{{prefix}} --function {Path(__file__).with_name('attribute_functions.py')}:words "
-           "--tokenizer-model {tokenizer}"),
+           "{prefix} --function {tests}/attribute_functions.py:words --tokenizer-model {tokenizer}"),
     Reader("find-duplicates", ("corpus",), "{prefix} --output {output}/list"),
     Reader("find-overlaps", ("corpus",), "{prefix} --against {settings}/evaluated --output {output}/list"),
     Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"),
@@ -79,7 +78,7 @@ OTHERS = {
     "sample-corpus": "reads the installed packages",
     "adopt": "writes a manifest beside the user's own files; the files of a corpus are tested with the other commands",
     "fetch mteb": "reads the Hub", "fetch contrastive": "reads the Hub",
-    "check environment": "reads this machine", "check parity": "draws its own weights",
+    "check environment": "reads this machine", "check parity": "draws its own weights", "recipe": "reads no file",
 }  # fmt: skip
 RANK = "megatron_neobert.pretrain"
 
