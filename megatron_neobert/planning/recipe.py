@@ -13,15 +13,20 @@ from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
 from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.text import with_prefix
 
 _SEQ_LENGTH = 1024
 _HEAD_WIDTH = 64
 _WIDTHS = range(128, 4097, _HEAD_WIDTH)
+_NEAR = 1.3  # largest ratio of a size and the nearest recipe's; neighbouring widths differ by up to 1.3 squared
 # Chinchilla's 20 (arXiv 2203.15556) for each predicted token; a fifth of all tokens is predicted.
 _TOKENS_PER_PARAMETER = 100
 # NeoBERT: computation, peak rate, and sequences per batch.
 _NEOBERT_FLOPS, _NEOBERT_RATE, _LARGEST_BATCH = 3.1e21, 6e-4, 2048
-_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+# From 6e13 operations, where 2e-3 was the best rate of a small model, to NeoBERT's: ln(2e-3 / 6e-4) / ln(3.1e21 / 6e13)
+# is 0.07, and 0.06 from the smallest of the models.
+_RATE_POWER = 0.06
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def _read_quantity(text: str) -> float:
@@ -62,15 +67,16 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """Peak learning rate: NeoBERT's, with a power of the computation that was measured with small models."""
-        return float(f"{_NEOBERT_RATE * (_NEOBERT_FLOPS / self.flops) ** 0.06:.2g}")
+        """Peak learning rate: a power law through NeoBERT's rate and the best rates of small models."""
+        return float(f"{_NEOBERT_RATE * (_NEOBERT_FLOPS / self.flops) ** _RATE_POWER:.2g}")
 
 
 def write_recipe(options: RecipeOptions) -> None:
     """Write a recipe for a model of about this size, or for about this many floating-point operations.
 
     Raises:
-        ConfigError: None or all of parameters, tokens and computation are given, or only the tokens.
+        ConfigError: None or all of parameters, tokens and computation are given, or only the tokens; or no recipe has
+            about this size.
         OutputError: The file exists.
     """
     if options.output.exists():
@@ -86,6 +92,12 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
     if (size is None and budget is None) or None not in (size, budget, tokens):
         raise ConfigError("give --parameters or --budget-flop, or two of --parameters, --budget-flop and --tokens.")
     shapes = [_shape(width, options.vocab_size) for width in _WIDTHS]
+    sizes = [parameters for _, parameters, _ in shapes]
+    if size is not None and not sizes[0] <= size * _NEAR <= _NEAR**2 * sizes[-1]:
+        limits = f"{with_prefix(sizes[0], '')} to {with_prefix(sizes[-1], '')}"
+        raise ConfigError(
+            f"--parameters {size:g}: recipes have {limits} parameters with this vocabulary; give another."
+        )
 
     def distance(shape: tuple[ModelConfig, int, float]) -> float:
         _, parameters, flops_per_token = shape
@@ -117,15 +129,9 @@ def _shape(width: int, vocab_size: int) -> tuple[ModelConfig, int, float]:
 def _summary(recipe: Recipe) -> str:
     model, tokens = recipe.model, recipe.iterations * recipe.batch * _SEQ_LENGTH
     return (
-        f"{_short(recipe.parameters)} parameters in {model.num_layers} layers of width {model.hidden_size}; "
-        f"{_short(tokens)} tokens, {recipe.flops:.2g} floating-point operations"
+        f"{with_prefix(recipe.parameters, ' parameters')} in {model.num_layers} layers of width {model.hidden_size}; "
+        f"{with_prefix(tokens, ' tokens')}, {recipe.flops:.2g} floating-point operations"
     )
-
-
-def _short(number: float) -> str:
-    """Return a number with three digits and the suffix that `_read_quantity` knows: 51.8M."""
-    suffix, factor = max(((name, size) for name, size in _SUFFIXES.items() if size <= number), key=lambda pair: pair[1])
-    return f"{number / factor:.3g}{suffix}"
 
 
 def to_yaml(recipe: Recipe) -> str:

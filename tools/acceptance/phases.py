@@ -1,6 +1,6 @@
 """The phases of tools/accept_gpu.py: each starts commands of this project and compares their figures with limits.
 
-The docstring of a phase is its description in the report. A phase fills `tables`, and may raise Failed.
+The docstring of a phase is printed when it starts. A phase fills `tables`, and may raise Failed.
 """
 
 import os

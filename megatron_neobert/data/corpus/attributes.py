@@ -146,7 +146,7 @@ def attribute_types(corpus: Corpus) -> dict[str, str]:
 
 
 def read_attributes(corpus: Corpus, documents: range) -> Iterator[dict[str, Any]]:
-    """Yield {name: value} with all attributes of each document of a range; None stands for a missing value.
+    """Yield a dict of all attributes for each document in a range. A missing value is None.
 
     Raises:
         ConfigError: An attribute has neither numbers, texts, nor true and false.
@@ -188,7 +188,7 @@ def _read_columns(
         ConfigError: The corpus lacks an attribute, or an attribute has neither numbers, texts, nor true and false.
         DataError: A file of attributes is damaged.
     """
-    documents = documents or range(len(corpus))
+    documents = range(len(corpus)) if documents is None else documents
     stored = sorted(names - DERIVED.keys())
     types = attribute_types(corpus) if stored else {}
     if unknown := [name for name in stored if types.get(name) not in _TYPES]:

@@ -42,7 +42,7 @@ def test_rules_give_the_recipe_of_neobert_for_its_parameters_and_tokens(tmp_path
     ],
 )
 def test_a_recipe_has_the_size_and_the_computation_that_were_asked_for(tmp_path, flags, parameters, flops):
-    """Widths are multiples of 64, so a size is met within 15 %."""
+    """Widths are multiples of 64, so a size of 60 M is met within 15 %."""
     settings = recipe(tmp_path, *flags)
     count = count_parameters(settings.model, vocab_size=30_522).total
     if parameters is not None:
@@ -60,6 +60,8 @@ def test_a_recipe_has_the_size_and_the_computation_that_were_asked_for(tmp_path,
         (("--tokens", "1B"), "give --parameters or --budget-flop"),
         (("--parameters", "60X"), "60M, 2.5B or 1e19"),
         (("--parameters", "0"), "60M, 2.5B or 1e19"),
+        (("--parameters", "1M"), "recipes have 8.64 M to 12.1 G parameters"),
+        (("--parameters", "1e30"), "recipes have 8.64 M to 12.1 G parameters"),
     ],
 )
 def test_missing_or_malformed_quantities_are_refused(tmp_path, flags, message):
