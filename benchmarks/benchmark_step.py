@@ -34,7 +34,7 @@ from megatron_neobert.errors import ConfigError, run_command
 LEARNING_RATE = 1e-4  # does not affect speed or memory
 LAYOUTS = ("packed", "padded", "reference")
 DOCUMENTS = 4096  # one window, so packing is as efficient as with a large corpus
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4")
 _WAIT_WARNING = "called a synchronizing CUDA operation"  # of torch
 
 

@@ -5,7 +5,6 @@ Imports only the standard library, so that a benchmark that starts tools as proc
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -22,10 +21,12 @@ SIGMA = math.sqrt(2 * math.log(640 / 368))
 
 def describe_machine(packages: Iterable[str]) -> dict[str, str]:
     """Return "cpu", "cores" that this process may use, "date", "python", and versions of the installed `packages`."""
+    from megatron_neobert.runtime.environment import installed_packages
+
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    installed = installed_packages()
     return {
         "cpu": f"{len(models)} x {models[0]}" if models else platform.processor(),
         "cores": str(len(os.sched_getaffinity(0))),

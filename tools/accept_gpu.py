@@ -13,7 +13,6 @@ Exit code 0: all requested phases passed. 1: a phase failed, or could not run on
 """
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -31,10 +30,11 @@ from megatron_neobert import __version__
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import OutputError, run_command, short_reason
 from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.runtime.environment import installed_packages
 from megatron_neobert.text import parse_json
 from tools.acceptance.phases import NEEDS_CUDA, PHASES, Failed, Phase
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4")
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 MACHINE = """import json, torch
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -82,7 +82,7 @@ def describe_machine(device: str) -> dict[str, str]:
     )
     failure = {"torch failed": (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]}
     torch_facts = parse_json(ended.stdout) if ended.returncode == 0 else failure
-    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    installed = installed_packages()
     versions = {"project": __version__, "Python": platform.python_version()}
     versions |= {name: str(value) for name, value in torch_facts.items() if value}
     packages = {name: installed[name] for name in PACKAGES if name in installed}

@@ -29,6 +29,7 @@ from typing import NamedTuple, Optional
 
 from megatron_neobert.cli import option
 from megatron_neobert.errors import EXIT_UNAVAILABLE
+from megatron_neobert.runtime.environment import installed_packages, normalize
 from megatron_neobert.text import parse_json
 
 OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
@@ -115,12 +116,6 @@ def find_all(save: Path | None, *, gpu_test: bool) -> Iterator[Finding]:
         yield from run_probe("--gpu-test")
 
 
-def installed_packages() -> dict[str, str]:
-    """Return the versions of installed distributions, by their names in lower case."""
-    distributions = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
-    return {name.lower(): version for name, version in distributions if name}
-
-
 def package_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a warning or problem for each missing required package, and for each installed package of a wrong version.
 
@@ -141,7 +136,7 @@ def package_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
         extras = [
             extra for extra in ("", *EXTRAS) if package.marker is None or package.marker.evaluate({"extra": extra})
         ]
-        version = installed.get(package.name.lower())
+        version = installed.get(normalize(package.name))
         if not extras or (version is None and extras[0]):
             continue
         source = f"the extra {extras[0]} of {PROJECT}" if extras[0] else PROJECT

@@ -111,7 +111,7 @@ class ComputeConfig:
     )
     attention_backend: Literal["auto", "flash", "fused"] = setting(
         "auto",
-        "attention kernel of Transformer Engine: flash-attn, cuDNN (fused), or its own choice (auto)",
+        "attention kernel of Transformer Engine: FlashAttention, cuDNN (fused), or its own choice (auto)",
     )
     recompute_granularity: Literal["full", "selective"] | None = setting(
         None, "recompute activations of whole layers (full) or of attention only (selective)"

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import attention
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_neobert.config.rules import FP8_BLOCK, HEAD_WIDTH_MULTIPLE
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError, short_reason
+
+PackedAttention = Callable[..., Tensor]  # attend_with_torch, or a function with its arguments
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,7 @@ def detect_hardware() -> Hardware:
         gpu=torch.cuda.get_device_name(),
         capability=torch.cuda.get_device_capability(),
         transformer_engine=_try_import("transformer_engine.pytorch", distribution="transformer-engine"),
-        # The package flash-attn-4 has a module flash_attn, too.
-        flash_attn=_try_import("flash_attn.flash_attn_interface", distribution="flash-attn"),
+        flash_attn=_find_flash_attention(),
         apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
         foreign_apex=_foreign_apex(),
     )
@@ -93,6 +94,13 @@ def _try_import(module: str, *, distribution: str) -> Library:
     return Library(version=_installed_version(distribution))
 
 
+def _find_flash_attention() -> Library:
+    """Return the version of flash-attn or flash-attn-4, whose common module is flash_attn, for Transformer Engine."""
+    found = _try_import("flash_attn.flash_attn_interface", distribution="flash-attn")
+    newer = found if found.version else _try_import("flash_attn.cute.interface", distribution="flash-attn-4")
+    return newer if newer.version else found
+
+
 def _installed_version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
@@ -113,7 +121,7 @@ def _foreign_apex() -> str | None:
 def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kernels:
     """Return the kernels for settings that `check_hardware` has accepted. Without `hardware`, examine this machine.
 
-    If torch computes attention on a GPU, `activate_flash_attention` runs first.
+    For local layers on a GPU, `choose_packed_attention` tests a kernel.
     """
     hardware = hardware or detect_hardware()
     compute, bf16 = settings.compute, settings.training.bf16
@@ -124,12 +132,12 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     width = settings.model.hidden_size // settings.model.num_attention_heads
     if engine and width % HEAD_WIDTH_MULTIPLE == 0:
         attention = "transformer_engine"
-        names = {"auto": "Transformer Engine's choice", "flash": "flash-attn", "fused": "cuDNN"}
+        names = {"auto": "Transformer Engine's choice", "flash": "FlashAttention", "fused": "cuDNN"}
         attention_name = names[compute.attention_backend]
     else:
         attention, attention_name = "torch", "torch document by document"
         if hardware.gpu and bf16:
-            attention_name = activate_flash_attention(width + -width % HEAD_WIDTH_MULTIPLE)
+            _, attention_name = choose_packed_attention(width + -width % HEAD_WIDTH_MULTIPLE)
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
@@ -144,48 +152,85 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
 
 
 @functools.cache
-def activate_flash_attention(width: int) -> str:
-    """Make torch's packed attention call FlashAttention 3 or 4 in this process, if a package of either works here.
+def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
+    """Return the packed attention of local layers for heads of `width` channels in bfloat16, and its name for the log.
 
-    A package works if torch computes the same attention and gradients with it as without it, for heads of `width`
-    channels on the current CUDA device. Otherwise torch's own FlashAttention 2 remains.
-
-    Returns:
-        Text for the log: the kernel, and the reasons why installed packages do not work.
+    It is FlashAttention 4 if the package flash-attn-4 is installed and computes on the current CUDA device what
+    attention in fp32 computes, gradients included. Otherwise it is torch's FlashAttention 2, and the name includes the
+    reason why an installed package does not work.
     """
-    failures = ""
-    for name in ("FA3", "FA4"):
-        try:
-            attention.activate_flash_attention_impl(name)
-            _check_packed_attention(width)
-        except ModuleNotFoundError:  # not installed
-            continue
-        # torch calls private functions of these packages: the FA4 of torch 2.13 fails with flash-attn-4 4.0.0b20.
-        except Exception as error:
-            failures += f"; {name} is installed and does not work with this torch and GPU ({short_reason(error)})"
-            if attention.current_flash_attention_impl():
-                attention.restore_flash_attention_impl()
-        else:
-            return f"torch's packed kernel, {name}{failures}"
-    return f"torch's packed kernel, FA2{failures}"
+    failure = ""
+    try:
+        _check_packed_attention(attend_with_flash_attention_4, width)
+    except Exception as error:  # the package is a beta version, whose kernels are compiled at the first call
+        if not (isinstance(error, ModuleNotFoundError) and str(error.name).startswith("flash_attn")):
+            failure = f"; FlashAttention 4 is installed and does not work here ({short_reason(error)})"
+    else:
+        return attend_with_flash_attention_4, "FlashAttention 4"
+    return attend_with_torch, f"torch's packed kernel, FlashAttention 2{failure}"
 
 
-def _check_packed_attention(width: int) -> None:
-    """Raise AssertionError if torch's packed attention and its gradients differ from fp32 for two small documents."""
+def attend_with_torch(
+    query_tnd: Tensor,
+    key_tnd: Tensor,
+    value_tnd: Tensor,
+    cu_seqlens_n: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    """Return the context, [t, n, d], by torch's variable-length kernel: CUDA, bfloat16, d a multiple of 8."""
+    # Only CUDA needs this import, and some builds of torch do not have the module.
     from torch.nn.attention.varlen import varlen_attn
 
+    bounds: Any = (cu_seqlens_n, cu_seqlens_n, max_seqlen, max_seqlen)
+    window = (-1, 0) if is_causal else (-1, -1)  # tokens before and after the query; -1: all
+    context_tnd: Any = varlen_attn(query_tnd, key_tnd, value_tnd, *bounds, scale=scale, window_size=window)
+    return context_tnd
+
+
+def attend_with_flash_attention_4(
+    query_tnd: Tensor,
+    key_tnd: Tensor,
+    value_tnd: Tensor,
+    cu_seqlens_n: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    """Return the context, [t, n, d], by the package flash-attn-4. Raises ModuleNotFoundError without it."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    context_tnd, _ = flash_attn_varlen_func(
+        query_tnd,
+        key_tnd,
+        value_tnd,
+        cu_seqlens_q=cu_seqlens_n,
+        cu_seqlens_k=cu_seqlens_n,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=scale,
+        causal=is_causal,
+    )
+    return context_tnd
+
+
+def _check_packed_attention(attend: PackedAttention, width: int) -> None:
+    """Raise AssertionError if a packed kernel or its gradients differ from fp32 for two small documents."""
     # On the CPU, because the state of the GPU's generator belongs to the run.
     numbers = torch.randn(3, 256, 2, width, generator=torch.Generator().manual_seed(0))
     heads = numbers.to(device="cuda", dtype=torch.bfloat16).requires_grad_()
-    bounds_n = torch.tensor([0, 128, 256], dtype=torch.int32, device="cuda")
-    arguments: Any = (*heads, bounds_n, bounds_n, 128, 128)
-    packed: Any = varlen_attn(*arguments, scale=width**-0.5)
-    query, key, value = heads.float().unflatten(1, (2, 128)).transpose(2, 3)
-    exact = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(0, 1)
-    gradients = [torch.autograd.grad(context.float().square().sum(), heads)[0] for context in (packed, exact)]
-    for actual, expected in ((packed, exact), gradients):
-        # On a CPU in bf16, the largest difference is 0.016; without bounds between the documents, it is 0.64.
-        torch.testing.assert_close(actual.float(), expected.float(), rtol=5e-2, atol=5e-2)
+    cu_seqlens_n = torch.tensor([0, 128, 256], dtype=torch.int32, device="cuda")
+    for is_causal in (False, True):
+        context: Any = attend(*heads, cu_seqlens_n, 128, scale=width**-0.5, is_causal=is_causal)
+        query, key, value = heads.float().unflatten(1, (2, 128)).transpose(2, 3)
+        exact = scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2).flatten(0, 1)
+        gradients = [torch.autograd.grad(tensor.float().square().sum(), heads)[0] for tensor in (context, exact)]
+        for actual, expected in ((context, exact), gradients):
+            # On a CPU in bf16, the largest difference is 0.016; without bounds between the documents, it is 0.64.
+            torch.testing.assert_close(actual.float(), expected.float(), rtol=5e-2, atol=5e-2)
 
 
 def engine_attention() -> str | None:
@@ -233,7 +278,7 @@ def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
                 yield f"{flag} needs Transformer Engine: {engine_problem}; {remedy}."
     if backend == "flash" and not engine_problem and hardware.flash_attn.version is None:
         problem = hardware.flash_attn.problem
-        yield f"--attention-backend flash needs the package flash-attn ({problem}); install it, or use auto."
+        yield f"--attention-backend flash needs flash-attn or flash-attn-4 ({problem}); install one, or use auto."
     if hardware.gpu is None:
         if compute.cuda_graph_impl != "none":
             yield f"--cuda-graph-impl {compute.cuda_graph_impl} needs a CUDA device; use --cuda-graph-impl none."

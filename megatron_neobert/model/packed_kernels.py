@@ -1,14 +1,12 @@
 """Attention kernels of the local layers: bidirectional within each document of a micro-batch, without parameters.
 
-On CUDA in bfloat16, a micro-batch is one call of torch's variable-length kernel, which does not wait for the device. It
-is FlashAttention 2, or the version that `kernels.activate_flash_attention` has activated. Otherwise, each document is
-one call of torch's scaled_dot_product_attention. On CPU, this loop is 2.7 times faster than nested tensors and 2.2
-times faster than a block-diagonal mask; torch has no packed kernel for CPUs.
+On CUDA in bfloat16, a micro-batch is one call of FlashAttention, which does not wait for the device;
+`kernels.choose_packed_attention` chooses the version. Otherwise, each document is one call of torch's
+scaled_dot_product_attention. On CPU, this loop is 2.7 times faster than nested tensors and 2.2 times faster than a
+block-diagonal mask; torch has no packed kernel for CPUs.
 
 Shapes: `t` tokens of the micro-batch, `s` tokens of a document, `n` heads of this rank, `d` head width.
 """
-
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_neobert.config.rules import HEAD_WIDTH_MULTIPLE
+from megatron_neobert.model.kernels import choose_packed_attention
 
 
 class TorchAttention(MegatronModule):
@@ -77,14 +76,11 @@ def attend_by_document(
 def _attend_packed(
     query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, packed: PackedSeqParams, *, is_causal: bool
 ) -> Tensor:
-    # Only CUDA needs this import, and some builds of torch do not have the module.
-    from torch.nn.attention.varlen import varlen_attn
-
     width = query_tnd.size(-1)
     # Zero channels do not change the product of a query and a key. The scale remains that of the true width.
     padding = -width % HEAD_WIDTH_MULTIPLE
     query, key, value = (pad(tensor, (0, padding)) if padding else tensor for tensor in (query_tnd, key_tnd, value_tnd))
-    bounds: Any = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
-    window = (-1, 0) if is_causal else (-1, -1)  # tokens before and after the query; -1: all
-    context_tnd: Any = varlen_attn(query, key, value, *bounds, scale=width**-0.5, window_size=window)
+    attend, _ = choose_packed_attention(width + padding)
+    bounds = (packed.cu_seqlens_q, packed.max_seqlen_q)
+    context_tnd = attend(query, key, value, *bounds, scale=width**-0.5, is_causal=is_causal)
     return context_tnd[:, :, :width].flatten(1)

@@ -1,6 +1,8 @@
-"""The rank of this process, or the node of this launcher, read from environment variables. Standard library only."""
+"""The rank of this process or the node of this launcher, and the installed packages. Standard library only."""
 
+import importlib.metadata
 import os
+import re
 from dataclasses import dataclass
 
 from megatron_neobert.errors import LauncherError
@@ -106,3 +108,14 @@ def _missing(*names: str) -> str:
     """Return the variables that are not set, as the start of a sentence, or "" if all are set."""
     missing = [name for name in names if not os.environ.get(name)]
     return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}" if missing else ""
+
+
+def installed_packages() -> dict[str, str]:
+    """Return the versions of installed distributions, by their normalized names, like transformer-engine."""
+    distributions = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
+    return {normalize(name): version for name, version in distributions if name}
+
+
+def normalize(name: str) -> str:
+    """Return the name of a distribution in the form in which all its spellings are equal (PEP 503)."""
+    return re.sub("[-_.]+", "-", name).lower()

@@ -167,7 +167,7 @@ def make_heads(width: int) -> list[Tensor]:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("width", [64, 84])  # 84 is not a multiple of 8
 def test_packed_kernel_equals_one_call_per_document(width, is_causal):
-    """With FlashAttention 3 or 4, if `build` activates it."""
+    """With FlashAttention 4, if it is installed."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 

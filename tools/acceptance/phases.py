@@ -38,7 +38,7 @@ ENGINE = ("--transformer-impl", "transformer_engine")
 KERNELS = {
     "local layers": LOCAL,
     "Transformer Engine": ENGINE,
-    "Transformer Engine, flash-attn": (*ENGINE, "--attention-backend", "flash"),
+    "Transformer Engine, FlashAttention": (*ENGINE, "--attention-backend", "flash"),
     "Transformer Engine, cuDNN": (*ENGINE, "--attention-backend", "fused"),
 }
 FP8 = (*ENGINE, "--fp8-format", "hybrid", "--fp8-recipe")
@@ -286,7 +286,7 @@ def measure_speed(phase: Phase) -> None:
     """Measure steps of several lengths with each attention kernel. Their first losses must agree within KERNEL_LOSS."""
     rows, first_loss = phase.tables.setdefault("steps", []), None
     for name, flags in KERNELS.items() if phase.device == "cuda" else [("local layers", LOCAL)]:
-        if "flash" in flags and find_spec("flash_attn_2_cuda") is None:
+        if "flash" in flags and find_spec("flash_attn") is None:
             continue
         with phase.case(name):
             figures = phase.benchmark(name, *flags, lengths=phase.sizes.lengths)

@@ -12,9 +12,6 @@ import emulated_engine
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
-from torch import Tensor
-from torch.nn import attention
-from torch.nn.attention import varlen
 
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
@@ -83,7 +80,7 @@ def test_settings_that_need_transformer_engine_are_refused_without_it(compute, f
 
 
 def test_flash_attn_is_refused_without_the_package():
-    assert "needs the package flash-attn (not installed)" in refusal(settings(attention_backend="flash"), H100)
+    assert "needs flash-attn or flash-attn-4 (not installed)" in refusal(settings(attention_backend="flash"), H100)
 
 
 def test_a_cuda_graph_is_refused_without_a_gpu():
@@ -92,51 +89,42 @@ def test_a_cuda_graph_is_refused_without_a_gpu():
     check_hardware(graphed, H100)
 
 
-@pytest.fixture
-def flash_attention_3(site):
-    """A package flash_attn_interface with the operations that torch looks for, which cannot compute."""
-    define = "torch.library.Library('flash_attn_3', 'DEF')"
-    (site / "flash_attn_interface.py").write_text(
-        f"import torch\nlibrary = {define}\nlibrary.define('fwd() -> ()')\nlibrary.define('bwd() -> ()')\n"
-    )
-    kernels.activate_flash_attention.cache_clear()
-    yield
-    kernels.activate_flash_attention.cache_clear()
-    sys.modules.pop("flash_attn_interface", None)
-    if attention.current_flash_attention_impl():
-        attention.restore_flash_attention_impl()
-
-
-@pytest.mark.usefixtures("flash_attention_3")
-def test_torch_uses_flash_attention_3_if_it_works_and_else_its_own(monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the GPU by the CPU")
+def test_local_layers_use_flash_attention_4_if_it_computes_attention_and_else_torch_s(site, monkeypatch):
+    (site / "flash_attn" / "cute").mkdir(parents=True)
+    code = "def flash_attn_varlen_func(*_, **__): raise ValueError('sm_120')\n"
+    (site / "flash_attn" / "cute" / "interface.py").write_text(code)
+    failure = "FlashAttention 2; FlashAttention 4 is installed and does not work here (ValueError: sm_120)"
     local = settings(transformer_impl="local")
-    summary = choose_kernels(local, H100).summary
-    assert "torch's packed kernel, FA2; FA3 is installed and does not work with this torch and GPU (" in summary
-    assert attention.current_flash_attention_impl() is None
-    kernels.activate_flash_attention.cache_clear()
-    monkeypatch.setattr(kernels, "_check_packed_attention", lambda width: None)
-    assert "torch's packed kernel, FA3," in choose_kernels(local, H100).summary
-    assert attention.current_flash_attention_impl() == "FA3"
+    with emulated_engine._OnCpu():
+        for expected in (failure, "FlashAttention 4,"):
+            kernels.choose_packed_attention.cache_clear()
+            assert expected in choose_kernels(local, H100).summary
+            monkeypatch.setattr(kernels, "_check_packed_attention", lambda *_: None)
+    kernels.choose_packed_attention.cache_clear()
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        del sys.modules[module]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the GPU by the CPU")
-def test_packed_attention_that_computes_something_else_is_detected(monkeypatch):
-    def attend(query_tnd: Tensor, key_tnd: Tensor, value_tnd: Tensor, cu_seqlens_n: Tensor, *_: Any, **__: Any) -> Any:
-        return attend_by_document(query_tnd, key_tnd, value_tnd, cu_seqlens_n).view_as(query_tnd)
+def test_packed_attention_that_computes_something_else_is_detected():
+    def attend(*arguments: Any, is_causal: bool, **_: Any) -> Any:
+        return attend_by_document(*arguments[:4], is_causal=is_causal).view_as(arguments[0])
 
-    def attend_across_documents(*heads_tnd: Tensor, **_: Any) -> Any:
-        return attend(*heads_tnd[:3], torch.tensor([0, 256]))
+    def attend_across_documents(*heads_tnd: Any, **flags: Any) -> Any:
+        return attend(*heads_tnd[:3], torch.tensor([0, 256]), **flags)
 
-    def attend_without_gradients(*heads_tnd: Tensor, **_: Any) -> Any:
-        return attend(*(heads.detach() for heads in heads_tnd[:2]), *heads_tnd[2:4])
+    def attend_without_gradients(*heads_tnd: Any, **flags: Any) -> Any:
+        return attend(*(heads.detach() for heads in heads_tnd[:2]), *heads_tnd[2:4], **flags)
+
+    def attend_without_a_causal_mask(*heads_tnd: Any, **_: Any) -> Any:
+        return attend(*heads_tnd[:4], is_causal=False)
 
     with emulated_engine._OnCpu():
-        monkeypatch.setattr(varlen, "varlen_attn", attend)
-        kernels._check_packed_attention(64)
-        for wrong in (attend_across_documents, attend_without_gradients):
-            monkeypatch.setattr(varlen, "varlen_attn", wrong)
+        kernels._check_packed_attention(attend, 64)
+        for wrong in (attend_across_documents, attend_without_gradients, attend_without_a_causal_mask):
             with pytest.raises(AssertionError):
-                kernels._check_packed_attention(64)
+                kernels._check_packed_attention(wrong, 64)
 
 
 def test_fp8_recipe_is_refused_with_transformer_engine_s_reason_and_possible_recipes(monkeypatch):

@@ -165,7 +165,7 @@ def test_kernel_with_another_loss_fails(tmp_path, monkeypatch):
         "Transformer Engine, cuDNN: loss differs from that of the first kernels by 0.02, more than 0.001"
     ]
     measured = {row["kernels"] for row in phase.tables["steps"]}
-    assert measured == set(phases.KERNELS) - {"Transformer Engine, flash-attn"}  # not installed for the tests
+    assert measured == set(phases.KERNELS) - {"Transformer Engine, FlashAttention"}  # not installed for the tests
 
 
 @pytest.mark.parametrize("last", [[{"loss": 6.0, "grad_norm": float("inf")}], []], ids=["infinite", "skipped"])

@@ -16,9 +16,9 @@ from megatron_neobert.commands.environment import (
     WARNING,
     find_all,
     folder_findings,
-    installed_packages,
     package_findings,
 )
+from megatron_neobert.runtime.environment import installed_packages
 
 NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n"
 
