@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,8 +232,11 @@ def encode_sentences(
     columns: dict[str, list[list[int]]] = {**encoding, "labels": [], "word_tokens": []}
     beyond = 0
     for index, (words, tags) in enumerate(sentences):
-        starts = accumulate((len(word) + 1 for word in words[:-1]), initial=0)
-        tokens = [-1 if (token := encoding.char_to_token(index, start)) is None else token for start in starts]
+        ends = accumulate((len(word) + 1 for word in words), initial=0)
+        characters = (range(start, end - 1) for start, end in pairwise(ends))
+        # The first characters of a word may have no token, such as a zero-width space.
+        found = ((encoding.char_to_token(index, character) for character in word) for word in characters)
+        tokens = [next((token for token in word if token is not None), -1) for word in found]
         beyond += next((count for count, token in enumerate(reversed(tokens)) if token >= 0), len(tokens))
         labels_by_token = {token: label_ids[tag] for token, tag in zip(tokens, tags, strict=True)}
         size = len(encoding["input_ids"][index])

@@ -220,7 +220,8 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
         ConfigError: The threshold is out of range, a corpus is named twice, a corpus has the attribute already, Ray
             does not start, or OUTPUT.partial belongs to a run with other settings.
         OutputError: OUTPUT exists, without `overwrite` or an unfinished run to resume; OUTPUT.partial has finished
-            work, without `resume` or `overwrite`; or another process uses OUTPUT.partial, or adds attributes.
+            work, without `resume` or `overwrite`; another process uses OUTPUT.partial, or adds attributes; or a corpus
+            is in a folder that cannot be written.
         MissingInputError: A corpus does not exist.
         DataError: A corpus is damaged, or the corpora were written with different tokenizers.
         ChildProcessError: A worker process died.
@@ -233,7 +234,9 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
     origin = settings.origin(corpora)
     if settings.add_attribute is not None:
         for corpus in corpora:
-            is_added(corpus, origin, [settings.add_attribute])
+            if not is_added(corpus, origin, [settings.add_attribute]):
+                with attributes_folder(corpus):  # fails now, and not after the search, if it cannot be created
+                    pass
     with job_folder(settings) as folder:
         refuse_existing_list(settings, folder)
         documents = Documents.of(corpora)

@@ -270,7 +270,7 @@ def build_slowly(output: Path) -> None:
     def build() -> None:
         with build_folder(output) as folder:
             (folder / "half").write_text("half")
-            time.sleep(600)
+            time.sleep(60)
 
     run_command(build)
 
