@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megatron_neobert.config.rules import FP8_BLOCK, HEAD_WIDTH_MULTIPLE
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError, short_reason
 
+Heads = Iterable[Tensor]  # queries, keys and values, [t, n, d] each
 PackedAttention = Callable[..., Tensor]  # attend_with_torch, or a function with its arguments
 
 
@@ -170,43 +171,25 @@ def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
     return attend_with_torch, f"torch's packed kernel, FlashAttention 2{failure}"
 
 
-def attend_with_torch(
-    query_tnd: Tensor,
-    key_tnd: Tensor,
-    value_tnd: Tensor,
-    cu_seqlens_n: Tensor,
-    max_seqlen: int,
-    *,
-    scale: float,
-    is_causal: bool,
-) -> Tensor:
+def attend_with_torch(heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, scale: float, is_causal: bool) -> Tensor:
     """Return the context, [t, n, d], by torch's variable-length kernel: CUDA, bfloat16, d a multiple of 8."""
     # Only CUDA needs this import, and some builds of torch do not have the module.
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds: Any = (cu_seqlens_n, cu_seqlens_n, max_seqlen, max_seqlen)
+    arguments: Any = (*heads, cu_seqlens_n, cu_seqlens_n, max_seqlen, max_seqlen)
     window = (-1, 0) if is_causal else (-1, -1)  # tokens before and after the query; -1: all
-    context_tnd: Any = varlen_attn(query_tnd, key_tnd, value_tnd, *bounds, scale=scale, window_size=window)
+    context_tnd: Any = varlen_attn(*arguments, scale=scale, window_size=window)
     return context_tnd
 
 
 def attend_with_flash_attention_4(
-    query_tnd: Tensor,
-    key_tnd: Tensor,
-    value_tnd: Tensor,
-    cu_seqlens_n: Tensor,
-    max_seqlen: int,
-    *,
-    scale: float,
-    is_causal: bool,
+    heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, scale: float, is_causal: bool
 ) -> Tensor:
     """Return the context, [t, n, d], by the package flash-attn-4. Raises ModuleNotFoundError without it."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     context_tnd, _ = flash_attn_varlen_func(
-        query_tnd,
-        key_tnd,
-        value_tnd,
+        *heads,
         cu_seqlens_q=cu_seqlens_n,
         cu_seqlens_k=cu_seqlens_n,
         max_seqlen_q=max_seqlen,
@@ -224,7 +207,7 @@ def _check_packed_attention(attend: PackedAttention, width: int) -> None:
     heads = numbers.to(device="cuda", dtype=torch.bfloat16).requires_grad_()
     cu_seqlens_n = torch.tensor([0, 128, 256], dtype=torch.int32, device="cuda")
     for is_causal in (False, True):
-        context: Any = attend(*heads, cu_seqlens_n, 128, scale=width**-0.5, is_causal=is_causal)
+        context: Any = attend(heads, cu_seqlens_n, 128, scale=width**-0.5, is_causal=is_causal)
         query, key, value = heads.float().unflatten(1, (2, 128)).transpose(2, 3)
         exact = scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2).flatten(0, 1)
         gradients = [torch.autograd.grad(tensor.float().square().sum(), heads)[0] for tensor in (context, exact)]

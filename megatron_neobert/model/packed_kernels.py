@@ -79,8 +79,8 @@ def _attend_packed(
     width = query_tnd.size(-1)
     # Zero channels do not change the product of a query and a key. The scale remains that of the true width.
     padding = -width % HEAD_WIDTH_MULTIPLE
-    query, key, value = (pad(tensor, (0, padding)) if padding else tensor for tensor in (query_tnd, key_tnd, value_tnd))
+    heads = [pad(tensor, (0, padding)) if padding else tensor for tensor in (query_tnd, key_tnd, value_tnd)]
     attend, _ = choose_packed_attention(width + padding)
     bounds = (packed.cu_seqlens_q, packed.max_seqlen_q)
-    context_tnd = attend(query, key, value, *bounds, scale=width**-0.5, is_causal=is_causal)
+    context_tnd = attend(heads, *bounds, scale=width**-0.5, is_causal=is_causal)
     return context_tnd[:, :, :width].flatten(1)

@@ -12,6 +12,7 @@ import emulated_engine
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
+from torch import Tensor
 
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
@@ -108,17 +109,17 @@ def test_local_layers_use_flash_attention_4_if_it_computes_attention_and_else_to
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the GPU by the CPU")
 def test_packed_attention_that_computes_something_else_is_detected():
-    def attend(*arguments: Any, is_causal: bool, **_: Any) -> Any:
-        return attend_by_document(*arguments[:4], is_causal=is_causal).view_as(arguments[0])
+    def attend(heads: Any, cu_seqlens_n: Tensor, *_: Any, is_causal: bool, **__: Any) -> Any:
+        return attend_by_document(*heads, cu_seqlens_n, is_causal=is_causal).view_as(heads[0])
 
-    def attend_across_documents(*heads_tnd: Any, **flags: Any) -> Any:
-        return attend(*heads_tnd[:3], torch.tensor([0, 256]), **flags)
+    def attend_across_documents(heads: Any, *_: Any, **flags: Any) -> Any:
+        return attend(heads, torch.tensor([0, 256]), **flags)
 
-    def attend_without_gradients(*heads_tnd: Any, **flags: Any) -> Any:
-        return attend(*(heads.detach() for heads in heads_tnd[:2]), *heads_tnd[2:4], **flags)
+    def attend_without_gradients(heads: Any, *bounds: Any, **flags: Any) -> Any:
+        return attend([*heads[:2].detach(), heads[2]], *bounds, **flags)
 
-    def attend_without_a_causal_mask(*heads_tnd: Any, **_: Any) -> Any:
-        return attend(*heads_tnd[:4], is_causal=False)
+    def attend_without_a_causal_mask(heads: Any, *bounds: Any, **_: Any) -> Any:
+        return attend(heads, *bounds, is_causal=False)
 
     with emulated_engine._OnCpu():
         kernels._check_packed_attention(attend, 64)
