@@ -8,6 +8,7 @@ ends with the same weights. They are removed at the end. The final folder loads 
 has one prompt per dataset.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -262,7 +263,11 @@ def train(
     if checkpoint is not None and trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}", flush=True)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    seconds, is_main = time.monotonic() - start, trainer.is_world_process_zero()
+    seconds, is_main, history = time.monotonic() - start, trainer.is_world_process_zero(), trainer.state.log_history
+    # DDP must not have the last reference to the process group: torch then joins the group's threads with Python's
+    # lock held, and hangs if one of them needs the lock.
+    del trainer
+    gc.collect()
     if torch.distributed.is_initialized():
         # A process that exits while threads of gloo run may end with SIGABRT. torchrun would then end rank 0, which
         # still has to write the final folder.
@@ -271,9 +276,9 @@ def train(
         return None
     # The history is part of the checkpoints, so a resumed run has every step once. A loss is the mean since the
     # previous entry, or since the checkpoint if the run was resumed within a log interval.
-    losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    scores = [(entry["step"], entry[_SCORE]) for entry in trainer.state.log_history if _SCORE in entry]
-    save_final(trainer.model, options.model, final)
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    scores = [(entry["step"], entry[_SCORE]) for entry in history if _SCORE in entry]
+    save_final(model, options.model, final)
     first_loss, last_loss = losses[0][1], losses[-1][1]
     print(f"loss {first_loss:.3f} -> {last_loss:.3f} nats in {seconds:.0f} s; wrote {final}")
     return {

@@ -11,6 +11,15 @@ from unit.evaluation.contrastive_inputs import write_datasets, write_encoder, wr
 from megatron_neobert.evaluation.ledger import read_record
 
 COMMAND = ("-m", "megatron_neobert", "finetune")
+# sitecustomize.py: the process group must not end with DDP's reference to it, because torch can hang there.
+WATCH = """import gc, torch
+destroy = torch.distributed.destroy_process_group
+def check(*arguments):
+    kinds = {type(item) for item in gc.get_objects()}
+    assert torch.nn.parallel.DistributedDataParallel not in kinds, "DDP is alive"
+    destroy(*arguments)
+torch.distributed.destroy_process_group = check
+"""
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +31,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.write_text(json.dumps(json.loads(config.read_text()) | dropout))
     write_datasets(folder / "data")
     write_yaml(folder / "run.yaml", learning_rate=1e-12, log_interval=1)
+    (folder / "sitecustomize.py").write_text(WATCH)
     return folder
 
 
@@ -31,10 +41,11 @@ def losses_of(inputs: Path, output: Path, *, processes: int, steps: int) -> list
     arguments = [text for name, value in (flags | {"steps": steps}).items() for text in (f"--{name}", str(value))]
     process = subprocess.run(
         [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), *COMMAND, *arguments, "--device", "cpu"],
-        env=environment(processes, HF_DATASETS_CACHE=inputs / "cache", OMP_NUM_THREADS=1),
+        env=environment(processes, HF_DATASETS_CACHE=inputs / "cache", OMP_NUM_THREADS=1, PYTHONPATH=inputs),
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert process.returncode == 0, process.stderr[-2000:]
     record = read_record(output / "bert" / "contrastive.json")
