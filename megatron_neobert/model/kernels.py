@@ -212,7 +212,8 @@ def _check_packed_attention(attend: PackedAttention, width: int) -> None:
         exact = scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2).flatten(0, 1)
         gradients = [torch.autograd.grad(tensor.float().square().sum(), heads)[0] for tensor in (context, exact)]
         for actual, expected in ((context, exact), gradients):
-            # On a CPU in bf16, the largest difference is 0.016; without bounds between the documents, it is 0.64.
+            # On a CPU in bf16, contexts differ by 0.008, and gradients by 0.021 more than rtol allows; without bounds
+            # between the documents, by 0.64 and 3.6.
             torch.testing.assert_close(actual.float(), expected.float(), rtol=5e-2, atol=5e-2)
 
 

@@ -26,7 +26,7 @@ SECONDS_PER_PHASE = 600  # timeout, so that a phase that hangs does not block th
 # Limits of relative differences between losses, with the values of one H200 (docs/performance.md).
 # FP8 against bf16 in the second half of a run: 1.4e-2 at most after 100 iterations. Two runs in bf16 differ by 4e-3.
 FP8_LOSS = 3e-2
-# The same step in bf16 with another kernel: 6e-6.
+# The same step in bf16 with another kernel: 8e-6.
 KERNEL_LOSS = 1e-3
 # A resumed run on a GPU, where attention sums gradients in any order: 7.5e-5. On a CPU the losses must be equal.
 RESUMED_LOSS = 1e-3
