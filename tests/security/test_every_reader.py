@@ -229,7 +229,7 @@ def test_control_reader_that_trusts_the_input_runs_the_canary(hostile, inputs, c
     assert canary.has_run
 
 
-@pytest.mark.parametrize(("reader", "hostile"), cases())
+@pytest.mark.parametrize(("reader", "hostile"), list(cases()))
 def test_hostile_input_runs_no_code_opens_no_connection_and_is_refused_in_one_sentence(
     reader, hostile, inputs, start, network, canary, tmp_path
 ):

@@ -30,7 +30,7 @@ NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU
         ("transformers", "4.57.3", WARNING, "megatron-neobert needs transformers>=5.3"),
         ("apex", "0.9.10.dev0", PROBLEM, "not NVIDIA's Apex"),
         ("psutil", None, PROBLEM, "is not installed; megatron-neobert needs psutil>=5.9"),
-        ("transformer-engine", "2.12.0", WARNING, "the extra gpu of megatron-neobert needs transformer-engine"),
+        ("transformer-engine", "2.8.0", WARNING, "the extra gpu of megatron-neobert needs transformer-engine"),
     ],
 )
 def test_package_outside_its_range_is_reported(package, version, level, text):
