@@ -86,7 +86,7 @@ class Command:
 def parse_command_line(arguments: list[str], *, world_size: int, record: Path | None = None) -> Command:
     """Return the settings, checked for `world_size` ranks or the first of --gpus, and the flags of --dry-run.
 
-    Flags override the optional `--config` file. Without that file, they override `record`, the settings that a run saved.
+    Flags override the optional `--config` file, or without one the settings in `record`, which a run saved.
 
     Raises:
         ConfigError: With every problem of the file, the flags and their combination.

@@ -42,8 +42,8 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
         if not distributed.is_lost_connection(error):
             raise
         raise WorkerError(
-            f"another rank ended or did not arrive before training began ({short_reason(error)}). Fix the error that it "
-            "reports on its node, then start all nodes again."
+            f"another rank ended or did not arrive before training began ({short_reason(error)}). Fix the error that "
+            "its node reports, then start all nodes again."
         ) from error
     finish_iteration_at_signals()
     return inputs, device
