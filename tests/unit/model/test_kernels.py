@@ -81,13 +81,9 @@ def test_settings_that_need_transformer_engine_are_refused_without_it(compute, f
     check_hardware(settings(**compute), replace(H100, flash_attn=Library(version="2.8.3")))
 
 
-def test_flash_attn_is_refused_without_the_package():
-    flash = settings(attention_backend="flash")
+def test_flash_attn_is_refused_without_the_package_and_a_cuda_graph_without_a_gpu():
+    flash, graphed = settings(attention_backend="flash"), settings(cuda_graph_impl="full_iteration")
     assert "needs flash-attn, or from compute capability 9.0 on flash-attn-4 (not installed)" in refusal(flash, H100)
-
-
-def test_a_cuda_graph_is_refused_without_a_gpu():
-    graphed = settings(cuda_graph_impl="full_iteration")
     assert "--cuda-graph-impl full_iteration needs a CUDA device; use --cuda-graph-impl none." in refusal(graphed, CPU)
     check_hardware(graphed, H100)
 
