@@ -22,12 +22,9 @@ from tools.acceptance.phases import Failed, Phase
 WITHOUT_GPU = ("environment", "first-step", "resume", "speed", "parity", "profile")
 
 
-def file_of(output: Path, name: str) -> Path:
-    return output / "phases" / f"{name}.json"
-
-
 def results_of(output: Path) -> dict[str, dict]:
-    return {name: json.loads(path.read_text()) for name in phases.PHASES if (path := file_of(output, name)).exists()}
+    files = {name: output / "phases" / f"{name}.json" for name in phases.PHASES}
+    return {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
 
 
 def start_and_interrupt(output: Path) -> int:
