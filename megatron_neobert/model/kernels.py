@@ -88,10 +88,10 @@ def fp8_refusals() -> dict[str, str]:
 
 
 def _try_import(module: str, *, distribution: str) -> Library:
-    # A compiled package may be installed and fail to import, because it was built for another torch.
+    # A package may be installed and fail to import, because it was built for another torch. It can raise any exception.
     try:
         importlib.import_module(module)
-    except (ImportError, OSError) as error:
+    except Exception as error:
         return Library(problem=f"{module} cannot be imported: {error}")
     return Library(version=_installed_version(distribution))
 

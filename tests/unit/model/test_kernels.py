@@ -158,6 +158,12 @@ def site(tmp_path, monkeypatch):
     detect_hardware.cache_clear()
 
 
+def test_package_that_fails_at_its_import_is_a_problem_of_the_settings_that_need_it(site):
+    (site / "broken.py").write_text("raise AttributeError('of another release')\n")
+    library = kernels._try_import("broken", distribution="broken")
+    assert (library.version, library.problem) == (None, "broken cannot be imported: of another release")
+
+
 def test_pypi_s_apex_is_refused_without_being_imported(site):
     install_apex(site, version="0.9.10.dev0", packages=("lib",))
     assert importlib.metadata.version("apex") == "0.9.10.dev0"
