@@ -92,6 +92,7 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
     if (size is None and budget is None) or None not in (size, budget, tokens):
         raise ConfigError("give --parameters or --budget-flop, or two of --parameters, --budget-flop and --tokens.")
     shapes = [_shape(width, options.vocab_size) for width in _WIDTHS]
+    values: list[float]  # of each shape: what is to be near `wanted`
     if size is not None:
         flags, wanted, values = f"--parameters {size:g}", size, [parameters for _, parameters, _ in shapes]
     else:
@@ -102,7 +103,6 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
         limits = f"{with_prefix(values[0], '')} to {with_prefix(values[-1], '')}"
         unit = "parameters" if size else "floating-point operations per token"
         raise ConfigError(f"{flags}: recipes have {limits} {unit} with this vocabulary; give other numbers.")
-
     nearest = min(range(len(shapes)), key=lambda number: abs(math.log(values[number] / wanted)))
     model, parameters, flops_per_token = shapes[nearest]
     if tokens is None:
