@@ -73,7 +73,7 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
     by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
     if not by_iteration:
         raise MissingInputError(
-            f"{save} holds no checkpoint. Name the folder given to --save; the first checkpoint of a run is written after "
+            f"{save} holds no checkpoint. Name the folder given to --save; a run writes its first checkpoint after "
             "--save-interval iterations."
         )
     if iteration is None:
