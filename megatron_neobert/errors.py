@@ -106,7 +106,7 @@ class MissingPackageError(NeoBERTError):
 
 
 class DivergenceError(NeoBERTError):
-    """Losses, gradients or weights are not finite, or replicas disagree; the run cannot continue."""
+    """Losses, gradients or weights are not finite; the run cannot continue."""
 
     exit_code = 70
 

@@ -71,7 +71,7 @@ def main() -> int:
     if command.dry_run:
         from megatron_neobert.planning.plan import print_plan
 
-        return print_plan(settings, command.plan, world_size=command.world_size)
+        return print_plan(settings, inputs, command.plan, world_size=command.world_size)
     if world_size == 1:
         # Block stop signals until the rank has installed its handlers: after execv, a signal would kill the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)

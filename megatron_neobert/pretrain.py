@@ -29,9 +29,11 @@ def main() -> int:
 
     command = parse_command_line(sys.argv[1:], world_size=world_size())
     if command.dry_run:
+        from megatron_neobert.data.batches.inputs import open_phases
         from megatron_neobert.planning.plan import print_plan
 
-        return print_plan(command.settings, command.plan, world_size=command.world_size)
+        inputs = open_phases(command.settings)
+        return print_plan(command.settings, inputs, command.plan, world_size=command.world_size)
     # Inductor would start a process per core in each rank, and all ranks compile at the same time.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if command.settings.parallel.tensor_model_parallel_size > 1:

@@ -72,7 +72,10 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
     """
     by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
     if not by_iteration:
-        raise MissingInputError(f"{save} holds no checkpoint; name the folder given to --save.")
+        raise MissingInputError(
+            f"{save} holds no checkpoint. Name the folder given to --save; a run writes its first checkpoint after "
+            "--save-interval iterations."
+        )
     if iteration is None:
         iteration = max(by_iteration)
     if iteration not in by_iteration:

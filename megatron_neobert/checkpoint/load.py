@@ -93,11 +93,12 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         for group in run.optimizer.param_groups:
             if "betas" in group:  # Muon does not count steps
                 group["step"] = step
-    if has_new_data:
+    compared = saved_settings, run.settings
+    if has_new_data:  # the phases of the other run do not matter, only its settings at this iteration
         phase = phase_at(run.settings, train_state.iteration)
-        saved_phase = phase_at(saved_settings, train_state.iteration).settings
+        compared = phase_at(saved_settings, train_state.iteration).settings, phase.settings
         cursor = run.training_stream.cursor_in(
-            phase, train_state.cursor, saved_phase, identity=train_state.corpus_sha256
+            phase, train_state.cursor, compared[0], identity=train_state.corpus_sha256
         )
         train_state = replace(train_state, cursor=cursor)
     run.state = replace(train_state, corpus_sha256=identities[0])
@@ -111,7 +112,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {start}", flush=True)
         elif train_state.corpus_sha256 != identities[0]:
             print(f"{folder} does not record document boundaries, and is taken to be of this corpus", flush=True)
-        for change in changes(saved_settings, run.settings, weights_only=weights_only):
+        for change in changes(*compared, weights_only=weights_only):
             print(f"changed since {folder}: {change}", flush=True)
 
 

@@ -250,7 +250,7 @@ def probe_precisions() -> None:
     for name, settings in precisions.items():
         try:
             check_hardware(settings)
-            summary = choose_kernels(settings).summary.replace("\nwarning: ", "; ")
+            summary = choose_kernels(settings).summary
             send(OK, name, summary.split(": ", 1)[1])
         except ConfigError as error:
             level = PROBLEM if name == "float32" else NOTE

@@ -83,10 +83,10 @@ class Command:
     world_size: int  # the first number of --gpus, or that of the environment
 
 
-def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
+def parse_command_line(arguments: list[str], *, world_size: int, record: Path | None = None) -> Command:
     """Return the settings, checked for `world_size` ranks or the first of --gpus, and the flags of --dry-run.
 
-    Flags override the optional `--config` file.
+    Flags override the optional `--config` file, or without one the settings in `record`, which a run saved.
 
     Raises:
         ConfigError: With every problem of the file, the flags and their combination.
@@ -104,6 +104,8 @@ def parse_command_line(arguments: list[str], *, world_size: int) -> Command:
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if config is not None:
         problems += _merge_file(find_config(config), values)
+    elif record is not None:
+        problems += _merge_file(record, values, is_record=True)
     for name, text in texts.items():
         problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
     settings = _build(values)  # invalid values have been reported, and are replaced by their defaults

@@ -71,13 +71,12 @@ def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple
         MissingInputError: The folder has no checkpoint, or only later ones and the run began with --continue-from.
         CheckpointError: The settings in a checkpoint are damaged.
     """
-    checkpoints = [] if load is None else list_checkpoints(load)
+    checkpoints, record = [] if load is None else list_checkpoints(load), None
     if load is not None and not any(flag.partition("=")[0] == "--config" for flag in flags):
         later = [folder for folder in checkpoints if iteration_of(folder) >= iteration]
         record = (later[-1] if later else latest_checkpoint(load)) / "settings.yaml"
         read_record(record)  # raises CheckpointError
-        flags = ["--config", str(record), *flags]
-    settings = parse_command_line([*flags, *_ONE_RANK], world_size=1).settings
+    settings = parse_command_line([*flags, *_ONE_RANK], world_size=1, record=record).settings
     if iteration > (last := settings.training.train_iters):
         raise ConfigError(
             f"--iteration {iteration} is after the last iteration of this run, {last} (--train-iters). Name an earlier "
@@ -85,9 +84,10 @@ def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple
         )
     checkpoint = next((folder for folder in checkpoints if iteration_of(folder) < iteration), None)
     if checkpoint is None and settings.checkpoint.continue_from is not None:
+        missing = "there is no --load" if load is None else f"--load {load} has no checkpoint before it"
         raise MissingInputError(
-            f"--load {load} has no checkpoint before iteration {iteration}, and the data of this run did not begin at "
-            "iteration 1 (--continue-from). Name an iteration after the first checkpoint of this run."
+            f"iteration {iteration} cannot be rebuilt: {missing}, and the data of a run with --continue-from do not "
+            "begin at iteration 1. Name the folder of the run, and an iteration after its first checkpoint."
         )
     return replace(settings, checkpoint=CheckpointConfig(), logging=LoggingConfig()), checkpoint
 

@@ -2,7 +2,7 @@
 
 Formulas: forward and backward together cost three times forward. In forward, a matrix of n weights costs 2n operations
 per token, and attention over documents of s tokens costs 4 s h per token and layer (scores and context).
-tests/unit/model/test_flops.py compares the parameters with the published models. Memory: planning/memory.py.
+tests/repo/test_recipes.py compares the parameters with the published models. Memory: planning/memory.py.
 """
 
 from dataclasses import dataclass

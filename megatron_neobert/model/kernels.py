@@ -62,11 +62,12 @@ def detect_hardware() -> Hardware:
     """Return GPU and optional packages of this process. With CUDA, import the packages and record failed imports."""
     if not torch.cuda.is_available():
         return Hardware(foreign_apex=_foreign_apex())
+    capability = torch.cuda.get_device_capability()
     return Hardware(
         gpu=torch.cuda.get_device_name(),
-        capability=torch.cuda.get_device_capability(),
+        capability=capability,
         transformer_engine=_try_import("transformer_engine.pytorch", distribution="transformer-engine"),
-        flash_attn=_find_flash_attention(),
+        flash_attn=_find_flash_attention(capability),
         apex_weight_gradients=_try_import("fused_weight_gradient_mlp_cuda", distribution="apex"),
         foreign_apex=_foreign_apex(),
     )
@@ -87,18 +88,20 @@ def fp8_refusals() -> dict[str, str]:
 
 
 def _try_import(module: str, *, distribution: str) -> Library:
-    # A compiled package may be installed and fail to import, because it was built for another torch.
+    # A package may be installed and fail to import, because it was built for another torch. It can raise any exception.
     try:
         importlib.import_module(module)
-    except (ImportError, OSError) as error:
+    except Exception as error:
         return Library(problem=f"{module} cannot be imported: {error}")
     return Library(version=_installed_version(distribution))
 
 
-def _find_flash_attention() -> Library:
-    """Return the version of flash-attn or flash-attn-4, whose common module is flash_attn, for Transformer Engine."""
+def _find_flash_attention(capability: tuple[int, int]) -> Library:
+    """Return the version of flash-attn, or of flash-attn-4 on a GPU whose kernels it has, for Transformer Engine."""
     found = _try_import("flash_attn.flash_attn_interface", distribution="flash-attn")
-    newer = found if found.version else _try_import("flash_attn.cute.interface", distribution="flash-attn-4")
+    if found.version or capability < (9, 0):
+        return found
+    newer = _try_import("flash_attn.cute.interface", distribution="flash-attn-4")
     return newer if newer.version else found
 
 
@@ -162,12 +165,13 @@ def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
     """
     failure = ""
     try:
+        importlib.import_module("flash_attn.cute.interface")  # before the check allocates memory of the GPU
         _check_packed_attention(attend_with_flash_attention_4, width)
-    except Exception as error:  # the package is a beta version, whose kernels are compiled at the first call
-        if not (isinstance(error, ModuleNotFoundError) and str(error.name).startswith("flash_attn")):
-            failure = f"; FlashAttention 4 is installed and does not work here ({short_reason(error)})"
-    else:
         return attend_with_flash_attention_4, "FlashAttention 4"
+    except ModuleNotFoundError:  # flash-attn 2 has a copy of this module, without the packages that the module imports
+        pass
+    except Exception as error:  # the package is a beta version, whose kernels are compiled at the first call
+        failure = f"; FlashAttention 4 is installed and does not work here ({short_reason(error)})"
     return attend_with_torch, f"torch's packed kernel, FlashAttention 2{failure}"
 
 
@@ -262,7 +266,10 @@ def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
                 yield f"{flag} needs Transformer Engine: {engine_problem}; {remedy}."
     if backend == "flash" and not engine_problem and hardware.flash_attn.version is None:
         problem = hardware.flash_attn.problem
-        yield f"--attention-backend flash needs flash-attn or flash-attn-4 ({problem}); install one, or use auto."
+        yield (
+            "--attention-backend flash needs flash-attn, or from compute capability 9.0 on flash-attn-4 "
+            f"({problem}); install one, or use auto."
+        )
     if hardware.gpu is None:
         if compute.cuda_graph_impl != "none":
             yield f"--cuda-graph-impl {compute.cuda_graph_impl} needs a CUDA device; use --cuda-graph-impl none."

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs, open_phases
+from megatron_neobert.data.batches.inputs import Inputs
 from megatron_neobert.model.flops import checkpoint_bytes, count_parameters
 from megatron_neobert.model.gpus import GPUS, find_gpu
 from megatron_neobert.planning.forecast import Forecast, forecast_phases
@@ -71,13 +71,12 @@ def start_warnings(
     return list(dict.fromkeys(warnings))
 
 
-def print_plan(settings: Settings, options: PlanOptions | None = None, *, world_size: int) -> int:
+def print_plan(settings: Settings, inputs: Sequence[Inputs], options: PlanOptions, *, world_size: int) -> int:
     """Print the plan of a run on `world_size` ranks and return exit code 0. `settings` must fit this number of ranks.
 
-    Raises:
-        ConfigError, MissingInputError, DataError, StorageError: The inputs cannot be opened.
+    Args:
+        inputs: Data of each phase.
     """
-    inputs = open_phases(settings)
     vocab_size, done = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
     forecasts = forecast_phases(settings, inputs, done=done, world_size=world_size)
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
@@ -90,7 +89,7 @@ def print_plan(settings: Settings, options: PlanOptions | None = None, *, world_
             sections.append((f"phase {forecast.phase.number}", phase_lines(forecast, settings)))
         sections.append(("iteration", iteration_lines(forecast, world_size=world_size)))
         sections.append(("corpus", corpus_lines(forecast)))
-    options, sizes = options or PlanOptions(), {"vocab_size": vocab_size, "world_size": world_size}
+    sizes = {"vocab_size": vocab_size, "world_size": world_size}
     sections += [
         ("run", [run_line(settings, forecasts, done=done)]),
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),

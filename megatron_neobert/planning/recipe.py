@@ -76,7 +76,7 @@ def write_recipe(options: RecipeOptions) -> None:
 
     Raises:
         ConfigError: None or all of parameters, tokens and computation are given, or only the tokens; or no recipe has
-            about this size.
+            about this size, or this computation per token.
         OutputError: The file exists.
     """
     if options.output.exists():
@@ -92,21 +92,19 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
     if (size is None and budget is None) or None not in (size, budget, tokens):
         raise ConfigError("give --parameters or --budget-flop, or two of --parameters, --budget-flop and --tokens.")
     shapes = [_shape(width, options.vocab_size) for width in _WIDTHS]
-    sizes = [parameters for _, parameters, _ in shapes]
-    if size is not None and not sizes[0] <= size * _NEAR <= _NEAR**2 * sizes[-1]:
-        limits = f"{with_prefix(sizes[0], '')} to {with_prefix(sizes[-1], '')}"
-        raise ConfigError(
-            f"--parameters {size:g}: recipes have {limits} parameters with this vocabulary; give another."
-        )
-
-    def distance(shape: tuple[ModelConfig, int, float]) -> float:
-        _, parameters, flops_per_token = shape
-        if size is not None:
-            return abs(math.log(parameters / size))
+    values: list[float]  # of each shape: what is to be near `wanted`
+    if size is not None:
+        flags, wanted, values = f"--parameters {size:g}", size, [parameters for _, parameters, _ in shapes]
+    else:
         assert budget is not None
-        return abs(math.log(flops_per_token * (tokens or _TOKENS_PER_PARAMETER * parameters) / budget))
-
-    model, parameters, flops_per_token = min(shapes, key=distance)
+        flags, wanted = f"--budget-flop {budget:g} --tokens {tokens or 0:g}", budget / (tokens or _TOKENS_PER_PARAMETER)
+        values = [flops * (1 if tokens else parameters) for _, parameters, flops in shapes]
+    if (size or tokens) and not values[0] <= wanted * _NEAR <= _NEAR**2 * values[-1]:
+        limits = f"{with_prefix(values[0], '')} to {with_prefix(values[-1], '')}"
+        unit = "parameters" if size else "floating-point operations per token"
+        raise ConfigError(f"{flags}: recipes have {limits} {unit} with this vocabulary; give other numbers.")
+    nearest = min(range(len(shapes)), key=lambda number: abs(math.log(values[number] / wanted)))
+    model, parameters, flops_per_token = shapes[nearest]
     if tokens is None:
         tokens = _TOKENS_PER_PARAMETER * parameters if budget is None else budget / flops_per_token
     flops = tokens * flops_per_token
@@ -136,7 +134,7 @@ def _summary(recipe: Recipe) -> str:
 
 def to_yaml(recipe: Recipe) -> str:
     """Return the YAML file of a recipe. Settings that it leaves out are NeoBERT's."""
-    warmup = min(2000, max(1, recipe.iterations // 10))
+    warmup = min(2000, recipe.iterations // 10)
     # At most the memory of NeoBERT's 64 sequences, 50 GiB, and a batch for eight GPUs.
     fitting = 64 * 28 * 768 / (recipe.model.num_layers * recipe.model.hidden_size)
     micro = 2 ** int(math.log2(min(64, max(1, fitting), recipe.batch // 8)))

@@ -56,6 +56,7 @@ def run_training(settings: Settings) -> int:
             raise ModuleNotFoundError("--wandb-project needs the package wandb", name="wandb")
     check_folders(settings.checkpoint)
     with claim(settings.checkpoint.save if is_rank_zero() else None), distributed.shutting_down_gloo_on_error():
+        check_folders(settings.checkpoint)  # again: a run that held the lock may have saved its first checkpoint
         inputs, device = join(settings)
         refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
         with HangDetector(settings.parallel) as detector:

@@ -11,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, open_phases
 from megatron_neobert.data.batches.phases import build_training_stream
+from megatron_neobert.errors import WorkerError, short_reason
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
@@ -29,13 +30,21 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     Raises:
         ConfigError: A rank has settings that differ from those of rank 0, or --data-path or --split is malformed.
         MissingInputError, DataError, StorageError: Corpus or tokenizer cannot be used.
-        torch.distributed.DistError: A rank does not join in time.
+        WorkerError: Another rank has ended, or does not join in time.
 
     Collective: all ranks.
     """
     # First, because errors in the data are the same on all ranks, and found without waiting for the other ranks.
     inputs = open_phases(settings)
-    device = distributed.initialize(settings)
+    try:
+        device = distributed.initialize(settings)
+    except Exception as error:
+        if not distributed.is_lost_connection(error):
+            raise
+        raise WorkerError(
+            f"another rank ended or did not arrive before training began ({short_reason(error)}). Fix the error that "
+            "its node reports, then start all nodes again."
+        ) from error
     finish_iteration_at_signals()
     return inputs, device
 

@@ -115,6 +115,16 @@ def test_nodes_with_different_settings_end_with_both_values(tiny_corpus, tmp_pat
     assert not list((tmp_path / "run").glob("iter_*"))
 
 
+def test_rank_that_ends_before_all_have_joined_ends_the_other_node_with_69_and_one_sentence(tiny_corpus, tmp_path):
+    (tmp_path / "run" / "lock").mkdir(parents=True)  # rank 0 cannot lock the folder
+    flags = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
+    port = free_port()
+    first, second = start_both(flags, flags, ports=(port, port))
+    assert (first.code, second.code) == (74, 69), second.output
+    assert "error on rank 1: another rank ended or did not arrive before training began" in second.output
+    assert "Traceback" not in first.output + second.output
+
+
 # --- two nodes in network namespaces; each resolves its own name to a loopback address, as Debian does
 
 

@@ -1,5 +1,6 @@
 """Runs with phases, and decays that branch off a run, equal the runs that they replace bit for bit."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def test_run_resumes_bit_for_bit_within_phases_and_at_their_ends(phased, case, c
     assert last.state.consumed_samples == 2 * 8 + 1 * 16 + 3 * 4
 
 
-def test_run_with_two_phases_equals_two_runs_with_continue_from(settings, tiny_corpus):
+def test_run_with_two_phases_equals_two_runs_with_continue_from(settings, tiny_corpus, capfd):
     """Like the stages of the paper: the second has longer sequences and another blend."""
     blend = ("1", tiny_corpus.prefix, "1", f"{tiny_corpus.prefix}:min=20")
     later = {"seq_length": 128, "data_path": blend}
@@ -72,6 +73,11 @@ def test_run_with_two_phases_equals_two_runs_with_continue_from(settings, tiny_c
         losses[seed] = read_metrics(str(first.checkpoint.save)) | read_metrics(str(second.checkpoint.save))
     assert losses[1] == read_metrics(str(both.checkpoint.save))
     assert losses[2] != losses[1], "other data must give other losses"
+    capfd.readouterr()
+    third = settings("third", data=later, training={"global_batch_size": 4, "seed": 1, "train_iters": 7})
+    train_on_ranks(third.with_section("checkpoint", continue_from=both.checkpoint.save))
+    changed = re.findall("changed since .*: (--.*)", capfd.readouterr().out)
+    assert changed == ["--train-iters was 6 and is now 7"], "the settings of the last phase are the same"
 
 
 def test_phase_can_be_added_to_a_run_but_not_change_its_past(settings, capfd):

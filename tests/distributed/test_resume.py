@@ -3,6 +3,8 @@
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from megatron_neobert.checkpoint.folder import list_checkpoints
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.model import initialization
+from megatron_neobert.training import loop
 
 STOP = ITERATIONS // 2
 FOUR_LAYERS = {"num_layers": 4}
@@ -146,6 +149,26 @@ def test_finished_run_trains_nothing_when_started_again(settings, capfd):
     for _ in range(2):
         train_on_ranks(run)
     assert "nothing to do: iteration 2 of 2 is already saved" in capfd.readouterr().out
+
+
+def save_before_the_lock_is_free() -> None:
+    """Let another run, which ends while this process waits for its lock, leave a checkpoint in --save."""
+    claim = loop.claim
+
+    @contextmanager
+    def claim_from_another_run(save: str | None) -> Iterator[None]:
+        with claim(save):
+            (Path(str(save)) / "iter_0000001").mkdir()
+            (Path(str(save)) / "iter_0000001" / "MANIFEST.json").touch()
+            yield
+
+    loop.claim = claim_from_another_run
+
+
+def test_checkpoints_of_a_run_that_ended_during_the_start_are_not_overwritten(settings):
+    run = settings("run").with_section("checkpoint", load=None)
+    with pytest.raises(ProcessRaisedException, match="already holds checkpoints of a run; add --load"):
+        train_on_ranks(run, prepare=save_before_the_lock_is_free)
 
 
 @pytest.fixture(scope="module")

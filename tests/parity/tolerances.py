@@ -61,4 +61,3 @@ ENGINE_GRADIENT = {
 }
 ENGINE_FP8_RUN = Tolerance(7.2e-4, "losses of 6 iterations in FP8 vs bf16, two ranks, 2 layers x 256", 4)
 ENGINE_DELAYED_RESUMED = Tolerance(1.4e-4, "the same of the delayed recipe after a resume", 4)
-ENGINE_FP8_CURVE = Tolerance(4.1e-4, "losses of 50 iterations on real text, 4 layers x 256, FP8 vs bf16", 3)

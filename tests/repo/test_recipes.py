@@ -16,9 +16,10 @@ from distributed.ranks import read_metrics
 from security.small_sentencepiece import write_model
 from unit.data.small_corpus import random_documents, write_corpus
 
-from megatron_neobert.config.cli import parse_command_line, read_settings
+from megatron_neobert.config.cli import PlanOptions, parse_command_line, read_settings
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import EXIT_STOPPED_EARLY
 from megatron_neobert.model.flops import count_parameters
@@ -133,7 +134,7 @@ def test_recipe_is_valid_and_has_the_planned_parameters(recipe, corpus, no_proce
     # 8: the paper's machine.
     ranks = 1 if recipe.parent.name == "speedrun" else 2 if recipe.stem == "tiny" else 8
     settings = settings_of(recipe, corpus, ranks=ranks)
-    assert print_plan(settings, world_size=ranks) == 0
+    assert print_plan(settings, open_phases(settings), PlanOptions(), world_size=ranks) == 0
     planned = count_parameters(settings.model, vocab_size=corpus.vocab_size).total
     assert f"{planned:,} (" in capsys.readouterr().out
     monkeypatch.setattr("megatron_neobert.model.neobert.initialize_weights", lambda *args, **kwargs: None)

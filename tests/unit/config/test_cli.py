@@ -96,7 +96,7 @@ def test_data_path_can_be_one_text_or_a_list_in_flags_and_in_yaml(tmp_path, flag
 
 
 def test_record_of_the_version_with_104_settings_is_read():
-    """The file is as that version wrote it, with all defaults."""
+    """The file has the settings that were removed since then or have changed, as that version wrote its defaults."""
     expected = Settings().with_section("parallel", overlap_grad_reduce=False)
     assert read_record(Path(__file__).with_name("earlier_record.yaml")) == expected
 

@@ -90,9 +90,18 @@ def test_the_checkpoint_is_the_newest_before_the_iteration_and_the_settings_thos
 
 def test_an_iteration_before_the_first_checkpoint_of_a_continued_run_is_refused(corpora, tmp_path):
     settings = settings_of(corpora).with_section("checkpoint", continue_from="elsewhere")
-    write_checkpoint(tmp_path, settings, iteration=10, cursor={})
-    with pytest.raises(MissingInputError, match="no checkpoint before iteration 10, and the data of this run did not"):
+    folder = write_checkpoint(tmp_path, settings, iteration=10, cursor={})
+    with pytest.raises(MissingInputError, match=f"10 cannot be rebuilt: --load {tmp_path} has no checkpoint before it"):
         open_iteration(tmp_path, 10, [])
+    with pytest.raises(MissingInputError, match="iteration 11 cannot be rebuilt: there is no --load, and"):
+        open_iteration(None, 11, ["--config", str(folder / "settings.yaml")])
+
+
+def test_settings_of_a_run_of_an_earlier_version_are_read(corpora, tmp_path):
+    record = write_checkpoint(tmp_path, settings_of(corpora), iteration=10, cursor={}) / "settings.yaml"
+    record.write_text(record.read_text() + "  tensorboard_dir: null\n")  # a setting that is ignored now
+    settings, _ = open_iteration(tmp_path, 11, ["--seed", "3"])
+    assert settings == settings_of(corpora).with_section("training", seed=3)
 
 
 # --- a batch as text: predicted tokens are marked, and control characters are escaped

@@ -1,11 +1,11 @@
-"""Reading of a metrics.jsonl that may be growing or have lines that were cut by a kill, as `neobert plot` does."""
+"""`neobert plot`, and its reading of a metrics.jsonl that may be growing or have lines that were cut by a kill."""
 
 import json
 import math
 
 import pytest
+from commands import call
 
-from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.inspection.plot import read_run, series
 
 
@@ -81,10 +81,53 @@ def test_an_interval_without_a_loss_is_a_gap_in_the_curve(tmp_path):
     assert iterations == [10, 20, 30] and math.isnan(losses[1])
 
 
-def test_a_folder_without_a_log_and_a_log_without_a_line_are_refused(tmp_path):
-    with pytest.raises(MissingInputError, match=r"holds no metrics\.jsonl; name the folder given to --save"):
-        read_run(tmp_path, name="r")
-    with pytest.raises(MissingInputError, match="nowhere does not exist"):
-        read_run(tmp_path / "nowhere", name="r")
-    with pytest.raises(DataError, match="has no whole line with an iteration and a value"):
-        read(tmp_path, interval(10)[:-30])
+# --- the command, as a user starts it
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with the runs a and b, which still train."""
+    monkeypatch.chdir(tmp_path)
+    for name, last in (("a", 40), ("b", 30)):
+        (tmp_path / name).mkdir()
+        lines = [interval(iteration, 10 / iteration) for iteration in range(10, last + 1, 10)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines) + '{"iteration": 5')
+    return tmp_path
+
+
+def test_runs_that_still_train_are_drawn_without_a_display(folder):
+    code, printed, errors = call("plot", "a", "b/metrics.jsonl", "--output", "new/plots")
+    assert (code, errors) == (0, "")
+    expected = ["a: iteration 40 | loss 0.2500 nats", "b/metrics.jsonl: iteration 30 | loss 0.3333 nats"]
+    assert printed.splitlines()[:2] == expected
+    (figure,) = (folder / "new" / "plots").iterdir()
+    assert figure.name == "curves.png" and figure.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(folder):
+    name = "\x1b[31mred\udc80\u5b9f"
+    (folder / "a").rename(folder / name)
+    hostile = {"iteration": 50, "loss": 1.0, "consumed_tokens": 5000, "\x1b]0;owned\x07": 1.0, "a\ud800b": 1.0}
+    (folder / name / "metrics.jsonl").write_text(json.dumps(hostile) + "\n")
+    with pytest.warns(UserWarning, match="Glyph 23455 .* missing from font"):
+        _, printed, _ = call("plot", name, "--output", "p")
+    assert r"\x1b[31mred\udc80" in printed and "\x1b" not in printed
+    _, _, errors = call("plot", name, "--output", "p", "--metrics", "nope")
+    assert "Choose from loss, consumed_tokens" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((".",), 66, "holds no metrics.jsonl; name the folder given to --save"),
+        (("nowhere",), 66, "nowhere does not exist"),
+        (("cut",), 65, "has no whole line with an iteration and a value"),
+        (("a", "--metrics", "bleu"), 2, "--metrics bleu was not logged by any of these runs. Choose from loss, lr"),
+        (("a", "--output", "/proc"), 73, "--output /proc cannot be written"),
+    ],
+)
+def test_runs_and_outputs_that_cannot_be_used_are_refused(folder, arguments, code, message):
+    (folder / "cut").write_text(interval(10)[:-30])
+    ended, _, errors = call("plot", "--output", "p", *arguments)
+    assert ended == code and message in errors
+    assert not (folder / "p").exists()

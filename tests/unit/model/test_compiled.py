@@ -51,27 +51,22 @@ def test_the_loss_compiled_is_the_loss_eager(function, arguments, backend):
         torch.testing.assert_close(compiled(*inputs), function(*inputs))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_rotation_compiled_is_rotation_eager(backend):
-    functions = rotate.__wrapped__, torch.compile(rotate.__wrapped__, fullgraph=True, backend=backend)
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        inputs = [[tensor.requires_grad_() for tensor in heads_and_angles(dtype)] for _ in functions]
-        eager, compiled = (function(*tensors) for function, tensors in zip(functions, inputs, strict=True))
-        torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance)
-        for query, key in (eager, compiled):
-            (query.float().square().sum() + key.float().square().sum()).backward()
-        eager_gradients, gradients = ([tensor.grad for tensor in tensors] for tensors in inputs)
-        torch.testing.assert_close(gradients, eager_gradients, rtol=tolerance, atol=10 * tolerance)
+def hidden_and_weight(dtype: torch.dtype) -> list[Tensor]:
+    return [normal(TOKENS, 1, 32, dtype=dtype), 1 + normal(32, dtype=dtype)]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_norm_compiled_is_norm_eager(backend):
-    functions = rms_norm.__wrapped__, torch.compile(rms_norm.__wrapped__, fullgraph=True, backend=backend)
+@pytest.mark.parametrize(
+    ("function", "build", "more"), [(rotate, heads_and_angles, ()), (rms_norm, hidden_and_weight, (1e-5,))]
+)
+def test_rotation_and_norm_compiled_are_those_eager(function, build, more, backend):
+    compiled = torch.compile(function.__wrapped__, fullgraph=True, backend=backend)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        inputs = [[normal(TOKENS, 1, 32, dtype=dtype), 1 + normal(32, dtype=dtype)] for _ in functions]
-        results = []
-        for function, (hidden, weight) in zip(functions, inputs, strict=True):
-            normed = function(hidden.requires_grad_(), weight.requires_grad_(), 1e-5)
-            gradients = torch.autograd.grad(normed.float().square().sum(), (hidden, weight))
-            results.append((normed, *gradients))
-        torch.testing.assert_close(*results, rtol=tolerance, atol=10 * tolerance)
+        outputs, gradients = [], []
+        for call in (compiled, function.__wrapped__):
+            inputs = [tensor.requires_grad_() for tensor in build(dtype)]
+            outputs.append(call(*inputs, *more))
+            loss = torch.cat([output.float().flatten() for output in outputs[-1]]).square().sum()
+            gradients.append(torch.autograd.grad(loss, inputs))
+        torch.testing.assert_close(*outputs, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(*gradients, rtol=tolerance, atol=10 * tolerance)

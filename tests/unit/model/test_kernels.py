@@ -60,6 +60,7 @@ def refusal(settings: Settings, hardware: Hardware) -> str:
 def test_kernels_follow_from_machine_and_settings(hardware, changes, implementation, attention):
     chosen = choose_kernels(settings(**changes), hardware)
     assert (chosen.transformer_impl, chosen.attention) == (implementation, attention)
+    assert "FlashAttention 4" not in chosen.summary, "which is not installed"
 
 
 @pytest.mark.parametrize(
@@ -80,12 +81,9 @@ def test_settings_that_need_transformer_engine_are_refused_without_it(compute, f
     check_hardware(settings(**compute), replace(H100, flash_attn=Library(version="2.8.3")))
 
 
-def test_flash_attn_is_refused_without_the_package():
-    assert "needs flash-attn or flash-attn-4 (not installed)" in refusal(settings(attention_backend="flash"), H100)
-
-
-def test_a_cuda_graph_is_refused_without_a_gpu():
-    graphed = settings(cuda_graph_impl="full_iteration")
+def test_flash_attn_is_refused_without_the_package_and_a_cuda_graph_without_a_gpu():
+    flash, graphed = settings(attention_backend="flash"), settings(cuda_graph_impl="full_iteration")
+    assert "needs flash-attn, or from compute capability 9.0 on flash-attn-4 (not installed)" in refusal(flash, H100)
     assert "--cuda-graph-impl full_iteration needs a CUDA device; use --cuda-graph-impl none." in refusal(graphed, CPU)
     check_hardware(graphed, H100)
 
@@ -95,6 +93,7 @@ def test_local_layers_use_flash_attention_4_if_it_computes_attention_and_else_to
     (site / "flash_attn" / "cute").mkdir(parents=True)
     code = "def flash_attn_varlen_func(*_, **__): raise ValueError('sm_120')\n"
     (site / "flash_attn" / "cute" / "interface.py").write_text(code)
+    assert kernels._find_flash_attention((9, 0)).version and not kernels._find_flash_attention((8, 0)).version
     failure = "FlashAttention 2; FlashAttention 4 is installed and does not work here (ValueError: sm_120)"
     local = settings(transformer_impl="local")
     with emulated_engine._OnCpu():
@@ -157,6 +156,12 @@ def site(tmp_path, monkeypatch):
     detect_hardware.cache_clear()
     yield tmp_path
     detect_hardware.cache_clear()
+
+
+def test_package_that_fails_at_its_import_is_a_problem_of_the_settings_that_need_it(site):
+    (site / "broken.py").write_text("raise AttributeError('of another release')\n")
+    library = kernels._try_import("broken", distribution="broken")
+    assert (library.version, library.problem) == (None, "broken cannot be imported: of another release")
 
 
 def test_pypi_s_apex_is_refused_without_being_imported(site):

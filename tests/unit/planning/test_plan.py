@@ -8,10 +8,11 @@ import pytest
 from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.folder import MANIFEST
+from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import windows
-from megatron_neobert.data.batches.inputs import batch_settings, open_inputs
+from megatron_neobert.data.batches.inputs import batch_settings, open_inputs, open_phases
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
@@ -87,7 +88,7 @@ def test_the_plan_of_a_blend_has_the_shares_and_epochs_of_its_batches(tiny_corpu
 
 
 def plan_of(settings: Settings, capsys: Any, *, world_size: int = 1) -> str:
-    assert print_plan(settings, world_size=world_size) == 0
+    assert print_plan(settings, open_phases(settings), PlanOptions(), world_size=world_size) == 0
     return str(capsys.readouterr().out)
 
 

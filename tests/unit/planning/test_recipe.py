@@ -1,12 +1,14 @@
 """`neobert recipe`: rules that give NeoBERT's own recipe for its size and tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from processes import run_command
 
 from megatron_neobert.config.cli import read_settings
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.rules import find_problems
+from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
 
 COMMAND = "megatron_neobert.__main__"
@@ -36,6 +38,7 @@ def test_rules_give_the_recipe_of_neobert_for_its_parameters_and_tokens(tmp_path
     ("flags", "parameters", "flops"),
     [
         (("--parameters", "60M"), 60e6, None),
+        (("--budget-flop", "1e11"), None, None),
         (("--budget-flop", "1e19"), None, 1e19),
         (("--budget-flop", "1e19", "--tokens", "20B"), None, 1e19),
         (("--parameters", "60M", "--budget-flop", "1e20"), 60e6, 1e20),
@@ -44,12 +47,14 @@ def test_rules_give_the_recipe_of_neobert_for_its_parameters_and_tokens(tmp_path
 def test_a_recipe_has_the_size_and_the_computation_that_were_asked_for(tmp_path, flags, parameters, flops):
     """Widths are multiples of 64, so a size of 60 M is met within 15 %."""
     settings = recipe(tmp_path, *flags)
+    data = DataConfig(data_path=("corpus",), tokenizer_model="tokenizer")
+    assert find_problems(replace(settings, data=data), world_size=1) == []
     count = count_parameters(settings.model, vocab_size=30_522).total
     if parameters is not None:
         assert count == pytest.approx(parameters, rel=0.15)
     if flops is not None:
         assert flops_of(settings) == pytest.approx(flops, rel=0.15)
-    elif "--tokens" not in flags:
+    elif "--parameters" in flags:
         assert settings.tokens_per_iteration * settings.training.train_iters == pytest.approx(100 * count, rel=0.01)
 
 
@@ -61,7 +66,7 @@ def test_a_recipe_has_the_size_and_the_computation_that_were_asked_for(tmp_path,
         (("--parameters", "60X"), "60M, 2.5B or 1e19"),
         (("--parameters", "0"), "60M, 2.5B or 1e19"),
         (("--parameters", "1M"), "recipes have 8.64 M to 12.1 G parameters"),
-        (("--parameters", "1e30"), "recipes have 8.64 M to 12.1 G parameters"),
+        (("--budget-flop", "1e19", "--tokens", "20M"), "15.7 M to 74.4 G floating-point operations per token"),
     ],
 )
 def test_missing_or_malformed_quantities_are_refused(tmp_path, flags, message):

@@ -22,12 +22,9 @@ from tools.acceptance.phases import Failed, Phase
 WITHOUT_GPU = ("environment", "first-step", "resume", "speed", "parity", "profile")
 
 
-def file_of(output: Path, name: str) -> Path:
-    return output / "phases" / f"{name}.json"
-
-
 def results_of(output: Path) -> dict[str, dict]:
-    return {name: json.loads(path.read_text()) for name in phases.PHASES if (path := file_of(output, name)).exists()}
+    files = {name: output / "phases" / f"{name}.json" for name in phases.PHASES}
+    return {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
 
 
 def start_and_interrupt(output: Path) -> int:
@@ -136,19 +133,16 @@ def test_settings_of_the_gpu_phases_are_valid_at_full_size(flags):
     assert parse_command_line(arguments, world_size=1).settings.training.bf16
 
 
-@pytest.mark.parametrize(
-    ("waits", "problems"),
-    [
-        ({"step.py:95": 1, "loss.py:7": 2}, ["local layers: the host waits 3 times per step instead of once: "]),
-        ({}, ["local layers: the host waits 0 times per step instead of once: "]),
-    ],
-)
-def test_step_in_which_the_host_does_not_wait_exactly_once_fails(waits, problems, tmp_path, monkeypatch):
-    figures = {"waits": waits, "profile": [{"operation": "aten::mm", "calls": 1, "ms": 1.0}]}
+def test_step_in_which_the_host_does_not_wait_exactly_once_fails(tmp_path, monkeypatch):
+    figures = {
+        "waits": {"step.py:95": 1, "loss.py:7": 2},
+        "profile": [{"operation": "aten::mm", "calls": 1, "ms": 1.0}],
+    }
     monkeypatch.setattr(Phase, "benchmark", lambda *_, **__: figures)
     phase = Phase("profile", tmp_path, "cpu")
     phases.profile_step(phase)
-    assert [problem.partition("{")[0] for problem in phase.problems] == problems
+    (problem,) = phase.problems
+    assert problem.startswith("local layers: the host waits 3 times per step instead of once: ")
 
 
 def test_kernel_with_another_loss_fails(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Values and lines of an interval, with and without skipped updates, and the trackers that record them."""
 
-import importlib.util
 import json
 import math
 import resource
@@ -151,16 +150,9 @@ def test_full_disk_is_reported_once_and_training_continues(tmp_path):
     assert (tmp_path / "metrics.jsonl").stat().st_size == 2000
 
 
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-
-
-def start_with_wandb(save: object) -> None:
-    settings = Settings(checkpoint=CheckpointConfig(save=str(save)), logging=LoggingConfig(wandb_project="books"))
-    start_wandb(settings)
-
-
-@needs_wandb
 def test_wrong_variable_of_wandb_is_reported_with_the_reason(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "nonsense")
+    settings = Settings(checkpoint=CheckpointConfig(save=str(tmp_path)), logging=LoggingConfig(wandb_project="books"))
     with pytest.raises(ConfigError, match=r"did not start \(.* mode Input .*'nonsense'.*correct the setting"):
-        start_with_wandb(tmp_path)
+        start_wandb(settings)
