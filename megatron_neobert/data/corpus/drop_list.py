@@ -21,7 +21,8 @@ from megatron_neobert.runtime.atomic_files import replacing
 from megatron_neobert.text import parse_json
 
 _FORMAT = "megatron_neobert drop list 1"
-_DAMAGED = "it is damaged; copy it again, or run neobert find-duplicates again"
+_COMMANDS = "neobert find-duplicates or neobert find-overlaps"
+_DAMAGED = f"it is damaged; copy it again, or run {_COMMANDS} again"
 # A corpus takes about 300 bytes.
 _LONGEST_HEADER_BYTES = 1 << 24
 
@@ -61,7 +62,7 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
         DataError: The file is not a drop list, is damaged, or does not contain this corpus.
     """
     if not path.is_file():
-        raise MissingInputError(f"drop list {path}: no such file; neobert find-duplicates writes one")
+        raise MissingInputError(f"drop list {path}: no such file; {_COMMANDS} writes one")
     with path.open("rb") as stream:
         header = stream.readline(_LONGEST_HEADER_BYTES)
     try:
@@ -69,7 +70,7 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
     except (ValueError, msgspec.ValidationError) as error:
         raise DataError(
             f"{path} is not a drop list: its first line is not JSON with the format {_FORMAT!r} ({error!r:.200}); name "
-            "a file that neobert find-duplicates has written"
+            f"a file that {_COMMANDS} has written"
         ) from error
     end, match = len(header), None
     for entry in corpora:
@@ -84,7 +85,7 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
         names = ", ".join(f"{entry.prefix} ({entry.documents_sha256[:12]})" for entry in corpora[:5])
         raise DataError(
             f"drop list {path} is for {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
-            "written again since; run neobert find-duplicates on it"
+            f"written again since; run {_COMMANDS} on it"
         )
     entry, begin, end = match
     mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", begin, end - begin)

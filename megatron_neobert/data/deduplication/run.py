@@ -26,22 +26,23 @@ from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, is_added
 from megatron_neobert.data.corpus.attribute_columns import write_columns
-from megatron_neobert.data.corpus.drop_list import DropListEntry, read_drop_list, write_drop_list
+from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import read_items
 from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
 from megatron_neobert.data.deduplication.search import (
     Documents,
     SearchSettings,
+    is_complete,
     job_folder,
     open_corpora,
     refuse_existing_list,
     steps_of,
 )
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime.jobs import Job, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import parse_json, percent
+from megatron_neobert.text import percent
 
 # Documents whose keys of one band are compared in one job, with 80 bytes of memory each.
 BUCKET_DOCUMENTS = 12_000_000
@@ -80,7 +81,10 @@ def print_duplicates(options: FindSettings) -> None:
     is done if the list is complete. Raise OutputError if the list exists and may not be replaced, MissingInputError or
     DataError for a missing or damaged corpus, and ConfigError for unsuitable settings.
     """
-    if options.resume and is_complete(options):
+    corpora = open_corpora(options.prefixes)
+    origin = options.origin(corpora)
+    has_attribute = options.add_attribute is None or all(origin in c.manifest.added_attributes for c in corpora)
+    if options.resume and has_attribute and is_complete(options, corpora, asdict(options.minhash)):
         job_folder(options).sweep()
         print(f"{options.output} is complete; nothing to do")
         return
@@ -271,30 +275,6 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
         entries = write_drop_list(settings.output, dropped, asdict(settings.minhash))
         folder.remove()
     return entries
-
-
-def is_complete(settings: FindSettings) -> bool:
-    """Return True if no run is unfinished and an undamaged drop list of these settings and corpora, in order, exists.
-
-    With `add_attribute`, the corpora must have the attribute, too.
-    Raise MissingInputError, DataError or ConfigError if a corpus is missing, damaged or named twice.
-    """
-    if job_folder(settings).has_begun:
-        return False
-    corpora = open_corpora(settings.prefixes)
-    try:
-        for corpus in corpora:
-            read_drop_list(settings.output, corpus.manifest, corpus.prefix)
-    except (MissingInputError, DataError):
-        return False
-    with settings.output.open("rb") as stream:
-        header = parse_json(stream.readline())
-    in_order = [entry["documents_sha256"] for entry in header["corpora"]]
-    origin = settings.origin(corpora)
-    has_attribute = all(origin in corpus.manifest.added_attributes for corpus in corpora)
-    is_same = all(header.get(name) == value for name, value in asdict(settings.minhash).items())
-    is_same &= settings.add_attribute is None or has_attribute
-    return is_same and in_order == [corpus.manifest.documents_sha256 for corpus in corpora]
 
 
 def find_clusters(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:

@@ -68,6 +68,9 @@ def test_summary_names_the_shares_and_the_short_texts(planted):
     assert code == 0
     assert f"{folder / 'C'}: 50 of 500 documents share 13 tokens (10.00 %)" in output
     assert "10 are shorter and were not searched for" in output
+    search = ("find-overlaps", folder / "C", "--against", folder / "E", "--output", folder / "list", "--resume")
+    assert run_forked(*search) == (0, f"{folder / 'list'} is complete; nothing to do\n")
+    assert "list exists already" in run_forked(*search, "--ngram", 12).output
 
 
 def test_texts_of_another_tokenizer_and_the_corpus_itself_are_refused(planted):
