@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import call
+from pyarrow import feather
 from unit.data.preprocess_workspace import Workspace, cut_small, random_text
 
 from megatron_neobert.config.data_path import parse_data_path, whole_weights
@@ -94,9 +95,14 @@ def scored(record):
     return record._replace(fields={"score": len(record.text)} if record.text else {})
 
 
-def test_a_filter_sets_an_attribute_that_no_input_has_and_a_blend_by_it_is_printed(tmp_path):
+def write_lines(table, path):
+    path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+
+
+@pytest.mark.parametrize("write", [write_lines, pq.write_table, feather.write_feather])
+def test_a_filter_sets_an_attribute_that_no_input_has_and_a_blend_by_it_is_printed(tmp_path, write):
     workspace = Workspace(tmp_path)
-    workspace.add_texts("a.jsonl", *["hello"] * 27, *["hello world"] * 8)
+    write(pa.table({"content": ["hello"] * 27 + ["hello world"] * 8}), workspace.inputs / "input")
     workspace.run(record_keys=("score",), filter=(f"{__file__}:scored",))
     corpus = workspace.corpus()
     assert pq.read_table(corpus.files.attributes)["score"].to_pylist() == [5] * 27 + [11] * 8
