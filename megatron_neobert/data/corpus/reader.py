@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
 from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, check_index, damage_error
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.data.inputs.stream import is_url
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.text import listed, percent
 
@@ -49,12 +50,17 @@ class Corpus:
         storage: Reads a remote corpus through a local cache folder.
 
     Raises:
+        ConfigError: `prefix` is a URL, and there is no `storage`.
         MissingInputError: No file of this corpus exists.
         StorageError: A remote file cannot be read.
         DataError: A file is missing or damaged, or files contradict each other.
     """
 
     def __init__(self, prefix: str | Path, storage: ObjectStorage | None = None) -> None:
+        if storage is None and is_url(str(prefix)):
+            raise ConfigError(
+                f"{prefix}: only neobert train, validate and inspect data read corpora at URLs; copy it to a local disk"
+            )
         self.prefix, self.storage = Path(prefix) if storage is None else str(prefix), storage
         self.is_remote = storage is not None
         if storage is None:

@@ -43,10 +43,17 @@ def test_corpus_at_a_url_is_validated_and_shown_like_a_local_one(server, tiny_co
     assert remote.output.replace(url, "").split() == local.output.replace(tiny_corpus.prefix, "").split()
 
 
-@pytest.mark.parametrize("command", ["validate", "inspect data", "train"])
-def test_url_without_a_cache_folder_is_refused(server, tiny_corpus, command):
+@pytest.mark.parametrize(
+    ("command", "more", "message"),
+    [
+        ("validate", [], " needs a local cache folder; give one with"),
+        ("inspect data", [], " needs a local cache folder; give one with"),
+        ("train --data-path", ["--tokenizer-model", "T"], " needs a local cache folder; give one with"),
+        ("find-duplicates", ["--output", "L"], ": only neobert train, validate and inspect data read corpora at URLs"),
+    ],
+)
+def test_url_without_a_cache_folder_is_refused(server, tiny_corpus, command, more, message):
     url = url_of(server, tiny_corpus)
-    flags = ["--data-path", url, "--tokenizer-model", tiny_corpus.tokenizer] if command == "train" else [url]
-    ended = run_command("megatron_neobert.__main__", *command.split(), *flags)
-    assert ended.refused(2) and f"{url} needs a local cache folder; give one with" in ended.output
+    ended = run_command("megatron_neobert.__main__", *command.split(), url, *more)
+    assert ended.refused(2) and f"{url}{message}" in ended.output
     assert not server.requests
