@@ -40,12 +40,16 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """Options of a command that runs resumable jobs."""
+    """Options of a command that runs resumable jobs. Raise ConfigError if they contradict each other."""
 
     workers: int | None = option(None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1)
     resume: bool = option(False, "keep what an earlier run of the same command has finished")
     executor: Literal["local", "ray"] = option("local", "where the work runs")
     ray_address: str | None = option(None, "host:port of a cluster (default: RAY_ADDRESS, or else a new cluster)")
+
+    def __post_init__(self) -> None:
+        if self.ray_address is not None and self.executor != "ray":
+            raise ConfigError(f"--ray-address {self.ray_address} has no effect without --executor ray; add that flag")
 
     @property
     def executor_options(self) -> dict[str, Any]:
@@ -66,6 +70,10 @@ class Job(ABC, Generic[Result]):
 
     folder: Path
     name: str
+
+    def __str__(self) -> str:
+        """Return what messages call the job."""
+        return self.name
 
     @property
     @abstractmethod
@@ -234,7 +242,8 @@ class _OptionalStderr:
 class JobFolder:
     """Folder of the jobs of an unfinished run; a context manager that holds a lock on the folder.
 
-    Entering creates the folder. Leaving removes it unless it has finished jobs.
+    Entering creates the folder. Leaving removes it unless it has finished jobs. An OSError that leaves the block
+    without a file name, as a full disk raises it, gets the name of the folder.
     Entering raises OutputError if the folder cannot be created, or if another process uses it.
     """
 
@@ -261,7 +270,9 @@ class JobFolder:
             raise OutputError(f"{self.path} belonged to a run that has just ended; start again")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(self.path)
         if not self.count_finished():
             self.remove()
         self._lock.close()

@@ -104,7 +104,7 @@ def _compute_and_add(
     jobs = [
         AttributeJob(
             folder.path,
-            f"{begin}",
+            f"documents-{begin}",
             str(Path(options.prefix).absolute()),
             sha256_of(corpus.files.manifest),
             str(Path(options.tokenizer_model).absolute()),

@@ -141,6 +141,11 @@ def test_folder_that_cannot_be_created_is_an_output_error(tmp_path):
         pass
 
 
+def test_error_of_a_full_disk_names_the_folder(folder):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run\.partial'"), JobFolder(folder):
+        raise OSError(28, "No space left on device")
+
+
 # --- workers
 
 
@@ -175,7 +180,7 @@ def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, mon
 
 def test_worker_that_exits_ends_the_run(tmp_path):
     """test_preprocess_killed.py tests killed and interrupted workers."""
-    with pytest.raises(ChildProcessError, match=r"a worker process died at .*fewer --workers"):
+    with pytest.raises(ChildProcessError, match=r"a worker process died at \d or a job beside it; .*fewer --workers"):
         list(run_jobs(exit_at_three, squares(tmp_path, range(6)), workers=2))
 
 
