@@ -107,11 +107,8 @@ def _open(options: _CorpusOptions) -> "Corpus":
     # Paths may contain bytes that are not valid text.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if not is_url(options.prefix):
-        return Corpus(options.prefix)
-    if options.object_storage_cache_path is None:
-        raise ConfigError(f"{options.prefix} needs a local cache folder; give one with --object-storage-cache-path.")
-    return Corpus(options.prefix, ObjectStorage(Path(options.object_storage_cache_path)))
+    cache = options.object_storage_cache_path
+    return Corpus(options.prefix, ObjectStorage(Path(cache)) if cache and is_url(options.prefix) else None)
 
 
 def print_summary(corpus: "Corpus") -> None:

@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.drop_list import write_drop_list
+from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication.search import (
     Documents,
     SearchSettings,
+    begin,
     is_complete,
     job_folder,
     open_corpora,
-    refuse_existing_list,
     steps_of,
 )
 from megatron_neobert.runtime.jobs import Job, finish_jobs
@@ -50,12 +49,12 @@ class OverlapSettings(SearchSettings):
 
 @dataclass(frozen=True)
 class Overlaps:
-    """Documents of one corpus that share an n-gram with a document of the other side."""
+    """Texts of one evaluation corpus that share an n-gram with a searched document."""
 
     prefix: str
-    documents: int
+    texts: int
     shared: int
-    short: int  # documents of fewer tokens than an n-gram has
+    short: int  # texts of fewer tokens than an n-gram has
 
 
 @dataclass(frozen=True)
@@ -94,22 +93,22 @@ def print_overlaps(options: OverlapSettings) -> None:
         print(f"{options.output} is complete; nothing to do")
         return
     searched, evaluated = find_overlaps(options)
-    for each in searched:
-        share = percent(each.shared / each.documents, digits=2)
-        print(f"{each.prefix}: {each.shared:,} of {each.documents:,} documents share {options.ngram} tokens ({share})")
+    for entry in searched:
+        count, share = entry.dropped_documents, percent(entry.dropped_documents / entry.documents, digits=2)
+        print(f"{entry.prefix}: {count:,} of {entry.documents:,} documents share {options.ngram} tokens ({share})")
     for each in evaluated:
         print(
-            f"{each.prefix}: {each.shared:,} of {each.documents:,} texts share {options.ngram} tokens; "
+            f"{each.prefix}: {each.shared:,} of {each.texts:,} texts share {options.ngram} tokens; "
             f"{each.short:,} are shorter and were not searched for"
         )
     print(f"wrote {options.output}")
 
 
-def find_overlaps(settings: OverlapSettings) -> tuple[list[Overlaps], list[Overlaps]]:
+def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[Overlaps]]:
     """Find the documents, write the drop list to `settings.output`, and remove OUTPUT.partial.
 
     Returns:
-        The overlaps of each searched corpus, and of each corpus of evaluation texts.
+        The entries of the drop list, one per searched corpus, and the overlaps of each corpus of evaluation texts.
 
     Raises:
         ConfigError: A corpus is named twice, Ray does not start, or OUTPUT.partial has work of other settings.
@@ -121,15 +120,8 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[Overlaps], list[Overl
     corpora = open_corpora((*settings.prefixes, *settings.against))
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
     with job_folder(settings) as folder:
-        refuse_existing_list(settings, folder)
         documents = Documents.of(searched)
-        decisive = {
-            "corpora": documents.sha256,
-            **_recorded(settings, corpora),
-            "documents of a chunk": documents.chunk_documents,
-            "version": __version__,
-        }
-        folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
+        begin(settings, folder, documents, _recorded(settings, corpora))
         known = np.concatenate(
             [hashes for corpus in evaluated for _, hashes, _ in _hash_documents(corpus, None, settings.ngram)]
         )
@@ -151,28 +143,20 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[Overlaps], list[Overl
             for prefix, corpus, mask in zip(settings.prefixes, searched, masks, strict=True)
         ]
         entries = write_drop_list(settings.output, listed, _recorded(settings, corpora))
-        results = [Overlaps(entry.prefix, entry.documents, entry.dropped_documents, short=0) for entry in entries]
-        evaluations = [
-            _count_found(prefix, corpus, found, settings.ngram)
-            for prefix, corpus in zip(settings.against, evaluated, strict=True)
-        ]
+        overlaps = []
+        for prefix, corpus in zip(settings.against, evaluated, strict=True):
+            steps = _hash_documents(corpus, None, settings.ngram)
+            shared = sum(len(np.unique(texts[found.contain(hashes)])) for _, hashes, texts in steps)
+            short = int((corpus.lengths_between(0, len(corpus)) < settings.ngram).sum())
+            overlaps.append(Overlaps(prefix, len(corpus), shared, short))
         folder.remove()
-    return results, evaluations
+    return entries, overlaps
 
 
 def _recorded(settings: OverlapSettings, corpora: Sequence[Corpus]) -> dict[str, Any]:
     """Return what the header of the drop list records; `corpora` are all corpora of the command."""
     evaluated = corpora[len(settings.prefixes) :]
     return {"ngram": settings.ngram, "against": [corpus.manifest.documents_sha256 for corpus in evaluated]}
-
-
-def _count_found(prefix: str, corpus: Corpus, found: "KnownHashes", ngram: int) -> Overlaps:
-    shared = sum(
-        len(np.unique(documents[found.contain(hashes)]))
-        for _, hashes, documents in _hash_documents(corpus, None, ngram)
-    )
-    lengths = corpus.lengths_between(0, len(corpus))
-    return Overlaps(prefix, len(corpus), shared, short=int((lengths < ngram).sum()))
 
 
 def _hash_documents(

@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, is_added
 from megatron_neobert.data.corpus.attribute_columns import write_columns
@@ -33,10 +32,10 @@ from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_ke
 from megatron_neobert.data.deduplication.search import (
     Documents,
     SearchSettings,
+    begin,
     is_complete,
     job_folder,
     open_corpora,
-    refuse_existing_list,
     steps_of,
 )
 from megatron_neobert.errors import ConfigError
@@ -242,15 +241,8 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
                 with attributes_folder(corpus):  # fails now, and not after the search, if it cannot be created
                     pass
     with job_folder(settings) as folder:
-        refuse_existing_list(settings, folder)
         documents = Documents.of(corpora)
-        decisive = {
-            "corpora": documents.sha256,
-            "settings": asdict(settings.minhash),
-            "documents of a chunk": documents.chunk_documents,
-            "version": __version__,
-        }
-        folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
+        begin(settings, folder, documents, asdict(settings.minhash))
         buckets = -(-len(documents) // BUCKET_DOCUMENTS)
         pair_jobs = [
             PairJob(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
@@ -72,11 +73,17 @@ class Documents:
             yield mask, open_corpus(self.prefixes[index], self.sha256[index]), numbers[mask] - bounds[index]
 
 
-def refuse_existing_list(settings: SearchSettings, folder: JobFolder) -> None:
-    """Raise OutputError if the drop list exists, without `overwrite` or an unfinished run to resume."""
+def begin(settings: SearchSettings, folder: JobFolder, documents: Documents, recorded: Mapping[str, Any]) -> None:
+    """Start or resume a search; `recorded` are its settings. Raise the errors of `JobFolder.begin`.
+
+    Raise OutputError if the drop list exists, without `overwrite` or an unfinished run to resume.
+    """
     may_replace = settings.overwrite or (settings.resume and folder.has_begun)
     if settings.output.exists() and not may_replace:
         raise OutputError(f"--output {settings.output} exists already; choose another, or replace with --overwrite")
+    chunk = {"documents of a chunk": documents.chunk_documents, "version": __version__}
+    decisive = {"corpora": documents.sha256, **recorded, **chunk}
+    folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
 
 
 def is_complete(settings: SearchSettings, corpora: Sequence[Corpus], recorded: Mapping[str, Any]) -> bool:

@@ -132,15 +132,6 @@ def test_folder_has_one_run_at_a_time(folder):
         begin(folder)
 
 
-def test_folder_that_cannot_be_created_is_an_output_error(tmp_path):
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(OutputError, match=r"run\.partial: cannot be created \(Not a directory\)"),
-        JobFolder(tmp_path / "file" / "run.partial"),
-    ):
-        pass
-
-
 def test_error_of_a_full_disk_names_the_folder(folder):
     with pytest.raises(OSError, match=r"No space left on device: '.*/run\.partial'"), JobFolder(folder):
         raise OSError(28, "No space left on device")

@@ -73,25 +73,19 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("numbers", "vocabulary", "code", "message"),
     [
-        (["--document", "5"], "--document 5 is not one of the 5"),
-        (["--document", "0", "-1"], "give numbers from 0 to 4"),
+        ([5], "vocab.txt", 2, "--document 5 is not one of the 5"),
+        ([0, -1], "vocab.txt", 2, "give numbers from 0 to 4"),
+        ([0], None, 2, "give --tokenizer-model"),
+        ([0], "other.txt", 65, "written with tokenizer"),
     ],
 )
-def test_wrong_numbers_end_with_2_and_one_sentence(place, more, message):
-    code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", *more)
-    assert (code, output) == (2, "")
-    assert message in errors
-    assert "Traceback" not in errors
-
-
-def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(place, tmp_path):
-    code, _, errors = inspect(place / "P", "--document", 0)
-    assert code == 2 and "give --tokenizer-model" in errors
-    other = write_vocabulary(tmp_path / "vocab.txt", ["other"])
-    code, _, errors = inspect(place / "P", "--document", 0, "--tokenizer-model", other)
-    assert code == 65 and "written with tokenizer" in errors
+def test_wrong_numbers_and_tokenizers_are_refused_in_one_sentence(place, numbers, vocabulary, code, message):
+    write_vocabulary(place / "other.txt", ["other"])
+    tokenizer = ("--tokenizer-model", place / vocabulary) if vocabulary else ()
+    ended = inspect(place / "P", "--document", *numbers, *tokenizer)
+    assert ended[:2] == (code, "") and message in ended[2] and "Traceback" not in ended[2]
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path):

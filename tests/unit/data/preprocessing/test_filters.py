@@ -88,12 +88,6 @@ def test_result_of_a_wrong_type_is_a_failure_of_the_filter(workspace, filters, f
         workspace.run(filter=filters(function, "rewrite"), record_keys=("language",), max_error_rate=0.5)
 
 
-def test_two_filters_with_the_same_label_are_refused(workspace, filters):
-    workspace.add_texts("a.jsonl", "hello")
-    with pytest.raises(ConfigError, match=r"own_filters\.py:rewrite: two filters have the label own_filters:rewrite"):
-        plan_preprocessing(workspace.settings(filter=filters("rewrite", "rewrite"), record_keys=()))
-
-
 def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspace, filters):
     workspace.add_texts("a.jsonl", "hello", "world")
     (workspace.inputs / "b.jsonl").write_text("broken\n" * 9)
@@ -112,19 +106,20 @@ def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspac
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("names", "message"),
     [
-        ("own_filters.py", "use FILE.py:FUNCTION"),
-        ("nowhere.py:f", "FileNotFoundError"),
-        ("own_filters.py:nothing", "has no attribute 'nothing'"),
+        (["own_filters.py"], "use FILE.py:FUNCTION"),
+        (["nowhere.py:f"], "FileNotFoundError"),
+        (["own_filters.py:nothing"], "has no attribute 'nothing'"),
+        (["own_filters.py:rewrite"] * 2, r"two filters have the label own_filters:rewrite"),
     ],
 )
 @pytest.mark.usefixtures("filters")
-def test_filter_that_cannot_be_loaded_is_refused_by_the_plan(workspace, monkeypatch, name, message):
+def test_filters_that_cannot_be_used_are_refused_by_the_plan(workspace, monkeypatch, names, message):
     monkeypatch.chdir(workspace.folder)
     workspace.add_texts("a.jsonl", "hello")
     with pytest.raises(ConfigError, match=message):
-        plan_preprocessing(workspace.settings(filter=(name,), record_keys=()))
+        plan_preprocessing(workspace.settings(filter=tuple(names), record_keys=()))
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
