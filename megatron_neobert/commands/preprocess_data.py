@@ -69,11 +69,7 @@ def preprocess_data(options: PreprocessSettings) -> int:
 
 
 def run(settings: PreprocessSettings) -> None:
-    """Preprocess and print a report, unless --resume finds a complete corpus. With --dry-run, only print the plan.
-
-    Raises:
-        ConfigError, DataError, MissingInputError, OutputError, OSError: Settings, inputs or outputs are wrong.
-    """
+    """Preprocess and print a report, unless --resume finds a complete corpus. With --dry-run, only print the plan."""
     plan = plan_preprocessing(settings)
     if settings.dry_run:
         print_plan(plan)
@@ -150,7 +146,7 @@ def print_sample(plan: Plan) -> None:
         if documents:
             break
     if not documents or not input_bytes:
-        raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input and --text-key.")
+        raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input, --text-key and the filters.")
     factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
     workers = plan.settings.jobs.workers or 1
     bin_bytes = tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize

@@ -84,8 +84,7 @@ def print_overlaps(options: OverlapSettings) -> None:
     """List the documents that share an n-gram of tokens with evaluation texts, so that training can leave them out.
 
     Training skips the listed documents with --data-path PREFIX:drop=FILE. With --resume, nothing is done if the list is
-    complete. Raise OutputError if the list exists and may not be replaced, MissingInputError or DataError if a corpus
-    is missing or damaged, ConfigError if it is named twice.
+    complete. Raise the errors of `find_overlaps`.
     """
     corpora = open_corpora((*options.prefixes, *options.against))
     if options.resume and is_complete(options, corpora[: len(options.prefixes)], _recorded(options, corpora)):

@@ -77,8 +77,7 @@ def print_duplicates(options: FindSettings) -> None:
     """Find near-duplicates in finished corpora, and write a drop list of all but the first document of each cluster.
 
     Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied. With --resume, nothing
-    is done if the list is complete. Raise OutputError if the list exists and may not be replaced, MissingInputError or
-    DataError for a missing or damaged corpus, and ConfigError for unsuitable settings.
+    is done if the list is complete. Raise the errors of `find_duplicates`.
     """
     corpora = open_corpora(options.prefixes)
     origin = options.origin(corpora)
