@@ -51,11 +51,6 @@ class JobOptions:
         if self.ray_address is not None and self.executor != "ray":
             raise ConfigError(f"--ray-address {self.ray_address} has no effect without --executor ray; add that flag")
 
-    @property
-    def executor_options(self) -> dict[str, Any]:
-        """Arguments of `finish_jobs`."""
-        return {"workers": self.workers, "executor": self.executor, "ray_address": self.ray_address}
-
 
 @dataclass(frozen=True)
 class Job(ABC, Generic[Result]):
@@ -144,12 +139,7 @@ AnyJob = TypeVar("AnyJob", bound=Job[Any])
 
 
 def run_jobs(
-    function: Callable[[AnyJob], Outcome],
-    jobs: Sequence[AnyJob],
-    *,
-    workers: int | None,
-    executor: Literal["local", "ray"] = "local",
-    ray_address: str | None = None,
+    function: Callable[[AnyJob], Outcome], jobs: Sequence[AnyJob], options: JobOptions
 ) -> Generator[tuple[AnyJob, Outcome], None, None]:
     """Yield each job and the result of `function(job)`, in the order in which the jobs end.
 
@@ -158,8 +148,7 @@ def run_jobs(
 
     Args:
         function: `run_job`, or a function that calls it. Workers import it, so it must be at module level.
-        workers: Number of processes, None for one. With Ray: largest number of jobs at a time, None for as many as the
-            cluster has CPUs.
+        options: With Ray, `workers` is the largest number of jobs at a time.
 
     Raises:
         ChildProcessError: A worker died, most often because memory ran out.
@@ -168,12 +157,12 @@ def run_jobs(
         Exception: The exception that the function raised. With Ray, other exceptions than NeoBERTError, OSError and
             ModuleNotFoundError become ChildProcessError.
     """
-    count = min(workers or 1, len(jobs))
-    if not jobs or (executor == "local" and count == 1):
+    count = min(options.workers or 1, len(jobs))
+    if not jobs or (options.executor == "local" and count == 1):
         for job in jobs:
             yield job, function(job)
         return
-    runner = RayCluster(ray_address, workers) if executor == "ray" else WorkerPool(count)
+    runner = RayCluster(options.ray_address, options.workers) if options.executor == "ray" else WorkerPool(count)
     ended: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
     waiting, running = iter(jobs), dict[Future[Outcome], AnyJob]()
     try:
@@ -192,7 +181,7 @@ def run_jobs(
 
 
 def finish_jobs(
-    jobs: Sequence[Job[Any]], *, label: str, function: Callable[[Any], Any] = run_job, **executor_options: Any
+    jobs: Sequence[Job[Any]], options: JobOptions, *, label: str, function: Callable[[Any], Any] = run_job
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run the jobs that are not finished. Yield pairs (job, record), finished jobs first, the others as they end.
 
@@ -202,7 +191,6 @@ def finish_jobs(
     Args:
         label: Name of the jobs on the progress bar.
         function: `run_job`, or a function at module level that calls it. Its result is yielded as the record.
-        executor_options: `workers` (required), `executor` and `ray_address` of `run_jobs`.
     """
     # Reading a record hashes all files of its job.
     with ThreadPoolExecutor() as threads:
@@ -210,7 +198,7 @@ def finish_jobs(
     missing = [job for job, record in records if record is None]
     yield from ((job, record) for job, record in records if record is not None)
     with (
-        closing(run_jobs(function, missing, **executor_options)) as results,
+        closing(run_jobs(function, missing, options)) as results,
         progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar,
     ):
         for job, outcome in results:

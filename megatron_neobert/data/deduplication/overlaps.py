@@ -131,23 +131,18 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
             OverlapJob(folder.path, f"overlaps-{chunk.start}", documents, chunk, settings.ngram)
             for chunk in documents.chunks
         ]
-        for _ in finish_jobs(jobs, label="n-grams", **settings.executor_options):
+        for _ in finish_jobs(jobs, settings, label="n-grams"):
             pass
         is_shared = np.zeros(len(documents), dtype=np.bool_)
         is_shared[np.concatenate([np.fromfile(job.file("documents"), "<i8") for job in jobs])] = True
         found = KnownHashes(np.unique(np.concatenate([np.fromfile(job.file("ngrams"), "<u8") for job in jobs])))
-        masks = np.split(is_shared, np.cumsum(documents.sizes)[:-1])
-        listed = [
-            (prefix, corpus.manifest, mask)
-            for prefix, corpus, mask in zip(settings.prefixes, searched, masks, strict=True)
-        ]
-        entries = write_drop_list(settings.output, listed, _recorded(settings, corpora))
+        entries = write_drop_list(settings.output, searched, is_shared, _recorded(settings, corpora))
         overlaps = []
-        for prefix, corpus in zip(settings.against, evaluated, strict=True):
+        for corpus in evaluated:
             steps = _hash_documents(corpus, None, settings.ngram)
             shared = sum(len(np.unique(texts[found.contain(hashes)])) for _, hashes, texts in steps)
             short = int((corpus.lengths_between(0, len(corpus)) < settings.ngram).sum())
-            overlaps.append(Overlaps(prefix, len(corpus), shared, short))
+            overlaps.append(Overlaps(str(corpus.prefix), len(corpus), shared, short))
         folder.remove()
     return entries, overlaps
 

@@ -254,16 +254,13 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             ("signatures", signature_jobs(folder.path, documents, settings.minhash)),
             ("pairs", pair_jobs),
         ):
-            for _ in finish_jobs(jobs, label=label, **settings.executor_options):
+            for _ in finish_jobs(jobs, settings, label=label):
                 pass
         firsts = find_clusters(len(documents), [job.file("pairs") for job in pair_jobs])
         if settings.add_attribute is not None:
             add_column(settings.add_attribute, origin, corpora, count_cluster_sizes(firsts))
         is_dropped = firsts != np.arange(len(documents), dtype=firsts.dtype)
-        masks = np.split(is_dropped, np.cumsum(documents.sizes)[:-1])
-        manifests = [corpus.manifest for corpus in corpora]
-        dropped = list(zip(settings.prefixes, manifests, masks, strict=True))
-        entries = write_drop_list(settings.output, dropped, asdict(settings.minhash))
+        entries = write_drop_list(settings.output, corpora, is_dropped, asdict(settings.minhash))
         folder.remove()
     return entries
 

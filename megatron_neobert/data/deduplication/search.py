@@ -95,7 +95,7 @@ def is_complete(settings: SearchSettings, corpora: Sequence[Corpus], recorded: M
         return False
     try:
         for corpus in corpora:
-            read_drop_list(settings.output, corpus.manifest, corpus.prefix)
+            read_drop_list(settings.output, corpus)
     except (MissingInputError, DataError):
         return False
     with settings.output.open("rb") as stream:

@@ -114,7 +114,7 @@ def _compute_and_add(
         )
         for begin in range(0, len(corpus), CHUNK_DOCUMENTS)
     ]
-    for _ in finish_jobs(jobs, label="chunks", **options.executor_options):
+    for _ in finish_jobs(jobs, options, label="chunks"):
         pass
     chunks = [job.file("attributes") for job in jobs]
     add_attributes(corpus, folder, origin, lambda path: join_columns(path, chunks, None))

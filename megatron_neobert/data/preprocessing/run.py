@@ -102,7 +102,7 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
     finished: dict[str, Finished[ChunkResult]] = {}
     damaged: dict[str, str] = {}  # by name of the job
     first_error = None
-    results = finish_jobs(jobs, label="chunks", function=tokenize_chunk, **settings.jobs.executor_options)
+    results = finish_jobs(jobs, settings.jobs, label="chunks", function=tokenize_chunk)
     with closing(results):
         for job, outcome in results:
             if isinstance(outcome, str):

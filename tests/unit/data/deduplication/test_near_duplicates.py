@@ -60,7 +60,7 @@ def find(output, *prefixes, minhash=None, **changes):
 def dropped(output, prefix):
     """Return the numbers of the documents that a drop list drops."""
     corpus = Corpus(prefix)
-    _, bits = read_drop_list(output, corpus.manifest, corpus.prefix)
+    _, bits = read_drop_list(output, corpus)
     return np.flatnonzero(np.unpackbits(bits, count=len(corpus), bitorder="little")).tolist()
 
 

@@ -49,8 +49,7 @@ def test_exactly_the_documents_with_thirteen_tokens_of_a_text_are_listed(planted
     all_texts = set().union(*map(ngrams, texts))
     expected = [number for number, document in enumerate(documents) if ngrams(document) & all_texts]
     assert set(range(50)) <= set(expected) and len(expected) < 55, "planted, and few by chance"
-    opened = Corpus(folder / "C")
-    _, bits = read_drop_list(folder / "list", opened.manifest, opened.prefix)
+    _, bits = read_drop_list(folder / "list", Corpus(folder / "C"))
     assert np.flatnonzero(np.unpackbits(bits, count=500, bitorder="little")).tolist() == expected
     all_documents = set().union(*map(ngrams, documents))
     found = sum(bool(ngrams(text) & all_documents) for text in texts)
