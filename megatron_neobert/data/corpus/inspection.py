@@ -160,7 +160,9 @@ def print_blend(corpus: "Corpus", name: str, temperature: float) -> None:
     for value, power in powers.items():
         share = power / of_all
         print(f"{counts[value]:>13,} {counts[value] / total:>7.2%} {share:>7.2%}  {visible(str(value))}")
-        entries += [f"{share:.6g}", f"{corpus.prefix}:where={name}=={value!r}"]
+        # After ==, a text with an asterisk would be a pattern.
+        condition = f"{name}>={value!r} and {name}<={value!r}" if "*" in str(value) else f"{name}=={value!r}"
+        entries += [f"{share:.6g}", f"{corpus.prefix}:where={condition}"]
     if missing:
         print(f"{missing:>13,} documents without a value are left out")
     print(f"--data-path {shlex.join(entries)}")
