@@ -61,10 +61,7 @@ def preprocess_data(options: PreprocessSettings) -> int:
         kept = describe_kept_chunks(settings) or "no chunk was finished"
         print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
         return EXIT_STOPPED_EARLY
-    except (DataError, OSError, KeyboardInterrupt) as error:
-        # A failed write, such as on a full disk, has no file name.
-        if isinstance(error, OSError) and error.errno and not error.filename:
-            error.filename = str(settings.files.partial)
+    except (DataError, OSError, KeyboardInterrupt):
         if kept := describe_kept_chunks(settings):
             print(f"not finished: {kept}", file=sys.stderr)
         raise
@@ -72,15 +69,11 @@ def preprocess_data(options: PreprocessSettings) -> int:
 
 
 def run(settings: PreprocessSettings) -> None:
-    """Preprocess and print a report, unless --resume finds a complete corpus. With --dry-run, only print the plan.
-
-    Raises:
-        ConfigError, DataError, MissingInputError, OutputError, OSError: Settings, inputs or outputs are wrong.
-    """
+    """Preprocess and print a report, unless --resume finds a complete corpus. With --dry-run, only print the plan."""
     plan = plan_preprocessing(settings)
     if settings.dry_run:
         print_plan(plan)
-    elif settings.resume and is_complete(plan):
+    elif settings.jobs.resume and is_complete(plan):
         JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
         advice = "; --overwrite applies another --shard-size" if settings.shard_size else ""
         print(f"{plan.files.manifest} is complete; nothing to do{advice}")
@@ -153,8 +146,9 @@ def print_sample(plan: Plan) -> None:
         if documents:
             break
     if not documents or not input_bytes:
-        raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input and --text-key.")
-    factor, workers = sum(version.bytes for version in plan.versions.values()) / input_bytes, plan.settings.workers or 1
+        raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input, --text-key and the filters.")
+    factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
+    workers = plan.settings.jobs.workers or 1
     bin_bytes = tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize
     print(
         f"estimated from a sample: {documents * factor:,.0f} documents, {tokens * factor:,.0f} tokens, "

@@ -147,7 +147,6 @@ def _read_component(text: str, weight: Fraction, problems: list[str], flag: str)
         if drop_key:
             drop = (drop_path, *drop)
             continue
-        name, number = name or drop_key, number or drop_path or ""
         is_number = number.isascii() and number.isdigit() and len(number) <= _LONGEST_LIMIT
         if name not in ("min", "max") or name in limits or not is_number:
             problems.append(

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from megatron_neobert.errors import ConfigError, print_warnings_as_sentences, short_reason
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import FineTuneOptions
-from megatron_neobert.runtime.jobs import run_jobs
+from megatron_neobert.runtime.jobs import JobOptions, run_jobs
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # two shares of the steps, and a share of the peak rate
 PATIENCE = 15  # evaluations
@@ -252,7 +252,7 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
         MissingInputError, DataError, ConversionError: The model or the data of a run cannot be used.
     """
     try:
-        yield from run_jobs(_fine_tune_on_gpu, runs, workers=jobs)  # type: ignore[type-var]  # only a Run is needed
+        yield from run_jobs(_fine_tune_on_gpu, runs, JobOptions(workers=jobs))  # type: ignore[type-var]  # only a Run is needed
     except ChildProcessError as error:
         reason = short_reason(error).partition(";")[0]
         raise ChildProcessError(f"{reason}; if memory ran out, use fewer --jobs.") from error

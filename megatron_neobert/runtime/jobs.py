@@ -40,17 +40,16 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """Options of a command that runs resumable jobs."""
+    """Options of a command that runs resumable jobs. Raise ConfigError if they contradict each other."""
 
     workers: int | None = option(None, "processes, one core each (1; with Ray as many as it has CPUs)", minimum=1)
     resume: bool = option(False, "keep what an earlier run of the same command has finished")
     executor: Literal["local", "ray"] = option("local", "where the work runs")
     ray_address: str | None = option(None, "host:port of a cluster (default: RAY_ADDRESS, or else a new cluster)")
 
-    @property
-    def executor_options(self) -> dict[str, Any]:
-        """Arguments of `finish_jobs`."""
-        return {"workers": self.workers, "executor": self.executor, "ray_address": self.ray_address}
+    def __post_init__(self) -> None:
+        if self.ray_address is not None and self.executor != "ray":
+            raise ConfigError(f"--ray-address {self.ray_address} has no effect without --executor ray; add that flag")
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,10 @@ class Job(ABC, Generic[Result]):
 
     folder: Path
     name: str
+
+    def __str__(self) -> str:
+        """Return what messages call the job."""
+        return self.name
 
     @property
     @abstractmethod
@@ -136,12 +139,7 @@ AnyJob = TypeVar("AnyJob", bound=Job[Any])
 
 
 def run_jobs(
-    function: Callable[[AnyJob], Outcome],
-    jobs: Sequence[AnyJob],
-    *,
-    workers: int | None,
-    executor: Literal["local", "ray"] = "local",
-    ray_address: str | None = None,
+    function: Callable[[AnyJob], Outcome], jobs: Sequence[AnyJob], options: JobOptions
 ) -> Generator[tuple[AnyJob, Outcome], None, None]:
     """Yield each job and the result of `function(job)`, in the order in which the jobs end.
 
@@ -150,8 +148,7 @@ def run_jobs(
 
     Args:
         function: `run_job`, or a function that calls it. Workers import it, so it must be at module level.
-        workers: Number of processes, None for one. With Ray: largest number of jobs at a time, None for as many as the
-            cluster has CPUs.
+        options: With Ray, `workers` is the largest number of jobs at a time.
 
     Raises:
         ChildProcessError: A worker died, most often because memory ran out.
@@ -160,12 +157,12 @@ def run_jobs(
         Exception: The exception that the function raised. With Ray, other exceptions than NeoBERTError, OSError and
             ModuleNotFoundError become ChildProcessError.
     """
-    count = min(workers or 1, len(jobs))
-    if not jobs or (executor == "local" and count == 1):
+    count = min(options.workers or 1, len(jobs))
+    if not jobs or (options.executor == "local" and count == 1):
         for job in jobs:
             yield job, function(job)
         return
-    runner = RayCluster(ray_address, workers) if executor == "ray" else WorkerPool(count)
+    runner = RayCluster(options.ray_address, options.workers) if options.executor == "ray" else WorkerPool(count)
     ended: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
     waiting, running = iter(jobs), dict[Future[Outcome], AnyJob]()
     try:
@@ -184,7 +181,7 @@ def run_jobs(
 
 
 def finish_jobs(
-    jobs: Sequence[Job[Any]], *, label: str, function: Callable[[Any], Any] = run_job, **executor_options: Any
+    jobs: Sequence[Job[Any]], options: JobOptions, *, label: str, function: Callable[[Any], Any] = run_job
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run the jobs that are not finished. Yield pairs (job, record), finished jobs first, the others as they end.
 
@@ -194,7 +191,6 @@ def finish_jobs(
     Args:
         label: Name of the jobs on the progress bar.
         function: `run_job`, or a function at module level that calls it. Its result is yielded as the record.
-        executor_options: `workers` (required), `executor` and `ray_address` of `run_jobs`.
     """
     # Reading a record hashes all files of its job.
     with ThreadPoolExecutor() as threads:
@@ -202,7 +198,7 @@ def finish_jobs(
     missing = [job for job, record in records if record is None]
     yield from ((job, record) for job, record in records if record is not None)
     with (
-        closing(run_jobs(function, missing, **executor_options)) as results,
+        closing(run_jobs(function, missing, options)) as results,
         progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar,
     ):
         for job, outcome in results:
@@ -234,7 +230,8 @@ class _OptionalStderr:
 class JobFolder:
     """Folder of the jobs of an unfinished run; a context manager that holds a lock on the folder.
 
-    Entering creates the folder. Leaving removes it unless it has finished jobs.
+    Entering creates the folder. Leaving removes it unless it has finished jobs. An OSError that leaves the block
+    without a file name, as a full disk raises it, gets the name of the folder.
     Entering raises OutputError if the folder cannot be created, or if another process uses it.
     """
 
@@ -261,7 +258,9 @@ class JobFolder:
             raise OutputError(f"{self.path} belonged to a run that has just ended; start again")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(self.path)
         if not self.count_finished():
             self.remove()
         self._lock.close()

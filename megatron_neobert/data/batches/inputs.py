@@ -184,7 +184,7 @@ def _identity(components: Sequence[Component], sources: Sequence[Source], hash_o
         # The format of this line must not change, so that checkpoints of earlier versions resume.
         line = f"{weight} {hash_of(corpus.manifest)} {component.minimum} {component.maximum}"
         for path in component.drop:
-            line += f" {read_drop_list(Path(path), corpus.manifest, corpus.prefix)[0].mask_sha256}"
+            line += f" {read_drop_list(Path(path), corpus)[0].mask_sha256}"
         if component.where is not None and isinstance(source.documents, ChosenDocuments):
             line += f" where {hashlib.sha256(source.documents.bits.data).hexdigest()}"
         lines.append(line)

@@ -128,15 +128,14 @@ def plain_value(value: object) -> Plain:
     Integers beyond 64 bits become floats, or texts from 10^308 on. Texts are cut at 1,000 characters. Values of other
     types, such as decimals, become texts.
     """
+    if isinstance(value, np.generic):  # such as the score of a filter's classifier
+        value = value.item()
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     if value is None or isinstance(value, list | dict) or value != value:
         return None
-    if isinstance(value, bool):
+    if isinstance(value, bool | float):
         return value
-    # NumPy's float64 is a subclass of float, but must not count as a type of its own.
-    if isinstance(value, float):
-        return float(value)
     if isinstance(value, int) and abs(value) < 10**308:
         return value if -(2**63) <= value < 2**63 else float(value)
     # Encoding and decoding replaces lone surrogates, which Arrow refuses.

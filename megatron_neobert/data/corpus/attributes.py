@@ -115,7 +115,7 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[s
             packed = np.packbits(np.append(np.zeros(first % 8, dtype=np.bool_), chosen), bitorder="little")
             bits[first // 8 : first // 8 + len(packed)] |= packed
     for path in drop:
-        _, dropped = read_drop_list(Path(path), corpus.manifest, corpus.prefix)
+        _, dropped = read_drop_list(Path(path), corpus)
         bits[: len(dropped)] &= ~dropped
     return bits
 

@@ -15,13 +15,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.format import Manifest
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import replacing
 from megatron_neobert.text import parse_json
 
 _FORMAT = "megatron_neobert drop list 1"
-_DAMAGED = "it is damaged; copy it again, or run neobert find-duplicates again"
+_COMMANDS = "neobert find-duplicates or neobert find-overlaps"
+_DAMAGED = f"it is damaged; copy it again, or run {_COMMANDS} again"
 # A corpus takes about 300 bytes.
 _LONGEST_HEADER_BYTES = 1 << 24
 
@@ -44,13 +45,8 @@ class _Header(msgspec.Struct):
     corpora: list[DropListEntry]
 
 
-def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[DropListEntry, NDArray[np.uint8]]:
-    """Read the part of a drop list that applies to one corpus.
-
-    Args:
-        path: The drop list.
-        manifest: Manifest of the corpus, whose checksum identifies the part.
-        prefix: Prefix of the corpus, for error messages only.
+def read_drop_list(path: Path, corpus: Corpus) -> tuple[DropListEntry, NDArray[np.uint8]]:
+    """Read the part of a drop list that applies to a corpus, which its checksum identifies.
 
     Returns:
         The entry of the corpus, and its mask: one bit per document, 1 if the document is dropped. Each byte has eight
@@ -61,7 +57,7 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
         DataError: The file is not a drop list, is damaged, or does not contain this corpus.
     """
     if not path.is_file():
-        raise MissingInputError(f"drop list {path}: no such file; neobert find-duplicates writes one")
+        raise MissingInputError(f"drop list {path}: no such file; {_COMMANDS} writes one")
     with path.open("rb") as stream:
         header = stream.readline(_LONGEST_HEADER_BYTES)
     try:
@@ -69,9 +65,9 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
     except (ValueError, msgspec.ValidationError) as error:
         raise DataError(
             f"{path} is not a drop list: its first line is not JSON with the format {_FORMAT!r} ({error!r:.200}); name "
-            "a file that neobert find-duplicates has written"
+            f"a file that {_COMMANDS} has written"
         ) from error
-    end, match = len(header), None
+    end, match, manifest = len(header), None, corpus.manifest
     for entry in corpora:
         begin, end = end, end + -(-entry.documents // 8)
         if entry.documents_sha256 == manifest.documents_sha256 and entry.documents == manifest.documents:
@@ -83,8 +79,8 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
     if match is None:
         names = ", ".join(f"{entry.prefix} ({entry.documents_sha256[:12]})" for entry in corpora[:5])
         raise DataError(
-            f"drop list {path} is for {names}, but {prefix} is {manifest.documents_sha256[:12]}: another corpus, or "
-            "written again since; run neobert find-duplicates on it"
+            f"drop list {path} is for {names}, but {corpus.prefix} is {manifest.documents_sha256[:12]}: another "
+            f"corpus, or written again since; run {_COMMANDS} on it"
         )
     entry, begin, end = match
     mask: NDArray[np.uint8] = np.memmap(path, np.uint8, "r", begin, end - begin)
@@ -94,25 +90,27 @@ def read_drop_list(path: Path, manifest: Manifest, prefix: Path | str) -> tuple[
 
 
 def write_drop_list(
-    path: Path, corpora: Sequence[tuple[str, Manifest, NDArray[np.bool_]]], settings: dict[str, Any]
+    path: Path, corpora: Sequence[Corpus], is_dropped: NDArray[np.bool_], settings: dict[str, Any]
 ) -> list[DropListEntry]:
     """Write a drop list, replacing an existing file atomically, and return its entries, one per corpus.
 
     Args:
         path: The file to write.
-        corpora: For each corpus, its prefix, its manifest, and True for each dropped document.
+        corpora: The corpora.
+        is_dropped: One value per document of all corpora, in their order.
         settings: JSON values for the header that record how the list was made.
     """
-    masks = [np.packbits(is_dropped, bitorder="little") for _, _, is_dropped in corpora]
+    of_corpora = np.split(is_dropped, np.cumsum([len(corpus) for corpus in corpora])[:-1])
+    masks = [np.packbits(of_corpus, bitorder="little") for of_corpus in of_corpora]
     entries = [
         DropListEntry(
-            prefix=prefix,
-            documents_sha256=manifest.documents_sha256,
-            documents=manifest.documents,
-            dropped_documents=int(np.count_nonzero(is_dropped)),
+            prefix=str(corpus.prefix),
+            documents_sha256=corpus.manifest.documents_sha256,
+            documents=len(corpus),
+            dropped_documents=int(np.count_nonzero(of_corpus)),
             mask_sha256=hashlib.sha256(mask.data).hexdigest(),
         )
-        for (prefix, manifest, is_dropped), mask in zip(corpora, masks, strict=True)
+        for corpus, of_corpus, mask in zip(corpora, of_corpora, masks, strict=True)
     ]
     header = json.dumps({"format": _FORMAT, **settings, "corpora": msgspec.to_builtins(entries)})
     with replacing(path) as temporary, temporary.open("wb") as stream:

@@ -107,11 +107,8 @@ def _open(options: _CorpusOptions) -> "Corpus":
     # Paths may contain bytes that are not valid text.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if not is_url(options.prefix):
-        return Corpus(options.prefix)
-    if options.object_storage_cache_path is None:
-        raise ConfigError(f"{options.prefix} needs a local cache folder; give one with --object-storage-cache-path.")
-    return Corpus(options.prefix, ObjectStorage(Path(options.object_storage_cache_path)))
+    cache = options.object_storage_cache_path
+    return Corpus(options.prefix, ObjectStorage(Path(cache)) if cache and is_url(options.prefix) else None)
 
 
 def print_summary(corpus: "Corpus") -> None:
@@ -163,7 +160,9 @@ def print_blend(corpus: "Corpus", name: str, temperature: float) -> None:
     for value, power in powers.items():
         share = power / of_all
         print(f"{counts[value]:>13,} {counts[value] / total:>7.2%} {share:>7.2%}  {visible(str(value))}")
-        entries += [f"{share:.6g}", f"{corpus.prefix}:where={name}=={value!r}"]
+        # After ==, a text with an asterisk would be a pattern.
+        condition = f"{name}>={value!r} and {name}<={value!r}" if "*" in str(value) else f"{name}=={value!r}"
+        entries += [f"{share:.6g}", f"{corpus.prefix}:where={condition}"]
     if missing:
         print(f"{missing:>13,} documents without a value are left out")
     print(f"--data-path {shlex.join(entries)}")

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
 from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, check_index, damage_error
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.data.inputs.stream import is_url
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.runtime.jobs import progress_bar
 from megatron_neobert.text import listed, percent
 
 if TYPE_CHECKING:
@@ -49,12 +51,18 @@ class Corpus:
         storage: Reads a remote corpus through a local cache folder.
 
     Raises:
+        ConfigError: `prefix` is a URL, and there is no `storage`.
         MissingInputError: No file of this corpus exists.
         StorageError: A remote file cannot be read.
         DataError: A file is missing or damaged, or files contradict each other.
     """
 
     def __init__(self, prefix: str | Path, storage: ObjectStorage | None = None) -> None:
+        if storage is None and is_url(str(prefix)):
+            raise ConfigError(
+                f"{prefix} is a URL, which only neobert train, validate and inspect data read, with "
+                "--object-storage-cache-path; give that flag, or copy the corpus to a local disk"
+            )
         self.prefix, self.storage = Path(prefix) if storage is None else str(prefix), storage
         self.is_remote = storage is not None
         if storage is None:
@@ -225,18 +233,15 @@ def check_indexes(corpus: Corpus) -> None:
 
 
 def check_content(corpus: Corpus) -> None:
-    """Read all files of a corpus, with a progress bar on a terminal.
+    """Read all files of a corpus, with a progress bar.
 
     Raise DataError if an index entry, a token id or a checksum is wrong, and StorageError if a remote read fails.
     """
-    from tqdm import tqdm
-
     check_indexes(corpus)
     # Reading this property compares the checksums.
     _ = corpus.attribute_files
     shards = list(zip(corpus.shards, corpus.manifest.shards, strict=True))
-    # disable=None: a progress bar only on a terminal.
-    for shard, recorded in tqdm(shards, "corpus shards", unit="shard", leave=False, disable=None):
+    for shard, recorded in progress_bar(iterable=shards, desc="corpus shards"):
         _compare_sha256(corpus.files, shard.bin, recorded.bin.sha256, corpus.allowed.scan(shard))
         _compare_sha256(corpus.files, shard.idx, recorded.idx.sha256, sha256_of(shard.idx))
 

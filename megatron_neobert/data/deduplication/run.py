@@ -22,26 +22,26 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, is_added
 from megatron_neobert.data.corpus.attribute_columns import write_columns
-from megatron_neobert.data.corpus.drop_list import DropListEntry, read_drop_list, write_drop_list
+from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import read_items
 from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
 from megatron_neobert.data.deduplication.search import (
     Documents,
     SearchSettings,
+    begin,
+    is_complete,
     job_folder,
     open_corpora,
-    refuse_existing_list,
     steps_of,
 )
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime.jobs import Job, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import parse_json, percent
+from megatron_neobert.text import percent
 
 # Documents whose keys of one band are compared in one job, with 80 bytes of memory each.
 BUCKET_DOCUMENTS = 12_000_000
@@ -77,10 +77,12 @@ def print_duplicates(options: FindSettings) -> None:
     """Find near-duplicates in finished corpora, and write a drop list of all but the first document of each cluster.
 
     Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied. With --resume, nothing
-    is done if the list is complete. Raise OutputError if the list exists and may not be replaced, MissingInputError or
-    DataError for a missing or damaged corpus, and ConfigError for unsuitable settings.
+    is done if the list is complete. Raise the errors of `find_duplicates`.
     """
-    if options.resume and is_complete(options):
+    corpora = open_corpora(options.prefixes)
+    origin = options.origin(corpora)
+    has_attribute = options.add_attribute is None or all(origin in c.manifest.added_attributes for c in corpora)
+    if options.resume and has_attribute and is_complete(options, corpora, asdict(options.minhash)):
         job_folder(options).sweep()
         print(f"{options.output} is complete; nothing to do")
         return
@@ -238,15 +240,8 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
                 with attributes_folder(corpus):  # fails now, and not after the search, if it cannot be created
                     pass
     with job_folder(settings) as folder:
-        refuse_existing_list(settings, folder)
         documents = Documents.of(corpora)
-        decisive = {
-            "corpora": documents.sha256,
-            "settings": asdict(settings.minhash),
-            "documents of a chunk": documents.chunk_documents,
-            "version": __version__,
-        }
-        folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
+        begin(settings, folder, documents, asdict(settings.minhash))
         buckets = -(-len(documents) // BUCKET_DOCUMENTS)
         pair_jobs = [
             PairJob(
@@ -259,42 +254,15 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             ("signatures", signature_jobs(folder.path, documents, settings.minhash)),
             ("pairs", pair_jobs),
         ):
-            for _ in finish_jobs(jobs, label=label, **settings.executor_options):
+            for _ in finish_jobs(jobs, settings, label=label):
                 pass
         firsts = find_clusters(len(documents), [job.file("pairs") for job in pair_jobs])
         if settings.add_attribute is not None:
             add_column(settings.add_attribute, origin, corpora, count_cluster_sizes(firsts))
         is_dropped = firsts != np.arange(len(documents), dtype=firsts.dtype)
-        masks = np.split(is_dropped, np.cumsum(documents.sizes)[:-1])
-        manifests = [corpus.manifest for corpus in corpora]
-        dropped = list(zip(settings.prefixes, manifests, masks, strict=True))
-        entries = write_drop_list(settings.output, dropped, asdict(settings.minhash))
+        entries = write_drop_list(settings.output, corpora, is_dropped, asdict(settings.minhash))
         folder.remove()
     return entries
-
-
-def is_complete(settings: FindSettings) -> bool:
-    """Return True if no run is unfinished and an undamaged drop list of these settings and corpora, in order, exists.
-
-    With `add_attribute`, the corpora must have the attribute, too.
-    Raise MissingInputError, DataError or ConfigError if a corpus is missing, damaged or named twice.
-    """
-    if job_folder(settings).has_begun:
-        return False
-    corpora = open_corpora(settings.prefixes)
-    try:
-        for corpus in corpora:
-            read_drop_list(settings.output, corpus.manifest, corpus.prefix)
-    except (MissingInputError, DataError):
-        return False
-    with settings.output.open("rb") as stream:
-        header = parse_json(stream.readline())
-    in_order = [entry["documents_sha256"] for entry in header["corpora"]]
-    origin = settings.origin(corpora)
-    has_attribute = all(origin in corpus.manifest.added_attributes for corpus in corpora)
-    is_same = all(header.get(name) == value for name, value in asdict(settings.minhash).items())
-    is_same &= settings.add_attribute is None or has_attribute
-    return is_same and in_order == [corpus.manifest.documents_sha256 for corpus in corpora]
 
 
 def find_clusters(documents: int, pair_files: Sequence[Path]) -> NDArray[np.integer]:

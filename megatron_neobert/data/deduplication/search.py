@@ -1,18 +1,22 @@
 """Common parts of the searches through finished corpora: documents in chunks, jobs, and the drop list as the result."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_neobert import __version__
 from megatron_neobert.cli import option
+from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.errors import ConfigError, DataError, OutputError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.jobs import JobFolder, JobOptions
+from megatron_neobert.text import parse_json
 
 # After a kill, a worker repeats at most one chunk of this size.
 CHUNK_DOCUMENTS = 1 << 18
@@ -69,11 +73,36 @@ class Documents:
             yield mask, open_corpus(self.prefixes[index], self.sha256[index]), numbers[mask] - bounds[index]
 
 
-def refuse_existing_list(settings: SearchSettings, folder: JobFolder) -> None:
-    """Raise OutputError if the drop list exists, without `overwrite` or an unfinished run to resume."""
+def begin(settings: SearchSettings, folder: JobFolder, documents: Documents, recorded: Mapping[str, Any]) -> None:
+    """Start or resume a search; `recorded` are its settings. Raise the errors of `JobFolder.begin`.
+
+    Raise OutputError if the drop list exists, without `overwrite` or an unfinished run to resume.
+    """
     may_replace = settings.overwrite or (settings.resume and folder.has_begun)
     if settings.output.exists() and not may_replace:
         raise OutputError(f"--output {settings.output} exists already; choose another, or replace with --overwrite")
+    chunk = {"documents of a chunk": documents.chunk_documents, "version": __version__}
+    decisive = {"corpora": documents.sha256, **recorded, **chunk}
+    folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)
+
+
+def is_complete(settings: SearchSettings, corpora: Sequence[Corpus], recorded: Mapping[str, Any]) -> bool:
+    """Return True if no run is unfinished, and an undamaged drop list of these corpora, in order, exists.
+
+    `recorded` are the settings that the header of the list must have.
+    """
+    if job_folder(settings).has_begun:
+        return False
+    try:
+        for corpus in corpora:
+            read_drop_list(settings.output, corpus)
+    except (MissingInputError, DataError):
+        return False
+    with settings.output.open("rb") as stream:
+        header = parse_json(stream.readline())
+    in_order = [entry["documents_sha256"] for entry in header["corpora"]]
+    is_same = all(header.get(name) == value for name, value in recorded.items())
+    return is_same and in_order == [corpus.manifest.documents_sha256 for corpus in corpora]
 
 
 def job_folder(settings: SearchSettings) -> JobFolder:

@@ -97,7 +97,6 @@ def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
     Raises:
         DataError: The file is damaged, or a table has no text column --text-key. Batches before the damage are yielded.
-        ConfigError: A table lacks the column of a --record-key.
         MissingInputError, OSError: The URL or file does not exist, or cannot be read.
         ModuleNotFoundError: The chunk has HTTP responses, and the extra [warc] is not installed.
     """

@@ -63,11 +63,8 @@ def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> 
 def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the texts of a Parquet or Arrow chunk, with their --record-key fields.
 
-    Nulls and documents above `max_document_bytes` are in the `rejected` of their batch.
-
-    Raises:
-        DataError: The file is damaged, or has no text column --text-key.
-        ConfigError: The file lacks the column of a --record-key.
+    Nulls and documents above `max_document_bytes` are in the `rejected` of their batch. A field without a column is
+    None. Raise DataError if the file is damaged, or has no text column --text-key.
     """
     keys, limit = settings.record_keys, settings.max_document_bytes
     batch, row = RecordBatch(), chunk.start
@@ -146,19 +143,19 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[
     """Yield consecutive rows of the chunk in batches: the columns, and the share of the chunk read so far (0 to 1).
 
     The columns are one array for --text-key, then one for each --record-key. Raise DataError if rows are missing at the
-    end or --text-key is no text column, and ConfigError if there is no column --record-key.
+    end or --text-key is no text column.
     """
     import pyarrow as pa
 
     with _open_parquet(chunk.path) as file:
-        columns = _find_columns(chunk.path, file.schema_arrow, settings)
+        columns = _find_columns(chunk.path, file.schema_arrow, settings, allow_missing=True)
         end, row = file.metadata.num_rows if chunk.end is None else chunk.end, chunk.start
         numbers = range(file.num_row_groups)
         first_rows = list(accumulate((file.metadata.row_group(number).num_rows for number in numbers), initial=0))
         groups = [number for number in numbers if chunk.start <= first_rows[number] < end]
         # Each batch of a dictionary column includes the whole dictionary, and its values are not decoded here.
         batch_rows = _ENCODED_ROWS if pa.types.is_dictionary(columns[0][1]) else _DECODED_ROWS
-        keys = [settings.text_key, *(settings.record_keys or ())]
+        keys = [".".join(path) for path, _ in columns if path]
         for batch in file.iter_batches(batch_rows, groups, columns=keys, use_threads=False):
             row += batch.num_rows
             yield [_take_column(batch, path) for path, _ in columns], (row - chunk.start) / (end - chunk.start)
@@ -195,9 +192,9 @@ def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa
 
     with _open_arrow(chunk.path) as (source, open_reader, size):
         schema = open_reader(source).schema
-        paths = [path for path, _ in _find_columns(chunk.path, schema, settings)]
+        paths = [path for path, _ in _find_columns(chunk.path, schema, settings, allow_missing=True)]
         # Other columns would be decompressed.
-        fields = sorted({schema.get_field_index(path[0]) for path in paths})
+        fields = sorted({schema.get_field_index(path[0]) for path in paths if path})
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         source.seek(0)
         reader = open_reader(source, options=options)
@@ -246,18 +243,24 @@ def _named_damage(chunk: Chunk) -> Iterator[None]:
 
 
 def _take_column(batch: "pa.RecordBatch", path: Sequence[str]) -> "pa.Array":
-    """Return a column, or the field within structs that `path` leads to."""
+    """Return a column, or the field within structs that `path` leads to. An empty path gives a column of nulls."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
+    if not path:
+        return pa.nulls(len(batch))
     column = batch.column(batch.schema.get_field_index(path[0]))
     return pc.struct_field(column, list(path[1:])) if path[1:] else column
 
 
-def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "list[tuple[list[str], pa.DataType]]":
+def _find_columns(
+    path: str, schema: "pa.Schema", settings: ReadSettings, *, allow_missing: bool = False
+) -> "list[tuple[list[str], pa.DataType]]":
     """Return (path, type) of the column of --text-key, and then of the column of each --record-key.
 
     A path has the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
-    named `a.b` takes precedence over the field `b` of the struct `a`.
+    named `a.b` takes precedence over the field `b` of the struct `a`. With `allow_missing`, the path of a --record-key
+    without a column is empty.
 
     Raises:
         DataError: The file `path` has no column --text-key, or its type is neither text nor null.
@@ -281,12 +284,12 @@ def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "li
     if not _is_text(key_type) and not pa.types.is_null(key_type):
         raise DataError(f"{path}: column '{key}' has type {key_type}, not string;{remedy}")
     for name in record_keys:
-        if name not in columns:
+        if name not in columns and not allow_missing:
             raise ConfigError(
                 f"{path} has no column '{name}'{suggestion(name, columns, otherwise=';')} its columns: "
                 f"{', '.join(columns)}; choose one with --record-key"
             )
-    return [columns[name] for name in (key, *record_keys)]
+    return [columns.get(name, ([], pa.null())) for name in (key, *record_keys)]
 
 
 def _is_text(arrow_type: Any) -> bool:

@@ -25,7 +25,7 @@ from megatron_neobert.data.preprocessing.filters import FilterSource, Record, fi
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
-from megatron_neobert.runtime.jobs import Job, JobFolder, JobOptions, finish_jobs
+from megatron_neobert.runtime.jobs import Job, JobOptions, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 
 # Documents of a job, which a kill makes a worker repeat. Functions may take milliseconds per document.
@@ -90,34 +90,28 @@ def print_added_attributes(options: AddSettings) -> None:
         decisive = {"function": origin, "documents of a chunk": CHUNK_DOCUMENTS, "version": __version__}
         if not is_added(corpus, origin, first):
             folder.begin(decisive, resume=options.resume, overwrite=options.overwrite)
-            _compute_and_add(corpus, folder, source, tuple(first), origin, options)
+            manifest_sha256 = sha256_of(corpus.files.manifest)
+            jobs = [
+                AttributeJob(
+                    folder.path,
+                    f"documents-{begin}",
+                    str(Path(options.prefix).absolute()),
+                    manifest_sha256,
+                    str(Path(options.tokenizer_model).absolute()),
+                    source,
+                    tuple(first),
+                    range(begin, min(begin + CHUNK_DOCUMENTS, len(corpus))),
+                )
+                for begin in range(0, len(corpus), CHUNK_DOCUMENTS)
+            ]
+            for _ in finish_jobs(jobs, options, label="chunks"):
+                pass
+            chunks = [job.file("attributes") for job in jobs]
+            add_attributes(corpus, folder, origin, lambda path: join_columns(path, chunks, None))
         # The folder may have unfinished work of another function.
         if folder.read_settings() == decisive:
             folder.remove()
     print(f"{options.prefix}: {len(corpus):,} documents have {names}")
-
-
-def _compute_and_add(
-    corpus: Corpus, folder: JobFolder, source: FilterSource, names: tuple[str, ...], origin: str, options: AddSettings
-) -> None:
-    """Run the jobs that are not finished, and add the attributes `names` to the corpus."""
-    jobs = [
-        AttributeJob(
-            folder.path,
-            f"{begin}",
-            str(Path(options.prefix).absolute()),
-            sha256_of(corpus.files.manifest),
-            str(Path(options.tokenizer_model).absolute()),
-            source,
-            names,
-            range(begin, min(begin + CHUNK_DOCUMENTS, len(corpus))),
-        )
-        for begin in range(0, len(corpus), CHUNK_DOCUMENTS)
-    ]
-    for _ in finish_jobs(jobs, label="chunks", **options.executor_options):
-        pass
-    chunks = [job.file("attributes") for job in jobs]
-    add_attributes(corpus, folder, origin, lambda path: join_columns(path, chunks, None))
 
 
 def compute_attributes(

@@ -113,8 +113,10 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
                     raise TypeError(
                         f"returned {type(result).__name__} instead of a record, a reason to drop it or None"
                     )
-                if isinstance(result, Record) and not isinstance(result.text, str):
-                    raise TypeError(f"returned a record whose text is {type(result.text).__name__} instead of str")
+                for name, kind in {"text": str, "fields": dict}.items() if isinstance(result, Record) else ():
+                    if not isinstance(value := getattr(result, name), kind):
+                        found = type(value).__name__
+                        raise TypeError(f"returned a record whose {name} is {found} instead of {kind.__name__}")
             except Exception as error:
                 detail = f"{label}: {type(error).__name__}: {error}"
                 filtered.reject(FILTER_FAILED, origin.number, detail, text.encode())

@@ -27,7 +27,7 @@ from megatron_neobert.data.preprocessing.filters import FilterSource, find_filte
 from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
-from megatron_neobert.runtime.jobs import JobFolder
+from megatron_neobert.runtime.jobs import JobFolder, JobOptions
 
 _PLANNING_THREADS = 16  # opening remote input files is mostly waiting for the network
 
@@ -85,16 +85,9 @@ class PreprocessSettings:
         read=read_size,
         group="what is written",
     )
-    resume: bool = option(False, "keep the chunks that an earlier run of the same command finished")
     overwrite: bool = option(False, "replace an existing corpus, and chunks of another run")
     dry_run: bool = option(False, "print what would be read and written, and write nothing")
-    workers: int | None = option(
-        None, "processes, one core each (default 1; with Ray, all its CPUs)", minimum=1, group="where it runs"
-    )
-    executor: Literal["local", "ray"] = option("local", "local processes, or a Ray cluster")
-    ray_address: str | None = option(
-        None, "host:port of a cluster (default RAY_ADDRESS, else a new cluster)", metavar="ADDRESS"
-    )
+    jobs: JobOptions = field(default_factory=JobOptions, metadata={"help": "how it runs"})
 
     def __post_init__(self) -> None:
         if problems := list(_find_problems(self)):
@@ -196,15 +189,18 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         OSError: An input file cannot be read.
         MissingPackageError, ModuleNotFoundError: A URL or a SentencePiece model needs a package that is not installed.
     """
-    if not settings.resume:
+    if not settings.jobs.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
     tokenizer = load_tokenizer(settings.tokenizer_model)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
     paths = find_inputs(settings.inputs)
 
+    # A filter may set fields that no input file has.
+    read = replace(settings.read, record_keys=()) if settings.filter else settings.read
+
     def split(path: str) -> list[Chunk] | DataError | ConfigError:
         try:
-            return split_into_chunks(path, settings.read)
+            return split_into_chunks(path, read)
         except (DataError, ConfigError) as error:
             return error
 
@@ -284,7 +280,5 @@ def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
     if not 0.0 <= settings.split_validation < 1.0:
         yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     yield from check_record_keys(settings.read.record_keys or ())
-    if settings.ray_address is not None and settings.executor != "ray":
-        yield f"--ray-address {settings.ray_address} has no effect without --executor ray; add that flag"
     if settings.read.text_separator == "":
         yield "--text-separator is empty; leave it out if each file is one document"

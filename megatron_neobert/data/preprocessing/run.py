@@ -58,9 +58,9 @@ def preprocess(plan: Plan) -> PreprocessReport:
     settings = plan.settings
     with JobFolder(plan.files.partial) as folder:
         # A killed run may have given some of its files their final names already.
-        was_renaming = settings.resume and folder.has_begun
+        was_renaming = settings.jobs.resume and folder.has_begun
         refuse_existing(plan.files, overwrite=settings.overwrite or was_renaming)
-        folder.begin(plan.chunk_settings, resume=settings.resume, overwrite=settings.overwrite)
+        folder.begin(plan.chunk_settings, resume=settings.jobs.resume, overwrite=settings.overwrite)
         finished, reasons = _tokenize(plan)
         reasons |= plan.damaged
         damaged = {name: reasons[name] for name in map(input_label, plan.versions) if name in reasons}
@@ -102,14 +102,7 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
     finished: dict[str, Finished[ChunkResult]] = {}
     damaged: dict[str, str] = {}  # by name of the job
     first_error = None
-    results = finish_jobs(
-        jobs,
-        label="chunks",
-        function=tokenize_chunk,
-        workers=settings.workers,
-        executor=settings.executor,
-        ray_address=settings.ray_address,
-    )
+    results = finish_jobs(jobs, settings.jobs, label="chunks", function=tokenize_chunk)
     with closing(results):
         for job, outcome in results:
             if isinstance(outcome, str):

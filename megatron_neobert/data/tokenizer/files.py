@@ -79,7 +79,14 @@ def read_tokenizer_files(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, st
     """
     config = read_tokenizer_config(path.parent)
     backend = _read_tokenizer_json(path) if path.suffix == ".json" else _read_vocab_txt(path, config)
-    return backend, _find_special_names(backend, path)
+    names, missing = choose_special_names(backend.get_vocab(), path.parent, STANDARD_NAMES)
+    if missing:
+        raise DataError(
+            f"{path}: {', '.join(missing)} missing among {backend.get_vocab_size()} ids; training needs [CLS], [SEP], "
+            "[PAD], [MASK] and [UNK] (or <s>, </s>, <pad>, <mask>, <unk>). Add them with add_special_tokens of the "
+            "tokenizers library, or train a vocabulary with neobert train-tokenizer"
+        )
+    return backend, names
 
 
 def build_bert_backend(
@@ -273,14 +280,3 @@ def choose_special_names(
         if not existing:
             missing.append(visible(declared or candidate_names[0])[:80])
     return names, missing
-
-
-def _find_special_names(backend: tokenizers.Tokenizer, path: Path) -> dict[str, str]:
-    names, missing = choose_special_names(backend.get_vocab(), path.parent, STANDARD_NAMES)
-    if missing:
-        raise DataError(
-            f"{path}: {', '.join(missing)} missing among {backend.get_vocab_size()} ids; training needs [CLS], [SEP], "
-            "[PAD], [MASK] and [UNK] (or <s>, </s>, <pad>, <mask>, <unk>). Add them with add_special_tokens of the "
-            "tokenizers library, or train a vocabulary with neobert train-tokenizer"
-        )
-    return names

@@ -90,17 +90,15 @@ class InputTexts:
 
     def __iter__(self) -> Iterator[str]:
         """Yield the texts. Raise DataError at the end if too many records are in error, or there is no document."""
-        from tqdm import tqdm
-
         from megatron_neobert.data.corpus.format import describe_reasons
         from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
         from megatron_neobert.data.preprocessing.chunks import Counts
         from megatron_neobert.data.preprocessing.run import check_error_rate
+        from megatron_neobert.runtime.jobs import progress_bar
 
         self.counts = counts = Counts()
         first_error = None
-        # `disable=None` shows the bar only on a terminal.
-        for path in tqdm(self._inputs, "input files", unit="file", leave=False, disable=None):
+        for path in progress_bar(iterable=self._inputs, desc="input files"):
             for chunk in split_into_chunks(path, self._settings):
                 for batch in read_chunk(chunk, self._settings):
                     counts.documents += len(batch.texts)

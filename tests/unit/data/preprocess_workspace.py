@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron_neobert.data.preprocessing import plan as plan_module
 from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from megatron_neobert.runtime.jobs import JobOptions
 
 WORDS = ["hello", "world", "mask", "sep", "[", "]", "xy", "##z", "zy"]
 
@@ -31,18 +33,17 @@ class Workspace:
         self.inputs.mkdir()
 
     def settings(self, name="run", **changes) -> PreprocessSettings:
-        read = {
-            key: changes.pop(key)
-            for key in ("text_key", "text_separator", "max_document_bytes", "record_keys")
-            if key in changes
-        }
+        read, jobs = (
+            {key.name: changes.pop(key.name) for key in fields(options) if key.name in changes}
+            for options in (ReadSettings, JobOptions)
+        )
         defaults = {
             "inputs": (str(self.inputs),),
             "output_prefix": str(self.folder / "out" / name),
             "tokenizer_model": str(self.vocab),
             "max_error_rate": 1.0,
         }
-        return PreprocessSettings(**{**defaults, **changes}, read=ReadSettings(**read))
+        return PreprocessSettings(**{**defaults, **changes}, read=ReadSettings(**read), jobs=JobOptions(**jobs))
 
     def run(self, name="run", **changes) -> PreprocessReport:
         return preprocess(plan_preprocessing(self.settings(name, **changes)))

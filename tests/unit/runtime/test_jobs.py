@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.jobs import Job, JobFolder, finish_jobs, read_finished, run_job, run_jobs
+from megatron_neobert.runtime.jobs import Job, JobFolder, JobOptions, finish_jobs, read_finished, run_job, run_jobs
 
 SETTINGS = {"tokenizer": "abc", "min_tokens": 0}
 
@@ -132,13 +132,9 @@ def test_folder_has_one_run_at_a_time(folder):
         begin(folder)
 
 
-def test_folder_that_cannot_be_created_is_an_output_error(tmp_path):
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(OutputError, match=r"run\.partial: cannot be created \(Not a directory\)"),
-        JobFolder(tmp_path / "file" / "run.partial"),
-    ):
-        pass
+def test_error_of_a_full_disk_names_the_folder(folder):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run\.partial'"), JobFolder(folder):
+        raise OSError(28, "No space left on device")
 
 
 # --- workers
@@ -169,14 +165,14 @@ def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, mon
         return run_job(job)
 
     jobs = squares(tmp_path, range(2))
-    assert [job for job, _ in finish_jobs(jobs, label="jobs", function=work_for_a_while, workers=1)] == jobs
+    assert [job for job, _ in finish_jobs(jobs, JobOptions(), label="jobs", function=work_for_a_while)] == jobs
     terminal.write.assert_called()
 
 
 def test_worker_that_exits_ends_the_run(tmp_path):
     """test_preprocess_killed.py tests killed and interrupted workers."""
-    with pytest.raises(ChildProcessError, match=r"a worker process died at .*fewer --workers"):
-        list(run_jobs(exit_at_three, squares(tmp_path, range(6)), workers=2))
+    with pytest.raises(ChildProcessError, match=r"a worker process died at \d or a job beside it; .*fewer --workers"):
+        list(run_jobs(exit_at_three, squares(tmp_path, range(6)), JobOptions(workers=2)))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +187,6 @@ def test_worker_that_exits_ends_the_run(tmp_path):
 def test_exception_of_a_job_keeps_its_class_and_attributes(tmp_path, number, kind, message):
     jobs = squares(tmp_path, [number, number])
     with pytest.raises(kind, match=message) as caught:
-        list(run_jobs(fail, jobs, workers=2))
+        list(run_jobs(fail, jobs, JobOptions(workers=2)))
     assert getattr(caught.value, "errno", None) == (28 if number == 2 else None)
     assert getattr(caught.value, "name", None) == ("fastwarc" if number == 3 else None)

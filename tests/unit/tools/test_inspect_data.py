@@ -1,17 +1,21 @@
 """The command that shows documents of a corpus, as a user starts it."""
 
 import json
+import shlex
 import shutil
 from dataclasses import asdict
 
 import pytest
 from commands import call
 from tokenizers import Tokenizer, models
-from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
+from unit.data.small_corpus import SPECIAL, write_attributes, write_corpus, write_vocabulary
 from unit.inspection.small_runs import settings_of, write_checkpoint, write_corpora
 
 from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.data.corpus import inspection as tool
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
+from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.inspection.global_batch import rebuild_batch
 
@@ -60,6 +64,16 @@ def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
     assert [line.split() for line in output.splitlines()[1:]] == [a, b]
 
 
+def test_blend_by_texts_with_asterisks_draws_exactly_the_documents_of_each_text(tmp_path):
+    write_corpus(tmp_path / "P", [[5]] * 6, load_tokenizer(write_vocabulary(tmp_path / "vocab.txt", ["hello"])))
+    write_attributes(tmp_path / "P", {"kind": ["a", "*", "a*", "*", "ab", "*"]})
+    code, output, errors = inspect(tmp_path / "P", "--blend-by", "kind")
+    assert (code, errors) == (0, "")
+    conditions = [component.where for component in parse_data_path(shlex.split(output.splitlines()[-1])[1:])]
+    bits = [choose_documents(Corpus(tmp_path / "P"), [condition]) for condition in conditions]
+    assert [len(ChosenDocuments(bits_of_value, range(6))) for bits_of_value in bits] == [3, 1, 1, 1]
+
+
 def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(place):
     code, output, errors = inspect(place / "P")
     assert (code, errors) == (0, "")
@@ -73,25 +87,19 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("numbers", "vocabulary", "code", "message"),
     [
-        (["--document", "5"], "--document 5 is not one of the 5"),
-        (["--document", "0", "-1"], "give numbers from 0 to 4"),
+        ([5], "vocab.txt", 2, "--document 5 is not one of the 5"),
+        ([0, -1], "vocab.txt", 2, "give numbers from 0 to 4"),
+        ([0], None, 2, "give --tokenizer-model"),
+        ([0], "other.txt", 65, "written with tokenizer"),
     ],
 )
-def test_wrong_numbers_end_with_2_and_one_sentence(place, more, message):
-    code, output, errors = inspect(place / "P", "--tokenizer-model", place / "vocab.txt", *more)
-    assert (code, output) == (2, "")
-    assert message in errors
-    assert "Traceback" not in errors
-
-
-def test_documents_without_a_tokenizer_are_refused_and_those_of_another_too(place, tmp_path):
-    code, _, errors = inspect(place / "P", "--document", 0)
-    assert code == 2 and "give --tokenizer-model" in errors
-    other = write_vocabulary(tmp_path / "vocab.txt", ["other"])
-    code, _, errors = inspect(place / "P", "--document", 0, "--tokenizer-model", other)
-    assert code == 65 and "written with tokenizer" in errors
+def test_wrong_numbers_and_tokenizers_are_refused_in_one_sentence(place, numbers, vocabulary, code, message):
+    write_vocabulary(place / "other.txt", ["other"])
+    tokenizer = ("--tokenizer-model", place / vocabulary) if vocabulary else ()
+    ended = inspect(place / "P", "--document", *numbers, *tokenizer)
+    assert ended[:2] == (code, "") and message in ended[2] and "Traceback" not in ended[2]
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path):

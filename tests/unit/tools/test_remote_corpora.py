@@ -43,10 +43,9 @@ def test_corpus_at_a_url_is_validated_and_shown_like_a_local_one(server, tiny_co
     assert remote.output.replace(url, "").split() == local.output.replace(tiny_corpus.prefix, "").split()
 
 
-@pytest.mark.parametrize("command", ["validate", "inspect data", "train"])
+@pytest.mark.parametrize("command", ["validate", "inspect data", "find-duplicates --output L", "train --data-path"])
 def test_url_without_a_cache_folder_is_refused(server, tiny_corpus, command):
     url = url_of(server, tiny_corpus)
-    flags = ["--data-path", url, "--tokenizer-model", tiny_corpus.tokenizer] if command == "train" else [url]
-    ended = run_command("megatron_neobert.__main__", *command.split(), *flags)
-    assert ended.refused(2) and f"{url} needs a local cache folder; give one with" in ended.output
+    ended = run_command("megatron_neobert.__main__", *command.split(), url)
+    assert ended.refused(2) and url in ended.output and "--object-storage-cache-path" in ended.output
     assert not server.requests

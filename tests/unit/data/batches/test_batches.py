@@ -161,7 +161,6 @@ def test_a_cursor_of_another_corpus_is_refused(corpus, cursor):
         next(replace(stream_of(corpus), cursor=cursor).steps())
 
 
-@pytest.mark.usefixtures("windows_of_40_documents")
 def test_this_ranks_documents_are_prefetched_four_steps_ahead_and_batches_do_not_change(corpus):
     corpus.is_remote = True
     stream = replace(stream_of(corpus, document_block_size=10), data_parallel_rank=1, data_parallel_size=2)

@@ -125,7 +125,7 @@ def drop(place, *numbers, name="list"):
     """Write a drop list of the corpus `run`, and return the entry of --data-path that uses it."""
     corpus = place.corpus()
     mask = np.isin(np.arange(len(corpus)), numbers)
-    write_drop_list(place.folder / name, [("run", corpus.manifest, mask)], {})
+    write_drop_list(place.folder / name, [corpus], mask, {})
     return f"{prefix(place)}:drop={place.folder / name}"
 
 
@@ -145,7 +145,7 @@ def test_drop_lists_that_are_missing_drop_everything_or_belong_to_another_corpus
     with pytest.raises(DataError, match=rf"drop=.*/list: none of the {count:,} documents for training is chosen"):
         open_inputs(settings(place, everything, split="1"))
     other = place.corpus(end="_validation").prefix
-    with pytest.raises(DataError, match=r"drop list .*list is for run .* but .*_validation is"):
+    with pytest.raises(DataError, match=r"drop list .*list is for .*/run_content_document \(.* but .*_validation is"):
         open_inputs(settings(place, f"{other}:drop={place.folder / 'list'}", split="1"))
     with pytest.raises(MissingInputError, match="drop list nowhere: no such file"):
         open_inputs(settings(place, f"{other}:drop=nowhere", split="1"))

@@ -2,6 +2,7 @@
 
 import datetime
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,7 +26,8 @@ def join(folder, *chunks):
         ([2**70], [1], pa.float64(), [2.0**70, 1.0]),
         ([10**400], [1], pa.string(), ["1" + "0" * 400, "1"]),
         ([float("nan"), 1.0], [], pa.float64(), [None, 1.0]),
-        ([True, None], [False], pa.bool_(), [True, None, False]),
+        ([True, None], [np.bool_(False)], pa.bool_(), [True, None, False]),
+        ([np.float32(0.5), np.float64(2), np.nan], [np.int64(3)], pa.float64(), [0.5, 2.0, None, 3.0]),
         (["a", None], ["b"], pa.string(), ["a", None, "b"]),
         ([None], [None], pa.null(), [None, None]),
         ([1, "a", True, 2.5], [None], pa.string(), ["1", "a", "true", "2.5", None]),

@@ -133,9 +133,7 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
 def drop_list(corpora, tmp_path):
     """A drop list for both corpora, and the mask of the first corpus."""
     is_dropped = np.random.default_rng(0).random(DOCUMENTS) < 0.3
-    masks = [(corpora[0], is_dropped), (corpora[1], np.array([False, True, False]))]
-    entries = [(str(corpus.prefix), corpus.manifest, mask) for corpus, mask in masks]
-    write_drop_list(tmp_path / "list", entries, {"threshold": 0.8})
+    write_drop_list(tmp_path / "list", corpora, np.append(is_dropped, [False, True, False]), {"threshold": 0.8})
     return tmp_path / "list", is_dropped
 
 
@@ -148,7 +146,7 @@ def test_documents_of_drop_lists_are_not_chosen(corpora, drop_list, conditions, 
     chosen = choose_documents(corpus, conditions, [str(path)])
     assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if fits[n] and not is_dropped[n]]
     in_second_list = np.arange(DOCUMENTS) % 3 == 0
-    write_drop_list(tmp_path / "second", [(str(corpus.prefix), corpus.manifest, in_second_list)], {})
+    write_drop_list(tmp_path / "second", [corpus], in_second_list, {})
     chosen = choose_documents(corpus, conditions, [str(path), str(tmp_path / "second")])
     expected = fits & ~is_dropped & ~in_second_list
     assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if expected[n]]
@@ -180,4 +178,4 @@ def test_damaged_drop_list_is_refused(corpora, drop_list, damage, message):
     content = bytearray(drop_list[0].read_bytes())
     drop_list[0].write_bytes(damage(content) or content)
     with pytest.raises(DataError, match=message):
-        read_drop_list(drop_list[0], corpora[0].manifest, corpora[0].prefix)
+        read_drop_list(drop_list[0], corpora[0])

@@ -135,7 +135,6 @@ def test_every_file_of_a_corpus_is_replaced_only_with_overwrite(tmp_path, name):
     [
         (1e-9, "--split-validation 1e-09 of 20 documents holds out 0 and leaves 20,"),
         (0.999999, "holds out 20 and leaves 0,"),
-        (1.0, "holds out 20 and leaves 0,"),
     ],
 )
 def test_split_that_leaves_one_corpus_empty_is_refused_and_the_old_corpus_stays(chunks, fraction, message):

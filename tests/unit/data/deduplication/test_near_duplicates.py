@@ -60,7 +60,7 @@ def find(output, *prefixes, minhash=None, **changes):
 def dropped(output, prefix):
     """Return the numbers of the documents that a drop list drops."""
     corpus = Corpus(prefix)
-    _, bits = read_drop_list(output, corpus.manifest, corpus.prefix)
+    _, bits = read_drop_list(output, corpus)
     return np.flatnonzero(np.unpackbits(bits, count=len(corpus), bitorder="little")).tolist()
 
 
@@ -185,7 +185,9 @@ def cluster_sizes(prefixes):
 def test_every_document_gets_the_size_of_its_cluster_and_is_chosen_by_it(tmp_path):
     prefixes, output = two_corpora(tmp_path), tmp_path / "list"
     ended = call("find-duplicates", *prefixes, "--output", output, "--add-attribute", "size")
-    assert ended[0] == 0 and ended[1].endswith(f"wrote {output}, added size to each corpus\n"), ended
+    dropped_of = ("A: 1 of 3 documents dropped (33.33 %)", "B: 3 of 5 documents dropped (60.00 %)")
+    expected = [*(f"{tmp_path}/{line}" for line in dropped_of), f"wrote {output}, added size to each corpus", ""]
+    assert ended == (0, "\n".join(expected), "")
     assert cluster_sizes(prefixes) == CLUSTER_SIZES
     chosen = choose_documents(Corpus(prefixes[0]), ["size>=3"], [str(output)])
     assert ChosenDocuments(chosen, range(3)).numbers(np.arange(1)).tolist() == [1]
@@ -248,6 +250,8 @@ def test_corpora_that_cannot_be_compared_are_refused(tmp_path):
         find(tmp_path / "list", tmp_path / "A", tmp_path / "B")
     with pytest.raises(ConfigError, match=r"A and .*A are the same corpus; name it once"):
         find(tmp_path / "list", tmp_path / "A", tmp_path / "A")
+    with pytest.raises(ConfigError, match=r"--threshold 1\.5 is not above 0 and at most 1"):
+        find(tmp_path / "list", tmp_path / "A", minhash=MinHashSettings(threshold=1.5))
     find(tmp_path / "list", tmp_path / "A")
     with pytest.raises(OutputError, match="list exists already; choose another, or replace with --overwrite"):
         find(tmp_path / "list", tmp_path / "A")

@@ -9,7 +9,6 @@ from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication import search
 from megatron_neobert.data.deduplication.overlaps import Overlaps, OverlapSettings, find_overlaps
-from megatron_neobert.errors import ConfigError, DataError, OutputError
 
 VOCABULARY, NGRAM = 1000, 13
 
@@ -50,32 +49,23 @@ def test_exactly_the_documents_with_thirteen_tokens_of_a_text_are_listed(planted
     all_texts = set().union(*map(ngrams, texts))
     expected = [number for number, document in enumerate(documents) if ngrams(document) & all_texts]
     assert set(range(50)) <= set(expected) and len(expected) < 55, "planted, and few by chance"
-    opened = Corpus(folder / "C")
-    _, bits = read_drop_list(folder / "list", opened.manifest, opened.prefix)
+    _, bits = read_drop_list(folder / "list", Corpus(folder / "C"))
     assert np.flatnonzero(np.unpackbits(bits, count=500, bitorder="little")).tolist() == expected
     all_documents = set().union(*map(ngrams, documents))
     found = sum(bool(ngrams(text) & all_documents) for text in texts)
-    assert corpus == Overlaps(str(folder / "C"), 500, len(expected), 0)
+    assert (corpus.prefix, corpus.documents, corpus.dropped_documents) == (str(folder / "C"), 500, len(expected))
     assert evaluated == Overlaps(str(folder / "E"), 60, found, 10) and 0 < found <= 30
     assert not list(folder.glob("list.partial*"))
-    with pytest.raises(OutputError, match="exists already"):
-        find_overlaps(settings)
 
 
-def test_summary_names_the_shares_and_the_short_texts(planted):
-    folder, _, _ = planted
-    code, output = run_forked("find-overlaps", folder / "C", "--against", folder / "E", "--output", folder / "list")
+def test_summary_names_shares_and_short_texts_and_a_complete_list_is_resumed_and_never_replaced(planted):
+    folder, _, texts = planted
+    search = ("find-overlaps", folder / "C", "--output", folder / "list", "--resume", "--against")
+    write_corpus(folder / "other", texts, numbered_tokenizer(VOCABULARY + 1))
+    assert run_forked(*search, folder / "other").refused(65), "texts of another tokenizer"
+    code, output = run_forked(*search, folder / "E")
     assert code == 0
     assert f"{folder / 'C'}: 50 of 500 documents share 13 tokens (10.00 %)" in output
     assert "10 are shorter and were not searched for" in output
-
-
-def test_texts_of_another_tokenizer_and_the_corpus_itself_are_refused(planted):
-    folder, _, texts = planted
-    write_corpus(folder / "other", texts, numbered_tokenizer(VOCABULARY + 1))
-    for against, error in (("other", DataError), ("C", ConfigError)):
-        settings = OverlapSettings(
-            prefixes=(str(folder / "C"),), against=(str(folder / against),), output=folder / "list"
-        )
-        with pytest.raises(error, match=r"tokenizer|same corpus"):
-            find_overlaps(settings)
+    assert run_forked(*search, folder / "E") == (0, f"{folder / 'list'} is complete; nothing to do\n")
+    assert "list exists already" in run_forked(*search, folder / "E", "--ngram", 12).output

@@ -12,7 +12,6 @@ from unit.data.inputs.reading import JSON_LINES, TEXTS, peak_memory, read, texts
 
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import (
-    EMPTY_TEXT,
     MALFORMED_JSON,
     MISSING_KEY,
     NOT_A_STRING,
@@ -43,13 +42,6 @@ def test_bad_line_is_rejected_with_reason_and_line_number_and_its_neighbours_are
     (rejected,) = reading.rejected
     assert (rejected.reason, rejected.number, rejected.raw) == (reason, 2, line[:RAW_BYTES])
     assert detail in rejected.detail
-
-
-@pytest.mark.parametrize("text", ["", r" \t\n\u00a0"])
-def test_text_of_white_space_is_dropped(tmp_path, text):
-    (tmp_path / "input").write_text(f'{{"content": "a"}}\n{{"content": "{text}"}}\n')
-    reading = read(tmp_path / "input")
-    assert (reading.texts, reading.rejected, reading.dropped) == (["a"], [], {EMPTY_TEXT: 1})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`neobert add-attributes`: values, refusals, kills at every moment, and runs that continue after an addition."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -32,9 +33,7 @@ def broken(record): return {"ratio": 1 / (record.fields["number"] - 7)}
 def other_names(record): return {"a" if record.fields["number"] < 7 else "b": 1}
 def no_dict(record): return 0.5
 def nothing(record): return {}
-def a_list(record): return {"a": [1]}
 def float32(record): return {"a": np.float32(1)}
-def existing(record): return {"number": 1}
 def derived(record): return {"length": 1}
 def keyword(record): return {"class": 1}
 """
@@ -91,16 +90,11 @@ def test_values_equal_those_of_a_plain_loop_and_choose_documents(workspace, monk
 
 
 REFUSED = [
-    ("broken", 65, "functions:broken, document 7 of "),
-    ("broken", 65, "ZeroDivisionError: division by zero; correct the function"),
-    ("other_names", 65, "document 7 of "),
-    ("other_names", 65, "returned the attributes ['b'] instead of ['a'], those of document 0"),
-    ("no_dict", 65, "document 0 of "),
-    ("no_dict", 65, "returned float instead of a dict"),
+    ("broken", 65, "functions:broken, document 7 of .*ZeroDivisionError: division by zero; correct the function"),
+    ("other_names", 65, r"document 7 of .* returned the attributes \['b'\] instead of \['a'\], those of document 0"),
+    ("no_dict", 65, "document 0 of .* returned float instead of a dict"),
     ("nothing", 65, "returned no attribute"),
-    ("a_list", 65, "returned 'a' as list instead of bool, int, float, str or None"),
-    ("float32", 65, "returned 'a' as float32 instead of"),
-    ("existing", 2, "has the attribute number already"),
+    ("float32", 65, "returned 'a' as float32 instead of bool, int, float, str or None"),
     ("derived", 2, "has the attribute length already"),
     ("keyword", 2, "'class' cannot name an attribute"),
     ("missing", 2, "--function "),
@@ -113,18 +107,8 @@ def test_function_that_fails_or_returns_something_else_is_refused_and_leaves_no_
 ):
     before = workspace.contents()
     ended = add(workspace, function)
-    assert ended[0] == code and message in ended[2] and "Traceback" not in ended[2]
+    assert ended[0] == code and re.search(message, ended[2]) and "Traceback" not in ended[2]
     assert workspace.contents() == before
-
-
-def test_files_without_a_manifest_are_refused_with_the_command_that_adopts_them(workspace):
-    workspace.run("whole")
-    workspace.corpus("whole").files.manifest.unlink()
-    code, _, errors = call(
-        "add-attributes", workspace.folder / "out" / "whole_content_document", "--function",
-        f"{workspace.folder}/functions.py:tripled", "--tokenizer-model", workspace.vocab,
-    )  # fmt: skip
-    assert code == 65 and "run neobert adopt" in errors
 
 
 KILLED = """
@@ -203,7 +187,7 @@ def test_second_run_changes_nothing_and_another_function_must_start_anew(workspa
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing"])
-def test_validate_finds_a_damaged_file_of_added_attributes_and_overwriting_removes_it(workspace, damage):
+def test_validate_finds_a_damaged_file_of_added_attributes_and_overwriting_removes_all(workspace, damage):
     add(workspace, "score")
     path = workspace.corpus().files.added_attributes(0)
     content = bytearray(path.read_bytes())
@@ -214,7 +198,8 @@ def test_validate_finds_a_damaged_file_of_added_attributes_and_overwriting_remov
     code, _, errors = call("validate", workspace.folder / "out" / "run_content_document", "--full")
     assert code == 65 and path.name in errors
     workspace.run(overwrite=True)
-    assert not path.exists() and workspace.corpus().manifest.added_attributes == {}
+    workspace.run("fresh")
+    assert workspace.contents() == workspace.contents("fresh") and len(workspace.contents()) == 3
 
 
 TRAINING = (

@@ -23,6 +23,8 @@ def rewrite(record):
 wrong = {"a": 1}
 def no_text(record):
     return record._replace(text=5)
+def no_fields(record):
+    return record._replace(fields=record.fields.update(language="en"))
 """
 ROWS = [("hello", "world"), ("mask", None), ("zy hello", "world"), ("xyz", "xy"), ("zy", None), ("[", "]")]
 
@@ -76,16 +78,14 @@ def test_records_are_kept_dropped_rewritten_and_rejected_in_the_filters_order(wo
     assert [name for name in manifest.filters if "filter" in name] == ["own_filters:no_masks", "own_filters:rewrite"]
 
 
-def test_result_of_a_wrong_type_is_a_failure_of_the_filter(workspace, filters):
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("no_text", "text is int instead of str"), ("no_fields", "fields is NoneType instead of dict")],
+)
+def test_result_of_a_wrong_type_is_a_failure_of_the_filter(workspace, filters, function, message):
     workspace.add_texts("a.jsonl", "hello")
-    with pytest.raises(DataError, match=r"own_filters:no_text: TypeError: returned a record whose text is int instead"):
-        workspace.run(filter=filters("no_text", "rewrite"), record_keys=(), max_error_rate=0.5)
-
-
-def test_two_filters_with_the_same_label_are_refused(workspace, filters):
-    workspace.add_texts("a.jsonl", "hello")
-    with pytest.raises(ConfigError, match=r"own_filters\.py:rewrite: two filters have the label own_filters:rewrite"):
-        plan_preprocessing(workspace.settings(filter=filters("rewrite", "rewrite"), record_keys=()))
+    with pytest.raises(DataError, match=f"own_filters:{function}: TypeError: returned a record whose {message}"):
+        workspace.run(filter=filters(function, "rewrite"), record_keys=("language",), max_error_rate=0.5)
 
 
 def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspace, filters):
@@ -106,19 +106,20 @@ def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspac
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("names", "message"),
     [
-        ("own_filters.py", "use FILE.py:FUNCTION"),
-        ("nowhere.py:f", "FileNotFoundError"),
-        ("own_filters.py:nothing", "has no attribute 'nothing'"),
+        (["own_filters.py"], "use FILE.py:FUNCTION"),
+        (["nowhere.py:f"], "FileNotFoundError"),
+        (["own_filters.py:nothing"], "has no attribute 'nothing'"),
+        (["own_filters.py:rewrite"] * 2, r"two filters have the label own_filters:rewrite"),
     ],
 )
 @pytest.mark.usefixtures("filters")
-def test_filter_that_cannot_be_loaded_is_refused_by_the_plan(workspace, monkeypatch, name, message):
+def test_filters_that_cannot_be_used_are_refused_by_the_plan(workspace, monkeypatch, names, message):
     monkeypatch.chdir(workspace.folder)
     workspace.add_texts("a.jsonl", "hello")
     with pytest.raises(ConfigError, match=message):
-        plan_preprocessing(workspace.settings(filter=(name,), record_keys=()))
+        plan_preprocessing(workspace.settings(filter=tuple(names), record_keys=()))
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import call
+from pyarrow import feather
 from unit.data.preprocess_workspace import Workspace, cut_small, random_text
 
 from megatron_neobert.config.data_path import parse_data_path, whole_weights
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.errors import DataError
 
 RECORDS = 60
 VALUES = ["wiki", "web", "b\u00fccher", None, 7]
@@ -94,9 +94,14 @@ def scored(record):
     return record._replace(fields={"score": len(record.text)} if record.text else {})
 
 
-def test_a_filter_sets_an_attribute_that_no_input_has_and_a_blend_by_it_is_printed(tmp_path):
+def write_lines(table, path):
+    path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+
+
+@pytest.mark.parametrize("write", [write_lines, pq.write_table, feather.write_feather])
+def test_a_filter_sets_an_attribute_that_no_input_has_and_a_blend_by_it_is_printed(tmp_path, write):
     workspace = Workspace(tmp_path)
-    workspace.add_texts("a.jsonl", *["hello"] * 27, *["hello world"] * 8)
+    write(pa.table({"content": ["hello"] * 27 + ["hello world"] * 8}), workspace.inputs / "input")
     workspace.run(record_keys=("score",), filter=(f"{__file__}:scored",))
     corpus = workspace.corpus()
     assert pq.read_table(corpus.files.attributes)["score"].to_pylist() == [5] * 27 + [11] * 8
@@ -119,38 +124,10 @@ def test_attributes_have_the_same_bytes_for_any_number_of_workers_and_a_split_ke
     assert all(both) and Counter(both[0] + both[1]) == Counter(attributes_of(workspace.corpus()))
 
 
-def test_overwriting_a_corpus_removes_its_attributes(workspace):
-    workspace.run("fresh")
-    workspace.run(record_keys=("meta.from",))
-    workspace.run(overwrite=True)
-    assert workspace.contents() == workspace.contents("fresh")
-    assert "attributes" not in workspace.contents()["content_document.json"].decode()
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.unlink(), r"content_document\.attributes\.parquet missing: the corpus is unfinished"),
-        (lambda path: path.write_bytes(path.read_bytes()[::-1]), r"attributes\.parquet, byte 0: expected sha256"),
-    ],
-    ids=["missing", "changed"],
-)
-def test_full_check_finds_damaged_attributes(workspace, damage, message):
-    workspace.run(record_keys=("meta.from",))
-    damage(workspace.corpus().files.attributes)
-    with pytest.raises(DataError, match=message):
-        check_content(workspace.corpus())
-
-
 def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(workspace):
     workspace.run()
-    manifest, filters = workspace.corpus().files.manifest, workspace.corpus().manifest.filters
-    counted = {
-        "source_key": "from",
-        "sources": {"a": {"documents": 1, "tokens": 1}},
-        "sources_sha256": "0" * 64,
-        "eod_id": None,
-        "filters": {**filters, "min_tokens": 0, "max_tokens": None},
-    }
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | counted))
+    manifest = workspace.corpus().files.manifest
+    earlier = {"source_key": "from", "sources": {"a": {"documents": 1, "tokens": 1}}, "eod_id": None}
+    earlier["filters"] = {"min_tokens": 0, "max_tokens": None}
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | earlier))
     check_content(Corpus(workspace.corpus().prefix))
