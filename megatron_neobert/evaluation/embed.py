@@ -181,12 +181,18 @@ def build_loss(
 ) -> torch.nn.Module:
     """Return the InfoNCE loss; with `gradient_cache` it computes that many texts at a time.
 
-    With `dimensions`, the losses of embeddings cut to each of them are added (Matryoshka, arXiv 2205.13147).
+    With `dimensions`, the losses of embeddings cut to each of them are added (Matryoshka, arXiv 2205.13147). Raises
+    ConfigError if one is larger than the embeddings.
     """
     loss: torch.nn.Module = MultipleNegativesRankingLoss(model, scale=1 / temperature)
     if gradient_cache is not None:
         loss = CachedMultipleNegativesRankingLoss(model, scale=1 / temperature, mini_batch_size=gradient_cache)
-    return MatryoshkaLoss(model, loss, sorted(dimensions, reverse=True)) if dimensions else loss
+    if not dimensions:
+        return loss
+    largest = model.get_embedding_dimension()
+    if max(dimensions) > largest:
+        raise ConfigError(f"matryoshka {max(dimensions)}: the model's embeddings have {largest}; name fewer dimensions.")
+    return MatryoshkaLoss(model, loss, sorted({largest, *dimensions}, reverse=True))
 
 
 def build_evaluator(pairs: datasets.Dataset, prompts: Mapping[str, str]) -> InformationRetrievalEvaluator:
@@ -228,6 +234,7 @@ def train(
 
     Raises:
         MissingInputError, ConversionError: The model cannot be loaded.
+        ConfigError: A dimension of `matryoshka` is larger than the model's embeddings.
         DataError: The pairs of a dataset do not fill one batch without repeating a text.
     """
     training = config.training

@@ -18,7 +18,7 @@ from unit.evaluation.contrastive_inputs import (
     write_yaml,
 )
 
-from megatron_neobert.errors import OutputError
+from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetune, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
@@ -78,11 +78,13 @@ def features_of(model: SentenceTransformer) -> list[dict]:
 
 def test_matryoshka_adds_the_loss_of_shorter_embeddings(inputs):
     model = load_sentence_transformer(inputs / "bert", max_length=32).eval()
-    loss = build_loss(model, 0.07, None, dimensions=(8, 32))(features_of(model), torch.zeros(len(PAIRS))).item()
+    loss = build_loss(model, 0.07, None, dimensions=(8,))(features_of(model), torch.zeros(len(PAIRS))).item()
     expected = 0.0
     for model.truncate_dim in (8, None):
         expected += infonce(model, 0.07)
     assert loss == pytest.approx(expected, rel=1e-4) != pytest.approx(infonce(model, 0.07), rel=1e-2)
+    with pytest.raises(ConfigError, match="matryoshka 64: the model's embeddings have 32; name fewer dimensions"):
+        build_loss(model, 0.07, None, dimensions=(64, 8))
 
 
 def test_held_out_pairs_are_scored_at_every_checkpoint(inputs, tmp_path):
