@@ -48,7 +48,7 @@ from megatron_neobert.evaluation.models import LoadOptions, choose_device, finge
 from megatron_neobert.evaluation.options import ContrastiveOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import model_name
-from megatron_neobert.runtime.atomic_files import temporary_path
+from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
 from megatron_neobert.text import parse_json
 
 _VALIDATION = "validation"
@@ -65,6 +65,7 @@ def finetune(options: ContrastiveOptions) -> None:
         ConfigError: A setting is invalid, or this process sees several GPUs.
         MissingInputError, DataError, ConversionError: The model or the data cannot be used.
         OutputError: The folder exists, but was made with other settings or data; or another command is writing.
+        SaveError: The disk is full.
     """
     config, model = read_config(find_config(options.config)), options.model
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
@@ -106,7 +107,8 @@ def finetune(options: ContrastiveOptions) -> None:
             if validation is not None:
                 arguments.eval_strategy, arguments.eval_steps = "steps", training.save_interval
             chosen = ContrastiveConfig(config.datasets, training)
-            results = train(chosen, pairs, options, arguments, final, validation=validation)
+            with saving_weights(folder):
+                results = train(chosen, pairs, options, arguments, final, validation=validation)
             results = results and ledger.add(settings, results)
         if is_main and results is not None:
             lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
@@ -191,7 +193,7 @@ def build_loss(
         return loss
     largest = model.get_embedding_dimension()
     if max(dimensions) > largest:
-        raise ConfigError(f"matryoshka {max(dimensions)}: the model's embeddings have {largest}; name fewer dimensions.")
+        raise ConfigError(f"matryoshka {max(dimensions)}: the model's embeddings have {largest}; name smaller ones.")
     return MatryoshkaLoss(model, loss, sorted({largest, *dimensions}, reverse=True))
 
 

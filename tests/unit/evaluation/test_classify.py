@@ -106,7 +106,7 @@ def test_splits_must_have_the_texts_of_the_training_set(tmp_path):
 
 def test_folder_of_a_dataset_and_a_dataset_of_one_class_are_refused(tmp_path):
     write_csv(tmp_path / "mine" / "train.csv", [(text, THING) for text, _ in rows(60, 0)])
-    with pytest.raises(DataError, match="mine is a dataset itself, .* --tasks mine"):
+    with pytest.raises(DataError, match=r"mine is a dataset itself, .* --tasks mine"):
         find_datasets(tmp_path / "mine")
     with pytest.raises(DataError, match="mine: every row has the label 'thing'"):
         evaluate(ClassifyOptions(model=write_model(tmp_path / "model", "Bert"), data_dir=tmp_path, output=tmp_path))

@@ -6,6 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from commands import largest_file
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import BertForMaskedLM
@@ -18,7 +19,7 @@ from unit.evaluation.contrastive_inputs import (
     write_yaml,
 )
 
-from megatron_neobert.errors import ConfigError, OutputError
+from megatron_neobert.errors import ConfigError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetune, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
@@ -83,7 +84,7 @@ def test_matryoshka_adds_the_loss_of_shorter_embeddings(inputs):
     for model.truncate_dim in (8, None):
         expected += infonce(model, 0.07)
     assert loss == pytest.approx(expected, rel=1e-4) != pytest.approx(infonce(model, 0.07), rel=1e-2)
-    with pytest.raises(ConfigError, match="matryoshka 64: the model's embeddings have 32; name fewer dimensions"):
+    with pytest.raises(ConfigError, match="matryoshka 64: the model's embeddings have 32; name smaller ones"):
         build_loss(model, 0.07, None, dimensions=(64, 8))
 
 
@@ -169,6 +170,12 @@ def test_killed_run_resumes_at_its_newest_complete_checkpoint_with_the_same_weig
     assert not newest.parent.exists()
     train(inputs, tmp_path)
     assert f"{final} already exists" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [20_000, 150_000], ids=["weights", "optimizer"])
+def test_full_disk_is_an_error_of_the_output(inputs, tmp_path, size):
+    with largest_file(size), pytest.raises(SaveError, match=r"bert cannot be written \(.*Free some space"):
+        train(inputs, tmp_path)
 
 
 def test_final_folder_of_other_settings_or_data_is_not_replaced(inputs, trained, tmp_path, monkeypatch):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from commands import largest_file
 from safetensors.torch import load_file
 from unit.evaluation.glue_inputs import POINT, build_run, write_inputs
 from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
-from megatron_neobert.errors import ConversionError
+from megatron_neobert.errors import ConversionError, SaveError
 from megatron_neobert.evaluation import fine_tune as fine_tuning
 from megatron_neobert.evaluation.fine_tune import (
     WEIGHTS,
@@ -108,6 +109,11 @@ def test_stsb_is_a_regression_even_from_the_mnli_model(inputs, mnli):
     assert outcome.scores["pearson"] > 0.5
     config = json.loads((inputs / "runs" / f"stsb-{POINT.name}" / WEIGHTS / "config.json").read_text())
     assert config["problem_type"] == "regression"
+
+
+def test_full_disk_is_an_error_of_the_output(inputs):
+    with largest_file(20_000), pytest.raises(SaveError, match=r"rte-.* cannot be written"):
+        fine_tune(build_run(inputs, "rte"))
 
 
 @pytest.mark.parametrize("kind", ["EuroBert", "neobert"])
