@@ -4,22 +4,15 @@ Every output folder is compared with its source before it gets its final name. A
 transformers and compared with the reference model (model/reference.py) with the same weights. An imported folder is
 read as data, and none of its code is executed; the new checkpoint is read again and compared with the folder's model.
 Conversion runs in one CPU process, without torchrun or Transformer Engine, for checkpoints of any number of ranks.
-
-`python checkpoint_conversion/convert.py` in a checkout is the same as `neobert convert`.
 """
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-# Import this checkout, not an installed package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_neobert import __main__ as neobert
 from megatron_neobert.cli import option
-from megatron_neobert.errors import ConversionError, run_command
+from megatron_neobert.errors import ConversionError
 from megatron_neobert.huggingface.hub import find_model
 from megatron_neobert.runtime.atomic_files import refuse_existing
 
@@ -202,13 +195,3 @@ def load_side(folder: Path) -> "LogitModel":
 
     checkpoint = read_checkpoint(folder)
     return checkpoint_model(checkpoint, description=f"{checkpoint.folder} (Megatron)")
-
-
-def main() -> int | None:
-    """Run `neobert convert` with the arguments of this command line."""
-    sys.argv.insert(1, "convert")
-    return neobert.main()
-
-
-if __name__ == "__main__":
-    run_command(main)

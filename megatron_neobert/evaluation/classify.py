@@ -56,7 +56,8 @@ class ClassifyTask(SequenceTask):
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
         """Return accuracy, and the mean over the classes of F1, of predictions [rows, classes]."""
-        predicted = logits.argmax(axis=1)
+        # -1 is no class: outputs that are not finite count as wrong.
+        predicted = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
         macro_f1 = metrics.f1_score(labels, predicted, average="macro", zero_division=0.0)
         return {"accuracy": float(metrics.accuracy_score(labels, predicted)), "macro_f1": float(macro_f1)}
 

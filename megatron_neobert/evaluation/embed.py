@@ -191,7 +191,7 @@ def build_loss(
         loss = CachedMultipleNegativesRankingLoss(model, scale=1 / temperature, mini_batch_size=gradient_cache)
     if not dimensions:
         return loss
-    largest = model.get_embedding_dimension()
+    largest: Any = model.get_embedding_dimension()
     if max(dimensions) > largest:
         raise ConfigError(f"matryoshka {max(dimensions)}: the model's embeddings have {largest}; name smaller ones.")
     return MatryoshkaLoss(model, loss, sorted({largest, *dimensions}, reverse=True))

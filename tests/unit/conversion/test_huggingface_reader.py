@@ -172,28 +172,23 @@ def add_shards(folder: Path) -> None:
     ("layout", "change", "error", "message"),
     [
         ("neobert", remove("config.json"), MissingInputError, "without config.json"),
-        (
-            "neobert",
-            remove("vocab.txt", "tokenizer.json"),
-            MissingInputError,
-            "has no tokenizer; add the",
-        ),
+        ("neobert", remove("vocab.txt", "tokenizer.json"), MissingInputError, "has no tokenizer; add the"),
         ("llama", remove("mlm_head/model.safetensors"), ConversionError, "there is no mlm_head/model.safetensors"),
         ("llama", add_second_decoder, ConversionError, "'decoder.bias' is in mlm_head as well"),
         ("neobert", remove_shard, MissingInputError, f"{SECOND_SHARD}: no such file, but {INDEX} lists it"),
         ("neobert", add_shards, ConversionError, f"has both model.safetensors and {INDEX}"),
+        (
+            "neobert",
+            lambda folder: split_into_shards(folder, extra=FIRST_SHARD),
+            ConversionError,
+            f"'extra' is only in {INDEX} or only in its files",
+        ),
     ],
 )
 def test_missing_or_contradictory_files_are_refused_by_name(write, layout, change, error, message):
     folder = write(layout)
     change(folder)
     assert message in refusal(folder, error)
-
-
-def test_index_that_does_not_fit_the_shards_is_refused(write):
-    folder = write("neobert")
-    split_into_shards(folder, extra=FIRST_SHARD)
-    assert f"'extra' is only in {INDEX} or only in its files" in refusal(folder)
 
 
 # --- tensors that do not fit the model
