@@ -44,13 +44,7 @@ _TRACED_LENGTHS = (11, 5, 8)  # token counts of the traced batch, which has padd
 
 _COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "LICENSE")
 # sentence-transformers pools hidden states, which a fill-mask graph does not return.
-_MODULES = (
-    "modules.json",
-    "[0-9]_*/config.json",
-    "[0-9]_*/model.safetensors",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-)
+_MODULES = ("modules.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors", "*sentence*.json")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,9 @@ def finetune(options: ContrastiveOptions) -> None:
             results = results and ledger.add(settings, results)
         if is_main and results is not None:
             lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
-            write_record(record, "contrastive", folder=model, settings=settings, results=results, lines=lines)
+            write_record(
+                record, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
+            )
             write_page("contrastive", [record], folder)
             shutil.rmtree(checkpoints, ignore_errors=True)
 

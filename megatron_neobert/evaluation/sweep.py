@@ -124,6 +124,8 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
     kept = earlier and earlier["kept"]
     print(f"{sweep.task.name} {finished}/{len(units)}", file=sys.stderr, flush=True)
     for count, (run, outcome) in enumerate(run_all(runs, jobs=sweep.options.jobs), start=finished + 1):
+        if fingerprint(run.start) != sweep.common_unit["start"]:
+            raise DataError(f"{run.start} has changed during the sweep; start the same command again to measure it.")
         ledger.add(units[run.point], asdict(outcome))
         for key in set(keys.values()) - {kept, _best_key(ledger, keys.values())}:
             shutil.rmtree(folder / RUNS / key, ignore_errors=True)
@@ -191,8 +193,8 @@ def write_results(kind: str, folder: Path, model: Path, describe: Describe | Non
                 sweeps.append(sweep)
         write_record(
             folder / f"{kind}.json",
-            kind,
             folder=model,
+            fingerprint=model_fingerprint,
             settings=settings,
             results={"tasks": results} | (describe(results) if describe else {}),
             lines=sweeps,
