@@ -1,6 +1,5 @@
 """MTEB: tasks from stored data, the encoder, instructions, kept scores and their means."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,8 @@ mteb = pytest.importorskip("mteb")
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer  # noqa: E402
 from transformers import AutoModel, AutoTokenizer  # noqa: E402
-from unit.evaluation.contrastive_inputs import write_bert, write_card, write_jsonl  # noqa: E402
+from unit.evaluation.contrastive_inputs import write_card, write_jsonl  # noqa: E402
+from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub  # noqa: E402
 
 from megatron_neobert.errors import ConfigError, DataError  # noqa: E402
 from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
@@ -36,13 +36,10 @@ from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
 from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER  # noqa: E402
 
-WORDS = ["wing", "flow", "heat", "card", "money", "bank", "cell", "gene", "food", "health", "the", "of"]
-DIGITS = [str(digit) for digit in range(10)] + [f"##{digit}" for digit in range(10)]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_bert(tmp_path_factory.mktemp("encoder") / "tiny", [*WORDS, *DIGITS], positions=64)
+    return make_encoder(tmp_path_factory.mktemp("encoder") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +62,9 @@ def run(encoder, tasks, folder, **protocol):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Write folders with the names of two datasets of the Hub, and let `snapshot_download` copy them."""
-    hub = tmp_path / "hub"
-    rows = [{"sentence1": f"gene {i}", "sentence2": f"cell {i * i}", "score": float(i % 5)} for i in range(8)]
-    write_jsonl(hub / "mteb/biosses-sts/test.jsonl", rows)
-    retrieval = hub / "mteb/nfcorpus"
-    write_jsonl(retrieval / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": f"food {i}"} for i in range(9)])
-    write_jsonl(retrieval / "queries.jsonl", [{"_id": f"q{i}", "text": f"food {i}"} for i in range(3)])
-    write_jsonl(retrieval / "qrels.jsonl", [{"query-id": f"q{i}", "corpus-id": f"d{i}", "score": 1} for i in range(3)])
-    splits = {"default": {"test": "qrels"}, "corpus": {"corpus": "corpus"}, "queries": {"queries": "queries"}}
-    write_card(retrieval, splits)
-
-    def download(name: str, *, repo_type: str, revision: str, local_dir: Path) -> None:
-        assert repo_type == "dataset" and len(revision) == 40
-        shutil.copytree(hub / name, local_dir)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    return hub
+    folder = write_hub(tmp_path / "hub")
+    replace_hub(monkeypatch, folder)
+    return folder
 
 
 def stored(*names, data_dir):
