@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_neobert import __main__ as neobert
 from megatron_neobert.cli import option
 from megatron_neobert.errors import ConversionError, run_command
+from megatron_neobert.huggingface.checks import check_folder
 from megatron_neobert.huggingface.hub import find_model
 from megatron_neobert.runtime.atomic_files import refuse_existing
 
@@ -188,18 +189,21 @@ def verify(options: VerifyOptions) -> int:
 def load_side(folder: Path) -> "LogitModel":
     """Return the model of a Hugging Face folder, or of the newest checkpoint in a --save folder, in fp32.
 
+    Biases that the files of a Hugging Face folder lack are zero.
+
     Raises:
         MissingInputError: The folder has no model.
         CheckpointError, ConversionError: The model cannot be read.
         DataError: The tokenizer of the checkpoint cannot be used.
     """
-    if (folder / "config.json").is_file():
-        from checkpoint_conversion.imports import load_as_read
-
-        return load_as_read(folder)
     from checkpoint_conversion.checkpoint import read_checkpoint
-    from checkpoint_conversion.compare import checkpoint_model
+    from checkpoint_conversion.compare import build_logit_model, checkpoint_model
+    from checkpoint_conversion.config_json import read_model_config
+    from checkpoint_conversion.imports import read_weights
 
+    if (folder / "config.json").is_file():
+        parsed = read_model_config(check_folder(folder), folder / "config.json")
+        return build_logit_model(folder, parsed.layout, read_weights(folder, parsed)[0])
     checkpoint = read_checkpoint(folder)
     return checkpoint_model(checkpoint, description=f"{checkpoint.folder} (Megatron)")
 

@@ -44,7 +44,7 @@ _TRACED_LENGTHS = (11, 5, 8)  # token counts of the traced batch, which has padd
 
 _COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "LICENSE")
 # sentence-transformers pools hidden states, which a fill-mask graph does not return.
-_POOLING = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+_MODULES = ("modules.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors", "*sentence*.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ def _mask(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "
 def copy_companions(model: Path, folder: Path, task: str) -> None:
     """Write config.json, the tokenizer and LICENSE of `model` to `folder`, the parent of the folder with the graphs.
 
-    For feature extraction, also copy the files of sentence-transformers (modules, pooling). Code in `model` is never
+    For feature extraction, also copy the modules of sentence-transformers (pooling, Dense). Code in `model` is never
     copied. If auto_map of config.json names only modeling_neobert.py, this package's version is written. Otherwise the
     new config.json has no auto_map.
 
@@ -222,10 +222,11 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
     if not (model / "tokenizer.json").is_file():
         raise MissingInputError(f"{model} has no tokenizer.json, which users of the graph need; add it.")
-    for name in (*_COMPANIONS, *(_POOLING if task == "feature-extraction" else ())):
-        if (model / name).is_file():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(model / name, folder / name)
+    for pattern in (*_COMPANIONS, *(_MODULES if task == "feature-extraction" else ())):
+        for path in filter(Path.is_file, model.glob(pattern)):
+            target = folder / path.relative_to(model)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
     config = check_folder(model)
     module, auto_map = MODELING_FILE.removesuffix("py"), config.get("auto_map")
     if isinstance(auto_map, dict) and all(str(name).startswith(module) for name in auto_map.values()):

@@ -38,7 +38,7 @@ from megatron_neobert.huggingface.checks import INDEX, WEIGHTS, check_folder, qu
 from megatron_neobert.runtime.atomic_files import build_folder
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and an import without verification does not need it
-    from checkpoint_conversion.compare import Checks, LogitModel
+    from checkpoint_conversion.compare import Checks
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,19 +96,6 @@ def with_vocabulary(imported: ImportedModel, tokenizer: Tokenizer) -> ImportedMo
     tables = [entry.published[0] for entry in TABLES[imported.layout] if entry.rule is STRIP_PADDING]
     weights = imported.weights | {name: vocabulary.apply(imported.weights[name]) for name in tables}
     return replace(imported, tokenizer=tokenizer, weights=weights, notes=(*imported.notes, vocabulary.note))
-
-
-def load_as_read(folder: Path) -> "LogitModel":
-    """Return the model of a Hugging Face folder in fp32 for a comparison. Biases that its files lack are zero.
-
-    Raises:
-        MissingInputError: config.json or a weight file is missing.
-        ConversionError: The model is not a NeoBERT, or the weights do not fit config.json.
-    """
-    from checkpoint_conversion.compare import build_logit_model
-
-    parsed = read_model_config(check_folder(folder), folder / "config.json")
-    return build_logit_model(folder, parsed.layout, read_weights(folder, parsed)[0])
 
 
 def read_folder(folder: Path) -> ImportedModel:

@@ -21,7 +21,7 @@ shift 3
 PYTHON=${PYTHON:-$(bash "$here/../tools/prepare_environment.sh")}
 export PYTHON # for pretrain_neobert.sh
 if [[ ! -e $run.start ]]; then
-    "$PYTHON" "$here/../checkpoint_conversion/convert.py" hf-to-megatron --load "$model" --output "$run.start"
+    "$PYTHON" -m megatron_neobert convert hf-to-megatron --load "$model" --output "$run.start"
 fi
 exec bash "$here/pretrain_neobert.sh" --config "$here/configs/neobert_continued.yaml" \
     --data-path "$corpus" --tokenizer-model "$model" --continue-from "$run.start" --save "$run" --load "$run" "$@"

@@ -60,7 +60,7 @@ fi
 [[ $status == 0 ]] || exit "$status"
 
 stage "6/7 Conversion" "the last checkpoint, as a Hugging Face folder that needs no remote code"
-run "$folder/model" "$python" "$repository/checkpoint_conversion/convert.py" megatron-to-hf \
+run "$folder/model" "$python" -m megatron_neobert convert megatron-to-hf \
     --load "$folder/checkpoints" --output "$folder/model"
 
 stage "7/7 Fill-mask" 'transformers.pipeline("fill-mask"): the three most probable tokens'

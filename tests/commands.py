@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,3 +71,14 @@ def _hub_as_before() -> Iterator[None]:
     for name in ("huggingface_hub.constants", "datasets.config"):
         if name in sys.modules:
             sys.modules[name].HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Limit files of this process to `size` bytes, which has the effect of a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -11,6 +11,7 @@ confusion.png: which class was predicted for the rows of each class. OUTPUT/NAME
 """
 
 import hashlib
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from megatron_neobert.evaluation.sweep import GRIDS, Sweep, best_weights, last_s
 from megatron_neobert.huggingface.hub import model_name
 
 _TEXTS, _LABEL = ("text", "text2"), "label"
+_COLUMNS = (*_TEXTS, _LABEL)
 _SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 _ENDINGS = (".csv", ".jsonl", ".parquet")
 _MOST_NUMBERED_CLASSES = 20  # of a confusion matrix; the numbers of more classes would overlap
@@ -54,7 +56,8 @@ class ClassifyTask(SequenceTask):
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
         """Return accuracy, and the mean over the classes of F1, of predictions [rows, classes]."""
-        predicted = logits.argmax(axis=1)
+        # -1 is no class: outputs that are not finite count as wrong.
+        predicted = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
         macro_f1 = metrics.f1_score(labels, predicted, average="macro", zero_division=0.0)
         return {"accuracy": float(metrics.accuracy_score(labels, predicted)), "macro_f1": float(macro_f1)}
 
@@ -76,6 +79,8 @@ def evaluate(options: ClassifyOptions) -> Path:
     for name in names:
         rows = read_dataset(options.data_dir, name)
         labels = sorted({label for split in rows.values() for label in split.labels})
+        if len(labels) < 2:
+            raise DataError(f"{options.data_dir / name}: every row has the label {labels[0]!r:.80}; add other classes.")
         tasks.append(ClassifyTask(name, tuple(rows), ("accuracy",), tuple(labels)))
     for task in tasks:
         data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
@@ -89,8 +94,16 @@ def evaluate(options: ClassifyOptions) -> Path:
 
 
 def find_datasets(data_dir: Path) -> list[str]:
-    """Return the names of files with rows and of folders with a training set."""
-    files = {path.stem for path in data_dir.iterdir() if path.suffix in _ENDINGS}
+    """Return the names of files with rows and of folders with a training set.
+
+    Raise DataError if `data_dir` itself has a training set, whose splits would be datasets of their own.
+    """
+    files = {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in data_dir.iterdir() if path.suffix in _ENDINGS}
+    if "train" in files:
+        raise DataError(
+            f"--data-dir {data_dir} is a dataset itself, because it has a training set; give the folder that contains "
+            f"it, with --tasks {data_dir.resolve().name}."
+        )
     folders = {path.name for path in data_dir.iterdir() if read_split(path, _SPLIT_NAMES["train"]) is not None}
     return sorted(files | folders)
 
@@ -101,13 +114,13 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
 
     Raises:
         MissingInputError: There is no such file, and no folder with a training set.
-        DataError: A file is damaged, has no rows, lacks a column, or a row has no text or label.
+        DataError: A file is damaged, has no rows, lacks a column, or a row has no text or no named label.
     """
     folder = data_dir / name
     if folder.is_dir():
-        found = {split: read_split(folder, names, texts=_TEXTS) for split, names in _SPLIT_NAMES.items()}
+        found = {split: read_split(folder, names, texts=_COLUMNS) for split, names in _SPLIT_NAMES.items()}
     else:
-        found = {"train": read_split(data_dir, [name], texts=_TEXTS)}
+        found = {"train": read_split(data_dir, [name], texts=_COLUMNS)}
     tables = {split: rows for split, rows in found.items() if rows is not None}
     if "train" not in tables:
         raise MissingInputError(
@@ -117,7 +130,8 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
     needed = ("validation",) if folder.is_dir() else ("validation", "test")
     if missing := [split for split in needed if split not in tables]:
         tables |= _divide(tables["train"], missing, folder)
-    return {split: _to_rows(tables[split], f"{folder}: {split}") for split in _SPLIT_NAMES if split in tables}
+    columns = [name for name in _COLUMNS if name != "text2" or name in tables["train"].column_names]
+    return {split: _to_rows(tables[split], columns, f"{folder}: {split}") for split in _SPLIT_NAMES if split in tables}
 
 
 def _divide(rows: Dataset, splits: Sequence[str], where: Path) -> dict[str, Dataset]:
@@ -134,16 +148,23 @@ def _divide(rows: Dataset, splits: Sequence[str], where: Path) -> dict[str, Data
     return parts
 
 
-def _to_rows(rows: Dataset, where: str) -> Rows:
-    names = [*(name for name in _TEXTS if name in rows.column_names or name == _TEXTS[0]), _LABEL]
-    *texts, labels = columns_of(rows, names, where)
-    for column, values in zip(names, [*texts, labels], strict=True):
-        if None in values or "" in values:
-            number = next(number for number, value in enumerate(values) if value in (None, ""))
-            raise DataError(f"{where} row {number} has no {column}; complete the row or remove it.")
-    classes = getattr(rows.features[_LABEL], "names", None)
-    named = [classes[label] for label in labels] if classes else [str(label) for label in labels]
-    return Rows(texts, named, digest_of(rows, names))
+def _to_rows(rows: Dataset, columns: Sequence[str], where: str) -> Rows:
+    classes = getattr(rows.features.get(_LABEL), "names", None)
+    values = columns_of(rows, columns, where)
+    if classes:
+        values[-1] = [classes[label] if label in range(len(classes)) else None for label in values[-1]]
+    texts = [[_to_text(value) for value in column] for column in values]
+    for column, cells in zip(columns, texts, strict=True):
+        if "" in cells:
+            raise DataError(f"{where} row {cells.index('')} has no {column}; write one text or number.")
+    return Rows(texts[:-1], texts[-1], digest_of(rows, columns))
+
+
+def _to_text(value: Any) -> str:
+    """Return a cell as text, "1" for 1 and 1.0. A cell without a value, or with several, is empty."""
+    if value is None or isinstance(value, (list, dict)) or value != value:  # NaN
+        return ""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 # --- the figure

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,26 +42,17 @@ def evaluate_glue(options: GlueOptions) -> None:
 
     Write OUTPUT/MODEL/glue.json and glue.md, and print glue.md. Raises a NeoBERTError if an input cannot be used.
     """
-    options = _prepare(options, FETCH_GLUE)
-    from megatron_neobert.evaluation.glue import evaluate
-
-    _print_page(evaluate(options), "glue")
+    _fine_tune(options, "glue", FETCH_GLUE)
 
 
 def evaluate_ner(options: NerOptions) -> None:
     """Fine-tune and evaluate an encoder on named-entity recognition, from CoNLL files or the Hub's."""
-    options = _prepare(options, "create it, with one folder per dataset")
-    from megatron_neobert.evaluation.ner import evaluate
-
-    _print_page(evaluate(options), "ner")
+    _fine_tune(options, "ner", "create it, with one folder per dataset")
 
 
 def evaluate_classify(options: ClassifyOptions) -> None:
     """Fine-tune and evaluate an encoder on your own texts and labels, from CSV, JSON lines or Parquet files."""
-    options = _prepare(options, "create it, with NAME.csv for each dataset")
-    from megatron_neobert.evaluation.classify import evaluate
-
-    _print_page(evaluate(options), "classify")
+    _fine_tune(options, "classify", "create it, with NAME.csv for each dataset")
 
 
 def evaluate_ppl(options: PerplexityOptions) -> None:
@@ -216,8 +208,10 @@ def _prepare(options: _Options, remedy: str) -> _Options:
     return options
 
 
-def _print_page(folder: Path, kind: str) -> None:
-    """Print the page with the results of an evaluation, and the names of the files it wrote."""
+def _fine_tune(options: FineTuneOptions, kind: str, remedy: str) -> None:
+    """Run the evaluation in the module `kind`; print its page, and the names of the files that it wrote."""
+    options = _prepare(options, remedy)
+    folder = import_module(f"megatron_neobert.evaluation.{kind}").evaluate(options)
     print((folder / f"{kind}.md").read_text(encoding="utf-8"))
     print(f"wrote {folder / kind}.json and .md")
 

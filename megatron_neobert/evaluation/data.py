@@ -117,12 +117,13 @@ def read_split(
 
 
 def _read_table(path: Path, texts: Sequence[str]) -> pyarrow.Table:
-    if path.suffix == ".parquet":
-        return parquet.read_table(path)
-    if path.suffix == ".jsonl":
-        return arrow_json.read_json(path, read_options=arrow_json.ReadOptions(block_size=_JSON_BLOCK_BYTES))
-    types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
-    return csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=types)
+    with reading(path):
+        if path.suffix == ".parquet":
+            return parquet.read_table(path)
+        if path.suffix == ".jsonl":
+            return arrow_json.read_json(path, read_options=arrow_json.ReadOptions(block_size=_JSON_BLOCK_BYTES))
+        types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
+        return csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=types)
 
 
 def columns_of(rows: datasets.Dataset, names: Sequence[str], where: str) -> list[list[Any]]:

@@ -48,7 +48,7 @@ from megatron_neobert.evaluation.models import LoadOptions, choose_device, finge
 from megatron_neobert.evaluation.options import ContrastiveOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import model_name
-from megatron_neobert.runtime.atomic_files import temporary_path
+from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
 from megatron_neobert.text import parse_json
 
 _VALIDATION = "validation"
@@ -65,6 +65,7 @@ def finetune(options: ContrastiveOptions) -> None:
         ConfigError: A setting is invalid, or this process sees several GPUs.
         MissingInputError, DataError, ConversionError: The model or the data cannot be used.
         OutputError: The folder exists, but was made with other settings or data; or another command is writing.
+        SaveError: The disk is full.
     """
     config, model = read_config(find_config(options.config)), options.model
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
@@ -106,11 +107,14 @@ def finetune(options: ContrastiveOptions) -> None:
             if validation is not None:
                 arguments.eval_strategy, arguments.eval_steps = "steps", training.save_interval
             chosen = ContrastiveConfig(config.datasets, training)
-            results = train(chosen, pairs, options, arguments, final, validation=validation)
+            with saving_weights(folder):
+                results = train(chosen, pairs, options, arguments, final, validation=validation)
             results = results and ledger.add(settings, results)
         if is_main and results is not None:
             lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
-            write_record(record, "contrastive", folder=model, settings=settings, results=results, lines=lines)
+            write_record(
+                record, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
+            )
             write_page("contrastive", [record], folder)
             shutil.rmtree(checkpoints, ignore_errors=True)
 
@@ -181,12 +185,18 @@ def build_loss(
 ) -> torch.nn.Module:
     """Return the InfoNCE loss; with `gradient_cache` it computes that many texts at a time.
 
-    With `dimensions`, the losses of embeddings cut to each of them are added (Matryoshka, arXiv 2205.13147).
+    With `dimensions`, the losses of embeddings cut to each of them are added (Matryoshka, arXiv 2205.13147). Raises
+    ConfigError if one is larger than the embeddings.
     """
     loss: torch.nn.Module = MultipleNegativesRankingLoss(model, scale=1 / temperature)
     if gradient_cache is not None:
         loss = CachedMultipleNegativesRankingLoss(model, scale=1 / temperature, mini_batch_size=gradient_cache)
-    return MatryoshkaLoss(model, loss, sorted(dimensions, reverse=True)) if dimensions else loss
+    if not dimensions:
+        return loss
+    largest: Any = model.get_embedding_dimension()
+    if max(dimensions) > largest:
+        raise ConfigError(f"matryoshka {max(dimensions)}: the model's embeddings have {largest}; name smaller ones.")
+    return MatryoshkaLoss(model, loss, sorted({largest, *dimensions}, reverse=True))
 
 
 def build_evaluator(pairs: datasets.Dataset, prompts: Mapping[str, str]) -> InformationRetrievalEvaluator:
@@ -228,6 +238,7 @@ def train(
 
     Raises:
         MissingInputError, ConversionError: The model cannot be loaded.
+        ConfigError: A dimension of `matryoshka` is larger than the model's embeddings.
         DataError: The pairs of a dataset do not fill one batch without repeating a text.
     """
     training = config.training

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct, field
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, short_reason, yaml_reason
 from megatron_neobert.evaluation.data import reading
+from megatron_neobert.evaluation.options import SHORTEST_INPUT
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -37,7 +38,7 @@ class TrainingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     warmup_ratio: Annotated[float, Meta(ge=0, lt=1)] = 0.1  # of the steps
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
     clip_grad: _Positive = 1.0
-    max_length: _Count = 1024  # tokens
+    max_length: Annotated[int, Meta(ge=SHORTEST_INPUT)] = 1024  # tokens
     instructions: Literal["query", "both", "none"] = "query"
     separator: str = " "  # between instruction and text
     matryoshka: tuple[_Count, ...] = ()  # the loss is also that of embeddings cut to these dimensions

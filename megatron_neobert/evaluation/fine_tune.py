@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from megatron_neobert.errors import ConfigError, print_warnings_as_sentences, short_reason
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import FineTuneOptions
+from megatron_neobert.runtime.atomic_files import saving_weights
 from megatron_neobert.runtime.jobs import JobOptions, run_jobs
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # two shares of the steps, and a share of the peak rate
@@ -109,12 +110,14 @@ class Outcome:
 def fine_tune(run: Run) -> Outcome:
     """Fine-tune, write the best weights and their tokenizer to `run.folder / WEIGHTS`, and return their scores.
 
-    `run.folder` is deleted first. Raises MissingInputError, DataError or ConversionError if an input cannot be used.
+    `run.folder` is deleted first. Raises MissingInputError, DataError or ConversionError if an input cannot be used,
+    and SaveError if the disk is full.
     """
     start = time.monotonic()
     shutil.rmtree(run.folder, ignore_errors=True)  # a killed run may have left it
     trainer = PaperTrainer(run)
-    trainer.train()
+    with saving_weights(run.folder):
+        trainer.train()
     best_step, checkpoint = trainer.state.best_global_step, trainer.state.best_model_checkpoint
     assert best_step is not None and checkpoint is not None, "no evaluation has set a best step"
     scores = dict(trainer.scores_by_step[best_step])

@@ -27,7 +27,7 @@ import torch
 
 import megatron_neobert
 from megatron_neobert.errors import DataError, OutputError
-from megatron_neobert.evaluation.models import choose_device, fingerprint
+from megatron_neobert.evaluation.models import choose_device
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
 from megatron_neobert.text import parse_json
@@ -128,9 +128,9 @@ def open_ledger(folder: Path, device: torch.device | str | None = None) -> Itera
 
 def write_record(
     path: Path,
-    kind: str,
     *,
     folder: Path,
+    fingerprint: str,
     settings: Mapping[str, Any],
     results: Mapping[str, Any],
     lines: Iterable[Line],
@@ -138,15 +138,15 @@ def write_record(
     """Write the JSON record of one evaluation of one model, whole or not at all. Replace an existing file.
 
     Args:
-        kind: pseudo_perplexity, throughput, glue, ner, mteb or contrastive.
-        path: File to write. Its folder is created if it is missing.
-        folder: The model's folder. Raises MissingInputError or ConversionError if it cannot be used.
+        path: File to write, KIND.json. Its folder is created if it is missing.
+        folder: The model's folder. Its name is that of the model.
+        fingerprint: Fingerprint of the model that was measured; the folder may have been replaced since.
         settings: Everything needed to repeat the measurement, including the seed.
         lines: Ledger lines of the results. The record names their machines and package versions.
     """
     record = {
-        "kind": kind,
-        "model": {"name": model_name(folder), "fingerprint": fingerprint(folder)},
+        "kind": path.stem,
+        "model": {"name": model_name(folder), "fingerprint": fingerprint},
         "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
         "settings": settings,
         "results": results,

@@ -72,7 +72,7 @@ def evaluate(options: MtebOptions) -> None:
     device, folder = choose_device(options.device), options.output / model_name(options.model)
     protocol = {name: getattr(options, name) for name in _PROTOCOL}
     protocol |= {"instructions": digest, "prompt_style": options.prompt_style if prompts else None}
-    common = {"model": fingerprint(options.model), "protocol": protocol}
+    common: dict[str, Any] = {"model": fingerprint(options.model), "protocol": protocol}
     units = build_units(flatten(tasks), options.data_dir, common)
     missing = [name for name, unit in units.items() if unit is None]
     if missing and not options.skip_missing:
@@ -87,8 +87,8 @@ def evaluate(options: MtebOptions) -> None:
         task_names = list(options.tasks) or options.benchmark
         settings = {**protocol, "tasks": task_names, "languages": list(options.languages) if options.tasks else None}
         lines = [ledger.lines[key_of(unit)] for unit in units.values() if unit is not None]
-        record = folder / "mteb.json"
-        write_record(record, "mteb", folder=options.model, settings=settings, results=to_results(scores), lines=lines)
+        record, model, results = folder / "mteb.json", options.model, to_results(scores)
+        write_record(record, folder=model, fingerprint=common["model"], settings=settings, results=results, lines=lines)
         print(f"\n{write_page('mteb', [record], folder)}\nwrote {record} and mteb.md")
 
 

@@ -8,6 +8,8 @@ from megatron_neobert.cli import option
 from megatron_neobert.evaluation.paper import MTEB_PAPER, THROUGHPUT_LENGTHS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+# A tokenizer does not truncate to fewer tokens than it adds, up to four for a pair of texts.
+SHORTEST_INPUT = 4
 GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
 FETCH_GLUE = "on a machine with network: hf download nyu-mll/glue --repo-type dataset --local-dir DIR"
 
@@ -38,7 +40,7 @@ class FineTuneOptions:
     weight_decay: tuple[float, ...] = option((), "weight decays to try, instead of the grid's", minimum=0)
     seeds: tuple[int, ...] = option((0,), "random seeds of the head, the data order and dropout", minimum=0)
     epochs: int = option(10, "maximum number of epochs", minimum=1)
-    max_length: int = option(1024, "truncate inputs to N tokens", minimum=1)
+    max_length: int = option(1024, "truncate inputs to N tokens", minimum=SHORTEST_INPUT)
     limit: int | None = option(None, "use only N rows of every split, for a quick look", minimum=1)
     jobs: int = option(1, "number of runs in parallel, one GPU each", minimum=1)
     dtype: Dtype = option("float32", "autocast dtype; weights stay float32; the paper's code uses float16")
@@ -84,7 +86,9 @@ class PerplexityOptions(ComputeOptions):
     text_key: str = option("content", "column or JSON key of the text", metavar="KEY")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     positions_per_doc: int | None = option(None, "mask N random tokens of each document (default: all)", minimum=1)
-    max_length: int | None = option(None, "truncate documents to N tokens (default: the model's limit)", minimum=1)
+    max_length: int | None = option(
+        None, "truncate documents to N tokens (default: the model's limit)", minimum=SHORTEST_INPUT
+    )
     min_length: int = option(16, "skip documents with fewer tokens", minimum=1)
     limit: int | None = option(None, "use only the first N documents", minimum=1)
     seed: int = option(0, "random seed of --positions-per-doc")
@@ -121,7 +125,7 @@ class MtebOptions(ComputeOptions):
         "prefix",
         "prefix: instruction, space, text (not for documents); paper: instruction [SEP] [CLS] text, for documents too",
     )
-    max_length: int = option(1024, "truncate texts to N tokens", minimum=1)
+    max_length: int = option(1024, "truncate texts to N tokens", minimum=SHORTEST_INPUT)
     batch_size: int = option(32, "texts per batch", minimum=1)
 
 

@@ -158,7 +158,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
         "device": str(scorer.model.device),
     }
     record = output / "pseudo_perplexity.json"
-    write_record(record, "pseudo_perplexity", folder=folder, settings=settings, results=results, lines=lines)
+    write_record(record, folder=folder, fingerprint=protocol["model"], settings=settings, results=results, lines=lines)
     return results
 
 

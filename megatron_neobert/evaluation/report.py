@@ -73,7 +73,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
         if of_kind := [record for record in records if record.kind == kind]:
             try:
                 blocks = SECTIONS[kind](of_kind, output)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except Exception as error:  # a damaged record can have any value anywhere
                 files, reason = ", ".join(record.path for record in of_kind), short_reason(error)
                 raise DataError(
                     f"{files}: the results do not fit this version's {command} ({reason}); measure again."

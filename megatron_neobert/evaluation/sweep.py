@@ -92,19 +92,6 @@ class Sweep:
             "protocol": protocol,
         }
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings for the record: protocol, device, grid, seeds, folders and data hashes."""
-        return {
-            "protocol": self.common_unit["protocol"],
-            "device": self.options.device,
-            "grid": asdict(self.grid),
-            "seeds": list(self.options.seeds),
-            "start": str(self.start),
-            "data_dir": str(self.options.data_dir),
-            "data": self.common_unit["data"],
-        }
-
 
 def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
     """Execute the runs that the ledger lacks, and write OUTPUT/MODEL/KIND.json and .md with all tasks of the model.
@@ -137,6 +124,8 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
     kept = earlier and earlier["kept"]
     print(f"{sweep.task.name} {finished}/{len(units)}", file=sys.stderr, flush=True)
     for count, (run, outcome) in enumerate(run_all(runs, jobs=sweep.options.jobs), start=finished + 1):
+        if fingerprint(run.start) != sweep.common_unit["start"]:
+            raise DataError(f"{run.start} has changed during the sweep; start the same command again to measure it.")
         ledger.add(units[run.point], asdict(outcome))
         for key in set(keys.values()) - {kept, _best_key(ledger, keys.values())}:
             shutil.rmtree(folder / RUNS / key, ignore_errors=True)
@@ -145,7 +134,15 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
         "model": sweep.common_unit["model"],
         "kept": _best_key(ledger, keys.values()),
         "result": summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}),
-        "settings": sweep.settings,
+        "settings": {
+            "protocol": sweep.common_unit["protocol"],
+            "device": sweep.options.device,
+            "grid": asdict(sweep.grid),
+            "seeds": list(sweep.options.seeds),
+            "start": str(sweep.start),
+            "data_dir": str(sweep.options.data_dir),
+            "data": sweep.common_unit["data"],
+        },
         "origin": origin_of(ledger.lines[key] for key in keys.values()),
     }
     replace_file(folder / SWEEP, json.dumps(content, indent=2) + "\n")
@@ -196,8 +193,8 @@ def write_results(kind: str, folder: Path, model: Path, describe: Describe | Non
                 sweeps.append(sweep)
         write_record(
             folder / f"{kind}.json",
-            kind,
             folder=model,
+            fingerprint=model_fingerprint,
             settings=settings,
             results={"tasks": results} | (describe(results) if describe else {}),
             lines=sweeps,

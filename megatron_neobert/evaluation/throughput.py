@@ -62,7 +62,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
     attention = str(model.config._attn_implementation)
     if "flash" in attention and options.dtype == "float32":
         raise ConfigError(f"{name}: {attention} supports only float16 and bfloat16; give --dtype bfloat16.")
-    settings = {
+    settings: dict[str, Any] = {
         "model": fingerprint(folder),
         "dtype": options.dtype,
         "attention": attention,
@@ -106,7 +106,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     results = {"parameters": parameters, "rows": rows}
     record = options.output / name / "throughput.json"
-    write_record(record, "throughput", folder=folder, settings=settings, results=results, lines=lines)
+    write_record(record, folder=folder, fingerprint=settings["model"], settings=settings, results=results, lines=lines)
     return record
 
 

@@ -94,12 +94,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        MissingInputError: There is no such file.
-        ConversionError: The file is not JSON, is larger than 64 MiB, has a duplicate key, or is not an object.
-    """
+    """Return the JSON object in a file. Raise the errors of `read_json`, and ConversionError for another value."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ConversionError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch it again.")

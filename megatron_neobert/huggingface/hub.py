@@ -13,6 +13,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tokenizer.model",
     "spiece.model",
+    "spm.model",
     "sentencepiece.bpe.model",
     "vocab.json",
 )

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megatron_neobert.errors import MissingInputError, OutputError, SaveError
+from megatron_neobert.errors import MissingInputError, OutputError, SaveError, short_reason
 
 _CHUNK_BYTES = 1 << 20  # bytes per read
 # Errors of flock on a file system without locks.
@@ -183,3 +183,21 @@ def build_folder(output: Path) -> Iterator[Path]:
         if is_main:
             signal.signal(signal.SIGTERM, previous_handler)
     sync_to_disk(output.parent)
+
+
+@contextmanager
+def saving_weights(folder: Path) -> Iterator[None]:
+    """Run a `with` block in which safetensors or torch.save write into `folder`.
+
+    Their errors for a full disk are no OSError, and become SaveError.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        if not isinstance(error, SafetensorError) and "inline_container.cc" not in str(error):  # of torch.save
+            raise
+        raise SaveError(
+            f"{folder} cannot be written ({short_reason(error)}). Free some space, and start the same command again."
+        ) from error

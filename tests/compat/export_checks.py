@@ -15,7 +15,8 @@ from typing import Any
 
 import tokenizers
 import torch
-from exported_folder import NotApplicable, Subject, check, expect_close, main_output, run_checks
+import transformers
+from exported_folder import VERSION, NotApplicable, Subject, check, expect_close, main_output, run_checks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -50,10 +51,13 @@ def tokenizer(subject: Subject) -> None:
 @torch.no_grad()
 def fill_mask(subject: Subject) -> None:
     """The best prediction is the token with the largest logit."""
-    pipeline, mask = subject.pipeline("fill-mask", "AutoModelForMaskedLM"), subject.tokenizer().mask_token
-    text = f"{subject.text(6)} {mask} {subject.text(5, start=5)}"
+    text = f"{subject.text(6)} {subject.tokenizer().mask_token} {subject.text(5, start=5)}"
     encoded = subject.encode(text)
     logits = subject.load("AutoModelForMaskedLM")(**encoded).logits
+    dtype = {"torch_dtype" if VERSION.major < 5 else "dtype": torch.float32}
+    pipeline = transformers.pipeline(
+        "fill-mask", model=str(subject.folder), trust_remote_code=subject.trusted, device="cpu", **dtype
+    )
     expected = logits[encoded["input_ids"] == subject.tokenizer().mask_token_id][0].argmax().item()
     best = pipeline(text)[0]["token"]
     assert best == expected, f"the pipeline answers token {best}, the model {expected}"

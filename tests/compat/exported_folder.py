@@ -101,15 +101,6 @@ class Subject:
     def tokenizer(self, folder: Path | None = None) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder or self.folder, local_files_only=True)
 
-    def pipeline(self, task: str, class_name: str) -> Any:
-        """Return a pipeline for the folder in fp32."""
-        if not self.has(class_name):
-            raise NotApplicable(f"there is no {class_name} for {self.fields['model_type']}")
-        options = {"torch_dtype" if VERSION.major < 5 else "dtype": torch.float32}
-        return transformers.pipeline(
-            task, model=str(self.folder), trust_remote_code=self.trusted, device="cpu", **options
-        )
-
     @cached_property
     def words(self) -> list[str]:
         """Words with a single token."""

@@ -13,9 +13,9 @@ import torch
 import yaml
 from safetensors.numpy import save_file
 from transformers import EuroBertConfig, EuroBertForMaskedLM
+from unit.huggingface.tiny_neobert import build_model
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 WORDS = [
     "[PAD]",
@@ -91,12 +91,10 @@ def write_eurobert(folder: Path, tokenizer: Path, **sizes: int) -> Path:
 
 def write_neobert(folder: Path) -> Path:
     """Write a model in the neobert layout without modeling code, and its tokenizer."""
-    torch.manual_seed(0)
-    config = NeoBERTConfig(
+    build_model(
         vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=12,
-        dim_head=8, max_position_embeddings=_POSITIONS, pad_token_id=0,
-    )  # fmt: skip
-    NeoBERTForMaskedLM(config).save_pretrained(folder)
+        max_position_embeddings=_POSITIONS,
+    ).save_pretrained(folder)  # fmt: skip
     return write_tokenizer(folder)
 
 

@@ -144,8 +144,8 @@ def test_code_in_a_neobert_folder_is_not_run(tmp_path: Path, canary: Canary):
     )
     classes = {"AutoConfig": "own_code.NeoBERTConfig", "AutoModelForMaskedLM": "own_code.NeoBERTForMaskedLM"}
     edit("config.json", auto_map=classes, trust_remote_code=True)(folder)
-    words = ("hf-to-megatron", "--load", folder, "--output", folder.parent / "imported")
-    ended = run_command("checkpoint_conversion.convert", *words)  # another process: it registers our class
+    words = ("convert", "hf-to-megatron", "--load", folder, "--output", folder.parent / "imported")
+    ended = run_command("megatron_neobert.__main__", *words)  # another process: it registers our class
     assert ended.code == 0, ended.output
     assert not canary.has_run
     # Control: transformers runs the code if it is told to trust the folder.

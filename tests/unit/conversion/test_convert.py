@@ -2,18 +2,15 @@
 
 import math
 import re
-import resource
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
-from commands import call
+from commands import call, largest_file
 from safetensors.torch import load_file, save_file
 from saved_model import MODEL, WORDS, SavedModel, assert_nothing_written, change_config, convert
 from torch import Tensor
@@ -238,17 +235,6 @@ def test_nan_is_never_within_a_tolerance():
 
 
 # --- a conversion that fails or is stopped leaves no output, and does not change files of others
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Limit files of this process to `size` bytes, which has the effect of a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("size", [100, 1000, 20_000], ids=["config", "tokenizer or head", "weights"])

@@ -1,14 +1,14 @@
 """Conversion from Hugging Face folders to checkpoints and back, bit for bit."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import call
 from safetensors.torch import load_file, save_file
-from saved_model import WORDS, SavedModel, build_reference, change_config
+from saved_model import WORDS, build_reference, change_config
 from torch import Tensor
 
 from checkpoint_conversion import imports
@@ -18,19 +18,6 @@ from checkpoint_conversion.imports import import_folder
 from megatron_neobert.errors import ConversionError
 
 LAYOUTS = ("eurobert", "neobert", "llama")
-Export = Callable[..., Path]
-
-
-@pytest.fixture
-def exported(saved: SavedModel, tmp_path: Path) -> Export:
-    """Return a function that exports a checkpoint, by default the saved one."""
-
-    def export_to(layout: str, *, name: str = "model", save: Path = saved.save, dtype: str = "float32") -> Path:
-        checkpoint, output = read_checkpoint(save), tmp_path / name
-        export(checkpoint, output, layout=layout, dtype=dtype)
-        return output
-
-    return export_to
 
 
 def all_weights(folder: Path) -> dict[str, Tensor]:
@@ -51,7 +38,7 @@ def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_checkpoint_and_folder_are_unchanged_after_export_and_import(saved, exported, tmp_path, layout, dtype):
-    first = exported(layout, dtype=dtype)
+    first, second = exported(layout=layout, dtype=dtype)[0], tmp_path / "again"
     import_folder(first, tmp_path / "imported")
     before, after = read_checkpoint(saved.save), read_checkpoint(tmp_path / "imported")
     stored = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in before.tensors.items()}
@@ -60,16 +47,16 @@ def test_checkpoint_and_folder_are_unchanged_after_export_and_import(saved, expo
     assert after.tokenizer.fingerprint == before.tokenizer.fingerprint
     assert after.iteration == 0
 
-    second = exported(layout, name="again", save=tmp_path / "imported", dtype=dtype)
+    export(after, second, layout=layout, dtype=dtype)
     assert_equal(all_weights(second), all_weights(first))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         assert (second / name).read_bytes() == (first / name).read_bytes(), name
 
 
 @pytest.fixture
-def published(exported: Export, tmp_path: Path, shared_data: Path) -> Path:
+def published(exported: Any, tmp_path: Path, shared_data: Path) -> Path:
     """A folder like the one that chandar-lab published: the same names of weights, a config without a rotary base."""
-    folder = shutil.copytree(exported("neobert"), tmp_path / "published")
+    folder = shutil.copytree(exported(layout="neobert")[0], tmp_path / "published")
     for name in ("conversion_report.json", "README.md", "modeling_neobert.py"):
         (folder / name).unlink()
     shutil.copyfile(shared_data / "fixtures" / "hf_config.json", folder / "config.json")
@@ -122,12 +109,12 @@ def test_import_with_a_wrong_mapping_is_refused(exported, tmp_path, monkeypatch)
 
     monkeypatch.setattr(imports, "to_internal", swap_gate_and_up)
     with pytest.raises(ConversionError, match=r"the written checkpoint, padded: its logits differ"):
-        import_folder(exported("eurobert"), tmp_path / "imported")
+        import_folder(exported()[0], tmp_path / "imported")
     assert not list(tmp_path.glob("imported*"))
 
 
 def test_command_prints_the_flags_to_continue_with_and_warns_about_another_mask_id(exported, tmp_path):
-    model = exported("llama")
+    model = shutil.copytree(exported(layout="llama")[0], tmp_path / "model")
     change_config(model, mask_token_id=5)
     code, output, errors = call("convert", "hf-to-megatron", "--load", model, "--output", tmp_path / "imported")
     assert code == 0 and errors.count("\n") == 1

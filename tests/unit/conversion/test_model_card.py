@@ -1,9 +1,7 @@
 """The model card: front matter, examples, and facts of the folder."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +10,6 @@ from saved_model import WORDS, build_reference
 from transformers import AutoTokenizer
 
 from checkpoint_conversion.card import MODEL_ID
-
-
-@pytest.fixture
-def folder_of(exported: Callable[..., tuple[Path, Any]]) -> Callable[..., Path]:
-    """Return a function that exports the saved model in a layout, optionally with files of sentence-transformers."""
-    return lambda layout, *, sentences: exported(layout=layout, sentence_transformers=sentences)[0]
 
 
 def text_of(folder: Path) -> str:
@@ -36,9 +28,9 @@ def run_examples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("sentences", [False, True], ids=["plain", "sentence-transformers"])
 @pytest.mark.parametrize(("layout", "examples", "is_trusted"), [("eurobert", 3, False), ("neobert", 4, True)])
 def test_examples_run_and_use_remote_code_only_for_the_neobert_layout(
-    folder_of, layout, examples, is_trusted, sentences, monkeypatch, capsys
+    exported, layout, examples, is_trusted, sentences, monkeypatch, capsys
 ):
-    folder = folder_of(layout, sentences=sentences)
+    folder, _ = exported(layout=layout, sentence_transformers=sentences)
     blocks = run_examples(folder, monkeypatch)
     if sentences:
         assert capsys.readouterr().out.splitlines()[0] == "(2, 32)"
@@ -52,8 +44,8 @@ def test_examples_run_and_use_remote_code_only_for_the_neobert_layout(
 
 
 @torch.no_grad()
-def test_example_of_the_llama_layout_predicts_with_the_separate_head(folder_of, monkeypatch, capsys):
-    folder = folder_of("llama", sentences=False)
+def test_example_of_the_llama_layout_predicts_with_the_separate_head(exported, monkeypatch, capsys):
+    folder, _ = exported(layout="llama")
     blocks = run_examples(folder, monkeypatch)
     assert len(blocks) == 2
     ids = AutoTokenizer.from_pretrained(folder)("Paris is the [MASK] of France.").input_ids
@@ -64,8 +56,9 @@ def test_example_of_the_llama_layout_predicts_with_the_separate_head(folder_of, 
 @pytest.mark.parametrize(
     ("layout", "sentences", "task"), [("eurobert", False, "fill-mask"), ("llama", True, "feature-extraction")]
 )
-def test_front_matter_has_library_task_and_tags(folder_of, layout, sentences, task):
-    data = ModelCard.load(folder_of(layout, sentences=sentences) / "README.md").data.to_dict()
+def test_front_matter_has_library_task_and_tags(exported, layout, sentences, task):
+    folder, _ = exported(layout=layout, sentence_transformers=sentences)
+    data = ModelCard.load(folder / "README.md").data.to_dict()
     tags = ["neobert", "encoder"] + (["sentence-transformers", "feature-extraction"] if sentences else [])
     assert data == {"license": "unknown", "library_name": "transformers", "pipeline_tag": task, "tags": tags}
 

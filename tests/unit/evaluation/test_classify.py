@@ -1,11 +1,13 @@
 """Classification of a user's own texts: formats, parts by hash, and a whole evaluation with its figure."""
 
+import math
 import random
 from pathlib import Path
 from unittest import mock
 
 import datasets
 import matplotlib.image
+import numpy as np
 import pytest
 from sklearn import metrics
 from unit.evaluation.pseudo_perplexity_models import write_model
@@ -18,6 +20,7 @@ from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.options import ClassifyOptions
 
 ANIMAL, THING = "animal", "thing"
+HUB = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=[THING, ANIMAL])})
 
 
 def rows(count: int, seed: int) -> list[tuple[str, str]]:
@@ -28,9 +31,9 @@ def rows(count: int, seed: int) -> list[tuple[str, str]]:
     return [(text, ANIMAL if "cat" in text else THING) for text in sorted(texts)]
 
 
-def write_csv(path: Path, pairs: list[tuple[str, str]], header: str = "text,label") -> None:
+def write_csv(path: Path, pairs: list[tuple[str, str]], header: str = "text,label", encoding: str = "utf-8") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([header, *(",".join(pair) for pair in pairs)]) + "\n")
+    path.write_text("\n".join([header, *(",".join(pair) for pair in pairs)]) + "\n", encoding=encoding)
 
 
 def test_a_single_file_is_divided_by_the_text_so_that_new_rows_move_no_old_ones(tmp_path):
@@ -50,10 +53,7 @@ def test_a_single_file_is_divided_by_the_text_so_that_new_rows_move_no_old_ones(
 def test_labels_may_be_names_numbers_or_classes_of_the_hub_and_a_row_may_have_two_texts(tmp_path):
     write_csv(tmp_path / "pairs" / "train.csv", [("a", "cat", "1"), ("a", "mat", "0")] * 20, "text,text2,label")
     write_csv(tmp_path / "pairs" / "validation.csv", [("the", "cat", "1")], "text,text2,label")
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=[THING, ANIMAL])}
-    )
-    table = datasets.Dataset.from_dict({"text": ["cat", "mat"] * 20, "label": [1, 0] * 20}, features=features)
+    table = datasets.Dataset.from_dict({"text": ["cat", "mat"] * 20, "label": [1, 0] * 20}, features=HUB)
     (tmp_path / "hub").mkdir()
     for split in ("train-00000-of-00001", "dev", "test"):
         table.to_parquet(tmp_path / "hub" / f"{split}.parquet")
@@ -64,16 +64,59 @@ def test_labels_may_be_names_numbers_or_classes_of_the_hub_and_a_row_may_have_tw
     assert read_dataset(tmp_path, "hub")["test"].labels == [ANIMAL, THING] * 20
 
 
+def test_labels_and_texts_are_equal_in_all_formats(tmp_path):
+    write_csv(tmp_path / "mine" / "train.csv", [("cat", "1"), ("12", "01"), ("mat", "NA")])
+    write_csv(tmp_path / "mine" / "validation.csv", [("cat", "01")])
+    table = datasets.Dataset.from_dict({"text": [12.0], "label": [1.0]})
+    table.to_parquet(tmp_path / "mine" / "test-00000-of-00001.parquet")
+    splits = read_dataset(tmp_path, "mine")
+    assert [part.labels for part in splits.values()] == [["1", "01", "NA"], ["01"], ["1"]]
+    assert splits["train"].texts[0][1] == splits["test"].texts[0][0] == "12"
+    table.to_parquet(tmp_path / "shards-00000-of-00001.parquet")
+    assert find_datasets(tmp_path) == ["mine", "shards"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "features", "message"),
+    [
+        ({"text": ["cat"], "label": [-1]}, HUB, "test row 0 has no label"),
+        ({"text": ["cat", "mat"], "label": [1.0, math.nan]}, None, "test row 1 has no label"),
+        ({"text": ["cat"], "label": [["a", "b"]]}, None, "test row 0 has no label"),
+        ({"text": [None], "label": ["a"]}, None, "test row 0 has no text"),
+    ],
+)
+def test_row_without_a_text_and_exactly_one_known_label_is_refused(tmp_path, columns, features, message):
+    write_csv(tmp_path / "mine" / "train.csv", rows(40, 0))
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "mine" / "test.parquet")
+    with pytest.raises(DataError, match=message):
+        read_dataset(tmp_path, "mine")
+
+
+def test_splits_must_have_the_columns_of_the_training_set(tmp_path):
+    write_csv(tmp_path / "mine" / "train.csv", [("a", "cat", "1"), ("a", "mat", "0")], "text,text2,label")
+    write_csv(tmp_path / "mine" / "validation.csv", [("a", "1")])
+    with pytest.raises(DataError, match=r"mine: validation has the columns text, label, but no text2"):
+        read_dataset(tmp_path, "mine")
+
+
+def test_folder_of_a_dataset_and_a_dataset_of_one_class_are_refused(tmp_path):
+    write_csv(tmp_path / "mine" / "train.csv", [(text, THING) for text, _ in rows(60, 0)])
+    with pytest.raises(DataError, match=r"mine is a dataset itself, .* --tasks mine"):
+        find_datasets(tmp_path / "mine")
+    with pytest.raises(DataError, match="mine: every row has the label 'thing'"):
+        evaluate(ClassifyOptions(model=write_model(tmp_path / "model", "Bert"), data_dir=tmp_path, output=tmp_path))
+
+
 @pytest.mark.parametrize(
     ("header", "pairs", "error", "message"),
     [
         ("text,category", [("a", "x")] * 40, DataError, "has the columns text, category, but no label"),
         ("text,label", [("a", "x")] * 4, DataError, "has 4 rows, too few to divide"),
-        ("text,label", [(f"a {number}", "") for number in range(60)], DataError, "row 0 has no label"),
+        ("text,label", [("\xe0", "x")] * 40, DataError, r"mine\.csv cannot be read .*invalid UTF8"),
     ],
 )
 def test_files_without_labels_or_with_too_few_rows_are_refused(tmp_path, header, pairs, error, message):
-    write_csv(tmp_path / "mine.csv", pairs, header)
+    write_csv(tmp_path / "mine.csv", pairs, header, encoding="latin-1")
     with pytest.raises(error, match=message):
         read_dataset(tmp_path, "mine")
     with pytest.raises(MissingInputError, match=r"neither other\.csv"):
@@ -103,6 +146,7 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     test = read_dataset(options.data_dir, "cats")["test"]
     predicted = [model(**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in test.texts[0]]
     expected = [task.labels.index(label) for label in test.labels]
+    assert set(task.score(np.full((3, 2), np.nan), np.array([0, 0, 1])).values()) == {0.0}, "not those of a class"
     scores = {name: value["mean"] for name, value in result["metrics"].items()}
     assert scores["test_accuracy"] == metrics.accuracy_score(expected, predicted) > 0.7
     assert scores["test_macro_f1"] == pytest.approx(metrics.f1_score(expected, predicted, average="macro"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 from unit.evaluation.glue_inputs import build_options, write_inputs
+from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation import sweep
@@ -101,6 +102,15 @@ def test_other_settings_are_measured_separately_and_leave_earlier_weights_and_or
     shutil.rmtree(weights)
     assert run(options) == [], "the user may remove weights"
     assert record_of(options)["results"]["tasks"]["sst2"]["kept"] is None
+
+
+def test_run_of_a_model_that_has_changed_since_the_sweep_began_is_not_recorded(inputs, tmp_path, monkeypatch):
+    model = shutil.copytree(inputs / "model", tmp_path / "model")
+    options = dataclasses.replace(build_options(inputs, "rte", seeds=(0, 1)), model=model, output=tmp_path / "output")
+    monkeypatch.setattr(sweep, "show_progress", lambda *_: write_model(model, "Bert", seed=1))
+    with pytest.raises(DataError, match="model has changed during the sweep"):
+        evaluate(options)
+    assert len(ledger_of(options, "rte").lines) == 1
 
 
 @pytest.mark.slow

@@ -3,16 +3,18 @@
 import dataclasses
 import json
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from commands import largest_file
 from safetensors.torch import load_file
 from unit.evaluation.glue_inputs import POINT, build_run, write_inputs
 from unit.evaluation.pseudo_perplexity_models import ARCHITECTURES, write_model
 
-from megatron_neobert.errors import ConversionError
+from megatron_neobert.errors import ConversionError, SaveError
 from megatron_neobert.evaluation import fine_tune as fine_tuning
 from megatron_neobert.evaluation.fine_tune import (
     WEIGHTS,
@@ -110,6 +112,11 @@ def test_stsb_is_a_regression_even_from_the_mnli_model(inputs, mnli):
     assert config["problem_type"] == "regression"
 
 
+def test_full_disk_is_an_error_of_the_output(inputs):
+    with largest_file(20_000), pytest.raises(SaveError, match=r"rte-.* cannot be written"):
+        fine_tune(build_run(inputs, "rte"))
+
+
 @pytest.mark.parametrize("kind", ["EuroBert", "neobert"])
 def test_transfer_keeps_all_layers_of_our_exports_except_the_output_layer(tmp_path, kind):
     write_model(tmp_path / "pretrained", kind)
@@ -195,30 +202,12 @@ def result(task: str = "rte", *scores: float):
     return summarise({point(8, seed): outcome(score, task) for seed, score in enumerate(scores or [0.5])})
 
 
-def write(folder, results, *, model=None):
-    """Write finished sweeps and the record of a model that is only a config.json, and return the results.
-
-    `model` is the fingerprint in the sweeps; default: the fingerprint of the folder.
-    """
-    (folder / "config.json").write_text("{}")
-    for task, task_result in results.items():
-        (folder / "glue" / task).mkdir(parents=True, exist_ok=True)
-        content = {"model": model or fingerprint(folder), "kept": None, "result": task_result, "settings": SETTINGS}
-        content["origin"] = {"machine": "a machine", "versions": {}}
-        (folder / "glue" / task / "sweep.json").write_text(json.dumps(content))
-    write_results("glue", folder, folder, average_tasks)
-    return read_record(folder / "glue.json")["results"]
-
-
-def options(**changes):
-    return GlueOptions(model="m", data_dir="d", output="o", **changes)
-
-
 def test_default_is_the_papers_best_point_and_options_replace_its_values():
-    assert choose_grid(options(), "sst2").points([7]) == [
+    options = GlueOptions(model=Path("m"), data_dir=Path("d"), output=Path("o"))
+    assert choose_grid(options, "sst2").points([7]) == [
         Point(batch_size=32, learning_rate=8e-6, weight_decay=1e-2, seed=7)
     ]
-    points = choose_grid(options(batch_size=(4, 8)), "sst2").points([0])
+    points = choose_grid(dataclasses.replace(options, batch_size=(4, 8)), "sst2").points([0])
     assert [(point.batch_size, point.learning_rate) for point in points] == [(4, 8e-6), (8, 8e-6)]
 
 
@@ -230,15 +219,19 @@ def test_point_with_the_best_mean_wins_and_not_the_point_with_the_best_run():
     assert summary["seconds"] == 4 * 60
 
 
-def test_average_is_over_the_papers_eight_tasks(tmp_path):
+def test_average_is_over_the_papers_eight_tasks():
     results = {task: result(task, number / 10) for number, task in enumerate(TASKS)}
-    record = write(tmp_path, results)
-    assert record["average"] == pytest.approx(sum(range(8)) / 10 / 8)
+    assert average_tasks(results) == {"average": pytest.approx(sum(range(8)) / 10 / 8)}
     del results["mnli"]
     assert average_tasks(results) == {"average": None}
 
 
 def test_record_has_results_of_earlier_commands_but_not_of_other_weights(tmp_path):
-    write(tmp_path, {"stsb": result("stsb", 0.25, 0.5)})
-    write(tmp_path, {"rte": result()}, model="other")
-    assert list(write(tmp_path, {"cola": result("cola")})["tasks"]) == ["cola", "stsb"]
+    (tmp_path / "config.json").write_text("{}")
+    model, origin = fingerprint(tmp_path), {"machine": "a machine", "versions": {}}
+    for task, of_model in (("stsb", model), ("rte", "other"), ("cola", model)):
+        content = {"model": of_model, "kept": None, "result": result(task), "settings": SETTINGS, "origin": origin}
+        (tmp_path / "glue" / task).mkdir(parents=True)
+        (tmp_path / "glue" / task / "sweep.json").write_text(json.dumps(content))
+        write_results("glue", tmp_path, tmp_path, average_tasks)
+    assert list(read_record(tmp_path / "glue.json")["results"]["tasks"]) == ["cola", "stsb"]

@@ -163,38 +163,30 @@ def test_embeddings_and_prompts_equal_those_of_sentence_transformers(encoder: Pa
     assert load(encoder).prompts == expected.prompts
 
 
+POOLING, SETTINGS = "1_Pooling/config.json", "config_sentence_transformers.json"
+
+
+def edit_json(name: str, **changes: object):
+    return lambda encoder: good.write_json(encoder / name, json.loads((encoder / name).read_text()) | changes)
+
+
 @pytest.mark.parametrize(
-    ("path", "changes", "message"),
+    ("change", "error", "message"),
     [
-        ("1_Pooling/config.json", {"pooling_mode": "unknown"}, "Invalid pooling mode"),
+        (edit_json(POOLING, pooling_mode="unknown"), ConversionError, "Invalid pooling mode"),
         (
-            "config_sentence_transformers.json",
-            {"prompts": {"query": ["a"]}},
+            edit_json(SETTINGS, prompts={"query": ["a"]}),
+            ConversionError,
             "prompts is a dict of length 1, but must be texts by name",
+        ),
+        (lambda encoder: (encoder / POOLING).unlink(), MissingInputError, r"1_Pooling/config\.json: no such file"),
+        *(
+            (lambda encoder, types=types: good.write_modules(encoder, types), ConversionError, r"modules\.json")
+            for types in ({"0_Transformer": "Transformer"}, {"": "Transformer", "../elsewhere": "Pooling"})
         ),
     ],
 )
-def test_invalid_setting_of_a_module_is_refused(encoder: Path, path: str, changes, message: str):
-    good.write_json(encoder / path, json.loads((encoder / path).read_text()) | changes)
-    with pytest.raises(ConversionError, match=message):
-        load(encoder)
-
-
-def test_missing_file_of_a_module_is_a_missing_input(encoder: Path):
-    (encoder / "1_Pooling" / "config.json").unlink()
-    with pytest.raises(MissingInputError, match=r"1_Pooling/config\.json: no such file"):
-        load(encoder)
-
-
-@pytest.mark.parametrize(
-    "types",
-    [
-        {"0_Transformer": "Transformer"},
-        {"": "Transformer", "../elsewhere": "Pooling"},
-    ],
-    ids=str,
-)
-def test_module_outside_the_folder_is_refused(encoder: Path, types: dict[str, str]):
-    good.write_modules(encoder, types)
-    with pytest.raises(ConversionError, match=r"modules\.json"):
+def test_modules_that_are_invalid_incomplete_or_outside_the_folder_are_refused(encoder: Path, change, error, message):
+    change(encoder)
+    with pytest.raises(error, match=message):
         load(encoder)

@@ -142,10 +142,6 @@ def select(tokenizer, tmp_path):
     return run
 
 
-def lengths(documents):
-    return [len(document.ids_s) for document in documents]
-
-
 def test_tokens_added_by_the_tokenizer_are_never_masked_and_written_ones_are_plain_text(tokenizer, select):
     [document], _ = select(["cat [SEP] sat"])
     tokens = tokenizer.convert_ids_to_tokens(document.ids_s.tolist())
@@ -188,7 +184,8 @@ def test_duplicates_and_short_documents_are_dropped_and_counted_up_to_the_limit(
     select, texts, options, tokens, dropped
 ):
     documents, counts = select(texts, **options)
-    assert (lengths(documents), counts) == ([count + ADDED for count in tokens], dropped)
+    assert [len(document.ids_s) for document in documents] == [count + ADDED for count in tokens]
+    assert counts == dropped
 
 
 # --- standard errors, averages and bands

@@ -5,7 +5,7 @@ import json
 import pytest
 from markdown_it import MarkdownIt
 
-from megatron_neobert.errors import MissingInputError
+from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.ledger import write_record
 from megatron_neobert.evaluation.paper import MTEB
@@ -55,17 +55,14 @@ RESULTS = {
 
 
 def put(folder, kind, results=None, *, name="mine", seed=17, tasks="MTEB(eng, v1)"):
-    """Write the record of a model; its folder has only a config, which is enough for a fingerprint."""
+    """Write the record of a model."""
     results = results or RESULTS[kind]
-    model = folder / "models" / "m"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text("{}")
     path = folder / name.replace("/", "-") / f"{kind}.json"
     settings = {"seed": seed, "tasks": tasks, "rows": {"ALLNLI": 7}}
     if kind == "glue":
         common = {"protocol": {"epochs": 10, "limit": None}, "seeds": [seed], "data": {}, "grid": {}, "device": name}
         settings = dict.fromkeys(results["tasks"], common)
-    write_record(path, kind, folder=model, settings=settings, results=results, lines=[LINE])
+    write_record(path, folder=folder, fingerprint="0", settings=settings, results=results, lines=[LINE])
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"model": record["model"] | {"name": name}}))
     return path
@@ -150,6 +147,13 @@ def test_models_with_the_same_name_are_shown_with_their_folders(results, report)
     second = put(results / "second", "contrastive")
     names = [record.model.name for record in report()[1] if record.kind == "contrastive"]
     assert names == [f"mine ({path})" for path in sorted([second.parent, results / "mine"])]
+
+
+@pytest.mark.parametrize("change", [{"curve": []}, {"pseudo_perplexity": 10**400}, {"band": None}, {"documents": "7"}])
+def test_damaged_results_are_refused_with_the_files(results, report, change):
+    put(results, "pseudo_perplexity", RESULTS["pseudo_perplexity"] | change)
+    with pytest.raises(DataError, match=r"pseudo_perplexity\.json: the results do not fit this version's"):
+        report()
 
 
 def test_folders_without_records_are_refused(tmp_path):

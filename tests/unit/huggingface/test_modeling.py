@@ -1,7 +1,6 @@
 """Outputs, losses, attention and folders of the model follow the conventions of transformers."""
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,25 +212,16 @@ def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    build_model().save_pretrained(folder)
-    return folder
-
-
-def load(task: str, folder: Path, **options: Any) -> Any:
-    return getattr(transformers, task).from_pretrained(folder, trust_remote_code=True, local_files_only=True, **options)
-
-
 @pytest.mark.usefixtures("remote_code", "only_remote_code")
-def test_folder_with_the_published_class_name_is_loaded(saved: Path, tmp_path: Path):
-    folder = shutil.copytree(saved, tmp_path / "older")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+def test_folder_with_the_published_class_name_is_loaded(tmp_path: Path):
+    build_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = ["NeoBERTLMHead"]
     config["auto_map"]["AutoModelForMaskedLM"] = "modeling_neobert.NeoBERTLMHead"
-    (folder / "config.json").write_text(json.dumps(config))
-    model, info = load("AutoModelForMaskedLM", folder, output_loading_info=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, info = transformers.AutoModelForMaskedLM.from_pretrained(
+        tmp_path, trust_remote_code=True, local_files_only=True, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(model.eval()(**BATCH).logits, build_model()(**BATCH).logits)
 

@@ -127,6 +127,7 @@ for name in FUNCTIONS:
         ("evaluate glue --model nothere --data-dir / --output out", 66, "--model nothere: no such folder"),
         ("evaluate mteb --model nothere --data-dir / --output out", 66, "--model nothere: no such folder"),
         ("evaluate ppl --model nothere --data / --output out", 66, "--model nothere: no"),
+        ("evaluate ppl --model / --data / --output out --max-length 3", 2, "--max-length 3 is below 4"),
         ("evaluate throughput --model nothere --output out", 66, "--model nothere: no such folder"),
         ("finetune --model nothere --config x --data-dir / --output out", 66, "--model nothere"),
         ("export-onnx --model nothere --output out", 66, "--model nothere: no such folder"),

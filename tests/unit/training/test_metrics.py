@@ -2,12 +2,12 @@
 
 import json
 import math
-import resource
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from commands import largest_file
 
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings, TrainingConfig
 from megatron_neobert.data.batches.windows import Cursor
@@ -133,15 +133,11 @@ def test_full_disk_is_reported_once_and_training_continues(tmp_path):
     settings = Settings(checkpoint=CheckpointConfig(save=str(tmp_path)))
     trackers = Trackers(settings, iteration=0, log=logged.append)
     trackers.tensorboard._get_file_writer().event_writer._async_writer._worker._flush_secs = 0
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # writing beyond raises EFBIG
-    try:
+    with largest_file(2000):
         for iteration in range(1, 60):
             trackers.record(iteration, {"loss": 1.0, "lr": 2.0}, cursor=Cursor())
             time.sleep(0.01)
         trackers.close(failed=False)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     record, tensorboard = sorted(logged)
     assert (
         record == f"warning: {tmp_path}/metrics.jsonl cannot be written (File too large); training continues without it"
