@@ -54,6 +54,7 @@ LAYERS = {
     "megatron_neobert.evaluation": Layer(6, "evaluation"),
     "megatron_neobert.inspection": Layer(7, "inspection"),
     "checkpoint_conversion": Layer(7, "conversion"),
+    "checkpoint_conversion.convert": Layer(9, "names"),  # started as a file of a checkout, it runs commands
     "tools": Layer(9, "names"),  # preprocess_data.py runs a command
     "tools.accept_gpu": Layer(8, "commands"),
     "tools.acceptance": Layer(7, "acceptance"),  # phases of tools/accept_gpu.py
