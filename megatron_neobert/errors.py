@@ -177,7 +177,8 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     print_warnings_as_sentences()
     try:
         code = main() or 0
-        sys.stdout.flush()  # inside the try block, to notice that the reader of a pipe has ended
+        if sys.stdout is not None:  # None if the process was started without standard output
+            sys.stdout.flush()  # inside the try block, to notice that the reader of a pipe has ended
     except NeoBERTError as error:
         code = error.exit_code
         _print_error(error, code)

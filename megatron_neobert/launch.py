@@ -57,6 +57,8 @@ def main() -> int:
     if len(sys.argv) < 2:
         raise ConfigError("no script; start with python -m megatron_neobert.launch SCRIPT [flags]")
     script, *arguments = sys.argv[1:]
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # of another launcher, from whose shell this one was started
+        os.environ.pop(variable, None)
     signals.forward_stop_signals()
     node = find_node()
     nproc = whole_number("NPROC_PER_NODE", str(_default_processes()))
@@ -116,8 +118,9 @@ def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds:
     options = [f"--nproc-per-node={nproc}", f"--nnodes={node.nodes}", f"--node-rank={node.rank}"]
     options += [f"--master-addr={node.address}", f"--master-port={node.port}", f"--rdzv-conf=timeout={timeout_seconds}"]
     options.append(f"--log-dir={os.devnull}")  # no log folder below TMPDIR
-    # For other signals, torchrun would kill the ranks after 30 s, while they save.
-    options.append("--signals-to-handle=SIGHUP,SIGQUIT")
+    # For other signals, torchrun would kill the ranks after 30 s, while they save. Under nohup, SIGHUP stays ignored.
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    options.append(f"--signals-to-handle={'SIGQUIT' if is_ignored else 'SIGHUP,SIGQUIT'}")
     # The error message of the rank is clearer than torchrun's.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     started = time.monotonic()

@@ -52,7 +52,7 @@ for word in "$@"; do
 done
 requeue=0
 case $code in
-75) requeue=1 ;;
+75 | 138) requeue=1 ;; # 138: USR1 ended a task before it could handle signals
 69 | 74 | 134 | 137 | 139) # docs/errors.md
     if [[ -n $save && -d $save ]]; then
         # SAVE/crashes has the newest checkpoint and the number of crashes since it was written.

@@ -56,7 +56,7 @@ def list_checkpoints(save: Path) -> list[Path]:
 
 def list_folders(save: Path) -> list[Path]:
     """Return folders with a checkpoint's name, newest first, with or without a manifest."""
-    folders = [path for path in (save.absolute(), *save.glob("iter_*")) if re.fullmatch(r"iter_\d{7,}", path.name)]
+    folders = [path for path in (save.resolve(), *save.glob("iter_*")) if re.fullmatch(r"iter_\d{7,}", path.name)]
     return sorted(folders, key=iteration_of, reverse=True)
 
 

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -35,11 +35,14 @@ _RECORDED_COLLECTIVES = "256"  # size of torch's flight recorder
 MARGIN_SECONDS = 90
 
 
-def initialize(settings: Settings) -> torch.device:
+def initialize(settings: Settings, *, contents: Mapping[str, object] | None = None) -> torch.device:
     """Patch megatron.core, join the process group, form Megatron's groups, and return this rank's device.
 
+    Args:
+        contents: Hashes of files that every rank opens, by the name that messages use.
+
     Raises:
-        ConfigError: A rank has settings that differ from those of rank 0, or megatron.core is not a supported version.
+        ConfigError: A rank has settings or contents that differ from those of rank 0, or megatron.core is not a supported version.
         LauncherError: LOCAL_RANK is not a number in range.
         torch.distributed.DistError: A rank does not join in time.
 
@@ -65,7 +68,7 @@ def initialize(settings: Settings) -> torch.device:
     # Without device_id: NCCL would then split the group of all ranks for each group that Megatron forms, and every rank
     # takes part in every split. Megatron forms 11 groups per rank and a few others: 11,270 splits of 1,024 ranks.
     torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-    _refuse_different_settings(settings)
+    _refuse_different_settings(settings, contents or {})
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -79,21 +82,25 @@ def initialize(settings: Settings) -> torch.device:
     return device
 
 
-def _refuse_different_settings(settings: Settings) -> None:
-    """Raise ConfigError on all ranks if settings or ranks per node differ from rank 0's. Collective: all ranks."""
+def _refuse_different_settings(settings: Settings, contents: Mapping[str, object]) -> None:
+    """Raise ConfigError on all ranks if settings, contents or ranks per node differ from rank 0's.
+
+    Collective: all ranks.
+    """
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     values = {flag_of(name): value for section in asdict(settings).values() for name, value in section.items()}
+    values |= contents
     values["NPROC_PER_NODE"] = os.environ.get("LOCAL_WORLD_SIZE")
     torch.distributed.all_gather_object(ranks, (socket.gethostname(), values))
     _, expected = ranks[0]
     for rank, (host, values) in enumerate(ranks):
         differences = [
-            f"{name} {values[name]}, not {value}" for name, value in expected.items() if values[name] != value
+            f"{name} {values.get(name)}, not {value}" for name, value in expected.items() if values.get(name) != value
         ]
         if differences:
             raise ConfigError(
                 f"rank {rank} on {host} differs from rank 0 ({', '.join(differences)}); start all ranks with the same "
-                "settings."
+                "settings and files."
             )
 
 

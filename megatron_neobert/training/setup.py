@@ -28,7 +28,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     From then on, a stop signal ends the run after the current iteration.
 
     Raises:
-        ConfigError: A rank has settings that differ from those of rank 0, or --data-path or --split is malformed.
+        ConfigError: A rank has settings or corpora that differ from those of rank 0, or --data-path or --split is malformed.
         MissingInputError, DataError, StorageError: Corpus or tokenizer cannot be used.
         WorkerError: Another rank has ended, or does not join in time.
 
@@ -36,8 +36,13 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     """
     # First, because errors in the data are the same on all ranks, and found without waiting for the other ranks.
     inputs = open_phases(settings)
+    held_out = (source for sources in inputs[0].validation.values() for source in sources)
+    contents = {
+        "sha256 of --data-path": [phase.identities[0] for phase in inputs],
+        "sha256 of validation data": [source.corpus.manifest.documents_sha256 for source in held_out],
+    }
     try:
-        device = distributed.initialize(settings)
+        device = distributed.initialize(settings, contents=contents)
     except Exception as error:
         if not distributed.is_lost_connection(error):
             raise

@@ -20,9 +20,12 @@ from ranks import read_metrics, train_on_ranks
 from test_layouts import largest_relative_gap
 from tests_tiny import tiny_settings
 from tolerances import LAYOUT_LOSS
+from torch.multiprocessing import ProcessRaisedException
 from training_command import BASH, SCRIPT, environment, flags_of, free_port, start
 
+from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.runtime.store import serve_store
+from megatron_neobert.training import setup
 
 TRAIN_ITERS = 20  # as in the measurement of LAYOUT_LOSS
 
@@ -113,6 +116,16 @@ def test_nodes_with_different_settings_end_with_both_values(tiny_corpus, tmp_pat
         assert ended.code == 2, ended.output
     assert "rank 1 on " in ended.output and f" differs from rank 0 ({difference}" in ended.output
     assert not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_ranks_that_see_different_corpora_behind_one_path_end_with_both_hashes(tiny_corpus):
+    def choose_documents_on_rank_1() -> None:
+        if os.environ["RANK"] == "1":
+            setup.open_phases = lambda settings: open_phases(settings.with_section("data", data_path=long_documents))
+
+    long_documents = (f"{tiny_corpus.prefix}:min=9",)
+    with pytest.raises(ProcessRaisedException, match=r"rank 1 on .* differs from rank 0 \(sha256 of --data-path \['"):
+        train_on_ranks(tiny_settings(tiny_corpus), world_size=2, prepare=choose_documents_on_rank_1)
 
 
 def test_rank_that_ends_before_all_have_joined_ends_the_other_node_with_69_and_one_sentence(tiny_corpus, tmp_path):

@@ -123,7 +123,7 @@ def end_with(cluster, tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "is_requeued"),
-    [(0, False), (1, False), (2, False), (65, False), (70, False), (73, False), (130, False), (75, True)]
+    [(0, False), (1, False), (2, False), (65, False), (70, False), (73, False), (130, False), (75, True), (138, True)]
     + [(code, True) for code in (69, 74, 134, 137, 139)],
 )
 def test_job_is_requeued_after_a_stop_or_a_crash_and_not_after_other_exit_codes(end_with, code, is_requeued):

@@ -69,6 +69,11 @@ def test_warning_is_printed_without_file_and_line_unless_the_user_asks_for_warni
     assert "UserWarning: odd" in run_raising("DataError('a')", before=warn, PYTHONWARNINGS="default").stderr
 
 
+def test_command_without_standard_output_ends_with_its_exit_code():
+    finished = run_raising("DataError('a')", before="sys.stdout = None; return 3")  # as Python sets it after >&-
+    assert (finished.returncode, finished.stderr) == (3, "")
+
+
 def test_error_of_a_single_rank_is_printed_with_its_rank():
     soon = "errors._SECONDS_UNTIL_TERMINATED = 0.1"
     finished = run_raising("CheckpointError('a')", before=soon, RANK="11", LOCAL_RANK="3")

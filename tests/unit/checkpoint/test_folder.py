@@ -71,6 +71,11 @@ def test_pruning_keeps_the_newest_checkpoints_and_multiples_of_keep_every(tmp_pa
         verify_files(folder)
 
 
+def test_link_to_a_checkpoint_is_this_checkpoint(tmp_path):
+    (tmp_path / "latest").symlink_to(folder := save_files(tmp_path, 1))
+    assert list_checkpoints(tmp_path / "latest") == [folder]
+
+
 def test_all_files_and_folders_are_synced_before_a_checkpoint_is_published(tmp_path, monkeypatch):
     """A file whose folder was never synced can be missing after a power failure."""
     synced: list[str] = []
