@@ -28,7 +28,8 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     From then on, a stop signal ends the run after the current iteration.
 
     Raises:
-        ConfigError: A rank has settings or corpora that differ from those of rank 0, or --data-path or --split is malformed.
+        ConfigError: A rank has settings or corpora that differ from those of rank 0, or --data-path or --split is
+            malformed.
         MissingInputError, DataError, StorageError: Corpus or tokenizer cannot be used.
         WorkerError: Another rank has ended, or does not join in time.
 
