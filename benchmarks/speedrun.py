@@ -42,7 +42,7 @@ def main() -> None:
 
     Raises:
         MissingInputError: A run has no log.
-        DataError: A recipe has fewer than 2 or more than 16 runs, a run is unfinished, or recipes have different runs.
+        DataError: A recipe has no run or more than 16, a run is unfinished, or recipes have different runs.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -67,11 +67,11 @@ def read_recipe(folder: Path) -> dict[str, Finish]:
 
     Raises:
         MissingInputError: A run has no log.
-        DataError: There are fewer than 2 or more than 16 runs, a log is empty, or a run has no validation at its end.
+        DataError: There is no run, there are more than 16, a log is empty, or a run has no validation at its end.
     """
     runs = sorted(path for path in folder.glob("*") if path.is_dir())
-    if not 2 <= len(runs) <= MOST_SEEDS:
-        raise DataError(f"{folder} holds {len(runs)} runs; give a folder with 2 to {MOST_SEEDS} runs, one per seed.")
+    if not 1 <= len(runs) <= MOST_SEEDS:
+        raise DataError(f"{folder} holds {len(runs)} runs; give a folder with 1 to {MOST_SEEDS} runs, one per seed.")
     return {path.name: finish_of(read_run(path, name=str(path))) for path in runs}
 
 
@@ -99,11 +99,17 @@ def line_of(name: str, finishes: dict[str, Finish], *, target: float) -> dict[st
     return {
         "recipe": name,
         "seeds": len(losses),
-        "loss": f"{fmean(losses):.4f} ± {stdev(losses):.4f}",
+        "loss": with_deviation(losses, digits=4),
         f"p (below {target:g})": f"{p_below([loss - target for loss in losses]):.4f}",
         "million tokens": f"{fmean(finish.tokens for finish in finishes.values()) / 1e6:.3f}",
-        "seconds": f"{fmean(seconds):.1f} ± {stdev(seconds):.1f}",
+        "seconds": with_deviation(seconds, digits=1),
     }
+
+
+def with_deviation(values: Sequence[float], *, digits: int) -> str:
+    """Return the mean and, of two values or more, the standard deviation: `5.12 ± 0.05`."""
+    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{deviation}"
 
 
 def compare(first: str, baseline: dict[str, Finish], name: str, finishes: dict[str, Finish]) -> dict[str, Any]:

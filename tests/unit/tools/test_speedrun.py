@@ -59,6 +59,16 @@ def test_recipes_are_compared_seed_by_seed_with_the_first(tmp_path):
     assert comparison["p (less time)"] == "0.0039"
 
 
+def test_one_seed_gives_losses_and_times_without_deviations(tmp_path):
+    plain, fast = (write_runs(tmp_path / name, losses=[loss]) for name, loss in (("plain", 3.9), ("fast", 4.1)))
+    ended = run_forked("benchmarks/speedrun.py", plain, fast, "--target", 4.0, "--output", tmp_path / "figures.json")
+    assert ended.code == 0, ended.output
+    assert [line["loss"] for line in json.loads((tmp_path / "figures.json").read_text())["recipes"]] == [
+        "3.9000",
+        "4.1000",
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
