@@ -150,7 +150,6 @@ optimizer:
   lr: {recipe.rate}
   min_lr: {recipe.rate / 10:.2g}
   lr_warmup_iters: {warmup}
-  lr_decay_iters: {recipe.iterations}
 training:
   micro_batch_size: {micro}
   global_batch_size: {recipe.batch}
