@@ -101,6 +101,7 @@ def test_folder_of_a_saved_dataset_gives_only_its_data(tmp_path, scheme):
 
 def test_folder_gives_no_files_about_its_data_unless_they_are_named(tmp_path):
     about = ["README.md", "readme", "LICENSE", "LICENCE.txt", "SHA256SUMS", "md5sum.txt", "NOTICE", "COPYING"]
+    about += ["a.jsonl.sha256", "a.jsonl.md5"]
     data = ["a.jsonl", "license_texts.jsonl", "licensed.jsonl", "notice.jsonl.gz", "readme-00000-of-00002.parquet"]
     data += ["readmes.txt", "summary.txt"]
     touch(tmp_path, *about, *data)
