@@ -105,9 +105,9 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     run.scheduler.step(increment=run.state.iteration)  # the learning rate depends on the iteration only
     if is_rank_zero():
         if has_new_data:
-            start = (
-                "start from the beginning" if train_state.cursor == Cursor() else f"continue at {train_state.cursor}"
-            )
+            start, cursor = "start from the beginning", train_state.cursor
+            if cursor != Cursor():
+                start = f"continue in epoch {cursor.epoch}, window {cursor.window}, after {cursor.row} packed sequences"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {start}", flush=True)
         elif train_state.corpus_sha256 != identities[0]:

@@ -75,7 +75,7 @@ def run(settings: PreprocessSettings) -> None:
         print_plan(plan)
     elif settings.jobs.resume and is_complete(plan):
         JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
-        advice = "; --overwrite applies another --shard-size" if settings.shard_size else ""
+        advice = "; to change --shard-size, add --overwrite" if settings.shard_size else ""
         print(f"{plan.files.manifest} is complete; nothing to do{advice}")
     else:
         print_report(plan, preprocess(plan))

@@ -32,7 +32,7 @@ class FineTuneOptions:
     """Model, data, grid and protocol of the fine-tuning runs of GLUE, NER and classification."""
 
     model: Path = option(help=_MODEL, metavar="DIR")
-    data_dir: Path = option(help="folder with one folder per task, with text or Parquet files", metavar="DIR")
+    data_dir: Path = option(help="folder with a folder of data files for each task", metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     tasks: tuple[str, ...] = option((), "datasets to run (default: all)", metavar="NAME")
     batch_size: tuple[int, ...] = option((), "batch sizes to try, instead of the grid's", minimum=1)
@@ -82,7 +82,9 @@ class PerplexityOptions(ComputeOptions):
     """Options of `neobert evaluate ppl`."""
 
     model: tuple[Path, ...] = option(help=_MODEL, metavar="DIR")
-    data: tuple[str, ...] = option(help="Parquet, Arrow, JSON or text files; folders and globs, too", metavar="FILE")
+    data: tuple[str, ...] = option(
+        help="Parquet, Arrow, JSON lines or text files; folders and globs, too", metavar="FILE"
+    )
     text_key: str = option("content", "column or JSON key of the text", metavar="KEY")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     positions_per_doc: int | None = option(None, "mask N random tokens of each document (default: all)", minimum=1)

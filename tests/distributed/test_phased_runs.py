@@ -108,7 +108,7 @@ def test_decay_that_branches_off_equals_a_planned_decay_bit_for_bit(settings, ca
     for _ in range(2):
         train_on_ranks(branch)
     output = capfd.readouterr().out
-    assert "the learning rate is 2.00e-03 from here, the data continue at Cursor(epoch=0, window=0, row=24)" in output
+    assert "rate is 2.00e-03 from here, the data continue in epoch 0, window 0, after 24 packed sequences" in output
     for key in set(RECORDED) - {"validation_loss"}:
         whole = read_metrics(str(stable.checkpoint.save), key) | read_metrics(str(branch.checkpoint.save), key)
         assert whole == read_metrics(str(planned.checkpoint.save), key), key

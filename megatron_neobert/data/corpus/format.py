@@ -217,7 +217,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "tokenized by": ", ".join(
                 f"{name} ({backend.documents:,} documents, {backend.compared:,} compared with the reference)"
                 for name, backend in self.tokenizer_backends.items()
-            ),
+            )
+            or "another program",
         }
 
 

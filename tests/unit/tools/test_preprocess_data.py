@@ -115,7 +115,7 @@ def test_closed_standard_output_ends_with_141_after_the_corpus_is_complete(place
 
 
 @pytest.mark.parametrize(
-    ("flags", "advice"), [((), ""), (("--shard-size", "1"), "; --overwrite applies another --shard-size")]
+    ("flags", "advice"), [((), ""), (("--shard-size", "1"), "; to change --shard-size, add --overwrite")]
 )
 def test_resuming_a_finished_corpus_reports_that_and_changes_nothing(place, flags, advice):
     assert run_forked("preprocess", *arguments_of(place, "--resume")).code == 0

@@ -135,5 +135,6 @@ def test_reader_of_megatron_files_names_the_command_that_adopts_them(tmp_path, t
     code, output = run_forked("adopt", prefix, "--tokenizer-model", tiny_corpus.tokenizer)
     assert code == 0, output
     assert "M_documents is a corpus: 3 documents\n" in output
+    assert "tokenized by       another program\n" in output
     assert run_forked("validate", f"{prefix}_documents", "--full").code == 0
     assert run_forked("adopt", tmp_path / "none", "--tokenizer-model", tiny_corpus.tokenizer).refused(66)
