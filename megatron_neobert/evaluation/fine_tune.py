@@ -255,7 +255,8 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
         MissingInputError, DataError, ConversionError: The model or the data of a run cannot be used.
     """
     try:
-        yield from run_jobs(_fine_tune_on_gpu, runs, JobOptions(workers=jobs))  # type: ignore[type-var]  # only a Run is needed
+        options = JobOptions(workers=jobs)
+        yield from run_jobs(_fine_tune_on_gpu, runs, options)  # type: ignore[type-var]  # only a Run is needed
     except ChildProcessError as error:
         reason = short_reason(error).partition(";")[0]
         raise ChildProcessError(f"{reason}; if memory ran out, use fewer --jobs.") from error

@@ -92,16 +92,20 @@ def test_checkpoint_written_in_the_background_has_the_state_of_its_iteration(set
             assert torch.equal(stored.read_whole(stored.main_name(name)).bfloat16(), stored.read_whole(name)), name
 
 
-def fail_to_write() -> None:
-    """Let writing the checkpoint of iteration 3 fail on rank 1, because its disk is full."""
-    write = saver._write
+def fail_on_rank(rank: int, iteration: int) -> Any:
+    """Let writing the checkpoint of an iteration fail on one rank, because its disk is full."""
 
-    def write_or_fail(path: Path, *args: Any) -> Any:
-        if torch.distributed.get_rank() == 1 and "iter_0000003" in str(path):
-            raise OSError(28, "No space left on device", str(path))
-        return write(path, *args)
+    def prepare() -> None:
+        write = saver._write
 
-    saver._write = write_or_fail
+        def write_or_fail(path: Path, *args: Any) -> Any:
+            if torch.distributed.get_rank() == rank and f"{iteration:07d}" in str(path):
+                raise OSError(28, "No space left on device", str(path))
+            return write(path, *args)
+
+        saver._write = write_or_fail
+
+    return prepare
 
 
 def error_of_all_ranks(run: Settings, *, prepare: Any, world_size: int = 2) -> str:
@@ -130,10 +134,15 @@ def record_error(run_training: Any, folder: Path, settings: Settings) -> None:
     (folder / f"error.{os.environ['RANK']}").write_text(f"{caught.value.exit_code}: {caught.value}")
 
 
-def test_write_error_on_a_rank_ends_all_ranks_and_keeps_older_checkpoints(settings, capfd):
-    run = saves_each_iteration(settings, "run", async_save=True).with_section("parallel", **TP2)
-    error = error_of_all_ranks(run, prepare=fail_to_write)
-    assert re.match(r"74: iteration 3 could not be saved: rank 1 on .*No space left on device", error)
+@pytest.mark.parametrize(
+    ("rank", "is_async"),
+    [pytest.param(0, False, marks=pytest.mark.slow), (1, True)],
+    ids=["rank 0 sync", "rank 1 async"],
+)
+def test_write_error_on_a_rank_ends_all_ranks_and_keeps_older_checkpoints(settings, capfd, rank, is_async):
+    run = saves_each_iteration(settings, "run", async_save=is_async).with_section("parallel", **TP2)
+    error = error_of_all_ranks(run, prepare=fail_on_rank(rank, iteration=3))
+    assert re.match(rf"74: iteration 3 could not be saved: rank {rank} on .*No space left on device", error)
     save = Path(run.checkpoint.save)
     assert [folder.name for folder in list_checkpoints(save)] == ["iter_0000002", "iter_0000001"]
     assert not list(save.glob(".*"))

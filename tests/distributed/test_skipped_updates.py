@@ -139,8 +139,9 @@ def test_skipped_update_changes_no_bit_on_any_rank(settings, tmp_path, case):
     assert skipped == {i: int(i >= POISONED) for i in range(1, ITERATIONS + 1)}
 
 
-def test_without_skipping_a_nan_of_one_rank_reaches_the_weights_of_all_ranks(settings, tmp_path):
-    poison = Poison(tmp_path / "notes", rank=1, skips=False)
+@pytest.mark.parametrize("target", ["loss", "gradient"])
+def test_without_skipping_a_nan_of_one_rank_reaches_the_weights_of_all_ranks(settings, tmp_path, target):
+    poison = Poison(tmp_path / "notes", target=target, rank=1, skips=False)
     run = settings()
     train_on_ranks(run, world_size=2, prepare=poison)
     assert [(note["finite"], note["unchanged"]) for note in poison.notes()] == [(False, False)] * 2

@@ -253,7 +253,7 @@ def remove_patches(device: torch.device) -> None:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Run two steps and return the counts of the second one.
+    """Run two steps and return the counts of the second one, or build the model and return the sizes of its buckets.
 
     Args:
         case: `num_layers`, `world_size`, `rank`, `capability`, sections of settings, and flags of the controls, which
@@ -289,6 +289,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         torch._C._set_only_lift_cpu_tensors(True)
         model = setup.build_model(settings, device, vocab_size=VOCAB)
         assert all(tensor.is_cuda for tensor in model.parameters())
+        if case.get("builds_only"):
+            distributed.shut_down()
+            return {"buckets": [bucket.grad_data.numel() for buffer in model.buffers for bucket in buffer.buckets]}
         optimizer = build_optimizer(settings, model)
         run: Any = Run(
             settings=settings,

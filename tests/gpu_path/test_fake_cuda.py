@@ -163,6 +163,17 @@ def test_planned_activations_differ_by_the_documented_factor(library, tmp_path, 
     assert counted / planned == pytest.approx(factor, abs=0.002)
 
 
+def test_gradients_of_the_full_model_are_reduced_in_several_buckets_on_256_ranks(library, tmp_path):
+    """Control: megatron.core's own size of a bucket for this number of replicas."""
+    replicas = {"num_layers": 28, "world_size": 256, "builds_only": True}
+    cases = {"default": replicas, "megatron": {**replicas, "parallel": {"ddp_bucket_size": 1_000_000 * 256}}}
+    results = run_cases(library, cases, tmp_path)
+    buckets = results["default"]["buckets"]
+    assert len(buckets) == 6
+    assert max(buckets) < 50_000_000  # 40 M and at most one more matrix
+    assert len(results["megatron"]["buckets"]) == 1
+
+
 def test_planned_traffic_equals_the_counted_collectives(library, tmp_path):
     """Both pipeline stages of 64 ranks. Small buckets, so that there are several."""
     split = {"num_layers": 4, "world_size": 64, "parallel": {**TWO_OF_EACH, "ddp_bucket_size": 1_000_000}}

@@ -13,7 +13,8 @@ from megatron_neobert.text import without_credentials
 
 # Files about the data, which a folder of input files often contains.
 _ABOUT_THE_DATA = re.compile(
-    r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)(\.(md|txt|rst|html))?|.+\.(md5|sha\d+)(sums?)?|dataset_(info|dict)\.json",
+    r"(readme|licen[cs]e|notice|copying|(md5|sha\d+|check)sums?)(\.(md|txt|rst|html))?"
+    r"|.+\.(md5|sha\d+)(sums?)?|dataset_(info|dict)\.json",
     re.IGNORECASE,
 )
 # Files that `datasets` writes next to its data, in a folder with dataset_info.json.

@@ -194,6 +194,10 @@ def test_missing_or_contradictory_files_are_refused_by_name(write, layout, chang
 # --- tensors that do not fit the model
 
 
+def add(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
 def edit(name: str, change: Callable[[Tensor], object]) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: change(tensors[name])
 
@@ -201,6 +205,7 @@ def edit(name: str, change: Callable[[Tensor], object]) -> Callable[[dict[str, T
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (add("decoder.layers.1.mlp.linear_fc2.weight", 8, 7), r"linear_fc2\.weight has shape \(8, 7\).*\(32, 48\)"),
         (edit("output_layer.weight", lambda tensor: tensor[2, 1:4].fill_(torch.nan)), "output_layer.weight' are NaN"),
         (edit("output_layer.bias", lambda tensor: tensor[13].fill_(1)), r"bias is not zero in rows 13 to 127"),
     ],

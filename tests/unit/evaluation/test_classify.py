@@ -112,6 +112,7 @@ def test_folder_of_a_dataset_and_a_dataset_of_one_class_are_refused(tmp_path):
     [
         ("text,category", [("a", "x")] * 40, DataError, "has the columns text, category, but no label"),
         ("text,label", [("a", "x")] * 4, DataError, "has 4 rows, too few to divide"),
+        ("text,label", [(f"a {number}", "") for number in range(60)], DataError, "row 0 has no label"),
         ("text,label", [("\xe0", "x")] * 40, DataError, r"mine\.csv cannot be read .*invalid UTF8"),
     ],
 )

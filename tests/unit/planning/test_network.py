@@ -75,14 +75,6 @@ def test_overlap_hides_all_but_one_bucket_of_gradients_and_of_weights_behind_lon
     assert serial.total == 10 + serial.exposed
 
 
-def test_gradients_of_the_full_model_are_reduced_in_several_buckets_on_256_ranks():
-    """Control: megatron.core's own size of a bucket for this number of replicas."""
-    sizes = {"vocab_size": VOCAB, "world_size": 256}
-    assert len(gradient_buckets(Settings(), **sizes)) == 6
-    megatron = Settings().with_section("parallel", ddp_bucket_size=1_000_000 * 256)
-    assert len(gradient_buckets(megatron, **sizes)) == 1
-
-
 def test_overlap_hides_at_most_the_backward_and_the_forward_pass_of_a_micro_batch():
     """Small buckets, each with its latency: the sum is longer than the micro-batch, which takes the host 116 ms."""
     settings = Settings().with_section("training", bf16=True, micro_batch_size=2)
