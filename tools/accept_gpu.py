@@ -4,7 +4,7 @@
     python tools/accept_gpu.py --output acceptance --phases parity speed
     python tools/accept_gpu.py --output rehearsal --device cpu      # tries the command with a tiny model, without a GPU
 
-`tools/acceptance/phases.py` has nine phases, which run on one GPU for at most ten minutes each. A phase starts
+`tools/acceptance/phases.py` has ten phases, which run on one GPU for at most ten minutes each. A phase starts
 commands of this project and compares their figures with limits. A phase that fails does not stop the others. A second
 call with the same output folder keeps the phases that passed with the same GPU and versions. The folder contains
 report.md, the results of each phase and the output of all commands.
@@ -32,7 +32,8 @@ from megatron_neobert.errors import OutputError, run_command, short_reason
 from megatron_neobert.runtime.atomic_files import replace_file
 from megatron_neobert.runtime.environment import installed_packages
 from megatron_neobert.text import parse_json
-from tools.acceptance.phases import NEEDS_CUDA, PHASES, Failed, Phase
+from tools.acceptance.phase import Failed, Phase
+from tools.acceptance.phases import NEEDS_CUDA, PHASES
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4")
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"

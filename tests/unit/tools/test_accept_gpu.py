@@ -16,10 +16,10 @@ from commands import ENVIRONMENT, command_line
 from processes import run_command
 
 from megatron_neobert.config.cli import parse_command_line
-from tools.acceptance import phases
-from tools.acceptance.phases import Failed, Phase
+from tools.acceptance import evaluations, phases
+from tools.acceptance.phase import Failed, Phase
 
-WITHOUT_GPU = ("environment", "first-step", "resume", "speed", "parity", "profile")
+WITHOUT_GPU = ("environment", "first-step", "resume", "speed", "parity", "profile", "evaluate")
 
 
 def results_of(output: Path) -> dict[str, dict]:
@@ -183,6 +183,22 @@ def test_fp8_run_whose_losses_differ_from_bf16_fails(tmp_path, monkeypatch):
     bf16, again, fp8 = phase.tables["runs"]
     assert (again["largest gap"], again["last loss"]) == (0.0, bf16["last loss"])
     assert fp8["largest gap"] > phases.FP8_LOSS and fp8["tokens/s"] > 0
+
+
+def test_score_that_differs_from_that_on_the_cpu_is_a_problem(tmp_path, monkeypatch):
+    scores = {"here": 0.70, "cpu": 0.74}  # 100 rows, of which four have another class
+    monkeypatch.setattr(evaluations, "evaluate", lambda *arguments: {"glue rte": ("glue", scores[arguments[-1]])})
+    monkeypatch.setattr(evaluations, "write_data", lambda folder, shards: folder)
+    for method in ("run", "train"):
+        monkeypatch.setattr(Phase, method, lambda phase, *arguments, **options: "")
+    monkeypatch.setattr(Phase, "prepare_corpus", lambda phase: (tmp_path / "corpus", tmp_path))
+    phase = Phase("evaluate", tmp_path, "cpu")
+    evaluations.check_evaluations(phase)
+    assert phase.problems == ["glue rte: the score differs from that on the CPU by 0.04, more than 0.03"]
+    scores["here"] = 0.73
+    phase = Phase("evaluate", tmp_path, "cpu")
+    evaluations.check_evaluations(phase)
+    assert phase.problems == [] and len(phase.tables["scores"]) == 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# From Parquet files to an evaluated model within thirty minutes on one H100 or H200:
+#
+#   bash examples/half_hour.sh DATA TOKENIZER RUN [GLUE]
+#
+# DATA is a folder of Parquet files with the column `content`; the last file is held out for the pseudo-perplexity.
+# TOKENIZER is a vocabulary or tokenizer folder, such as bert-base-uncased/vocab.txt. RUN is the folder of all results.
+# GLUE is a folder with SST-2, CoLA and RTE (docs/evaluation.md); without it, these tasks are left out.
+#
+# The script preprocesses the files, trains half_hour.yaml, stops halfway and resumes, converts the checkpoints at an
+# eighth, a quarter, a half and the end of the run, verifies the last, and evaluates each beside the same model
+# untrained. SEEDS="0 1 2" are the seeds of CoLA and RTE. The same command skips finished stages.
+set -euo pipefail
+
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+if [[ ${1-} == -h || ${1-} == --help ]]; then usage; exit 0; fi
+if (($# < 3 || $# > 4)); then usage >&2; exit 2; fi
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+mkdir -p "$3"
+run=$(cd "$3" && pwd -P)
+data=$1 tokenizer=$2 glue=${4-}
+config=${CONFIG:-$repository/examples/configs/half_hour.yaml}
+export PYTHON=${PYTHON:-python3}
+neobert() { "$PYTHON" -m megatron_neobert "$@"; }
+stage() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
+
+stage "Preprocessing"
+mapfile -t files < <(printf '%s\n' "$data"/*.parquet)
+if ((${#files[@]} < 2)); then echo "half_hour: $data has fewer than two Parquet files" >&2; exit 66; fi
+held_out=${files[-1]}
+unset 'files[-1]'
+[[ -e $run/corpus_content_document.json ]] || neobert preprocess --input "${files[@]}" --output-prefix "$run/corpus" \
+    --tokenizer-model "$tokenizer" --workers "$(nproc)"
+
+train() {
+    bash "$repository/examples/pretrain_neobert.sh" --config "$config" --data-path "$run/corpus_content_document" \
+        --tokenizer-model "$tokenizer" "$@"
+}
+iterations=$(sed -n 's/^ *train_iters: *\([0-9]*\).*/\1/p' "$config")
+stage "Training: $iterations iterations, with a stop halfway"
+status=0
+train --save "$run/training" --load "$run/training" --exit-interval $((iterations / 2)) || status=$?
+if [[ $status == 75 ]]; then
+    stage "Resuming after the stop"
+    status=0
+    train --save "$run/training" --load "$run/training" --exit-interval $((iterations / 2)) || status=$?
+fi
+[[ $status == 0 ]] || exit "$status"
+# The control: one iteration at a rate that changes no weight.
+train --save "$run/untrained" --load "$run/untrained" --train-iters 1 --lr 1e-12 --lr-warmup-iters 0 --lr-decay-iters 1 \
+    --eval-iters 0
+
+stage "Conversion"
+models=()
+convert() { # convert NAME RUN ITERATION
+    [[ -e $run/models/$1 ]] || neobert convert megatron-to-hf --load "$2" --iteration "$3" --format neobert \
+        --output "$run/models/$1"
+    models+=("$run/models/$1")
+}
+convert untrained "$run/untrained" 1
+for share in 8 4 2 1; do convert "iteration-$((iterations / share))" "$run/training" $((iterations / share)); done
+trained=${models[-1]}
+[[ -e $run/models/eurobert ]] || neobert convert megatron-to-hf --load "$run/training" --output "$run/models/eurobert"
+neobert verify "$trained" "$run/models/eurobert"
+
+device() { "$PYTHON" -c 'import torch; print("bfloat16" if torch.cuda.is_available() else "float32")'; }
+dtype=$(device)
+if [[ -n $glue ]]; then
+    stage "GLUE: five models at a time"
+    fine_tune() { # fine_tune MODEL: a process of its own, because small models leave most of a GPU idle
+        local common=(--model "$1" --data-dir "$glue" --output "$run/results" --no-transfer --batch-size 32
+            --weight-decay 0.01 --max-length 128 --dtype "$dtype")
+        read -ra seeds <<<"${SEEDS:-0}"
+        neobert evaluate glue "${common[@]}" --tasks cola --learning-rate 5e-5 --epochs 5 --seeds "${seeds[@]}"
+        neobert evaluate glue "${common[@]}" --tasks rte --learning-rate 5e-5 --epochs 5 --seeds "${seeds[@]}"
+        neobert evaluate glue "${common[@]}" --tasks sst2 --learning-rate 5e-5 --epochs 1
+    }
+    processes=()
+    for model in "${models[@]}"; do
+        fine_tune "$model" >"$run/glue-${model##*/}.log" 2>&1 &
+        processes+=($!)
+    done
+    for process in "${processes[@]}"; do wait "$process" || { tail -n 5 "$run"/glue-*.log >&2; exit 1; }; done
+fi
+
+stage "Pseudo-perplexity of held-out texts, throughput, report"
+neobert evaluate ppl --model "${models[@]}" --data "$held_out" --output "$run/results" --positions-per-doc 32 \
+    --limit 400 --dtype "$dtype"
+neobert evaluate throughput --model "$trained" --output "$run/results" --lengths 128 512 --dtype "$dtype"
+neobert report --results "$run/results" --output "$run/report"
+stage "Done: $run/report"
