@@ -17,7 +17,7 @@ from processes import run_command
 
 from megatron_neobert.config.cli import parse_command_line
 from tools.acceptance import evaluations, phases
-from tools.acceptance.phase import Failed, Phase
+from tools.acceptance.phase import SIZES, Failed, Phase
 
 WITHOUT_GPU = ("environment", "first-step", "resume", "speed", "parity", "profile", "evaluate")
 
@@ -126,7 +126,7 @@ def test_command_that_takes_too_long_is_killed_with_its_child_processes(tmp_path
 
 @pytest.mark.parametrize("flags", [*phases.KERNELS.values(), *phases.RUNS.values()], ids=" ".join)
 def test_settings_of_the_gpu_phases_are_valid_at_full_size(flags):
-    sizes = phases.SIZES["cuda"]
+    sizes = SIZES["cuda"]
     data = ("--data-path", "corpus", "--tokenizer-model", "vocab.txt", "--seq-length", sizes.seq_length)
     batch = ("--micro-batch-size", sizes.batch, "--global-batch-size", sizes.batch, "--bf16")
     arguments = [str(word) for word in (*sizes.model, *data, *batch, *flags)]
