@@ -4,7 +4,8 @@ Without a graph, the host launches every kernel itself. With Transformer Engine 
 28 layers, longer than the GPU computes for a few thousand tokens. A graph is launched as a whole. It includes all
 micro-batches and the reduction of the gradients, but not the update of the weights.
 
-A graph repeats kernels on fixed addresses, so each step copies its micro-batches to the tensors that the graph reads.
+A graph repeats kernels on fixed addresses, so each step copies its micro-batches to the tensors that the graph reads. A
+replay runs no Python, so state that libraries keep in Python does not change (docs/architecture.md, "The CUDA graph").
 """
 
 from dataclasses import replace
@@ -47,9 +48,11 @@ class GraphedSchedule:
             self._is_warm = True
             return run_schedule(run, inputs)
         if self._graph is None:
+            mark_weights_as_updated(run)
             self._graph = self._capture(run, inputs)
         run.tick()
         self._graph.replay()
+        mark_weights_as_updated(run)
         return self._reports
 
     def free(self) -> None:
@@ -78,6 +81,17 @@ class GraphedSchedule:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             self._reports = run_schedule(run, inputs)
         return graph
+
+
+def mark_weights_as_updated(run: Run) -> None:
+    """Make the next forward pass gather the weights of other ranks, if gathering overlaps with computing.
+
+    Megatron gathers a bucket of weights unless its `param_gather_dispatched` is set. Each forward pass sets the flag,
+    and the end of a backward pass clears it, but a replay does not. Captured after a validation, a graph would hold no
+    gather; validated after a replay, weights of other ranks would be those before the update.
+    """
+    for group in run.model.bucket_groups:
+        group.param_gather_dispatched = False
 
 
 def _shapes(batch: PackedBatch) -> tuple:

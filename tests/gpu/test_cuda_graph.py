@@ -17,7 +17,7 @@ from megatron_neobert.model.kernels import check_hardware
 from megatron_neobert.runtime import distributed
 from megatron_neobert.training import cuda_graph
 from megatron_neobert.training.setup import build_run
-from megatron_neobert.training.step import train_step
+from megatron_neobert.training.step import train_step, validation_step
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -44,7 +44,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
 
 
 def train(settings: Settings, **compute: Any) -> list[float]:
-    """Return the loss of each step, in nats per masked token."""
+    """Return the loss of each step and of its batch after the update, in nats per masked token."""
     settings = settings.with_section("compute", **compute)
     try:
         check_hardware(settings)
@@ -53,9 +53,8 @@ def train(settings: Settings, **compute: Any) -> list[float]:
     run = build_run(settings, open_phases(settings), torch.device("cuda", torch.cuda.current_device()))
     losses = []
     for size, batches in zip(BATCH_SIZES, run.training_stream.streams[0].steps(), strict=False):
-        losses.append(
-            train_step(run, replace(batches, micro_batches=batches.micro_batches[: size // 2])).sums.mean_loss
-        )
+        step = replace(batches, micro_batches=batches.micro_batches[: size // 2])
+        losses += [call(run, step).sums.mean_loss for call in (train_step, validation_step)]
     if run.graph is not None:
         run.graph.free()
     return losses

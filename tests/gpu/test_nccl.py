@@ -22,11 +22,10 @@ LOCAL = {"transformer_impl": "local"}
 ENGINE = {"transformer_impl": "transformer_engine"}
 GRAPH = {"cuda_graph_impl": "full_iteration"}
 TP2, PP2, CP2 = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "pipeline_model", "context"))
+OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 100_000}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "data 2": {"compute": LOCAL},
-    "data 2, overlapped, graph": {
-        "compute": ENGINE | GRAPH, "parallel": {"overlap_grad_reduce": True, "ddp_bucket_size": 100_000}
-    },
+    "data 2, overlapped, graph": {"compute": ENGINE | GRAPH, "parallel": OVERLAP},
     "data 2, FP8, graph": {"compute": ENGINE | GRAPH | {"fp8_format": "hybrid", "fp8_recipe": "delayed"}},
     "tensor 2, graph": {"compute": ENGINE | GRAPH, "parallel": TP2},
     "context 2, graph": {"compute": ENGINE | GRAPH, "parallel": CP2},
@@ -82,3 +81,38 @@ def test_two_ranks_over_nccl_give_the_losses_of_one_rank(tiny_corpus, one_rank, 
     print(f"{name}: {gaps[0]:.2g}, control with half of the documents {gaps[1]:.2g}")
     assert len(losses) == STEPS
     assert gaps[0] <= LOSS < gaps[1]
+
+
+def test_validations_between_replays_of_a_graph_use_the_weights_of_the_last_update(tiny_corpus, tmp_path):
+    """The loss of the training step and of the validation are those without a graph, whichever iterations validate.
+
+    Validations after iterations 1 to 8: the first is before the captured step. Others, 6 and 8 among them, and those
+    after 4 and 8 alone, are after replays.
+    """
+
+    def validated(name: str, eval_interval: int, **compute: Any) -> dict[int, tuple[float, float]]:
+        save = tmp_path / name
+        run = run_of(tiny_corpus, save, compute=LOCAL | compute, parallel=OVERLAP)
+        train(run.with_section("training", train_iters=8, eval_interval=eval_interval), ranks=2)
+        losses, validations = read_metrics(save), read_metrics(save, "validation_loss")
+        assert sorted(validations) == list(range(eval_interval, 9, eval_interval))
+        return {iteration: (losses[iteration], validations[iteration]) for iteration in validations}
+
+    expected = validated("eager", 1)
+    for eval_interval in (1, 4):
+        losses = validated(f"graph_{eval_interval}", eval_interval, **GRAPH)
+        gaps = [largest_gap(losses, expected, late=late) for late in (0, 1)]
+        print(f"every {eval_interval}: {gaps[0]:.2g}, control one update late {gaps[1]:.2g}")
+        assert gaps[0] <= LOSS < gaps[1]
+
+
+def largest_gap(
+    losses: dict[int, tuple[float, float]], expected: dict[int, tuple[float, float]], *, late: int
+) -> float:
+    """Return the largest relative difference of losses to those `late` iterations earlier."""
+    return max(
+        abs(loss / other - 1)
+        for iteration in losses
+        if iteration > late
+        for loss, other in zip(losses[iteration], expected[iteration - late], strict=True)
+    )
