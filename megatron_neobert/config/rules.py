@@ -32,6 +32,8 @@ class Requirement(NamedTuple):
 
 
 _RESUMABLE = "a run that stops early must be able to resume"
+_WAITS_FOR_LENGTHS = "in float32 the host waits for the lengths of the documents"
+_ONE_STAGE = "a graph holds no exchange between stages"
 _WHOLE_MATRICES = "Muon orthogonalizes whole matrices"
 REQUIREMENTS = (
     Requirement("rotary_base", "position_embedding_type", required_value="rope"),
@@ -41,9 +43,9 @@ REQUIREMENTS = (
     Requirement("attention_backend", "bf16", "the kernel does not support float32"),
     Requirement("fp8_format", "bf16", "operations other than matrix products use bfloat16"),
     Requirement("fp8_recipe", "fp8_format"),
-    Requirement("cuda_graph_impl", "bf16", "in float32 the host waits for the lengths of the documents"),
+    Requirement("cuda_graph_impl", "bf16", _WAITS_FOR_LENGTHS, value="full_iteration"),
     Requirement(
-        "cuda_graph_impl", "pipeline_model_parallel_size", "a graph holds no exchange between stages", required_value=1
+        "cuda_graph_impl", "pipeline_model_parallel_size", _ONE_STAGE, value="full_iteration", required_value=1
     ),
     Requirement("optimizer", "use_distributed_optimizer", _WHOLE_MATRICES, value="muon", required_value=False),
     Requirement("optimizer", "tensor_model_parallel_size", _WHOLE_MATRICES, value="muon", required_value=1),
@@ -75,6 +77,17 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *schedule_problems(settings),
         *folder_problems(settings),
     ]
+
+
+def graph_obstacle(settings: Settings, *, on_cuda: bool) -> str | None:
+    """Return the reason why a step is not launched as one CUDA graph, or None if it is."""
+    if settings.compute.cuda_graph_impl == "none":
+        return "--cuda-graph-impl none"
+    if not on_cuda:
+        return "no CUDA device"
+    if not settings.training.bf16:
+        return _WAITS_FOR_LENGTHS
+    return None if settings.parallel.pipeline_model_parallel_size == 1 else _ONE_STAGE
 
 
 def find_record_problems(settings: Settings) -> list[str]:

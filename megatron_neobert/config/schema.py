@@ -120,10 +120,10 @@ class ComputeConfig:
         None, "FP8 matrix products: E4M3, or E4M3 forward and E5M2 backward (hybrid)"
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = setting("tensorwise", "scaling of FP8 tensors")
-    cuda_graph_impl: Literal["none", "full_iteration"] = setting(
-        "none",
+    cuda_graph_impl: Literal["auto", "none", "full_iteration"] = setting(
+        "auto",
         "full_iteration: launch forward and backward of a step as one CUDA graph, which is faster if a GPU has few "
-        "tokens per step",
+        "tokens per step; auto: on CUDA in bfloat16 or FP8, with one pipeline stage",
     )
 
 

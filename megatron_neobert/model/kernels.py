@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_neobert.config.rules import FP8_BLOCK, HEAD_WIDTH_MULTIPLE
+from megatron_neobert.config.rules import FP8_BLOCK, HEAD_WIDTH_MULTIPLE, graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError, short_reason
 
@@ -145,13 +145,15 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
+    obstacle = graph_obstacle(settings, on_cuda=hardware.gpu is not None)
+    launch = "one CUDA graph per step" if obstacle is None else f"no CUDA graph ({obstacle})"
     layers = f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers"
     return Kernels(
         transformer_impl="transformer_engine" if engine else "local",
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
         gradient_accumulation_fusion=hardware.apex_weight_gradients.version is not None,
-        summary=f"kernels on {hardware.gpu or 'CPU'}: {layers}, attention by {attention_name}, {precision}",
+        summary=f"kernels on {hardware.gpu or 'CPU'}: {layers}, attention by {attention_name}, {precision}, {launch}",
     )
 
 
@@ -271,8 +273,8 @@ def _find_problems(settings: Settings, hardware: Hardware) -> Iterator[str]:
             f"({problem}); install one, or use auto."
         )
     if hardware.gpu is None:
-        if compute.cuda_graph_impl != "none":
-            yield f"--cuda-graph-impl {compute.cuda_graph_impl} needs a CUDA device; use --cuda-graph-impl none."
+        if compute.cuda_graph_impl == "full_iteration":
+            yield "--cuda-graph-impl full_iteration needs a CUDA device; use --cuda-graph-impl auto."
         return
     gpu = f"{hardware.gpu} (compute capability {'.'.join(map(str, hardware.capability))})"
     if settings.training.bf16 and hardware.capability < (8, 0):

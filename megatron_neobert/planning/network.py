@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.planning.memory import masked_tokens
 
@@ -190,7 +191,7 @@ def plan_step(
     """
     micro_batches, parallel = settings.micro_batches_per_rank(world_size), settings.parallel
     launches = _LAUNCHES_PER_LAYER * settings.layers_per_stage + _OTHER_LAUNCHES
-    host = _HOST_SECONDS_PER_LAUNCH * launches if settings.compute.cuda_graph_impl == "none" else 0.0
+    host = 0.0 if graph_obstacle(settings, on_cuda=True) is None else _HOST_SECONDS_PER_LAUNCH * launches
     busy = max(compute_seconds / micro_batches, host)  # per micro-batch: the GPU computes, or waits for the host
     exposed = 0.0
     for each in step_traffic(settings, vocab_size=vocab_size, world_size=world_size):

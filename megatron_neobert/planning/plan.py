@@ -277,8 +277,7 @@ def scaling_lines(
         )
     lines.append(
         f"{GPU} at {percent(MFU, digits=0)} MFU. network: share of the step in which only the network works; busy: "
-        "share in which the GPU computes. If it is low, the host is often the limit, which launches the kernels: use "
-        "--cuda-graph-impl full_iteration, fewer GPUs or a larger --global-batch-size"
+        "share in which the GPU computes. If it is low, use fewer GPUs or a larger --global-batch-size"
     )
     return lines
 

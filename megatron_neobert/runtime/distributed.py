@@ -18,6 +18,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_neobert.cli import flag_of
+from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime import cpu_backend, environment, megatron_patches, signals
@@ -78,7 +79,7 @@ def initialize(settings: Settings, *, contents: Mapping[str, object] | None = No
         create_gloo_process_groups=False,  # each rank would hold three sockets to every other rank, for no use
     )
     # A step draws no random numbers, but Megatron's sequence parallelism and recomputation need the states to exist.
-    uses_graph = settings.compute.cuda_graph_impl == "full_iteration"
+    uses_graph = graph_obstacle(settings, on_cuda=device.type == "cuda") is None
     tensor_parallel.model_parallel_cuda_manual_seed(settings.training.seed, use_cudagraphable_rng=uses_graph)
     return device
 

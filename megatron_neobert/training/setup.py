@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, open_phases
 from megatron_neobert.data.batches.phases import build_training_stream
@@ -67,7 +68,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
-    uses_graph = settings.compute.cuda_graph_impl == "full_iteration"
+    uses_graph = graph_obstacle(settings, on_cuda=device.type == "cuda") is None
     if uses_graph:
         # A graph cannot be captured on the default stream, nor if gradients are accumulated there. Autograd accumulates
         # them on the stream on which the model was wrapped.

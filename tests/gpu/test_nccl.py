@@ -47,8 +47,10 @@ def one_rank(tiny_corpus, tmp_path_factory) -> Callable[..., dict[int, float]]:
     return losses
 
 
-def run_of(corpus: Any, save: Path, **sections: dict[str, Any]) -> Settings:
-    settings = tiny_settings(corpus, save=save, model={"num_layers": 4, "hidden_size": 256}, **sections)
+def run_of(corpus: Any, save: Path, *, compute: dict[str, Any], **sections: dict[str, Any]) -> Settings:
+    compute = {"cuda_graph_impl": "none"} | compute
+    model = {"num_layers": 4, "hidden_size": 256}
+    settings = tiny_settings(corpus, save=save, model=model, compute=compute, **sections)
     return settings.with_section("training", train_iters=STEPS, eval_interval=STEPS, bf16=True)
 
 

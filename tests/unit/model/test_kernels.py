@@ -84,8 +84,26 @@ def test_settings_that_need_transformer_engine_are_refused_without_it(compute, f
 def test_flash_attn_is_refused_without_the_package_and_a_cuda_graph_without_a_gpu():
     flash, graphed = settings(attention_backend="flash"), settings(cuda_graph_impl="full_iteration")
     assert "needs flash-attn, or from compute capability 9.0 on flash-attn-4 (not installed)" in refusal(flash, H100)
-    assert "--cuda-graph-impl full_iteration needs a CUDA device; use --cuda-graph-impl none." in refusal(graphed, CPU)
+    assert "--cuda-graph-impl full_iteration needs a CUDA device; use --cuda-graph-impl auto." in refusal(graphed, CPU)
     check_hardware(graphed, H100)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "changes", "launch"),
+    [
+        (H100, {}, "one CUDA graph per step"),
+        (H100, {"fp8_format": "hybrid"}, "one CUDA graph per step"),
+        (CPU, {}, "no CUDA graph (no CUDA device)"),
+        (H100, {"bf16": False}, "no CUDA graph (in float32 the host waits for the lengths of the documents)"),
+        (H100, {"stages": 2}, "no CUDA graph (a graph holds no exchange between stages)"),
+        (H100, {"cuda_graph_impl": "none"}, "no CUDA graph (--cuda-graph-impl none)"),
+    ],
+)
+def test_a_step_is_one_cuda_graph_where_that_can_run_and_the_log_says_why_not(hardware, changes, launch):
+    compute = {name: value for name, value in changes.items() if name != "stages"}
+    stages = {"pipeline_model_parallel_size": changes.get("stages", 1)}
+    chosen = settings(**compute).with_section("parallel", **stages)
+    assert choose_kernels(chosen, hardware).summary.endswith(f", {launch}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the GPU by the CPU")

@@ -60,7 +60,8 @@ def step(settings: Settings, *, ranks: int, compute: float, **parallel: Any) -> 
 
 
 def test_overlap_hides_all_but_one_bucket_of_gradients_and_of_weights_behind_long_computation():
-    settings = Settings().with_section("training", bf16=True, micro_batch_size=8)
+    graphed = Settings().with_section("training", bf16=True, micro_batch_size=8)
+    settings = graphed.with_section("compute", cuda_graph_impl="none")
     buckets = gradient_buckets(settings, vocab_size=VOCAB, world_size=64)
     bucket, whole = (
         sum(
@@ -78,6 +79,7 @@ def test_overlap_hides_all_but_one_bucket_of_gradients_and_of_weights_behind_lon
 def test_overlap_hides_at_most_the_backward_and_the_forward_pass_of_a_micro_batch():
     """Small buckets, each with its latency: the sum is longer than the micro-batch, which takes the host 116 ms."""
     settings = Settings().with_section("training", bf16=True, micro_batch_size=2)
+    settings = settings.with_section("compute", cuda_graph_impl="none")
     buckets = gradient_buckets(settings.with_section("parallel", ddp_bucket_size=1), vocab_size=VOCAB, world_size=1024)
     total = sum(
         len(buckets) * seconds("data", operation, size * sum(buckets) / len(buckets), ranks=1024)
@@ -88,7 +90,8 @@ def test_overlap_hides_at_most_the_backward_and_the_forward_pass_of_a_micro_batc
 
 
 def test_a_step_waits_for_the_host_if_kernels_are_short_and_for_the_stages_of_a_pipeline():
-    settings = Settings().with_section("training", bf16=True, micro_batch_size=8)
+    graphed = Settings().with_section("training", bf16=True, micro_batch_size=8)
+    settings = graphed.with_section("compute", cuda_graph_impl="none")
 
     def waiting(settings: Settings, compute: float, **parallel: Any) -> float:
         planned = step(settings, ranks=64, compute=compute, **parallel)
@@ -96,7 +99,6 @@ def test_a_step_waits_for_the_host_if_kernels_are_short_and_for_the_stages_of_a_
 
     micro_batches = 2048 // (8 * 64)
     assert waiting(settings, 0.001) == pytest.approx(micro_batches * LAUNCHING - 0.001)
-    graphed = settings.with_section("compute", cuda_graph_impl="full_iteration")
     assert waiting(graphed, 0.001) == pytest.approx(0)
     assert waiting(settings, 10) == pytest.approx(0)
     # 16 replicas of four stages: a step has three more micro-batches than a replica computes.
@@ -123,12 +125,11 @@ def scaling_table() -> list[str]:
     ]
     flops = training_flops_per_token(STAGE_1, vocab_size=VOCAB, document_tokens=1024) * STAGE_1.tokens_per_iteration
     for gpus in (8, 64, 256, 512, 1024):
-        settings = fit_micro_batch(STAGE_1, gpus)
-        assert settings is not None
-        launched = step_on(gpus, settings, flops, vocab_size=VOCAB)
-        graphed = settings.with_section("compute", cuda_graph_impl="full_iteration")
+        graphed = fit_micro_batch(STAGE_1, gpus)
+        assert graphed is not None
+        launched = step_on(gpus, graphed.with_section("compute", cuda_graph_impl="none"), flops, vocab_size=VOCAB)
         own, shared = (step_on(gpus, graphed, flops, vocab_size=VOCAB, network_gbps=gbps) for gbps in (400, 50))
-        cells = [f"{settings.micro_batches_per_rank(gpus)} x {settings.tokens_per_micro_batch:,}"]
+        cells = [f"{graphed.micro_batches_per_rank(gpus)} x {graphed.tokens_per_micro_batch:,}"]
         cells.append(f"{1e3 * launched.total:.0f} ms")
         for each in (own, shared):
             cells += [f"{1e3 * each.total:.0f} ms", f"{100 * each.exposed / each.total:.1f} %"]
