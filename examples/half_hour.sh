@@ -51,16 +51,22 @@ train --save "$run/untrained" --load "$run/untrained" --train-iters 1 --lr 1e-12
     --eval-iters 0
 
 stage "Conversion"
-models=()
-convert() { # convert NAME RUN ITERATION
-    [[ -e $run/models/$1 ]] || neobert convert megatron-to-hf --load "$2" --iteration "$3" --format neobert \
-        --output "$run/models/$1"
-    models+=("$run/models/$1")
-}
-convert untrained "$run/untrained" 1
-for share in 8 4 2 1; do convert "iteration-$((iterations / share))" "$run/training" $((iterations / share)); done
+models=("$run/models/untrained")
+names=(untrained) runs=(untrained) numbers=(1) formats=(neobert)
+for share in 8 4 2 1; do
+    number=$((iterations / share))
+    models+=("$run/models/iteration-$number")
+    names+=("iteration-$number") runs+=(training) numbers+=("$number") formats+=(neobert)
+done
 trained=${models[-1]}
-[[ -e $run/models/eurobert ]] || neobert convert megatron-to-hf --load "$run/training" --output "$run/models/eurobert"
+names+=(eurobert) runs+=(training) numbers+=("$iterations") formats+=(eurobert)
+processes=()
+for i in "${!names[@]}"; do # at the same time, because most of a conversion is the start of Python
+    [[ -e $run/models/${names[i]} ]] || neobert convert megatron-to-hf --load "$run/${runs[i]}" \
+        --iteration "${numbers[i]}" --format "${formats[i]}" --output "$run/models/${names[i]}" &
+    processes+=($!)
+done
+for process in "${processes[@]}"; do wait "$process"; done
 neobert verify "$trained" "$run/models/eurobert"
 
 device() { "$PYTHON" -c 'import torch; print("bfloat16" if torch.cuda.is_available() else "float32")'; }
@@ -69,11 +75,11 @@ if [[ -n $glue ]]; then
     stage "GLUE: five models at a time"
     fine_tune() { # fine_tune MODEL: a process of its own, because small models leave most of a GPU idle
         local common=(--model "$1" --data-dir "$glue" --output "$run/results" --no-transfer --batch-size 32
-            --weight-decay 0.01 --max-length 128 --dtype "$dtype")
+            --learning-rate 1e-4 --weight-decay 0.01 --max-length 128 --dtype "$dtype")
         read -ra seeds <<<"${SEEDS:-0}"
-        neobert evaluate glue "${common[@]}" --tasks cola --learning-rate 5e-5 --epochs 5 --seeds "${seeds[@]}"
-        neobert evaluate glue "${common[@]}" --tasks rte --learning-rate 5e-5 --epochs 5 --seeds "${seeds[@]}"
-        neobert evaluate glue "${common[@]}" --tasks sst2 --learning-rate 5e-5 --epochs 1
+        neobert evaluate glue "${common[@]}" --tasks cola --epochs 3 --seeds "${seeds[@]}"
+        neobert evaluate glue "${common[@]}" --tasks rte --epochs 3 --seeds "${seeds[@]}"
+        neobert evaluate glue "${common[@]}" --tasks sst2 --epochs 1
     }
     processes=()
     for model in "${models[@]}"; do
@@ -86,6 +92,6 @@ fi
 stage "Pseudo-perplexity of held-out texts, throughput, report"
 neobert evaluate ppl --model "${models[@]}" --data "$held_out" --output "$run/results" --positions-per-doc 32 \
     --limit 400 --dtype "$dtype"
-neobert evaluate throughput --model "$trained" --output "$run/results" --lengths 128 512 --dtype "$dtype"
+neobert evaluate throughput --model "$trained" --output "$run/results" --lengths 128 512 --batch-sizes 32 128 --dtype "$dtype"
 neobert report --results "$run/results" --output "$run/report"
 stage "Done: $run/report"
