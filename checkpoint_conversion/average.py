@@ -58,6 +58,7 @@ def average(options: AverageOptions) -> None:
     for tensor in mean.tensors.values():
         tensor.div_(options.last)
     with build_folder(options.output) as temporary:
-        write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer)
+        read = mean.train_state.read_corpora  # of the newest checkpoint, which has read what the others have
+        write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer, read_corpora=read)
     numbers = ", ".join(map(str, iterations))
     print(f"wrote {options.output}: the mean of iterations {numbers}, for --continue-from or neobert convert")

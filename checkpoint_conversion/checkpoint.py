@@ -130,12 +130,20 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     )
 
 
-def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer) -> Path:
+def write_checkpoint(
+    save: Path,
+    tensors: dict[str, Tensor],
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    *,
+    read_corpora: tuple[tuple[str, int], ...] = (),
+) -> Path:
     """Write a checkpoint of iteration 0 without optimizer state. Return its folder; replace an existing iteration 0.
 
     Args:
         save: Existing save folder.
         tensors: Weights under the internal names of mapping.py. They are stored in fp32.
+        read_corpora: Corpora and seeds on which the weights were trained, see TrainState.
 
     Raises:
         OSError: The checkpoint cannot be written.
@@ -145,7 +153,7 @@ def write_checkpoint(save: Path, tensors: dict[str, Tensor], model: ModelConfig,
     temporary.mkdir()
     stored = split_halves({name: tensor.float() for name, tensor in tensors.items()})
     write_tensors(temporary / "rank_00000.safetensors", stored)
-    write_train_state(temporary, TrainState(corpus_sha256=""))
+    write_train_state(temporary, TrainState(corpus_sha256="", read_corpora=read_corpora))
     write_record(Settings(model=model), temporary / "settings.yaml")
     tokenizer.save_tokenizer_files(temporary / "tokenizer", model_max_length=model.max_position_embeddings)
     write_manifest(temporary, {})

@@ -29,6 +29,11 @@ class TrainState:
     skipped_iterations: int = 0  # iterations without an update, because loss or gradient was not finite
     skipped_in_a_row: int = 0  # skipped iterations since the last update
     validated_iteration: int = 0  # iteration of the last complete validation
+    first_corpus_sha256: str = (
+        ""  # identity of the corpus or blend of the first phase, whose held-out documents validate
+    )
+    # Corpora (documents_sha256) that this run and the runs before it have read, each with the seed of its batches.
+    read_corpora: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

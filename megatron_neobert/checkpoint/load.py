@@ -74,15 +74,17 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     saved_settings = read_record(folder / "settings.yaml")
     train_state, optimizer = read_train_state(folder)
     weights_only = optimizer is None
-    identities = run.training_stream.identities_at(train_state.iteration)
+    stream = run.training_stream
     saved = SavedRun(
         folder=folder,
         settings=saved_settings,
         iteration=train_state.iteration,
-        data_identity=train_state.corpus_sha256,
+        corpus_sha256=train_state.corpus_sha256,
+        first_corpus_sha256=train_state.first_corpus_sha256,
+        read_corpora=train_state.read_corpora,
         weights_only=weights_only,
     )
-    refuse_unfit_checkpoint(saved, run.settings, identities, has_new_data=has_new_data)
+    refuse_unfit_checkpoint(saved, run.settings, stream.identities, stream.corpora, has_new_data=has_new_data)
     refuse_other_tokenizer(folder, load_tokenizer(folder / "tokenizer"), run.tokenizer)
     step = None if optimizer is None else _step_of(optimizer, folder)
     stored = _broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
@@ -97,11 +99,10 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     if has_new_data:  # the phases of the other run do not matter, only its settings at this iteration
         phase = phase_at(run.settings, train_state.iteration)
         compared = phase_at(saved_settings, train_state.iteration).settings, phase.settings
-        cursor = run.training_stream.cursor_in(
-            phase, train_state.cursor, compared[0], identity=train_state.corpus_sha256
-        )
+        cursor = stream.cursor_in(phase, train_state.cursor, compared[0], identity=train_state.corpus_sha256)
         train_state = replace(train_state, cursor=cursor)
-    run.state = replace(train_state, corpus_sha256=identities[0])
+    identities = stream.identities_at(train_state.iteration)
+    run.state = replace(train_state, corpus_sha256=identities[0], first_corpus_sha256=stream.identities[0][0])
     run.scheduler.step(increment=run.state.iteration)  # the learning rate depends on the iteration only
     if is_rank_zero():
         if has_new_data:

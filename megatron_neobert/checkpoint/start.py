@@ -6,7 +6,6 @@ from pathlib import Path
 
 from megatron_neobert.checkpoint.folder import TRAIN_STATE, iteration_of, leftovers, list_checkpoints, verify_files
 from megatron_neobert.config.cli import read_record
-from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.data.batches.inputs import Inputs
@@ -40,16 +39,18 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
             folder=folder,
             settings=read_record(folder / "settings.yaml"),
             iteration=int(progress["iteration"]),
-            data_identity=str(progress["corpus_sha256"]),
+            corpus_sha256=str(progress["corpus_sha256"]),
+            first_corpus_sha256=str(progress["first_corpus_sha256"]),
+            read_corpora=[(str(sha256), int(seed)) for sha256, seed in progress["read_corpora"]],
             weights_only=state.get("optimizer") is None,
         )
     except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return
-    phase_inputs = inputs[phase_at(settings, saved.iteration).number]
     load = settings.checkpoint.load
     has_new_data = load is None or not list_checkpoints(Path(load))
-    refuse_unfit_checkpoint(saved, settings, phase_inputs.identities, has_new_data=has_new_data)
-    refuse_other_tokenizer(folder, tokenizer, phase_inputs.tokenizer)
+    identities, corpora = [each.identities for each in inputs], [each.corpora for each in inputs]
+    refuse_unfit_checkpoint(saved, settings, identities, corpora, has_new_data=has_new_data)
+    refuse_other_tokenizer(folder, tokenizer, inputs[0].tokenizer)
 
 
 def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:

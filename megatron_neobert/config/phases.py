@@ -5,6 +5,7 @@ A run without --phases has one phase, with the settings of the run.
 
 import functools
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from megatron_neobert.config.schema import Settings
 
@@ -13,6 +14,9 @@ _SECTIONS = {
     "data": ("data_path", "seq_length", "objective", "mask_prob", "mask_replacement"),
     "training": ("micro_batch_size", "global_batch_size"),
 }
+
+# Settings that the order of the documents depends on.
+order_settings = attrgetter("data.share_of_data_path", "data.document_block_size", "training.seed")
 
 
 @dataclass(frozen=True)

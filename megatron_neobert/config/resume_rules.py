@@ -8,11 +8,9 @@ There are three kinds of settings. `_MUST_FIT`: with other values the weights or
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_neobert.cli import flag_of
-from megatron_neobert.config.data_path import parse_data_path
-from megatron_neobert.config.phases import phase_at
+from megatron_neobert.config.phases import Phase, order_settings, phase_at, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CheckpointError, ConfigError
 
@@ -70,21 +68,31 @@ _AS_NEW_RUN = "to start a new run from it, give it as --continue-from and new fo
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """A checkpoint, and what it records about the run that wrote it."""
+    """A checkpoint, and what it records about the run that wrote it; see TrainState for the hashes."""
 
     folder: Path
     settings: Settings
     iteration: int
-    data_identity: str  # hash of the documents that the run read
+    corpus_sha256: str
+    first_corpus_sha256: str
+    read_corpora: Sequence[tuple[str, int]]
     weights_only: bool  # True if a conversion wrote the checkpoint, without optimizer state
 
 
-def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence[str], *, has_new_data: bool) -> None:
+def refuse_unfit_checkpoint(
+    saved: SavedRun,
+    now: Settings,
+    identities: Sequence[tuple[str, str]],
+    corpora: Sequence[Mapping[str, str]],
+    *,
+    has_new_data: bool,
+) -> None:
     """Raise if a run with these settings and data cannot start from a checkpoint.
 
     Args:
         now: Settings of the run that starts.
-        identities: Hashes of the run's data at the checkpoint's iteration, as this and earlier versions compute them.
+        identities: Hashes of the data of each phase, as this and earlier versions compute them.
+        corpora: Corpora of each phase: hash of the documents -> prefix.
         has_new_data: The checkpoint is of the run in --continue-from, so this run may have other data.
 
     Raises:
@@ -92,57 +100,72 @@ def refuse_unfit_checkpoint(saved: SavedRun, now: Settings, identities: Sequence
         ConfigError: --train-iters or --seed do not fit the run of --continue-from.
     """
     folder, iteration = saved.folder, saved.iteration
-    saved_phase, new_phase = phase_at(saved.settings, iteration).settings, phase_at(now, iteration).settings
-    refuse_other_run(saved_phase, new_phase, folder, has_new_data=has_new_data, weights_only=saved.weights_only)
+    saved_phase, new_phase = phase_at(saved.settings, iteration), phase_at(now, iteration)
+    refuse_other_run(
+        saved_phase.settings, new_phase.settings, folder, has_new_data=has_new_data, weights_only=saved.weights_only
+    )
     if saved.weights_only and not has_new_data:
         raise CheckpointError(
             f"{folder} was written by a conversion and has no optimizer state and no position in the data; give it as "
             "--continue-from and new folders as --save and --load."
         )
-    source = f"--continue-from {now.checkpoint.continue_from}"
-    if has_new_data and iteration >= now.training.train_iters:
-        raise ConfigError(
-            f"--train-iters {now.training.train_iters} is not above {iteration}, the iteration of {source}, from which "
-            "this run continues counting; raise it by the iterations that you want to train."
-        )
-    has_other_data = saved.data_identity not in identities
-    if has_other_data and not has_new_data:
-        raise CheckpointError(
-            f"{folder} was trained on the corpus with sha256 {saved.data_identity[:12]}, but --data-path "
-            f"{' '.join(new_phase.data.data_path)} has {identities[0][:12]}. Give the corpus, min, max, where and drop "
-            f"of that run; or, {_AS_NEW_RUN}."
-        )
-    if not has_new_data:
-        _refuse_changed_past(saved, now)
-    elif iteration and saved_phase.training.seed == new_phase.training.seed:
-        starts_over = has_other_data or any(
-            getattr(saved_phase.data, name) != getattr(new_phase.data, name)
-            for name in ("share_of_data_path", "document_block_size")
-        )
-        common = _corpora(saved_phase) & _corpora(new_phase)
-        if starts_over and common:
-            raise ConfigError(
-                f"{source}: the data start from the beginning, and --seed {new_phase.training.seed} would repeat the "
-                f"batches of {min(common)}; add --seed {new_phase.training.seed + 1}."
+    if has_new_data:
+        _refuse_repeated_batches(saved, now, identities, corpora)
+        return
+    _refuse_changed_past(saved, now)
+    for recorded, phase in ((saved.corpus_sha256, new_phase), (saved.first_corpus_sha256, resolve_phases(now)[0])):
+        if recorded not in identities[phase.number]:
+            raise CheckpointError(
+                f"{folder} was trained on the corpus with sha256 {recorded[:12]}, but --data-path "
+                f"{' '.join(phase.settings.data.data_path)} has {identities[phase.number][0][:12]}. Give the corpus, "
+                f"min, max, where and drop of that run; or, {_AS_NEW_RUN}."
             )
-
-
-def _corpora(settings: Settings) -> set[str]:
-    return {component.prefix for component in parse_data_path(settings.data.data_path)}
 
 
 def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
     """Raise CheckpointError if `now` changes a phase that began before the checkpoint. Paths of corpora may change."""
 
-    def begun_phases(settings: Settings) -> list[tuple[int, dict[str, Any]]]:
-        begun = [phase for phase in settings.training.phases if phase.after_iters < saved.iteration]
-        return [(phase.after_iters, {**phase.values, "data_path": phase.data_path is not None}) for phase in begun]
+    def begun_phases(settings: Settings) -> list[Phase]:
+        return [phase for phase in resolve_phases(settings) if phase.first <= max(saved.iteration, 1)]
 
-    if begun_phases(saved.settings) != begun_phases(now):
+    old, new = begun_phases(saved.settings), begun_phases(now)
+    if [phase.first for phase in old] != [phase.first for phase in new]:
         raise CheckpointError(
             f"{saved.folder} belongs to another run: a phase before iteration {saved.iteration} has changed. "
             f"Start with the phases in {saved.folder / 'settings.yaml'}, or, {_AS_NEW_RUN}."
         )
+    # Validation uses the settings and documents of the first phase in all phases.
+    for old_phase, new_phase in zip(old, new, strict=True):
+        refuse_other_run(old_phase.settings, new_phase.settings, saved.folder, has_new_data=False)
+
+
+def _refuse_repeated_batches(
+    saved: SavedRun, now: Settings, identities: Sequence[tuple[str, str]], corpora: Sequence[Mapping[str, str]]
+) -> None:
+    """Raise ConfigError if a run that continues another one trains no iteration, or reads batches for a second time.
+
+    The order and the masks of a corpus follow from its documents and the seed. So a corpus that has been read with the
+    same seed is refused, unless the run continues at the position that the other run has reached.
+    """
+    source, iteration = f"--continue-from {now.checkpoint.continue_from}", saved.iteration
+    if iteration >= now.training.train_iters:
+        raise ConfigError(
+            f"--train-iters {now.training.train_iters} is not above {iteration}, the iteration of {source}, from which "
+            "this run continues counting; raise it by the iterations that you want to train."
+        )
+    old, new = phase_at(saved.settings, iteration).settings, phase_at(now, iteration)
+    continues = saved.corpus_sha256 in identities[new.number] and order_settings(old) == order_settings(new.settings)
+    read = set(saved.read_corpora)
+    for phase in resolve_phases(now)[new.number :]:
+        seed = phase.settings.training.seed
+        if continues and seed == new.settings.training.seed:  # another seed follows from another --data-path
+            continue
+        for sha256, prefix in corpora[phase.number].items():
+            if (sha256, seed) in read:
+                raise ConfigError(
+                    f"{source}: the data start from the beginning, and --seed {seed} would repeat the batches of "
+                    f"{prefix}; add --seed {max(number for _, number in read) + 1}."
+                )
 
 
 def refuse_other_run(

@@ -276,11 +276,13 @@ def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> Tra
     iteration = run.state.iteration + 1
     phase = phase_at(run.settings, iteration)
     skipped = int(result.skip_reason is not None)
+    read = ((sha256, phase.settings.training.seed) for sha256 in run.training_stream.corpora[phase.number])
     return replace(
         run.state,
         iteration=iteration,
         corpus_sha256=run.training_stream.identities_at(iteration)[0],
         cursor=batches.cursor_after,
+        read_corpora=tuple(dict.fromkeys((*run.state.read_corpora, *read))),
         consumed_samples=run.state.consumed_samples + phase.settings.training.global_batch_size,
         skipped_iterations=run.state.skipped_iterations + skipped,
         skipped_in_a_row=(run.state.skipped_in_a_row + 1) * skipped,

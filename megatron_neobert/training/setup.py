@@ -90,7 +90,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *,
         validation_streams={
             name: replace(training_stream.streams[0], sources=sources) for name, sources in validation.items()
         },
-        state=TrainState(corpus_sha256=inputs[0].identities[0]),
+        state=TrainState(corpus_sha256=inputs[0].identities[0], first_corpus_sha256=inputs[0].identities[0]),
         graph=GraphedSchedule() if uses_graph else None,
     )
 

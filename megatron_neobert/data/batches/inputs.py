@@ -41,6 +41,11 @@ class Inputs:
     identities: tuple[str, str]
     description: list[str]  # one line per component of --data-path
 
+    @property
+    def corpora(self) -> dict[str, str]:
+        """Corpora of --data-path: hash of all documents, equal for every copy -> prefix."""
+        return {source.corpus.manifest.documents_sha256: str(source.corpus.prefix) for source in self.training}
+
 
 def open_inputs(data: DataConfig) -> Inputs:
     """Open corpora and tokenizer, and split the documents into training and validation.

@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 
-from megatron_neobert.config.phases import Phase, phase_at, resolve_phases
+from megatron_neobert.config.phases import Phase, order_settings, phase_at, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, batch_settings
 from megatron_neobert.data.batches.packing import PackedSequences
 from megatron_neobert.data.batches.stream import BatchStream, StepBatches, build_steps
 from megatron_neobert.data.batches.windows import Cursor, next_window
 
-# Settings that the order of the documents depends on, and settings that the packing of a window depends on.
-_order_settings = attrgetter("data.share_of_data_path", "data.document_block_size", "training.seed")
+# Settings that the packing of a window depends on.
 _packing_settings = attrgetter("data.seq_length", "data.long_documents", "data.batch_layout")
 
 
@@ -31,6 +30,7 @@ class TrainingStream:
 
     settings: Settings
     identities: tuple[tuple[str, str], ...]  # Inputs.identities of each phase
+    corpora: tuple[dict[str, str], ...]  # Inputs.corpora of each phase
     streams: tuple[BatchStream, ...]  # batches of each phase, from the start of its documents
     iteration: int = 0  # iterations that are done
     cursor: Cursor = Cursor()  # noqa: RUF009  frozen; position after these iterations
@@ -52,7 +52,7 @@ class TrainingStream:
             identity: Hash of the data of the previous batches, see Inputs.identities.
         """
         has_other_data = identity not in self.identities[phase.number]
-        if has_other_data or _order_settings(previous) != _order_settings(phase.settings):
+        if has_other_data or order_settings(previous) != order_settings(phase.settings):
             return Cursor()
         if _packing_settings(previous) != _packing_settings(phase.settings):
             stream = self.streams[phase.number]
@@ -108,4 +108,5 @@ def build_training_stream(settings: Settings, inputs: list[Inputs], *, fixed_sha
         )
         for phase, phase_inputs in zip(resolve_phases(settings), inputs, strict=True)
     ]
-    return TrainingStream(settings, tuple(phase_inputs.identities for phase_inputs in inputs), tuple(streams))
+    identities = tuple(phase_inputs.identities for phase_inputs in inputs)
+    return TrainingStream(settings, identities, tuple(phase_inputs.corpora for phase_inputs in inputs), tuple(streams))

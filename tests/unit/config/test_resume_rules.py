@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_neobert.config.resume_rules import changes, refuse_other_run
-from megatron_neobert.config.schema import Settings
-from megatron_neobert.errors import CheckpointError
+from megatron_neobert.config.resume_rules import SavedRun, changes, refuse_other_run, refuse_unfit_checkpoint
+from megatron_neobert.config.schema import PhaseChange, Settings
+from megatron_neobert.errors import CheckpointError, ConfigError
 
 FOLDER = Path("run/iter_0000010")
 
@@ -72,3 +72,81 @@ def test_micro_batch_size_can_change_unless_the_loss_is_a_mean_of_micro_batches(
     now = means.with_section("training", micro_batch_size=32)
     with pytest.raises(CheckpointError, match="--micro-batch-size was 64 and is now 32"):
         refuse_other_run(means, now, FOLDER, has_new_data=False)
+
+
+# --- what a run and the runs before it have read
+
+
+def data_of(*corpora: str, seed: int = 0, phases: tuple[PhaseChange, ...] = ()) -> Settings:
+    return Settings().with_section("data", data_path=corpora).with_section("training", seed=seed, phases=phases)
+
+
+def start(
+    now: Settings, *, read: tuple[tuple[str, int], ...], last: str, hashes: tuple[str, ...], **saved: bool
+) -> None:
+    """Continue a run that has read corpora, the last of them `last`. `hashes` are those of the new phases."""
+    run = SavedRun(
+        folder=FOLDER,
+        settings=data_of("A") if last else Settings(),
+        iteration=10,
+        corpus_sha256=last,
+        first_corpus_sha256=last,
+        read_corpora=read,
+        weights_only=saved.get("weights_only", False),
+    )
+    identities, corpora = [(name, "of no version") for name in hashes], [{name[0]: f"prefix {name}"} for name in hashes]
+    refuse_unfit_checkpoint(run, now, identities, corpora, has_new_data=True)
+
+
+TO_B = (PhaseChange(after_iters=20, data_path=("B",)),)
+REPEATED = {
+    "another selection under another path": (data_of("/abs/A:min=10"), (("a", 0),), "a", ("a:min=10",), 1),
+    "a corpus of an earlier phase": (data_of("A"), (("a", 0), ("b", 1)), "b", ("a",), 2),
+    "an average, which has no position": (data_of("A"), (("a", 0),), "", ("a",), 1),
+    "a corpus of the run before the last": (data_of("A"), (("a", 0), ("a", 1)), "a", ("a:min=10",), 2),
+    "a corpus of a later phase": (data_of("C", phases=TO_B), (("a", 0), ("b", 1)), "a", ("c", "b"), 2),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_batches_that_a_run_or_a_run_before_it_has_read_are_not_read_again(case):
+    now, read, last, hashes, seed = REPEATED[case]
+    with pytest.raises(ConfigError, match=f"would repeat the batches of prefix .*; add --seed {seed}"):
+        start(now, read=read, last=last, hashes=hashes, weights_only=not last)
+    start(now.with_section("training", seed=seed), read=read, last=last, hashes=hashes, weights_only=not last)
+    start(now, read=(("other", 0),), last=last, hashes=hashes, weights_only=not last)
+
+
+def test_run_that_continues_at_the_position_of_the_other_run_repeats_nothing():
+    start(data_of("/abs/A"), read=(("a", 0),), last="a", hashes=("a",))
+
+
+@pytest.mark.parametrize(
+    ("changed", "identity", "message"),
+    [
+        ({"data": {"seq_length": 32}}, "a", "--seq-length was 1024 and is now 32"),
+        ({"data": {"mask_prob": 0.4}}, "a", "--mask-prob was 0.2 and is now 0.4"),
+        ({"training": {"global_batch_size": 16}}, "a", "--global-batch-size was 2048 and is now 16"),
+        ({}, "a:max=500", "was trained on the corpus with sha256 a, but --data-path A has a:max=500"),
+    ],
+)
+def test_resuming_in_a_later_phase_keeps_settings_and_documents_of_the_first_phase(changed, identity, message):
+    """Validation uses them in all phases."""
+    same = {"seq_length": 1024, "mask_prob": 0.2, "global_batch_size": 2048}
+    before = data_of("A", phases=(PhaseChange(after_iters=6, data_path=("B",), **same),))
+    now = before
+    for section, values in changed.items():
+        now = now.with_section(section, **values)
+    saved = SavedRun(
+        folder=FOLDER,
+        settings=before,
+        iteration=10,
+        corpus_sha256="b",
+        first_corpus_sha256="a",
+        read_corpora=(("a", 0), ("b", 1)),
+        weights_only=False,
+    )
+    corpora = [{"a": "A"}, {"b": "B"}]
+    refuse_unfit_checkpoint(saved, before, [("a", ""), ("b", "")], corpora, has_new_data=False)
+    with pytest.raises(CheckpointError, match=message):
+        refuse_unfit_checkpoint(saved, now, [(identity, ""), ("b", "")], corpora, has_new_data=False)

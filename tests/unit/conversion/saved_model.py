@@ -31,7 +31,8 @@ MODEL = ModelConfig(
     rotary_base=5000,
 )
 SHAPE = ModelShape(MODEL, len(WORDS), MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1))
-TRAIN_STATE = TrainState(corpus_sha256="0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000)
+READ = (("0" * 64, 0),)
+TRAIN_STATE = TrainState("0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000, read_corpora=READ)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import call, largest_file
 from safetensors.torch import load_file, save_file
-from saved_model import MODEL, WORDS, SavedModel, assert_nothing_written, change_config, convert
+from saved_model import MODEL, READ, WORDS, SavedModel, assert_nothing_written, change_config, convert
 from torch import Tensor
 
 from checkpoint_conversion import compare, export
@@ -21,6 +21,7 @@ from checkpoint_conversion.compare import Comparison, build_prompts, compare_log
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CheckpointError, ConversionError, OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder
+from megatron_neobert.state import TrainState
 
 
 def swap_queries_and_keys(tensors):
@@ -138,6 +139,7 @@ def test_average_of_checkpoints_is_a_checkpoint_with_their_mean(run, tmp_path, i
     _, output, _ = call("average", "--load", run, "--output", tmp_path / "mean", "--last", *options)
     assert f"the mean of iterations {', '.join(map(str, iterations))}," in output
     mean = read_checkpoint(tmp_path / "mean")
+    assert mean.train_state == TrainState("", read_corpora=READ), "a run from it must not repeat the batches"
     assert mean.tensors.keys() == internal.keys()
     for name, tensor in mean.tensors.items():
         torch.testing.assert_close(tensor, times * internal[name], msg=name)
