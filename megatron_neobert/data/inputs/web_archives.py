@@ -55,6 +55,7 @@ def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):
                 _add_record(batch, record, number, settings)
                 batch.numbers += 1
+                batch.field_names = [name.decode("latin-1") for name in record.headers]
                 batch_bytes = batch.utf8_bytes + sum(len(rejected.raw) for rejected in batch.rejected)
                 if batch_bytes >= BATCH_BYTES or batch.numbers >= _LONGEST_BATCH_RECORDS:
                     batch.progress = stream.progress
