@@ -113,9 +113,14 @@ def _as_bytes(column: "pa.Array") -> "pa.Array":
 
 
 def _python_values(column: "pa.Array") -> list[Any]:
-    """Return a column's values: dates and times as texts, durations as integers, U+FFFD for invalid UTF-8."""
+    """Return a column's values: dates and times as texts, durations as integers, U+FFFD for invalid UTF-8.
+
+    A float of 32 bits becomes the shortest decimal number for it, so that a stored 0.7 equals 0.7.
+    """
     import pyarrow as pa
 
+    if column.type == pa.float32():
+        column = column.cast(pa.string()).cast(pa.float64())
     if pa.types.is_duration(column.type):
         column = column.cast(pa.int64())
     elif pa.types.is_temporal(column.type):

@@ -136,6 +136,25 @@ def test_an_absent_field_is_a_missing_value_in_every_format_and_a_key_without_an
     assert code == 0 and "--record-key" not in errors
 
 
+def test_numbers_of_tables_keep_their_identity(workspace):
+    """Ids of 64 bits without a sign, ids that pandas wrote as floats in one file, and floats of 32 bits."""
+    ids = [2**63 + 1025, 2**63 + 1, 5]
+    for path in workspace.inputs.iterdir():
+        path.unlink()
+    columns = {"content": ["hello"] * 3, "score": pa.array([0.7, 0.69, 0.71], pa.float32())}
+    unsigned = {"unsigned": pa.array(ids, pa.uint64()), "id": pa.array([2**60 + 1, 2, 3])}
+    pq.write_table(pa.table(columns | unsigned), workspace.inputs / "a.parquet")
+    pq.write_table(pa.table(columns | {"id": pa.array([7.0, None, 9.0])}), workspace.inputs / "b.parquet")
+    workspace.run(record_keys=("score", "unsigned", "id"))
+    corpus = workspace.corpus()
+    table = pq.read_table(corpus.files.attributes)
+    assert table["unsigned"].to_pylist() == [*map(str, ids), None, None, None]
+    assert (table["id"].type, table["id"].to_pylist()) == (pa.int64(), [2**60 + 1, 2, 3, 7, None, 9])
+    for expression, expected in (("score>=0.7", [0, 2, 3, 5]), (f"id=={2**60 + 1}", [0]), (f"id=={2**60}", [])):
+        chosen = ChosenDocuments(choose_documents(corpus, [expression]), range(6))
+        assert chosen.numbers(np.arange(len(chosen))).tolist() == expected
+
+
 def test_attributes_have_the_same_bytes_for_any_number_of_workers_and_a_split_keeps_all(workspace):
     for name, workers in (("one", 1), ("two", 2)):
         workspace.run(name, record_keys=("meta.from",), deduplicate="exact", split_validation=0.3, workers=workers)
