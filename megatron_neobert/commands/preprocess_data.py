@@ -12,14 +12,17 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from types import FrameType
 
+from megatron_neobert.data.corpus.attribute_columns import plain_value
 from megatron_neobert.data.corpus.format import token_dtype, validation_files
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.inputs.recognise import read_chunk
+from megatron_neobert.data.inputs.records import RecordBatch
 from megatron_neobert.data.preprocessing.filters import apply_filters
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, is_complete, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
@@ -33,6 +36,8 @@ _UNKNOWN_WARNING = 0.02
 # --dry-run: text to tokenize, chunks to search for a document, and input files to list.
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_CHUNKS = 100
+# Chunks, evenly spread over the input, whose first records are searched for the fields of --record-key.
+_FIELD_CHUNKS = 16
 _FILES_SHOWN = 20
 _IN_FIRST_LINE = {"records", "documents", "tokens", "tokenized by"}  # rows of a manifest
 
@@ -78,6 +83,7 @@ def run(settings: PreprocessSettings) -> None:
         advice = "; to change --shard-size, add --overwrite" if settings.shard_size else ""
         print(f"{plan.files.manifest} is complete; nothing to do{advice}")
     else:
+        warn_of_absent_fields(plan)
         print_report(plan, preprocess(plan))
 
 
@@ -114,6 +120,7 @@ def print_plan(plan: Plan) -> None:
         f"by {plan.encoder.name}" + (f" ({plan.encoder.note})" if plan.encoder.note else "")
     )
     print_sample(plan)
+    warn_of_absent_fields(plan)
     folder = next(folder for folder in plan.files.bin.absolute().parents if folder.exists())
     print(f"{with_prefix(shutil.disk_usage(folder).free, 'B')} free at {folder}")
     print(f"would write {plan.files.bin}, {plan.files.idx.name}, {plan.files.manifest.name}")
@@ -138,6 +145,9 @@ def print_sample(plan: Plan) -> None:
             for number in range(min(2 - documents, len(batch.texts))):
                 start, length = encoded.lengths[:number].sum(), encoded.lengths[number]
                 print_document(batch.texts[number], encoded.ids[start : start + length].tolist())
+                if keys := plan.settings.read.record_keys:
+                    values = ((key, plain_value(batch.origins[number].fields.get(key))) for key in keys)
+                    print(f"keys  {visible(', '.join(f'{key}={value!r}' for key, value in values))}")
             documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
             text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
             if text_bytes >= _SAMPLE_BYTES:
@@ -155,6 +165,32 @@ def print_sample(plan: Plan) -> None:
         f"{with_prefix(bin_bytes, 'B')} of .bin (twice that while chunks are joined), "
         f"{duration((time.perf_counter() - started) * factor / workers)} with {counted(workers, 'worker')}"
     )
+
+
+def warn_of_absent_fields(plan: Plan) -> None:
+    """Warn of each --record-key without a value in the first records of 16 chunks that are spread over the input.
+
+    Filters are applied, because they may set fields. Damaged chunks are left to the run.
+    """
+    absent, names, documents = set(plan.settings.read.record_keys or ()), dict[str, None](), 0
+    chunks = plan.chunks[:: -(-len(plan.chunks) // _FIELD_CHUNKS)]
+    for chunk in chunks if absent else ():
+        with suppress(DataError):
+            unfiltered = next(read_chunk(chunk, plan.settings.read), RecordBatch())
+            names |= dict.fromkeys(unfiltered.field_names)
+            batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
+            documents += len(batch.texts)
+            for origin in batch.origins:
+                absent -= {key for key in absent if plain_value(origin.fields.get(key)) is not None}
+        if not absent:
+            return
+    if absent and documents:
+        print(
+            f"warning: no value of --record-key {', '.join(sorted(absent))} in {counted(documents, 'document')} from "
+            f"{counted(len(chunks), 'chunk')}; an absent field is a missing value. "
+            f"The records have {visible(', '.join(names)) or 'no fields'}",
+            file=sys.stderr,
+        )
 
 
 def print_document(text: str, ids: list[int]) -> None:

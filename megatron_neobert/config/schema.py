@@ -143,7 +143,9 @@ class DataConfig:
     tokenizer_model: str | None = setting(
         None, "tokenizer: folder, tokenizer.json, vocab.txt or tokenizer.model", is_path=True
     )
-    split: str = setting("99,1", "shares of the documents for training and validation")
+    split: str = setting(
+        "99,1", "shares of the documents for training and validation, each spread evenly over the corpus"
+    )
     seq_length: int = setting(1024, "tokens per packed sequence, and maximum per document", minimum=8)
     long_documents: Literal["truncate", "chunk"] = setting(
         "truncate", "truncate documents longer than --seq-length, or divide them"

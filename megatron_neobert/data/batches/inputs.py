@@ -13,7 +13,7 @@ from megatron_neobert.config.data_path import Component, curve_names, parse_data
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
-from megatron_neobert.data.batches.order import split_ranges
+from megatron_neobert.data.batches.order import SplitPart, split_documents
 from megatron_neobert.data.batches.windows import BatchSettings, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list
@@ -24,6 +24,8 @@ from megatron_neobert.data.inputs.stream import is_url
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError
 
+# Documents of a part of --split that are marked in one step.
+_STEP = 1 << 20
 # --mask-replacement: shares of the selected tokens that become [MASK] and random tokens; the rest stays unchanged.
 _MASKING = {"all_mask": (1.0, 0.0), "bert": (0.8, 0.1)}
 
@@ -50,7 +52,8 @@ class Inputs:
 def open_inputs(data: DataConfig) -> Inputs:
     """Open corpora and tokenizer, and split the documents into training and validation.
 
-    --split divides a corpus before filtering, so all components with this corpus hold out the same documents.
+    --split divides a corpus before filtering, so all components with this corpus hold out the same documents. Each part
+    is spread evenly over the corpus.
 
     Raises:
         ConfigError: --data-path or --split is invalid.
@@ -138,27 +141,26 @@ def _split_sources(
     validation: list[Source] = []
     for component, weight in zip(components, whole_weights(components), strict=True):
         corpus = open_corpus(component.prefix)
-        ranges = split_ranges(len(corpus), split)
-        if not ranges[0]:
+        parts = split_documents(len(corpus), split)
+        if not parts[0]:
             raise DataError(
                 f"--split {split} leaves none of the {len(corpus):,} documents of {component.prefix} for training. "
                 "Raise the first weight."
             )
         bits = choose_documents(corpus, component.conditions, component.drop) if component.is_filtered else None
-        # A third range, for tests, is not used.
-        for sources, documents, purpose in zip(
-            (training, validation), ranges, ("training", "validation"), strict=False
-        ):
-            if documents:
-                chosen = documents if bits is None else _choose(component, corpus, bits, documents, purpose)
-                sources.append(Source(corpus, chosen, weight))
+        bits_sha256 = hashlib.sha256(bits.data).hexdigest() if component.where and bits is not None else ""
+        # A third part, for tests, is not used.
+        for sources, part, purpose in zip((training, validation), parts, ("training", "validation"), strict=False):
+            if part:
+                documents = part if bits is None else _choose(component, corpus, bits, part, purpose)
+                sources.append(Source(corpus, documents, weight, bits_sha256))
     return tuple(training), tuple(validation)
 
 
 def _describe(component: Component, source: Source, data: DataConfig) -> str:
     """Return a log line: the number of training documents of a component, and how many documents --split holds out."""
     corpus = source.corpus
-    held_out = len(corpus) - len(split_ranges(len(corpus), data.share_of_data_path)[0])
+    held_out = len(corpus) - len(split_documents(len(corpus), data.share_of_data_path)[0])
     return (
         f"{component}: {len(source.documents):,} of {len(corpus):,} documents ({corpus.manifest.tokens:,} tokens)"
         + (f", {held_out:,} held out by --split {data.split}" if held_out else "")
@@ -166,13 +168,21 @@ def _describe(component: Component, source: Source, data: DataConfig) -> str:
 
 
 def _choose(
-    component: Component, corpus: Corpus, bits: NDArray[np.uint8], documents: range, purpose: str
+    component: Component, corpus: Corpus, bits: NDArray[np.uint8], part: SplitPart, purpose: str
 ) -> ChosenDocuments:
-    """Return the documents of the range `documents` whose bit is set; raise DataError if there are none."""
-    chosen = ChosenDocuments(bits, documents)
+    """Return the documents of a part of --split whose bit is set; raise DataError if there are none."""
+    in_part = np.zeros_like(bits)
+    for first in range(0, len(part), _STEP):
+        numbers = part.numbers(np.arange(first, min(first + _STEP, len(part))))
+        begin = int(numbers[0]) // 8
+        is_in_part = np.zeros(int(numbers[-1]) + 1 - 8 * begin, np.bool_)
+        is_in_part[numbers - 8 * begin] = True
+        packed = np.packbits(is_in_part, bitorder="little")
+        in_part[begin : begin + len(packed)] |= packed
+    chosen = ChosenDocuments(bits & in_part, range(len(corpus)))
     if not chosen:
         raise DataError(
-            f"{component}: none of the {len(documents):,} documents for {purpose} is chosen. neobert inspect data "
+            f"{component}: none of the {len(part):,} documents for {purpose} is chosen. neobert inspect data "
             f"{corpus.prefix} lists lengths and attributes; change min, max, where, drop or --split, or remove the "
             "component."
         )
@@ -190,7 +200,7 @@ def _identity(components: Sequence[Component], sources: Sequence[Source], hash_o
         line = f"{weight} {hash_of(corpus.manifest)} {component.minimum} {component.maximum}"
         for path in component.drop:
             line += f" {read_drop_list(Path(path), corpus)[0].mask_sha256}"
-        if component.where is not None and isinstance(source.documents, ChosenDocuments):
-            line += f" where {hashlib.sha256(source.documents.bits.data).hexdigest()}"
+        if source.bits_sha256:
+            line += f" where {source.bits_sha256}"
         lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

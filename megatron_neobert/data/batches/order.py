@@ -177,19 +177,55 @@ def _hash_below(limit: int, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return ((values >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32)
 
 
-def split_ranges(documents: int, split: str) -> list[range]:
-    """Return consecutive ranges of documents for training, validation and test, split as Megatron splits them.
+@dataclass(frozen=True)
+class SplitPart:
+    """The documents of one part of --split, in ascending order. Each part is spread evenly over the corpus.
+
+    The held-out documents are taken from the whole corpus at equal distances, and the test documents likewise from the
+    held-out ones. Numbers are computed with integers, exactly up to 10^12 documents, and without memory.
+    """
+
+    sizes: tuple[int, ...]  # documents for training, validation and test
+    part: int  # index in `sizes`
+
+    def __len__(self) -> int:
+        return self.sizes[self.part]
+
+    def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers in the corpus of the documents at `indices` of this part, each in [0, len(self))."""
+        # Documents of this part and of all later ones, from which the later parts are taken.
+        remaining = [sum(self.sizes[part:]) for part in range(len(self.sizes))]
+        numbers = _scale_odd(indices, remaining[self.part], 2 * len(self), less=1)
+        for part in reversed(range(self.part)):
+            numbers = _scale_odd(numbers, remaining[part], 2 * remaining[part + 1])
+        return numbers
+
+
+def _scale_odd(indices: NDArray[np.int64], factor: int, divisor: int, *, less: int = 0) -> NDArray[np.int64]:
+    """Return ((2 i + 1) factor - less) / divisor for each index i, rounded down.
+
+    With m = divisor / 2 and n = factor, these are the numbers of m documents at equal distances among n, the first
+    after half a distance. With `less` 1, they are the numbers of m documents among n without n - m such documents.
+    """
+    # The product may have more than 63 bits, so it is divided in two steps.
+    high, low = np.divmod(2 * indices + 1, 1 << 20)
+    quotients, remainders = np.divmod(high * factor, divisor)
+    return (quotients << 20) + ((remainders << 20) + low * factor - less) // divisor
+
+
+def split_documents(documents: int, split: str) -> list[SplitPart]:
+    """Divide the documents of a corpus into parts for training, validation and test, of the sizes that Megatron uses.
 
     Args:
         documents: Number of documents in the corpus.
-        split: One to three weights with any sum, such as `99,1` or `969,30,1`; weight 0 gives an empty range.
+        split: One to three weights with any sum, such as `99,1` or `969,30,1`; weight 0 gives an empty part.
 
     Returns:
-        One range per weight. Together they cover [0, documents). Bounds are rounded to the nearest document, halves to
-        even.
+        One part per weight. Each document is in one part. Cumulative sizes are rounded to the nearest document, halves
+        to even.
 
     Raises:
-        ConfigError: The weights are malformed, or a range with a weight above 0 would be empty.
+        ConfigError: The weights are malformed, or a part with a weight above 0 would be empty.
     """
     # Source: megatron-core 0.16.1 datasets/blended_megatron_dataset_config.py (cumulative weights) and
     # blended_megatron_dataset_builder.py (rounding).
@@ -207,12 +243,12 @@ def split_ranges(documents: int, split: str) -> list[range]:
     for weight in weights:
         ends.append(ends[-1] + weight / total)
     bounds = [round(end * documents) for end in ends]
-    ranges = [range(start, stop) for start, stop in pairwise(bounds)]
-    for number, (weight, documents_in_range) in enumerate(zip(weights, ranges, strict=True), start=1):
-        if weight > 0 and not documents_in_range:
+    sizes = tuple(stop - start for start, stop in pairwise(bounds))
+    for number, (weight, size) in enumerate(zip(weights, sizes, strict=True), start=1):
+        if weight > 0 and not size:
             raise ConfigError(
                 f"--split {split}{' (the default)' if split == DataConfig.split else ''} of {documents:,} documents "
                 f"leaves part {number} ({_PARTS[number - 1]}, weight {weight:g}) empty. Use --split 1 to train on all "
                 "documents, or more documents: neobert preprocess --text-separator cuts a text file into many."
             )
-    return ranges
+    return [SplitPart(sizes, part) for part in range(len(sizes))]

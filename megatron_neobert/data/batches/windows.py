@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
-from megatron_neobert.data.batches.order import COMPONENT_SHIFT, DocumentOrder
+from megatron_neobert.data.batches.order import COMPONENT_SHIFT, DocumentOrder, SplitPart
 from megatron_neobert.data.batches.packing import (
     BatchLayout,
     Documents,
@@ -72,8 +72,9 @@ class Source:
     """Documents of one corpus, and their weight in a blend."""
 
     corpus: Corpus
-    documents: range | ChosenDocuments
+    documents: range | SplitPart | ChosenDocuments
     weight: int = 1  # documents of this source among sum(weights) documents of the blend
+    bits_sha256: str = ""  # of the documents that an expression chooses, before --split; empty without an expression
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers in the corpus of the documents at `indices`, each in [0, len(self.documents))."""

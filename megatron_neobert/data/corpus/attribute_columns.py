@@ -1,7 +1,8 @@
 """Columns of document attributes: writing the columns of one chunk, and joining those of all chunks.
 
 An attribute value is a number, a text or a truth value; lists and objects become missing values. A column has one type:
-integers, floats, truth values or texts. If the values of a record key have several types, all become texts.
+integers of 64 bits, floats, truth values or texts. If the values of a record key have several types, all become texts.
+No integer is changed.
 """
 
 import keyword
@@ -70,13 +71,12 @@ def join_columns(path: Path, chunks: Sequence[Path], is_chosen: NDArray[np.bool_
     """
     import pyarrow as pa
 
-    types: dict[str, pa.DataType] = {}
+    types: dict[str, set[pa.DataType]] = {}
     for chunk in chunks:
         # pyarrow refuses paths that are not valid UTF-8, so it gets an open file.
         with chunk.open("rb") as source:
             for field in pa.ipc.open_file(source).schema:
-                types[field.name] = _common_type(types.get(field.name, pa.null()), field.type)
-    schema = pa.schema(list(types.items()))
+                types.setdefault(field.name, set()).add(field.type)
 
     def read_chunks() -> "Iterator[pa.Table]":
         first = 0
@@ -84,11 +84,12 @@ def join_columns(path: Path, chunks: Sequence[Path], is_chosen: NDArray[np.bool_
             with chunk.open("rb") as source:
                 table = pa.ipc.open_file(source).read_all()
             first, begin = first + len(table), first
-            if is_chosen is not None:
-                table = table.filter(pa.array(is_chosen[begin:first]))
-            yield table.cast(schema, safe=False)
+            yield table if is_chosen is None else table.filter(pa.array(is_chosen[begin:first]))
 
-    write_columns(path, schema, read_chunks())
+    schema = pa.schema(
+        [(name, _common_type(found, (table[name] for table in read_chunks()))) for name, found in types.items()]
+    )
+    write_columns(path, schema, (table.cast(schema, safe=False) for table in read_chunks()))
 
 
 def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]") -> None:
@@ -111,44 +112,65 @@ def write_columns(path: Path, schema: "pa.Schema", tables: "Iterable[pa.Table]")
 
 
 def _to_array(values: Sequence[Plain]) -> "pa.Array":
-    """Return values as a column. Integers among floats become floats; any other mixture of types becomes texts."""
+    """Return values as a column of their common type."""
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}
-    if kinds == {int, float}:
-        values = [None if value is None else float(value) for value in values]
-    elif len(kinds) > 1:
-        values = [None if value is None else pa.scalar(value).cast(pa.string()).as_py() for value in values]
-    return pa.array(values)
+    if len(kinds) < 2:
+        return pa.array(values)
+    columns = [pa.array([value for value in values if type(value) is kind]) for kind in kinds]
+    common = _common_type({column.type for column in columns}, columns)
+    if common == pa.string():
+        return pa.array([None if value is None else pa.scalar(value).cast(common).as_py() for value in values])
+    convert = int if common == pa.int64() else float
+    return pa.array([None if value is None else convert(value) for value in values], common)
 
 
 def plain_value(value: object) -> Plain:
     """Return a field of a record as an attribute value; NaN, lists and objects become None.
 
-    Integers beyond 64 bits become floats, or texts from 10^308 on. Texts are cut at 1,000 characters. Values of other
-    types, such as decimals, become texts.
+    Integers below -2^63 or from 2^63 on become texts, as floats would change them. Texts are cut at 1,000 characters.
+    Values of other types, such as decimals, become texts.
     """
     if isinstance(value, np.generic):  # such as the score of a filter's classifier
-        value = value.item()
+        # The shortest decimal number, as of an input file: 0.7, not 0.699999988.
+        value = float(str(value)) if isinstance(value, np.floating) else value.item()
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     if value is None or isinstance(value, list | dict) or value != value:
         return None
-    if isinstance(value, bool | float):
+    if isinstance(value, bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
-    if isinstance(value, int) and abs(value) < 10**308:
-        return value if -(2**63) <= value < 2**63 else float(value)
     # Encoding and decoding replaces lone surrogates, which Arrow refuses.
     return str(value)[:_LONGEST_TEXT_CHARACTERS].encode(errors="replace").decode()
 
 
-def _common_type(first: "pa.DataType", second: "pa.DataType") -> "pa.DataType":
-    """Return the type for both: the same one, the other if one is null, float64 for int64 and float64, else string."""
-    import pyarrow as pa
+def _common_type(types: "set[pa.DataType]", columns: "Iterable[pa.ChunkedArray]") -> "pa.DataType":
+    """Return the type of a column whose chunks have these types.
 
-    if first == second or pa.types.is_null(second):
-        return first
-    if pa.types.is_null(first):
-        return second
-    are_numbers = {str(first), str(second)} == {"int64", "double"}
-    return pa.float64() if are_numbers else pa.string()
+    Integers and floats become integers if all floats are whole numbers, such as ids that pandas wrote as floats, floats
+    if no integer changes by this, and texts otherwise. Any other mixture of types becomes texts.
+
+    Args:
+        columns: The values of all chunks; only read for integers and floats.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    types = types - {pa.null()}
+    if len(types) < 2:
+        return next(iter(types), pa.null())
+    if types != {pa.int64(), pa.float64()}:
+        return pa.string()
+    are_whole = are_exact = True
+    for column in columns:
+        extremes = pc.min_max(column).as_py()
+        # Up to this size, integers and floats are converted into each other without a change.
+        is_small = all(value is None or abs(value) <= 2**53 for value in extremes.values())
+        if column.type == pa.int64():
+            are_exact &= is_small
+        elif column.type == pa.float64():
+            are_whole &= is_small and pc.all(pc.equal(pc.floor(column), column)).as_py() is not False
+    if are_whole:
+        return pa.int64()
+    return pa.float64() if are_exact else pa.string()

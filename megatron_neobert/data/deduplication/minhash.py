@@ -10,6 +10,7 @@ candidate pair is computed exactly. All functions run on one core and do no inpu
 
 import hashlib
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,16 @@ class MinHashSettings:
     threshold: float = option(0.8, "smallest Jaccard index of near-duplicates", minimum=0.0)
 
     @property
+    def bands_in_use(self) -> int:
+        """Number of bands; 0 if only equal documents are duplicates."""
+        return self.bands if self.threshold < 1 else 0
+
+    @property
+    def keys_per_document(self) -> int:
+        """Number of keys of a document: one per band, and a hash of the whole document."""
+        return self.bands_in_use + 1
+
+    @property
     def permutations(self) -> int:
         return self.bands * self.rows
 
@@ -48,7 +59,7 @@ def minima(ids: NDArray[np.integer], lengths: NDArray[np.int32], settings: MinHa
     random = np.frombuffer(hashlib.shake_128(b"MinHash").digest(8 * settings.permutations), "<u4").astype(np.uint32)
     factors, masks = random[: settings.permutations] | np.uint32(1), random[settings.permutations :]
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    hashes = _hash_ngrams(ids, starts, lengths, settings.ngram)
+    hashes = hash_ngrams(ids, starts, lengths, settings.ngram)
     minima_pn = np.empty((settings.permutations, len(lengths)), dtype=np.uint32)
     permuted = np.empty_like(hashes)
     for number in range(settings.permutations):
@@ -70,6 +81,13 @@ def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
     return keys
 
 
+def hash_documents(ids: NDArray[np.integer], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of the token ids of each document; the arguments are those of `minima`."""
+    bounds, content = [0, *(ids.itemsize * np.cumsum(lengths, dtype=np.int64)).tolist()], ids.tobytes()
+    hashes = (hashlib.blake2b(content[begin:end], digest_size=8).digest() for begin, end in pairwise(bounds))
+    return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64)
+
+
 def shingles(ids: bytes, ngram: int) -> set[bytes]:
     """Return the n-grams of a document of 32-bit token ids; a document of fewer than n tokens is one n-gram."""
     size = 4 * ngram
@@ -82,8 +100,8 @@ def jaccard(first: set[bytes], second: set[bytes]) -> float:
     return common / (len(first) + len(second) - common)
 
 
-def _hash_ngrams(
-    ids: NDArray[np.integer], starts: NDArray[np.int64], lengths: NDArray[np.int32], ngram: int
+def hash_ngrams(
+    ids: NDArray[np.integer], starts: NDArray[np.int64], lengths: NDArray[np.integer], ngram: int
 ) -> NDArray[np.uint32]:
     """Return for each token a 32-bit hash of the n-gram that begins there, shape [tokens].
 

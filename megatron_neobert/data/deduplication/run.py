@@ -1,16 +1,17 @@
-"""`neobert find-duplicates`: finds near-duplicates of finished corpora in three stages, and writes one drop list.
+"""`neobert find-duplicates`: finds duplicates of finished corpora in three stages, and writes one drop list.
 
-1. Signatures: one job per chunk computes a 64-bit key for each document and band, and sorts the documents by key.
-2. Pairs: one job per band and bucket (a range of keys) compares documents with equal keys by their n-grams. As chunks
-   are sorted, a bucket is one slice of each chunk.
+1. Signatures: one job per chunk computes 64-bit keys of each document, one for each band and a hash of all of its
+   token ids, and sorts the documents by each key. A threshold of 1 needs the hash only.
+2. Pairs: one job per key and bucket (a range of values) compares documents with equal keys by their n-grams;
+   candidates.py chooses the pairs. As chunks are sorted, a bucket is one slice of each chunk.
 3. Clusters: similar pairs are joined to clusters. The first document of a cluster stays, all others are dropped.
 
 Documents are numbered across all corpora, in the order of the command line. The result does not depend on the number of
 workers, chunks or buckets. Finished jobs are kept in OUTPUT.partial until the list is written.
 
-Disk: 12 bytes per document and band, 168 per document by default. Memory per worker: 0.5 kB for each of the 2^18
-documents of a chunk, or 80 bytes for each document of a bucket. Documents with one key are never divided. Memory of the
-last stage: 9 bytes per document, 12 with --add-attribute.
+Disk: 12 bytes per document and key, 180 per document by default. Memory per worker: 0.5 kB for each of the 2^18
+documents of a chunk, or 80 bytes for each document of a bucket and 200 MB. Documents with one key are never in several
+buckets. Memory of the last stage: 9 bytes per document, 12 with --add-attribute.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,20 @@ from megatron_neobert.data.corpus.attribute_columns import write_columns
 from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import read_items
-from megatron_neobert.data.deduplication.minhash import MinHashSettings, band_keys, jaccard, minima, shingles
+from megatron_neobert.data.deduplication.candidates import (
+    divide_families,
+    find_families,
+    pair_by_rare_ngrams,
+    pair_neighbours,
+)
+from megatron_neobert.data.deduplication.minhash import (
+    MinHashSettings,
+    band_keys,
+    hash_documents,
+    jaccard,
+    minima,
+    shingles,
+)
 from megatron_neobert.data.deduplication.search import (
     Documents,
     SearchSettings,
@@ -74,7 +88,9 @@ class FindSettings(SearchSettings):
 
 
 def print_duplicates(options: FindSettings) -> None:
-    """Find near-duplicates in finished corpora, and write a drop list of all but the first document of each cluster.
+    """Find duplicates in finished corpora, and write a drop list of all but the first document of each cluster.
+
+    Equal documents are always found, near-duplicates by MinHash. With --threshold 1, only equal documents are searched.
 
     Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied. With --resume, nothing
     is done if the list is complete. Raise the errors of `find_duplicates`.
@@ -99,8 +115,8 @@ def print_duplicates(options: FindSettings) -> None:
 class SignatureJob(Job[None]):
     """Write the keys of all documents of one chunk.
 
-    For each band, the file has the sorted keys (uint64), and then the documents in the order of their keys (uint32,
-    counted from the first document of the chunk).
+    For each band and for the hash of whole documents, the file has the sorted keys (uint64), and then the documents in
+    the order of their keys (uint32, counted from the first document of the chunk).
     """
 
     result_type = None
@@ -115,11 +131,13 @@ class SignatureJob(Job[None]):
         minhash = self.minhash
         ((_, corpus, in_corpus),) = self.documents.by_corpus(np.arange(self.numbers.start, self.numbers.stop))
         lengths = corpus.lengths_of(in_corpus)
-        keys = np.empty((minhash.bands, len(lengths)), dtype=np.uint64)
+        keys = np.empty((minhash.keys_per_document, len(lengths)), dtype=np.uint64)
         for step in steps_of(lengths):
             step_lengths, numbers = lengths[step], in_corpus[step]
             ids = corpus.gather(numbers, np.zeros_like(numbers), step_lengths.astype(np.int64))
-            keys[:, step] = band_keys(minima(ids, step_lengths, minhash), minhash.rows)
+            if minhash.bands_in_use:
+                keys[:-1, step] = band_keys(minima(ids, step_lengths, minhash), minhash.rows)
+            keys[-1, step] = hash_documents(ids, step_lengths)
         for key in keys:
             order = np.argsort(key, kind="stable")
             files["keys"].write(key[order].astype("<u8").data)
@@ -138,7 +156,7 @@ class SignatureJob(Job[None]):
 
 @dataclass(frozen=True)
 class PairJob(Job[None]):
-    """Write the pairs of similar documents whose keys of one band are equal and in one bucket."""
+    """Write the pairs of similar documents whose keys of one band, or hashes, are equal and in one bucket."""
 
     result_type = None
     sync = True
@@ -151,22 +169,32 @@ class PairJob(Job[None]):
     buckets: int
 
     def work(self, files: Mapping[str, NewFile]) -> None:
-        pairs = self._candidates()
-        for first in range(0, len(pairs), _STEP_PAIRS):
-            step_pairs = pairs[first : first + _STEP_PAIRS]
-            lengths = np.empty(step_pairs.shape, dtype=np.int64)
-            for mask, corpus, numbers in self.documents.by_corpus(step_pairs):
-                lengths[mask] = corpus.lengths_of(numbers)
-            for step in steps_of(lengths.sum(axis=1)):
-                similar = step_pairs[step][self._are_similar(step_pairs[step])]
-                files["pairs"].write(similar.astype(_PAIR_DTYPE).tobytes())
+        keys, documents = self._read_bucket()
+        # True for documents that are similar to an earlier document with their key.
+        is_joined = np.zeros(len(keys), dtype=np.bool_)
 
-    def _candidates(self) -> NDArray[np.int64]:
-        """Return candidate pairs of this bucket: numbers of documents with equal keys, [pairs, 2], the lower first.
+        def compare(pairs: NDArray[np.int64]) -> None:
+            for first in range(0, len(pairs), _STEP_PAIRS):
+                step_pairs = pairs[first : first + _STEP_PAIRS]
+                lengths = self._lengths_of(documents[step_pairs])
+                for step in steps_of(lengths.sum(axis=1)):
+                    similar = step_pairs[step][self._are_similar(documents[step_pairs[step]])]
+                    is_joined[similar[:, 1]] = True
+                    files["pairs"].write(documents[similar].astype(_PAIR_DTYPE).tobytes())
 
-        A document is paired only with the first and the previous document that have its key, because n copies of a text
-        would give n^2 / 2 pairs. A similar pair that is missing here may be found in another band.
-        """
+        compare(pair_neighbours(keys))
+        in_families = find_families(keys, is_joined)
+        lengths = self._lengths_of(documents[in_families])
+        for block, families in divide_families(keys[in_families], lengths):
+            positions = in_families[block]
+            numbers, order = np.unique(documents[positions], return_inverse=True)
+            contents = self._read(numbers)
+            ids = np.frombuffer(b"".join([contents[number] for number in order.tolist()]), "<u4")
+            pairs = pair_by_rare_ngrams(ids, lengths[block], families, is_joined[positions], self.minhash.ngram)
+            compare(positions[pairs])
+
+    def _read_bucket(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Return the sorted keys of this bucket, and their documents; those of one key are in ascending order."""
         low, high = (number * 2**64 // self.buckets for number in (self.bucket, self.bucket + 1))
         columns = [
             job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents, self.minhash)
@@ -175,14 +203,23 @@ class PairJob(Job[None]):
         del columns
         # The sort is stable, so documents with equal keys stay in the order of their numbers.
         order = np.argsort(keys, kind="stable")
-        keys, documents = keys[order], documents[order]
-        repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
-        is_first = np.ones(len(keys), dtype=np.bool_)
-        is_first[repeats] = False
-        firsts = np.maximum.accumulate(np.where(is_first, np.arange(len(keys)), 0))[repeats]
-        with_first = np.stack([documents[firsts], documents[repeats]], axis=1)
-        with_previous = np.stack([documents[repeats - 1], documents[repeats]], axis=1)
-        return np.concatenate([with_first, with_previous[firsts < repeats - 1]])
+        return keys[order], documents[order]
+
+    def _lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        lengths = np.empty(documents.shape, dtype=np.int64)
+        for mask, corpus, numbers in self.documents.by_corpus(documents):
+            lengths[mask] = corpus.lengths_of(numbers)
+        return lengths
+
+    def _read(self, documents: NDArray[np.int64]) -> list[bytes]:
+        """Return the token ids of documents as 32-bit integers; `documents` is sorted."""
+        contents: list[bytes] = []
+        # Sorted, so the documents of one corpus are consecutive.
+        for _, corpus, numbers in self.documents.by_corpus(documents):
+            lengths = corpus.lengths_of(numbers).astype(np.int64)
+            ids = corpus.gather(numbers, np.zeros_like(numbers), lengths).astype("<u4").tobytes()
+            contents += [ids[begin:end] for begin, end in pairwise([0, *(4 * np.cumsum(lengths)).tolist()])]
+        return contents
 
     def _are_similar(self, pairs: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return True for each pair of document numbers in [pairs, 2] whose exact Jaccard index reaches the threshold.
@@ -190,13 +227,7 @@ class PairJob(Job[None]):
         Cost on one core: 2 us for a pair of equal documents; 0.1 us per token of the two documents for other pairs.
         """
         documents, positions = np.unique(pairs.ravel(), return_inverse=True)
-        # `documents` is sorted, so those of one corpus are consecutive.
-        contents: list[bytes] = []
-        for _, corpus, numbers in self.documents.by_corpus(documents):
-            lengths = corpus.lengths_of(numbers).astype(np.int64)
-            ids = corpus.gather(numbers, np.zeros_like(numbers), lengths).astype("<u4").tobytes()
-            contents += [ids[begin:end] for begin, end in pairwise([0, *(4 * np.cumsum(lengths)).tolist()])]
-        minhash = self.minhash
+        contents, minhash = self._read(documents), self.minhash
         # Consecutive pairs often share a document.
         ngrams = lru_cache(maxsize=2)(lambda position: shingles(contents[position], minhash.ngram))
 
@@ -247,7 +278,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             PairJob(
                 folder.path, f"pairs-{band}-{bucket}-of-{buckets}", documents, settings.minhash, band, bucket, buckets
             )
-            for band in range(settings.minhash.bands)
+            for band in range(settings.minhash.keys_per_document)
             for bucket in range(buckets)
         ]
         for label, jobs in (

@@ -143,7 +143,8 @@ def _remote_files(url: str) -> list[str]:
                 files.append(match)
             elif file_system.isdir(match):
                 top = match.rstrip("/") + "/"
-                names = (file.removeprefix(top) for file in file_system.find(match))
+                # An object whose name ends with "/" is an empty folder, as S3's console and Spark make them.
+                names = (file.removeprefix(top) for file in file_system.find(match) if not file.endswith("/"))
                 files += [top + name for name in _select_data_files(names)]
         return [file_system.unstrip_protocol(file) for file in files]
 

@@ -78,7 +78,6 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
     Raises:
         DataError: The format is not supported, the file is damaged, or a table has no text column --text-key. Damage is
             only found in the first bytes of a file and in the metadata of a table.
-        ConfigError: A table lacks the column of a --record-key.
         MissingInputError, OSError: The URL or file does not exist, or cannot be read.
     """
     whole = recognise(path, settings)

@@ -120,6 +120,7 @@ class RecordBatch:
     dropped: Counter[str] = field(default_factory=Counter)  # number of records by reason
     numbers: int = 0  # record numbers that the batch uses; blank lines have numbers, too
     progress: float = 0.0  # share of the chunk that is read after this batch, 0 to 1
+    field_names: list[str] = field(default_factory=list)  # of its last record; outermost names only
 
     def add_value(self, value: object, number: int, *, raw: bytes, origin: Origin | None = None) -> None:
         """Add `value` with `add_text` if it is a string; otherwise reject record `number`, whose bytes are `raw`."""

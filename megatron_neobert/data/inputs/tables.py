@@ -6,6 +6,7 @@ are streamed. For Arrow with compressed buffers, one record batch of the column 
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, repeat
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.data.inputs.records import NULL_TEXT, TOO_LONG, Origin, ReadSettings, RecordBatch
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, is_url, named_errors, open_input
-from megatron_neobert.errors import ConfigError, DataError, suggestion
+from megatron_neobert.errors import DataError, suggestion
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,8 +37,7 @@ def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> 
     row group has more.
 
     Raises:
-        DataError: The footer is damaged, or the file has no text column --text-key.
-        ConfigError: The file lacks the column of a --record-key.
+        DataError: The footer is damaged, the file has no text column --text-key, or two columns of one name.
     """
     with _named_damage(chunk), ExitStack() as stack:
         groups = []
@@ -64,19 +64,20 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the texts of a Parquet or Arrow chunk, with their --record-key fields.
 
     Nulls and documents above `max_document_bytes` are in the `rejected` of their batch. A field without a column is
-    None. Raise DataError if the file is damaged, or has no text column --text-key.
+    None. Raise DataError if the file is damaged, has no text column --text-key, or two columns of one name.
     """
     keys, limit = settings.record_keys, settings.max_document_bytes
     batch, row = RecordBatch(), chunk.start
     with _named_damage(chunk):
-        for columns, progress in (_parquet_rows if chunk.format == "parquet" else _arrow_rows)(chunk, settings):
+        for columns, progress, names in (_parquet_rows if chunk.format == "parquet" else _arrow_rows)(chunk, settings):
+            batch.field_names = names
             fields = zip(*map(_python_values, columns[1:]), strict=True) if keys else repeat(())
             for raw, values in zip(_raw_values(columns[0]), fields, strict=False):
                 size = len(raw or b"")
                 is_full = batch.utf8_bytes + size > BATCH_BYTES or batch.numbers >= _LONGEST_BATCH_ROWS
                 if is_full and batch.numbers:
                     yield batch
-                    batch = RecordBatch(progress=batch.progress)
+                    batch = RecordBatch(progress=batch.progress, field_names=names)
                 if raw is None:
                     batch.reject(NULL_TEXT, row, "null", b"")
                 elif size > limit:
@@ -112,9 +113,14 @@ def _as_bytes(column: "pa.Array") -> "pa.Array":
 
 
 def _python_values(column: "pa.Array") -> list[Any]:
-    """Return a column's values: dates and times as texts, durations as integers, U+FFFD for invalid UTF-8."""
+    """Return a column's values: dates and times as texts, durations as integers, U+FFFD for invalid UTF-8.
+
+    A float of 32 bits becomes the shortest decimal number for it, so that a stored 0.7 equals 0.7.
+    """
     import pyarrow as pa
 
+    if column.type == pa.float32():
+        column = column.cast(pa.string()).cast(pa.float64())
     if pa.types.is_duration(column.type):
         column = column.cast(pa.int64())
     elif pa.types.is_temporal(column.type):
@@ -139,8 +145,8 @@ def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
         yield file
 
 
-def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
-    """Yield consecutive rows of the chunk in batches: the columns, and the share of the chunk read so far (0 to 1).
+def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float, list[str]]]":
+    """Yield consecutive rows in batches: columns, share of the chunk read so far (0 to 1), names of the file's columns.
 
     The columns are one array for --text-key, then one for each --record-key. Raise DataError if rows are missing at the
     end or --text-key is no text column.
@@ -148,7 +154,7 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[
     import pyarrow as pa
 
     with _open_parquet(chunk.path) as file:
-        columns = _find_columns(chunk.path, file.schema_arrow, settings, allow_missing=True)
+        columns = _find_columns(chunk.path, file.schema_arrow, settings)
         end, row = file.metadata.num_rows if chunk.end is None else chunk.end, chunk.start
         numbers = range(file.num_row_groups)
         first_rows = list(accumulate((file.metadata.row_group(number).num_rows for number in numbers), initial=0))
@@ -158,7 +164,8 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[
         keys = [".".join(path) for path, _ in columns if path]
         for batch in file.iter_batches(batch_rows, groups, columns=keys, use_threads=False):
             row += batch.num_rows
-            yield [_take_column(batch, path) for path, _ in columns], (row - chunk.start) / (end - chunk.start)
+            arrays = [_take_column(batch, path) for path, _ in columns]
+            yield arrays, (row - chunk.start) / (end - chunk.start), file.schema_arrow.names
         if row < end:
             raise DataError(f"{chunk.path}: damaged parquet file (row {row} of {end} is missing); fetch the file again")
 
@@ -186,26 +193,29 @@ def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
         yield source, pa.ipc.open_file if is_file else pa.ipc.open_stream, size
 
 
-def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float]]":
-    """Yield rows in batches: arrays of --text-key and each --record-key, and the share of the file read (0 to 1)."""
+def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float, list[str]]]":
+    """Yield rows in batches, as `_parquet_rows` does."""
     import pyarrow as pa
 
     with _open_arrow(chunk.path) as (source, open_reader, size):
         schema = open_reader(source).schema
-        paths = [path for path, _ in _find_columns(chunk.path, schema, settings, allow_missing=True)]
+        paths = [path for path, _ in _find_columns(chunk.path, schema, settings)]
         # Other columns would be decompressed.
         fields = sorted({schema.get_field_index(path[0]) for path in paths if path})
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         source.seek(0)
         reader = open_reader(source, options=options)
         is_stream = open_reader is pa.ipc.open_stream
-        for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
+        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+        for number, batch in enumerate(batches, start=1):
             batch.validate()  # a damaged batch could crash the process
             columns = [_take_column(batch, path) for path in paths]
             for column in columns:
                 _check_offsets(column)
             for first in range(0, batch.num_rows, _ENCODED_ROWS):
-                yield [column[first : first + _ENCODED_ROWS] for column in columns], source.tell() / size
+                arrays = [column[first : first + _ENCODED_ROWS] for column in columns]
+                progress = source.tell() / size if is_stream else number / reader.num_record_batches
+                yield arrays, progress, schema.names
 
 
 def _check_offsets(column: "pa.Array") -> None:
@@ -253,18 +263,16 @@ def _take_column(batch: "pa.RecordBatch", path: Sequence[str]) -> "pa.Array":
     return pc.struct_field(column, list(path[1:])) if path[1:] else column
 
 
-def _find_columns(
-    path: str, schema: "pa.Schema", settings: ReadSettings, *, allow_missing: bool = False
-) -> "list[tuple[list[str], pa.DataType]]":
+def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "list[tuple[list[str], pa.DataType]]":
     """Return (path, type) of the column of --text-key, and then of the column of each --record-key.
 
     A path has the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
-    named `a.b` takes precedence over the field `b` of the struct `a`. With `allow_missing`, the path of a --record-key
-    without a column is empty.
+    named `a.b` takes precedence over the field `b` of the struct `a`. The path of a --record-key without a column is
+    empty.
 
     Raises:
-        DataError: The file `path` has no column --text-key, or its type is neither text nor null.
-        ConfigError: The file lacks the column of a --record-key. --quarantine does not leave out such a file.
+        DataError: The file `path` has no column --text-key, its type is neither text nor null, or a key has several
+            columns.
     """
     import pyarrow as pa
 
@@ -277,19 +285,21 @@ def _find_columns(
             queue += [([*names, field.name], field.type) for field in arrow_type]
     texts = [name for name, (_, arrow_type) in columns.items() if _is_text(arrow_type)]
     remedy = f" its text columns: {', '.join(texts) or 'none'}; choose one with --text-key"
-    key, record_keys = settings.text_key, settings.record_keys or ()
+    key = settings.text_key
     if key not in columns:
         raise DataError(f"{path} has no column '{key}'{suggestion(key, texts, otherwise=';')}{remedy}")
     key_type = columns[key][1]
     if not _is_text(key_type) and not pa.types.is_null(key_type):
         raise DataError(f"{path}: column '{key}' has type {key_type}, not string;{remedy}")
-    for name in record_keys:
-        if name not in columns and not allow_missing:
-            raise ConfigError(
-                f"{path} has no column '{name}'{suggestion(name, columns, otherwise=';')} its columns: "
-                f"{', '.join(columns)}; choose one with --record-key"
+    found = [columns.get(name, ([], pa.null())) for name in (key, *(settings.record_keys or ()))]
+    counts = Counter(tuple(names) for names, _ in queue)
+    for repeated in (tuple(names[:end]) for names, _ in found for end in range(1, len(names) + 1)):
+        if counts[repeated] > 1:
+            raise DataError(
+                f"{path} has {counts[repeated]} columns '{'.'.join(repeated)}', as joins of tables write them; rename "
+                "or remove all but one"
             )
-    return [columns.get(name, ([], pa.null())) for name in (key, *record_keys)]
+    return found
 
 
 def _is_text(arrow_type: Any) -> bool:

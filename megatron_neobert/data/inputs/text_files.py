@@ -55,7 +55,7 @@ def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
 def _read_objects(records: Records, first_number: int, settings: ReadSettings) -> RecordBatch:
     """Return a batch of JSON lines, malformed ones in `rejected`. Blank lines are skipped, but have a number."""
-    batch = RecordBatch(numbers=len(records))
+    batch, fields = RecordBatch(numbers=len(records)), dict[str, object]()
     key, keys = settings.text_key, settings.record_keys
     get_text = partial(_look_up, key=key) if "." in key else itemgetter(key)
     for number, line in enumerate(records, first_number):
@@ -67,6 +67,8 @@ def _read_objects(records: Records, first_number: int, settings: ReadSettings) -
             continue
         origin = None if keys is None else _origin(record, number, keys)
         batch.add_value(text, number, raw=line, origin=origin)  # type: ignore[arg-type]  # line is not a TooLong
+        fields = record
+    batch.field_names = list(fields)
     return batch
 
 

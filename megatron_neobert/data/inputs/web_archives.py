@@ -1,11 +1,13 @@
 """Read web archives: WARC (HTTP responses) and WET (texts that were extracted from pages).
 
 This module splits the archive into records by their Content-Length, to detect truncated archives, which no library
-does. If no record begins where the previous record ends, the archive is damaged. fastwarc decodes the HTTP response,
+does. If no record begins where the previous record ends, the archive is damaged. fastwarc parses the HTTP headers,
 and resiliparse extracts the main text of an HTML page.
 """
 
 import io
+import re
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
@@ -28,6 +30,12 @@ _LONGEST_LENGTH_DIGITS = 18  # every number of 18 digits fits into int64
 _ENDS_WITHIN = "it ends within a record"
 _LONGEST_BATCH_RECORDS = 1024  # in one RecordBatch
 _HTML = ("text/html", "application/xhtml+xml")
+_PAGE = re.compile(rb"\s*<(!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+_CHUNK_HEADER = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+# Control characters without white space and escape. A tenth of compressed bytes are such characters.
+_CONTROL = bytes({*range(32)} - {*b"\t\n\r\f\v\x1b"})
+_LARGEST_CONTROL_SHARE = 0.02
 _WARC_HEADER = b"WARC/1.0\r\nWARC-Type: response\r\nContent-Type: application/http\r\nContent-Length: %d\r\n\r\n"
 # Extraction of the main text takes time proportional to the square of the nesting depth: 0.07 s for this depth, 300 s
 # for a depth of 100,000.
@@ -55,6 +63,7 @@ def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):
                 _add_record(batch, record, number, settings)
                 batch.numbers += 1
+                batch.field_names = [name.decode("latin-1") for name in record.headers]
                 batch_bytes = batch.utf8_bytes + sum(len(rejected.raw) for rejected in batch.rejected)
                 if batch_bytes >= BATCH_BYTES or batch.numbers >= _LONGEST_BATCH_RECORDS:
                     batch.progress = stream.progress
@@ -92,26 +101,36 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, 
     """Add the text of an HTTP response (`block`: status line, headers, body) to the batch, or drop or reject it.
 
     A response whose status is not 200, or whose content is neither HTML nor text, is dropped. A malformed response, and
-    a response whose decoded body is longer than `limit` bytes, is rejected.
+    a response whose decoded body is longer than `limit` bytes, is rejected. A truncated body is read as far as it goes.
     """
     from fastwarc.warc import WarcRecord
 
     try:
         record = WarcRecord.from_bytes(_WARC_HEADER % len(block) + block)
-        record.parse_http(auto_decode="all")
+        record.parse_http(quirks_mode=True)  # accepts lines that end without a carriage return
         status = record.http_headers.status_code if record.http_headers else None
         if status is None:
             return batch.reject(MALFORMED_RECORD, number, "no HTTP status", block)
         if status != 200:
             batch.dropped[HTTP_STATUS] += 1
             return None
+        headers = {name.lower(): value.lower() for name, value in record.http_headers.astuples()}
+        body = record.reader.read()
+        if "chunked" in headers.get("transfer-encoding", ""):
+            body = join_chunks(body)
         content_type = (record.http_content_type or "").lower()
+        if not headers.get("content-type") and _PAGE.match(body):
+            content_type = _HTML[0]
         if content_type not in (*_HTML, "text/plain"):
             batch.dropped[NOT_HTML] += 1
             return None
-        body = record.reader.read(limit + 1)
+        for encoding in reversed(headers.get("content-encoding", "").split(",")):
+            body = decompress(body, encoding.strip(), limit=limit)
     except OSError as error:  # fastwarc cannot parse the response
         return batch.reject(MALFORMED_RECORD, number, f"HTTP: {error}", block)
+    encodings, text_bytes = headers.get("content-encoding"), len(body.translate(None, _CONTROL))
+    if encodings and text_bytes < (1 - _LARGEST_CONTROL_SHARE) * len(body) and not body.startswith(_UTF_16):
+        return batch.reject(MALFORMED_RECORD, number, f"HTTP: neither {encodings} nor text", block)
     if len(body) > limit:
         return batch.reject(TOO_LONG, number, f"more than {limit:,} bytes", block)
     text = decode_page(body, record.http_charset, is_html=content_type in _HTML)
@@ -121,6 +140,44 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, 
         except ValueError as error:
             return batch.reject(MALFORMED_RECORD, number, f"HTML: {error}", block)
     return batch.add_text(text, origin=origin)
+
+
+def join_chunks(body: bytes) -> bytes:
+    """Return a body whose `Transfer-Encoding` is chunked as one piece.
+
+    Archives often store the joined body under the header of the server, so a body without chunks is returned as it is.
+    """
+    chunks, at = [], 0
+    while (header := _CHUNK_HEADER.match(body, at)) and (size := int(header[1], 16)):
+        at = header.end() + size
+        chunks.append(body[header.end() : at])
+        at += len(b"\r\n") if body.startswith(b"\r\n", at) else 0
+    return b"".join(chunks) if chunks or header else body
+
+
+def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
+    """Return up to `limit` + 1 decompressed bytes of a body with this `Content-Encoding`.
+
+    Archives often store the decompressed body under the header of the server, so a body that cannot be decompressed is
+    returned as it is. Of a truncated body, the part before its end is returned.
+    """
+    content = b""
+    if encoding == "br":
+        from fastwarc.stream_io import BrotliReader
+
+        with suppress(OSError):
+            content = BrotliReader(io.BytesIO(body)).read(limit + 1)
+    elif encoding == "zstd":
+        from backports import zstd
+
+        with suppress(zstd.ZstdError):
+            content = zstd.ZstdDecompressor().decompress(body, limit + 1)
+    elif encoding in ("gzip", "x-gzip", "deflate"):
+        # 47: a gzip or zlib header; -15: none, which some servers call deflate.
+        for window_bits in (47, -15):
+            with suppress(zlib.error):
+                content = content or zlib.decompressobj(window_bits).decompress(body, limit + 1)
+    return content or body
 
 
 def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> str:
@@ -136,7 +193,7 @@ def decode_page(body: bytes, charset: str | None, *, is_html: bool) -> str:
     if b"\0" not in body and b"\x1b" not in body:
         with suppress(UnicodeDecodeError):
             return body.decode("utf-8-sig")
-    encoding = "utf-16" if body.startswith((b"\xff\xfe", b"\xfe\xff")) else None
+    encoding = "utf-16" if body.startswith(_UTF_16) else None
     encoding = encoding or map_encoding_to_html5(charset or "", fallback_utf8=False)
     encoding = encoding or detect_encoding(body, from_html_meta=is_html) or "utf-8"
     return body.decode(encoding, errors="replace")

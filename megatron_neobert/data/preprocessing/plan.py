@@ -184,8 +184,8 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
         OutputError: The corpus exists, and the settings neither resume nor overwrite.
         DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. The
             message names all such files. With --quarantine, this is only an error if all input files are damaged.
-        ConfigError: A table lacks a --record-key column, two URLs have the same label, a filter cannot be loaded, or
-            --tokenizer-backend fast cannot be used.
+        ConfigError: Two URLs have the same label, a filter cannot be loaded, or --tokenizer-backend fast cannot be
+            used.
         OSError: An input file cannot be read.
         MissingPackageError, ModuleNotFoundError: A URL or a SentencePiece model needs a package that is not installed.
     """
@@ -195,20 +195,15 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
     paths = find_inputs(settings.inputs)
 
-    # A filter may set fields that no input file has.
-    read = replace(settings.read, record_keys=()) if settings.filter else settings.read
-
-    def split(path: str) -> list[Chunk] | DataError | ConfigError:
+    def split(path: str) -> list[Chunk] | DataError:
         try:
-            return split_into_chunks(path, read)
-        except (DataError, ConfigError) as error:
+            return split_into_chunks(path, settings.read)
+        except DataError as error:
             return error
 
     with ThreadPoolExecutor(_PLANNING_THREADS) as threads:
         versions = dict(zip(paths, threads.map(input_version, paths), strict=True))
         results = dict(zip(paths, threads.map(split, paths), strict=True))
-    if problems := [str(error) for error in results.values() if isinstance(error, ConfigError)]:
-        raise ConfigError(problems)
     plan = Plan(
         settings=settings,
         files=settings.files,

@@ -8,22 +8,22 @@ from unit.data.small_corpus import write_attributes, write_vocabulary
 from megatron_neobert.config.data_path import curve_names
 from megatron_neobert.config.schema import DataConfig
 from megatron_neobert.data.batches.inputs import open_inputs
-from megatron_neobert.data.corpus.attributes import ChosenDocuments
 from megatron_neobert.data.corpus.drop_list import write_drop_list
 from megatron_neobert.errors import DataError, MissingInputError
 
 
 @pytest.fixture
 def place(tmp_path):
-    """Two corpora of one tokenizer: `run` for training, and the documents that --split-validation held out of it."""
+    """Two corpora of one tokenizer: `run` for training and `held_out` for validation."""
     place = Workspace(tmp_path)
-    place.add_texts("a.jsonl", *("hello " * count for count in range(1, 201)))
-    place.run(split_validation=0.2)
+    for name, counts in (("run", range(1, 161)), ("held_out", range(85, 125))):
+        place.add_texts(f"{name}.jsonl", *("hello " * count for count in counts))
+        place.run(name, inputs=(str(place.inputs / f"{name}.jsonl"),))
     return place
 
 
-def prefix(place, name="run", end=""):
-    return str(place.folder / "out" / f"{name}_content_document{end}")
+def prefix(place, name="run"):
+    return str(place.folder / "out" / f"{name}_content_document")
 
 
 def settings(place, *data_path, **changes):
@@ -35,19 +35,18 @@ def numbers(source):
 
 
 def test_with_a_corpus_for_validation_all_documents_of_the_other_are_for_training(place):
-    held_out = place.corpus(end="_validation")
+    held_out = place.corpus("held_out")
     inputs = open_inputs(settings(place, valid_data_path=(str(held_out.prefix),), split="3,1"))
-    (training,), (validation,) = inputs.training, inputs.validation["run_content_document_validation"]
-    assert training.documents == range(len(place.corpus()))
-    assert validation.documents == range(len(held_out))
+    (training,), (validation,) = inputs.training, inputs.validation["held_out_content_document"]
+    assert numbers(training) == list(range(160))
+    assert numbers(validation) == list(range(40))
     assert validation.corpus.manifest == held_out.manifest != training.corpus.manifest
-    assert len(training.corpus) + len(validation.corpus) == 200
 
 
 def test_validation_curves_are_named_after_their_corpus_and_conditions_or_numbered(place):
-    held_out = place.corpus(end="_validation")
+    held_out = place.corpus("held_out")
     inputs = open_inputs(settings(place, valid_data_path=(str(held_out.prefix), f"{held_out.prefix}:min=100")))
-    assert list(inputs.validation) == [f"run_content_document_validation{end}" for end in ("", "_min_100")]
+    assert list(inputs.validation) == [f"held_out_content_document{end}" for end in ("", "_min_100")]
     lengths = held_out.lengths_of(np.arange(len(held_out)))
     counts = [len(source.documents) for (source,) in inputs.validation.values()]
     assert counts == [len(held_out), sum(lengths >= 100)]
@@ -74,25 +73,23 @@ def test_a_blend_splits_every_component_alike_and_then_chooses_by_length(place):
     )
     corpus = inputs.training[0].corpus
     lengths = corpus.lengths_of(np.arange(len(corpus)))
-    boundary = round(len(corpus) * 3 / 4)
+    held_out = range(2, len(corpus), 4)
     limits = ((1, 10_000), (100, 10_000), (130, 180))
     for sources, documents in (
-        (inputs.training, range(boundary)),
-        (inputs.validation["split"], range(boundary, len(corpus))),
+        (inputs.training, [number for number in range(len(corpus)) if number not in held_out]),
+        (inputs.validation["split"], held_out),
     ):
         assert [source.weight for source in sources] == [1, 2, 2]
         assert all(source.corpus is corpus for source in sources)
         for source, (least, most) in zip(sources, limits, strict=True):
             assert numbers(source) == [n for n in documents if least <= lengths[n] <= most]
-    assert isinstance(inputs.training[0].documents, range)
-    assert isinstance(inputs.training[1].documents, ChosenDocuments)
     assert len(inputs.description) == 3
     assert f"{path}:min=100: {len(inputs.training[1].documents)} of {len(corpus)} docu" in (inputs.description[1])
 
 
 def test_the_identity_of_a_blend_depends_on_contents_weights_and_limits_but_not_on_paths(place):
-    path, copy, held_out = prefix(place), prefix(place, "copy"), prefix(place, end="_validation")
-    place.run("copy", split_validation=0.2)
+    path, copy, held_out = prefix(place), prefix(place, "copy"), prefix(place, "held_out")
+    place.run("copy", inputs=(str(place.inputs / "run.jsonl"),))
 
     def identity(*data_path):
         return open_inputs(settings(place, *data_path, split="1")).identities
@@ -144,8 +141,10 @@ def test_drop_lists_that_are_missing_drop_everything_or_belong_to_another_corpus
     count = len(place.corpus())
     with pytest.raises(DataError, match=rf"drop=.*/list: none of the {count:,} documents for training is chosen"):
         open_inputs(settings(place, everything, split="1"))
-    other = place.corpus(end="_validation").prefix
-    with pytest.raises(DataError, match=r"drop list .*list is for .*/run_content_document \(.* but .*_validation is"):
+    other = place.corpus("held_out").prefix
+    with pytest.raises(
+        DataError, match=r"drop list .*list is for .*/run_content_document \(.* but .*held_out_content_document is"
+    ):
         open_inputs(settings(place, f"{other}:drop={place.folder / 'list'}", split="1"))
     with pytest.raises(MissingInputError, match="drop list nowhere: no such file"):
         open_inputs(settings(place, f"{other}:drop=nowhere", split="1"))

@@ -1,10 +1,11 @@
 import sys
+from itertools import chain
 
 import numpy as np
 import pytest
 from unit.data.corpus.memory_corpus import web_like_lengths
 
-from megatron_neobert.data.batches.order import DocumentOrder, permute, split_ranges
+from megatron_neobert.data.batches.order import DocumentOrder, permute, split_documents
 from megatron_neobert.data.batches.packing import ADDED_TOKENS, Documents, Segments, cut_documents, pack_segments
 
 
@@ -56,28 +57,54 @@ def test_a_window_has_a_few_documents_of_many_blocks_and_few_blocks_are_new():
     assert 50 < len(spread) <= 64 and (min(spread), max(spread)) >= (100, 155)
 
 
-@pytest.mark.parametrize(
-    ("split", "bounds"),
-    [
-        ("100", [(0, 1000)]),
-        ("99,1", [(0, 990), (990, 1000)]),
-        ("969,30,1", [(0, 969), (969, 999), (999, 1000)]),
-        ("1,0,1", [(0, 500), (500, 500), (500, 1000)]),
-        ("0.95, 0.05", [(0, 950), (950, 1000)]),
-    ],
-)
-def test_documents_are_split_into_contiguous_ranges_by_weight(split, bounds):
-    assert split_ranges(1000, split) == [range(start, stop) for start, stop in bounds]
+def numbers(part):
+    return part.numbers(np.arange(len(part))).tolist()
+
+
+@pytest.mark.parametrize("split", ["100", "99,1", "969,30,1", "1,0,1", "1,1", "0.2, 0.7, 0.1", "0,1,1"])
+@pytest.mark.parametrize("documents", [1000, 1997])
+def test_parts_of_a_split_have_every_document_once_in_ascending_order_and_are_spread_evenly(split, documents):
+    parts = list(map(numbers, split_documents(documents, split)))
+    assert sorted(chain(*parts)) == list(range(documents))
+    assert all(part == sorted(part) for part in parts)
+    for part in filter(None, parts):
+        # Any run of m documents has its share of each part, up to two documents: one for each choice.
+        before = np.searchsorted(part, np.arange(documents + 1))
+        share = len(part) / documents * np.arange(documents + 1)
+        assert np.abs(before - share).max() < 2
+
+
+def test_each_hundredth_document_is_held_out_by_99_1():
+    training, validation = split_documents(1000, "99,1")
+    assert numbers(validation) == list(range(50, 1000, 100))
+    assert numbers(training)[48:52] == [48, 49, 51, 52]
+
+
+@pytest.mark.parametrize("split", ["99,1", "1,2", "98,1,1"])
+def test_numbers_of_a_trillion_documents_are_exact(split):
+    """Against Python's integers, which have no limit."""
+    documents = 10**12 - 7
+    sizes = split_documents(documents, split)[0].sizes
+    later = documents - sizes[0]
+    for index in (0, 1, 12_345_678, sizes[0] // 3, sizes[0] - 1):
+        (number,) = split_documents(documents, split)[0].numbers(np.array([index]))
+        assert number == ((2 * index + 1) * documents - 1) // (2 * sizes[0])
+        if index < sizes[1] and len(sizes) == 2:
+            (held_out,) = split_documents(documents, split)[1].numbers(np.array([index]))
+            assert held_out == (2 * index + 1) * documents // (2 * later)
+    for part in split_documents(documents, split):
+        first_and_last = part.numbers(np.array([0, len(part) - 1]))
+        assert 0 <= first_and_last[0] < first_and_last[1] < documents
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="megatron.core 0.19 rounds some bounds differently")
-def test_ranges_equal_those_of_megatron():
+def test_sizes_equal_those_of_megatron():
     config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
     for split in ("99,1", "969,30,1", "1,1,1", "0.7,0.2,0.1", "98,1,1"):
         matrix = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
         for documents in (1000, 1997, 12_345, 968_000_015):
-            expected = [range(*(round(end * documents) for end in ends)) for ends in matrix if ends is not None]
-            assert split_ranges(documents, split) == expected
+            bounds = [[round(end * documents) for end in ends] for ends in matrix if ends is not None]
+            assert list(map(len, split_documents(documents, split))) == [stop - start for start, stop in bounds]
 
 
 def as_set(segments: Segments) -> set[tuple[int, ...]]:

@@ -23,7 +23,17 @@ def join(folder, *chunks):
     [
         ([1, None], [2], pa.int64(), [1, None, 2]),
         ([1, 2.5], [None], pa.float64(), [1.0, 2.5, None]),
-        ([2**70], [1], pa.float64(), [2.0**70, 1.0]),
+        # Integers never change: beyond 64 bits or beside fractions they become texts, beside whole floats they stay.
+        ([2**63 + 1025], [1], pa.string(), [str(2**63 + 1025), "1"]),
+        ([2**63 - 1, -(2**63)], [1], pa.int64(), [2**63 - 1, -(2**63), 1]),
+        ([2**60 + 1, 2.0], [3], pa.int64(), [2**60 + 1, 2, 3]),
+        ([2**60 + 1], [2.0, None], pa.int64(), [2**60 + 1, 2, None]),
+        ([2.0, None], [-(2**63)], pa.int64(), [2, None, -(2**63)]),
+        ([2**60 + 1], [2.5], pa.string(), [str(2**60 + 1), "2.5"]),
+        ([2**60 + 1], [1e300], pa.string(), [str(2**60 + 1), "1e+300"]),
+        ([2**53, 1], [2.5, float("inf")], pa.float64(), [2.0**53, 1.0, 2.5, float("inf")]),
+        ([2**53 + 1, 2.5], [], pa.string(), [str(2**53 + 1), "2.5"]),
+        ([np.float32(0.7), np.float16(0.1)], [], pa.float64(), [0.7, 0.1]),
         ([10**400], [1], pa.string(), ["1" + "0" * 400, "1"]),
         ([float("nan"), 1.0], [], pa.float64(), [None, 1.0]),
         ([True, None], [np.bool_(False)], pa.bool_(), [True, None, False]),

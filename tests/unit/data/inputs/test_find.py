@@ -9,6 +9,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFile
 from unit.data.inputs.reading import TEXTS, texts_of
 
 from megatron_neobert.data.inputs.find import find_inputs, input_label
@@ -125,6 +126,20 @@ def test_urls_of_files_folders_and_globs_keep_their_full_address(memory):
     assert find_inputs(["memory:///bucket/*.jsonl"]) == [a, b]
     assert find_inputs(["memory:///bucket/**/*.jsonl"]) == [a, b, c]
     assert find_inputs(["memory://bucket/b.jsonl"]) == ["memory://bucket/b.jsonl"]
+
+
+def test_objects_that_mark_folders_are_no_files(memory):
+    """S3's console and Spark write objects of zero bytes whose names end with "/", and file systems find them."""
+    memory.pipe("/bucket/deep/c.jsonl", b'{"content": "x"}')
+    for marker in ("/bucket/", "/bucket/deep/"):
+        memory.store[marker] = MemoryFile(memory, marker)
+    try:
+        assert {"/bucket/", "/bucket/deep/"} <= {*memory.find("/bucket")}
+        for pattern in ("memory:///bucket", "memory:///bucket/*", "memory:///bucket/deep/", "memory:///bucket/**"):
+            assert find_inputs([pattern]) == ["memory:///bucket/deep/c.jsonl"]
+    finally:
+        for marker in ("/bucket/", "/bucket/deep/"):
+            del memory.store[marker]
 
 
 def test_urls_are_read_like_files(memory, tmp_path):

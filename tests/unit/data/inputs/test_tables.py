@@ -109,6 +109,31 @@ def test_nested_column_is_read_unless_a_column_has_the_whole_name_and_a_missing_
     assert texts_of(tmp_path / "input", text_key="data.text") == ["literal"] * 3
 
 
+@pytest.mark.parametrize(
+    ("names", "keys", "problem"),
+    [
+        (["content", "url", "content"], ("url",), "2 columns 'content'"),
+        (["lang", "content", "lang", "lang"], ("lang",), "3 columns 'lang'"),
+        (["content", "meta", "meta"], ("meta.lang",), "2 columns 'meta'"),
+        (["content", "twice"], ("twice.lang",), "2 columns 'twice.lang'"),
+        (["lang", "content", "lang"], ("url",), None),
+    ],
+    ids=str,
+)
+def test_a_key_of_several_columns_is_refused_by_name_and_other_repeated_columns_do_not_matter(
+    tmp_path, write, names, keys, problem
+):
+    pair = pa.array([{"lang": "en"}])
+    twice = pa.StructArray.from_arrays([pa.array(["en"]), pa.array(["de"])], ["lang", "lang"])
+    columns = [{"meta": pair, "twice": twice}.get(name, pa.array([f"{name} of {n}"])) for n, name in enumerate(names)]
+    write(tmp_path / "input", pa.Table.from_arrays(columns, names))
+    if problem is None:
+        assert texts_of(tmp_path / "input", record_keys=keys) == ["content of 1"]
+        return
+    with pytest.raises(DataError, match=f"input has {problem}, as joins of tables write them; rename or remove"):
+        split_into_chunks(str(tmp_path / "input"), ReadSettings(record_keys=keys))
+
+
 def test_large_row_group_is_streamed(tmp_path):
     values = [f"{number} " + "x" * 10_000 for number in range(4000)]
     path = tmp_path / "input"

@@ -122,20 +122,6 @@ def test_filters_that_cannot_be_used_are_refused_by_the_plan(workspace, monkeypa
         plan_preprocessing(workspace.settings(filter=tuple(names), record_keys=()))
 
 
-@pytest.mark.parametrize("write", [write_parquet, write_arrow])
-def test_missing_column_of_a_record_key_is_refused_by_the_plan_and_never_quarantined(workspace, write):
-    write_lines(workspace)
-    for name in ("b", "c"):
-        write(workspace)
-        next(workspace.inputs.glob("a.[!j]*")).rename(workspace.inputs / f"{name}.table")
-    with pytest.raises(ConfigError) as caught:
-        plan_preprocessing(workspace.settings(quarantine=True, record_keys=("url",)))
-    columns = "content, language, score" if write is write_parquet else "language, content"
-    message = f"has no column 'url'; its columns: {columns}; choose one with --record-key"
-    assert caught.value.problems == [f"{workspace.inputs / name}.table {message}" for name in ("b", "c")]
-    assert not (workspace.folder / "out").exists()
-
-
 def test_command_and_dry_run_apply_filters(workspace, filters):
     write_lines(workspace)
     command = ["--input", workspace.inputs, "--output-prefix", workspace.folder / "P"]

@@ -115,6 +115,46 @@ def test_a_filter_sets_an_attribute_that_no_input_has_and_a_blend_by_it_is_print
     assert call("inspect data", corpus.prefix, "--blend-by", "language")[0] == 2
 
 
+@pytest.mark.parametrize("write", [write_lines, pq.write_table, feather.write_feather])
+@pytest.mark.parametrize("key", ["lnag", "meta", "meta.land"])
+def test_an_absent_field_is_a_missing_value_in_every_format_and_a_key_without_any_value_is_warned_of(
+    tmp_path, write, key
+):
+    workspace = Workspace(tmp_path)
+    write(pa.table({"content": ["hello"], "meta": [{"lang": "en"}]}), workspace.inputs / "a")
+    write(pa.table({"content": ["world"]}), workspace.inputs / "b")
+    arguments = ["--input", workspace.inputs, "--tokenizer-model", workspace.vocab, "--output-prefix", tmp_path / "P"]
+    warning = f"no value of --record-key {key} in 2 documents from 2 chunks"
+    code, output, errors = call("preprocess", *arguments, "--record-key", key, "--record-key", "meta.lang", "--dry-run")
+    assert code == 0 and warning in errors and "The records have content, meta\n" in errors
+    assert f"keys  {key}=None, meta.lang='en'" in output
+    code, _, errors = call("preprocess", *arguments, "--record-key", key, "--record-key", "meta.lang")
+    assert code == 0 and warning in errors
+    columns = pq.read_table(tmp_path / "P_content_document.attributes.parquet").to_pydict()
+    assert columns["meta_lang"] == ["en", None] and set(columns[key.replace(".", "_")]) == {None}
+    code, _, errors = call("preprocess", *arguments, "--record-key", "meta.lang", "--overwrite")
+    assert code == 0 and "--record-key" not in errors
+
+
+def test_numbers_of_tables_keep_their_identity(workspace):
+    """Ids of 64 bits without a sign, ids that pandas wrote as floats in one file, and floats of 32 bits."""
+    ids = [2**63 + 1025, 2**63 + 1, 5]
+    for path in workspace.inputs.iterdir():
+        path.unlink()
+    columns = {"content": ["hello"] * 3, "score": pa.array([0.7, 0.69, 0.71], pa.float32())}
+    unsigned = {"unsigned": pa.array(ids, pa.uint64()), "id": pa.array([2**60 + 1, 2, 3])}
+    pq.write_table(pa.table(columns | unsigned), workspace.inputs / "a.parquet")
+    pq.write_table(pa.table(columns | {"id": pa.array([7.0, None, 9.0])}), workspace.inputs / "b.parquet")
+    workspace.run(record_keys=("score", "unsigned", "id"))
+    corpus = workspace.corpus()
+    table = pq.read_table(corpus.files.attributes)
+    assert table["unsigned"].to_pylist() == [*map(str, ids), None, None, None]
+    assert (table["id"].type, table["id"].to_pylist()) == (pa.int64(), [2**60 + 1, 2, 3, 7, None, 9])
+    for expression, expected in (("score>=0.7", [0, 2, 3, 5]), (f"id=={2**60 + 1}", [0]), (f"id=={2**60}", [])):
+        chosen = ChosenDocuments(choose_documents(corpus, [expression]), range(6))
+        assert chosen.numbers(np.arange(len(chosen))).tolist() == expected
+
+
 def test_attributes_have_the_same_bytes_for_any_number_of_workers_and_a_split_keeps_all(workspace):
     for name, workers in (("one", 1), ("two", 2)):
         workspace.run(name, record_keys=("meta.from",), deduplicate="exact", split_validation=0.3, workers=workers)
