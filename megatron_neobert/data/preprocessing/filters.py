@@ -46,7 +46,7 @@ class FilterSource(NamedTuple):
         return f"{Path(self.file).stem}:{self.function}"
 
 
-def find_filters(names: Sequence[str], *, flag: str = "--filter") -> tuple[FilterSource, ...]:
+def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
     """Import the functions given as FILE.py:FUNCTION, and return one FilterSource for each, in the same order.
 
     Raise ConfigError if a file cannot be imported, its function is missing or not callable, or two labels are equal.
@@ -61,7 +61,7 @@ def find_filters(names: Sequence[str], *, flag: str = "--filter") -> tuple[Filte
                 raise TypeError(f"{function} is not a function")
         except Exception as error:  # importing the file may raise anything
             raise ConfigError(
-                f"{flag} {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
+                f"--filter {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
             ) from error
         if source.label in (earlier.label for earlier in sources):
             raise ConfigError(
