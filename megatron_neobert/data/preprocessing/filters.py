@@ -59,7 +59,8 @@ def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
             source = FilterSource(str(file), function, sha256_of(file))
             if not callable(load_filter(source)):
                 raise TypeError(f"{function} is not a function")
-        except Exception as error:  # importing the file may raise anything
+        # Importing the file may raise anything. A script that ends in sys.exit(main()) would end this command.
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"--filter {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
             ) from error
@@ -117,7 +118,7 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
                     if not isinstance(value := getattr(result, name), kind):
                         found = type(value).__name__
                         raise TypeError(f"returned a record whose {name} is {found} instead of {kind.__name__}")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 detail = f"{label}: {type(error).__name__}: {error}"
                 filtered.reject(FILTER_FAILED, origin.number, detail, text.encode())
                 break
