@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.cli import option
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
-from megatron_neobert.huggingface.checks import MODELING_FILE, check_folder
+from megatron_neobert.huggingface.checks import MODELING_FILE, check_folder, refuse_outside
 from megatron_neobert.huggingface.hub import find_model
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
@@ -216,7 +216,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
     Raises:
         MissingInputError: The model has no config.json or no tokenizer.json.
-        ConversionError: A file of the model refers to something outside of its folder.
+        ConversionError: A file of the model is a link out of its folder, or refers to something outside of it.
     """
     from checkpoint_conversion.export import modeling_source
 
@@ -224,6 +224,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
         raise MissingInputError(f"{model} has no tokenizer.json, which users of the graph need; add it.")
     for pattern in (*_COMPANIONS, *(_MODULES if task == "feature-extraction" else ())):
         for path in filter(Path.is_file, model.glob(pattern)):
+            refuse_outside(path, model)
             target = folder / path.relative_to(model)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)

@@ -29,10 +29,6 @@ COMMANDS = {
         "preprocess": (f"{COMMON}.preprocess_data:preprocess_data", "tokenize raw text into a corpus (.bin and .idx)"),
         "validate": (f"{DATA}.corpus.inspection:validate", "check the files of a corpus"),
         "inspect data": (f"{DATA}.corpus.inspection:inspect_data", "show a summary or single documents of a corpus"),
-        "add-attributes": (
-            f"{DATA}.preprocessing.add_attributes:print_added_attributes",
-            "add attributes to a corpus by a function",
-        ),
         "adopt": (f"{DATA}.corpus.adoption:adopt_corpora", "use corpora of Megatron-LM without copying them"),
         "find-overlaps": (
             f"{DATA}.deduplication.overlaps:print_overlaps",

@@ -47,6 +47,7 @@ from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, writ
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import ContrastiveOptions
 from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.huggingface.checks import refuse_outside
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
 from megatron_neobert.text import parse_json
@@ -320,6 +321,7 @@ def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
     config = parse_json((source / "config.json").read_text(encoding="utf-8"))
     for name in {str(path).split("--")[-1].split(".")[0] for path in config.get("auto_map", {}).values()}:
         if (source / f"{name}.py").is_file():
+            refuse_outside(source / f"{name}.py", source)
             shutil.copyfile(source / f"{name}.py", temporary / f"{name}.py")
     shutil.rmtree(final, ignore_errors=True)
     temporary.replace(final)

@@ -83,7 +83,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a folder.
+    """Return the tokenizer of a folder, without its chat template, which is a program.
 
     Raises:
         MissingInputError: The folder does not exist, or has no config.json or no tokenizer.
@@ -96,7 +96,9 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} has no tokenizer; copy one of these files into it: {', '.join(TOKENIZER_FILES)}."
         )
     with loading(folder, "a tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    tokenizer.chat_template = None
+    return tokenizer
 
 
 def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
@@ -122,6 +124,9 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
     safe: Any = {"local_files_only": True, "trust_remote_code": False, "model_kwargs": {"use_safetensors": True}}
     with loading(folder, "a SentenceTransformer"):
         model: Any = SentenceTransformer(str(folder), device="cpu", **safe)
+    # Texts would be rendered by a chat template, which may loop without end.
+    model.tokenizer.chat_template = None
+    model[0].modality_config.pop("message", None)
     model[0].model = backbone  # the library does not refuse missing weights
     model.default_prompt_name = None
     at_most = min(max_length, model.max_seq_length or max_length)

@@ -74,6 +74,20 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
     return config
 
 
+def refuse_outside(path: Path, folder: Path) -> None:
+    """Raise ConversionError if a file, which is to be copied, is a link out of the model's folder.
+
+    In Hugging Face's cache, the files of snapshots/REVISION are links into blobs, which has the same owner.
+    """
+    root, target = folder.resolve(), path.resolve()
+    inside = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(target.is_relative_to(allowed) for allowed in inside):
+        raise ConversionError(
+            f"{path} is a link to {target}, and files outside of the model's folder are not copied. Replace the link "
+            "by its file, or remove it."
+        )
+
+
 def read_weight_map(path: Path) -> dict[str, str]:
     """Return {tensor name: file name} of a model.safetensors.index.json. The named files need not exist.
 

@@ -43,8 +43,6 @@ READERS = (
     Reader("train-tokenizer", ("texts",), "--input {texts} --output {output} --vocab-size 120"),
     Reader("validate", ("corpus",), "{prefix} --full"),
     Reader("inspect data", ("corpus", "tokenizer"), "{prefix} --document 0 --tokenizer-model {tokenizer}"),
-    Reader("add-attributes", ("corpus",),
-           "{prefix} --function {tests}/attribute_functions.py:words --tokenizer-model {tokenizer}"),
     Reader("find-duplicates", ("corpus",), "{prefix} --output {output}/list"),
     Reader("find-overlaps", ("corpus",), "{prefix} --against {settings}/evaluated --output {output}/list"),
     Reader("train", ("checkpoint", "corpus", "tokenizer", "settings"),
@@ -189,10 +187,9 @@ def test_every_command_is_in_one_of_the_two_tables_and_every_kind_has_a_hostile_
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.command)
-def test_command_reads_valid_inputs_without_a_connection(reader, inputs, start, network, tmp_path):
+def test_command_reads_valid_inputs_without_a_connection(reader, start, network):
     connections = network.connections
-    # add-attributes writes into the folder of the corpus.
-    ended = start(reader, corpus=shutil.copytree(inputs.corpus, tmp_path / "corpus"))
+    ended = start(reader)
     assert ended.code == 0, ended.output
     assert network.connections == connections
 

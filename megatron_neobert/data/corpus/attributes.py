@@ -9,7 +9,6 @@ expression is evaluated once, in steps of bounded memory. The result has one bit
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -120,20 +119,6 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[s
     return bits
 
 
-def count_values(corpus: Corpus, name: str) -> Counter[Any]:
-    """Return the number of documents by the value of an attribute. Documents without a value are counted under None.
-
-    Raises:
-        ConfigError: The corpus lacks the attribute, or it has neither numbers, texts, nor true and false.
-        DataError: The attributes are damaged.
-    """
-    counts: Counter[Any] = Counter()
-    for _, columns in _read_columns(corpus, {name}):
-        for pair in columns[name].value_counts().to_pylist():
-            counts[pair["values"]] += pair["counts"]
-    return counts
-
-
 def attribute_types(corpus: Corpus) -> dict[str, str]:
     """Return {name: type} of all attributes, and of `length` and `input`, which every corpus has.
 
@@ -143,19 +128,6 @@ def attribute_types(corpus: Corpus) -> dict[str, str]:
     for path in corpus.attribute_files:
         types |= _types_in(path)
     return types | DERIVED
-
-
-def read_attributes(corpus: Corpus, documents: range) -> Iterator[dict[str, Any]]:
-    """Yield a dict of all attributes for each document in a range. A missing value is None.
-
-    Raises:
-        ConfigError: An attribute has neither numbers, texts, nor true and false.
-        DataError: A file of attributes is damaged.
-    """
-    for first, columns in _read_columns(corpus, {*attribute_types(corpus)}, documents):
-        begin, end = max(documents.start - first, 0), documents.stop - first
-        rows = zip(*(column[begin:end].to_pylist() for column in columns.values()), strict=True)
-        yield from (dict(zip(columns, row, strict=True)) for row in rows)
 
 
 def _types_in(path: Path) -> dict[str, str]:
@@ -176,33 +148,27 @@ def _open_file(path: Path, **options: Any) -> "Iterator[pq.ParquetFile]":
         raise DataError(f"{path} cannot be read ({error}); {DAMAGED}") from error
 
 
-def _read_columns(
-    corpus: Corpus, names: set[str], documents: range | None = None
-) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
+def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
     """Yield for each batch of consecutive documents the number of its first document, and {name: column} for `names`.
-
-    Args:
-        documents: Leave out batches without any of these documents; None reads all.
 
     Raises:
         ConfigError: The corpus lacks an attribute, or an attribute has neither numbers, texts, nor true and false.
         DataError: A file of attributes is damaged.
     """
-    documents = range(len(corpus)) if documents is None else documents
     stored = sorted(names - DERIVED.keys())
     types = attribute_types(corpus) if stored else {}
     if unknown := [name for name in stored if types.get(name) not in _TYPES]:
         listed_types = ", ".join(f"{name} ({type_})" for name, type_ in types.items())
         raise ConfigError(
             f"{corpus.prefix} has no attribute {unknown[0]} of numbers, texts, or true and false; its attributes are "
-            f"{listed_types}. Correct the expression, or add the attribute with neobert add-attributes."
+            f"{listed_types}. Correct the expression."
         )
     if not stored:
-        for first in range(documents.start, documents.stop, _STEP):
-            yield first, _derive_columns(corpus, names, first, min(first + _STEP, documents.stop))
+        for first in range(0, len(corpus), _STEP):
+            yield first, _derive_columns(corpus, names, first, min(first + _STEP, len(corpus)))
         return
     names_in_file = {path: [name for name in _types_in(path) if name in names] for path in corpus.attribute_files}
-    files = [_read_file(path, corpus, here, documents) for path, here in names_in_file.items() if here]
+    files = [_read_file(path, corpus, here) for path, here in names_in_file.items() if here]
     for (rows, columns), *others in zip(*files, strict=False):
         if any(other != rows for other, _ in others):
             raise DataError(f"{corpus.prefix}: its files of attributes have different row groups; {DAMAGED}")
@@ -211,10 +177,8 @@ def _read_columns(
         yield rows.start, columns | _derive_columns(corpus, names, rows.start, rows.stop)
 
 
-def _read_file(
-    path: Path, corpus: Corpus, names: list[str], documents: range
-) -> "Iterator[tuple[range, dict[str, pa.Array]]]":
-    """Yield the documents of each row group that has any of `documents`, and {name: column}."""
+def _read_file(path: Path, corpus: Corpus, names: list[str]) -> "Iterator[tuple[range, dict[str, pa.Array]]]":
+    """Yield the documents of each row group, and {name: column}."""
     first = 0
     with _open_file(path, read_dictionary=names) as file:
         if file.metadata.num_rows != len(corpus):
@@ -222,9 +186,8 @@ def _read_file(
         for group in range(file.num_row_groups):
             rows = range(first, first + file.metadata.row_group(group).num_rows)
             first = rows.stop
-            if rows.start < documents.stop and documents.start < rows.stop:
-                table = file.read_row_group(group, names)
-                yield rows, {name: table[name].combine_chunks() for name in names}
+            table = file.read_row_group(group, names)
+            yield rows, {name: table[name].combine_chunks() for name in names}
 
 
 def _derive_columns(corpus: Corpus, names: set[str], first: int, stop: int) -> "dict[str, pa.Array]":

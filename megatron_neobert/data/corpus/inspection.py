@@ -3,7 +3,6 @@
     neobert validate corpus/web_content_document --full
     neobert inspect data corpus/web_content_document
     neobert inspect data corpus/web_content_document --inputs
-    neobert inspect data corpus/web_content_document --blend-by language --temperature 0.7
     neobert inspect data corpus/web_content_document --tokenizer-model vocab.txt --document 0 17 --tokens 50
 
 Documents are printed as the tokenizer decodes their ids. White space differs from the original text; with an uncased
@@ -11,7 +10,6 @@ vocabulary, case and accents differ too. Characters that a terminal would act up
 """
 
 import io
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +67,12 @@ class InspectDataOptions(_CorpusOptions):
 
     document: tuple[int, ...] | None = option(None, "print these documents, counted from 0")
     inputs: bool = option(False, "list the input files, with the documents and tokens of each")
-    blend_by: str | None = option(
-        None, "print the --data-path of a blend by the values of this attribute", metavar="NAME"
-    )
-    temperature: float = option(
-        1.0, "shares of the blend are proportional to documents^T; below 1 raises rare values", minimum=0, metavar="T"
-    )
     tokens: int = option(200, "print at most N tokens of each document", minimum=1)
     tokenizer_model: str | None = option(None, "tokenizer with which the corpus was written", metavar="PATH")
 
 
 def inspect_data(options: InspectDataOptions) -> None:
-    """Print a summary of a corpus, its input files (--inputs), a blend (--blend-by), or documents (--document).
+    """Print a summary of a corpus, its input files (--inputs), or documents (--document).
 
     Raises:
         MissingInputError: The corpus or the tokenizer does not exist.
@@ -91,8 +83,6 @@ def inspect_data(options: InspectDataOptions) -> None:
     corpus = _open(options)
     if options.inputs:
         print_inputs(corpus)
-    elif options.blend_by is not None:
-        print_blend(corpus, options.blend_by, options.temperature)
     elif not options.document:
         print_summary(corpus)
     if options.document:
@@ -141,31 +131,6 @@ def print_inputs(corpus: "Corpus") -> None:
         share = record.tokens / total
         print(f"{first:>13,} {record.documents:>13,} {record.tokens:>17,} {share:>7.2%}  {visible(name)}")
         first += record.documents
-
-
-def print_blend(corpus: "Corpus", name: str, temperature: float) -> None:
-    """Print a row per value of an attribute, and the --data-path that draws it with a share of ~ documents^temperature.
-
-    Documents without a value are left out. Raise ConfigError if the corpus has no such attribute or no values.
-    """
-    from megatron_neobert.data.corpus.attributes import count_values
-
-    counts = count_values(corpus, name)
-    missing, total = counts.pop(None, 0), counts.total()
-    if not counts:
-        raise ConfigError(f"--blend-by {name}: no document of {corpus.prefix} has a value; name another attribute.")
-    powers = {value: count**temperature for value, count in counts.most_common()}
-    print(f"{'documents':>13} {'of all':>7} {'blend':>7}  {name}")
-    entries, of_all = [], sum(powers.values())
-    for value, power in powers.items():
-        share = power / of_all
-        print(f"{counts[value]:>13,} {counts[value] / total:>7.2%} {share:>7.2%}  {visible(str(value))}")
-        # After ==, a text with an asterisk would be a pattern.
-        condition = f"{name}>={value!r} and {name}<={value!r}" if "*" in str(value) else f"{name}=={value!r}"
-        entries += [f"{share:.6g}", f"{corpus.prefix}:where={condition}"]
-    if missing:
-        print(f"{missing:>13,} documents without a value are left out")
-    print(f"--data-path {shlex.join(entries)}")
 
 
 def print_documents(corpus: "Corpus", numbers: tuple[int, ...], options: InspectDataOptions) -> None:

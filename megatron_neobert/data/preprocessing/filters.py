@@ -46,7 +46,7 @@ class FilterSource(NamedTuple):
         return f"{Path(self.file).stem}:{self.function}"
 
 
-def find_filters(names: Sequence[str], *, flag: str = "--filter") -> tuple[FilterSource, ...]:
+def find_filters(names: Sequence[str]) -> tuple[FilterSource, ...]:
     """Import the functions given as FILE.py:FUNCTION, and return one FilterSource for each, in the same order.
 
     Raise ConfigError if a file cannot be imported, its function is missing or not callable, or two labels are equal.
@@ -59,9 +59,10 @@ def find_filters(names: Sequence[str], *, flag: str = "--filter") -> tuple[Filte
             source = FilterSource(str(file), function, sha256_of(file))
             if not callable(load_filter(source)):
                 raise TypeError(f"{function} is not a function")
-        except Exception as error:  # importing the file may raise anything
+        # Importing the file may raise anything. A script that ends in sys.exit(main()) would end this command.
+        except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"{flag} {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
+                f"--filter {name}: {type(error).__name__}: {error}; use FILE.py:FUNCTION of a file that can be imported"
             ) from error
         if source.label in (earlier.label for earlier in sources):
             raise ConfigError(
@@ -117,7 +118,7 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
                     if not isinstance(value := getattr(result, name), kind):
                         found = type(value).__name__
                         raise TypeError(f"returned a record whose {name} is {found} instead of {kind.__name__}")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 detail = f"{label}: {type(error).__name__}: {error}"
                 filtered.reject(FILTER_FAILED, origin.number, detail, text.encode())
                 break

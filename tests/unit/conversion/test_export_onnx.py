@@ -135,6 +135,29 @@ def test_modeling_file_is_replaced_by_ours_or_left_out_with_its_auto_map(folder_
     assert ("auto_map" in json.loads((output / "config.json").read_text())) == is_ours
 
 
+@pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "config_sentence.json", "1_Pooling/config.json"])
+def test_files_outside_of_the_model_folder_are_not_copied_except_those_of_the_cache_of_hugging_face(
+    folder_of, tmp_path, name
+):
+    repository, output = tmp_path / "models--owner--name", tmp_path / "output"
+    model = repository / "snapshots" / "0123abc"
+    shutil.copytree(folder_of("eurobert"), model)
+    for folder in (repository / "blobs", output, model / "1_Pooling"):
+        folder.mkdir()
+    for folder in (repository / "blobs", tmp_path):
+        (folder / "file").write_text("{}")
+    path = model / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / "file")
+    with pytest.raises(ConversionError, match=f"{name} is a link to .*/file, and files outside"):
+        tool.copy_companions(model, output, "feature-extraction")
+    assert not (output / name).exists()
+    path.unlink()
+    path.symlink_to(repository / "blobs" / "file")
+    tool.copy_companions(model, output, "feature-extraction")
+    assert (output / name).read_text() == "{}"
+
+
 def test_failed_export_leaves_no_files(folder_of, tmp_path):
     model = folder_of("eurobert")
     (model / "tokenizer.json").unlink()

@@ -1,5 +1,6 @@
 """Contrastive fine-tuning of a tiny encoder: its loss, its prompts, and interrupted runs."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetun
 from megatron_neobert.evaluation.embed_batches import PairCollator
 from megatron_neobert.evaluation.embed_data import TrainingSettings, read_config
 from megatron_neobert.evaluation.ledger import Ledger, read_record
-from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer
+from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer, load_tokenizer
 from megatron_neobert.evaluation.options import ContrastiveOptions
 
 PAIRS = make_pairs(6, negatives=3, seed=9)
@@ -75,6 +76,27 @@ def features_of(model: SentenceTransformer) -> list[dict]:
         {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
         for name in ("query", "document")
     ]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for x in range(10**5) %}{% for y in range(10**9) %}{% endfor %}{% endfor %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% x",
+    ],
+)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_chat_template_of_a_folder_is_never_rendered(inputs, tmp_path, template, file):
+    folder = shutil.copytree(inputs / "bert", tmp_path / "bert")
+    is_jinja = file.endswith("jinja")
+    config = {} if is_jinja else json.loads((folder / file).read_text())
+    (folder / file).write_text(template if is_jinja else json.dumps(config | {"chat_template": template}))
+    with_template, without = (load_sentence_transformer(path, max_length=32) for path in (folder, inputs / "bert"))
+    assert (with_template.encode(["wing flow"]) == without.encode(["wing flow"])).all()
+    with_template.save_pretrained(str(tmp_path / "saved"))
+    assert not any(template in path.read_text() for path in (tmp_path / "saved").glob("*.j*"))
+    assert load_tokenizer(folder).chat_template is None
 
 
 def test_matryoshka_adds_the_loss_of_shorter_embeddings(inputs):

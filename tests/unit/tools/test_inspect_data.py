@@ -1,21 +1,17 @@
 """The command that shows documents of a corpus, as a user starts it."""
 
 import json
-import shlex
 import shutil
 from dataclasses import asdict
 
 import pytest
 from commands import call
 from tokenizers import Tokenizer, models
-from unit.data.small_corpus import SPECIAL, write_attributes, write_corpus, write_vocabulary
+from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 from unit.inspection.small_runs import settings_of, write_checkpoint, write_corpora
 
 from megatron_neobert.config.cli import write_record
-from megatron_neobert.config.data_path import parse_data_path
 from megatron_neobert.data.corpus import inspection as tool
-from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
-from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.inspection.global_batch import rebuild_batch
 
@@ -62,16 +58,6 @@ def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
     assert (code, errors) == (0, "")
     a, b = (["0", "2", "3", "75.00%", f"{tmp_path}/a.jsonl"], ["2", "1", "1", "25.00%", f"{tmp_path}/b.jsonl"])
     assert [line.split() for line in output.splitlines()[1:]] == [a, b]
-
-
-def test_blend_by_texts_with_asterisks_draws_exactly_the_documents_of_each_text(tmp_path):
-    write_corpus(tmp_path / "P", [[5]] * 6, load_tokenizer(write_vocabulary(tmp_path / "vocab.txt", ["hello"])))
-    write_attributes(tmp_path / "P", {"kind": ["a", "*", "a*", "*", "ab", "*"]})
-    code, output, errors = inspect(tmp_path / "P", "--blend-by", "kind")
-    assert (code, errors) == (0, "")
-    conditions = [component.where for component in parse_data_path(shlex.split(output.splitlines()[-1])[1:])]
-    bits = [choose_documents(Corpus(tmp_path / "P"), [condition]) for condition in conditions]
-    assert [len(ChosenDocuments(bits_of_value, range(6))) for bits_of_value in bits] == [3, 1, 1, 1]
 
 
 def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(place):

@@ -7,12 +7,13 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from commands import ENVIRONMENT, call
 from numpy.typing import NDArray
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
-from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents, read_attributes
+from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.deduplication import candidates, run, search
@@ -242,8 +243,8 @@ CLUSTER_SIZES = [[2, 3, 3], [1, 3, 2, 2, 2]]
 def cluster_sizes(prefixes):
     for prefix in prefixes:
         check_content(Corpus(prefix))
-    corpora = [Corpus(prefix) for prefix in prefixes]
-    return [[row["size"] for row in read_attributes(corpus, range(len(corpus)))] for corpus in corpora]
+    tables = [pq.read_table(file) for prefix in prefixes for file in Corpus(prefix).attribute_files]
+    return [table["size"].to_pylist() for table in tables]
 
 
 def test_every_document_gets_the_size_of_its_cluster_and_is_chosen_by_it(tmp_path):

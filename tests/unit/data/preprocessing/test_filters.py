@@ -20,6 +20,9 @@ def rewrite(record):
         raise ZeroDivisionError("by zero")
     return record._replace(text=record.text.replace("zy", record.fields.get("language") or ""))
 
+def ends(record):
+    raise SystemExit(0)
+
 wrong = {"a": 1}
 def no_text(record):
     return record._replace(text=5)
@@ -88,6 +91,14 @@ def test_result_of_a_wrong_type_is_a_failure_of_the_filter(workspace, filters, f
         workspace.run(filter=filters(function, "rewrite"), record_keys=("language",), max_error_rate=0.5)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_filter_that_ends_its_process_is_a_filter_that_failed(workspace, filters, workers):
+    for name in "ab":
+        workspace.add_texts(f"{name}.jsonl", "hello")
+    with pytest.raises(DataError, match="2 records: 2 a filter failed"):
+        workspace.run(filter=filters("ends"), record_keys=(), workers=workers)
+
+
 def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspace, filters):
     workspace.add_texts("a.jsonl", "hello", "world")
     (workspace.inputs / "b.jsonl").write_text("broken\n" * 9)
@@ -111,6 +122,7 @@ def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspac
         (["own_filters.py"], "use FILE.py:FUNCTION"),
         (["nowhere.py:f"], "FileNotFoundError"),
         (["own_filters.py:nothing"], "has no attribute 'nothing'"),
+        (["ending.py:main"], "ending.py:main: SystemExit: 0; use FILE.py:FUNCTION of a file that can be imported"),
         (["own_filters.py:rewrite"] * 2, r"two filters have the label own_filters:rewrite"),
     ],
 )
@@ -118,6 +130,7 @@ def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspac
 def test_filters_that_cannot_be_used_are_refused_by_the_plan(workspace, monkeypatch, names, message):
     monkeypatch.chdir(workspace.folder)
     workspace.add_texts("a.jsonl", "hello")
+    (workspace.folder / "ending.py").write_text("import sys\ndef main(*_): pass\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=message):
         plan_preprocessing(workspace.settings(filter=tuple(names), record_keys=()))
 

@@ -2,18 +2,15 @@
 
 import gzip
 import json
-import shlex
 from collections import Counter
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from commands import call
 from pyarrow import feather
 from unit.data.preprocess_workspace import Workspace, cut_small, random_text
 
-from megatron_neobert.config.data_path import parse_data_path, whole_weights
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 
@@ -99,20 +96,12 @@ def write_lines(table, path):
 
 
 @pytest.mark.parametrize("write", [write_lines, pq.write_table, feather.write_feather])
-def test_a_filter_sets_an_attribute_that_no_input_has_and_a_blend_by_it_is_printed(tmp_path, write):
+def test_a_filter_sets_an_attribute_that_no_input_has(tmp_path, write):
     workspace = Workspace(tmp_path)
     write(pa.table({"content": ["hello"] * 27 + ["hello world"] * 8}), workspace.inputs / "input")
     workspace.run(record_keys=("score",), filter=(f"{__file__}:scored",))
     corpus = workspace.corpus()
     assert pq.read_table(corpus.files.attributes)["score"].to_pylist() == [5] * 27 + [11] * 8
-    code, output, _ = call("inspect data", corpus.prefix, "--blend-by", "score", "--temperature", "0.333333333333")
-    assert code == 0
-    assert "           27  77.14%  60.00%  5\n            8  22.86%  40.00%  11\n" in output
-    (line,) = [line for line in output.splitlines() if line.startswith("--data-path ")]
-    first, second = parse_data_path(shlex.split(line)[1:])
-    assert (first.where, second.where) == ("score==5", "score==11")
-    assert whole_weights((first, second)) == (3, 2)
-    assert call("inspect data", corpus.prefix, "--blend-by", "language")[0] == 2
 
 
 @pytest.mark.parametrize("write", [write_lines, pq.write_table, feather.write_feather])
