@@ -24,6 +24,7 @@ from megatron_neobert.checkpoint.folder import (
 )
 from megatron_neobert.config.cli import read_record, write_record
 from megatron_neobert.config.phases import phase_at
+from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
@@ -136,14 +137,14 @@ def write_checkpoint(
     model: ModelConfig,
     tokenizer: Tokenizer,
     *,
-    read_corpora: tuple[tuple[str, int], ...] = (),
+    read_corpora: tuple[ReadCorpus, ...] = (),
 ) -> Path:
     """Write a checkpoint of iteration 0 without optimizer state. Return its folder; replace an existing iteration 0.
 
     Args:
         save: Existing save folder.
         tensors: Weights under the internal names of mapping.py. They are stored in fp32.
-        read_corpora: Corpora and seeds on which the weights were trained, see TrainState.
+        read_corpora: Corpora on which the weights were trained.
 
     Raises:
         OSError: The checkpoint cannot be written.

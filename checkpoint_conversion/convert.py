@@ -90,9 +90,16 @@ def megatron_to_hf(options: ExportOptions) -> None:
     latest_checkpoint(options.load, iteration=options.iteration)  # fails before torch is imported
     from checkpoint_conversion.checkpoint import read_checkpoint
     from checkpoint_conversion.export import export
+    from megatron_neobert.config.phases import phases_until
 
     checkpoint = read_checkpoint(options.load, iteration=options.iteration)
     print(f"converting {checkpoint.folder}")
+    phases = phases_until(checkpoint.settings, checkpoint.train_state.iteration)
+    if {phase.settings.data.objective for phase in phases} == {"clm"}:
+        print(
+            "warning: this run was trained with --objective clm only. The exported model attends to both sides, which "
+            "these weights have not learned; train with mlm first."
+        )
     checks = export(
         checkpoint,
         options.output,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.phases import TrainingStream
 from megatron_neobert.data.batches.stream import BatchStream
@@ -26,14 +27,13 @@ class TrainState:
     cursor: Cursor = field(default_factory=Cursor)  # next packed sequence to read
     consumed_samples: int = 0  # packed sequences
     consumed_tokens: int = 0  # document tokens; unused token capacity is not counted
-    skipped_iterations: int = 0  # iterations without an update, because loss or gradient was not finite
+    skipped_iterations: int = 0  # iterations without an update, see skip_reason in training/step.py
     skipped_in_a_row: int = 0  # skipped iterations since the last update
     validated_iteration: int = 0  # iteration of the last complete validation
     first_corpus_sha256: str = (
         ""  # identity of the corpus or blend of the first phase, whose held-out documents validate
     )
-    # Corpora (documents_sha256) that this run and the runs before it have read, each with the seed of its batches.
-    read_corpora: tuple[tuple[str, int], ...] = ()
+    read_corpora: tuple[ReadCorpus, ...] = ()  # by this run and the runs before it
 
 
 @dataclass(frozen=True)

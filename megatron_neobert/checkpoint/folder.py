@@ -243,8 +243,13 @@ def find_good_checkpoint(
 
 def quarantine(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, so that it is not used and its name is free, and return the new path."""
-    names = (f"{checkpoint.name}.damaged{number}" for number in ("", *map(str, range(2, 1000))))
-    return checkpoint.rename(next(path for path in map(checkpoint.with_name, names) if not path.exists()))
+    return checkpoint.rename(_free_name(checkpoint.with_name(f"{checkpoint.name}.damaged")))
+
+
+def _free_name(path: Path) -> Path:
+    """Return `path`, or the first of `path`.2, `path`.3 and so on, that does not exist."""
+    names = (path.name, *(f"{path.name}.{number}" for number in range(2, 1000)))
+    return next(free for free in map(path.with_name, names) if not free.exists())
 
 
 def leftovers(save: Path) -> list[Path]:
@@ -252,15 +257,18 @@ def leftovers(save: Path) -> list[Path]:
     return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
 
 
-def prepare_folder(temporary: Path) -> None:
-    """Create `temporary` in the save folder for a new checkpoint, and delete what crashed saves left beside it."""
-    save = temporary.parent
+def prepare_folder(final: Path) -> Path:
+    """Create and return a temporary folder for the checkpoint `final`, and delete what crashed saves left beside it."""
+    save = final.parent
     save.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(save):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in save.glob(f"{POINTER}.*"):  # temporary files of replace_file
         leftover.unlink(missing_ok=True)
+    # A process of another node may still hold a file of a leftover, which then cannot be deleted.
+    temporary = _free_name(final.with_name(f".tmp-{final.name}"))
     temporary.mkdir()
+    return temporary
 
 
 def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:

@@ -23,7 +23,7 @@ from megatron_neobert.checkpoint.shards import local_parts
 from megatron_neobert.checkpoint.start import refuse_other_tokenizer
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.phases import phase_at
-from megatron_neobert.config.resume_rules import SavedRun, changes, refuse_unfit_checkpoint
+from megatron_neobert.config.resume_rules import SavedRun, changes, continue_warnings, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -113,6 +113,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {start}", flush=True)
         elif train_state.corpus_sha256 != identities[0]:
             print(f"{folder} does not record document boundaries, and is taken to be of this corpus", flush=True)
+        for warning in continue_warnings(saved, run.settings, stream.corpora):
+            print(f"warning: {warning}", flush=True)
         for change in changes(*compared, weights_only=weights_only):
             print(f"changed since {folder}: {change}", flush=True)
 

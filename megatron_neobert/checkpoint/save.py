@@ -51,6 +51,7 @@ class Saver:
         self.log = log
         self.save_folder = Path(run.settings.checkpoint.save or "")
         self._iteration = 0  # iteration of the checkpoint that is being written
+        self._temporary = Path()  # its folder, until it is complete
         self._pending: _Pending | None = None
 
     @property
@@ -73,13 +74,15 @@ class Saver:
         self.finish()
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.state.iteration
-        problem = None
+        problem, folder = None, [Path()]
         if is_rank_zero():
             try:
-                prepare_folder(self._temporary)
+                folder = [prepare_folder(self._final)]
             except OSError as error:
                 problem = _describe(error)
         self._raise_on_all_ranks(problem)
+        torch.distributed.broadcast_object_list(folder)
+        (self._temporary,) = folder
         # Each rank has updated the weights that it saves. Those of other ranks may not have been gathered yet.
         boxes = [box for part in parts_to_save(run) for box in part.boxes()]
         self._check_finite(boxes)
@@ -123,17 +126,15 @@ class Saver:
     def _final(self) -> Path:
         return iteration_folder(self.save_folder, self._iteration)
 
-    @property
-    def _temporary(self) -> Path:
-        return self._final.with_name(f".tmp-{self._final.name}")
-
     def _check_finite(self, boxes: Sequence[LocalBox]) -> None:
         """Delete the temporary folder and raise DivergenceError on all ranks, if a value of any rank is not finite.
 
         Collective: all ranks.
         """
-        # Extremes are NaN if a value is, and need no memory.
-        names = sorted({box.name for box in boxes if not torch.stack(box.data.aminmax()).isfinite().all()})
+        # Extremes are NaN if a value is, and need no memory. The host reads them at once, and waits for a GPU once.
+        extremes = [torch.stack(box.data.aminmax()).isfinite().all() for box in boxes]
+        finite = torch.stack(extremes).tolist() if extremes else []
+        names = sorted({box.name for box, is_finite in zip(boxes, finite, strict=True) if not is_finite})
         problem = _first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
         if problem is not None:
             self._remove_temporary()

@@ -4,9 +4,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from megatron_neobert.checkpoint.folder import TRAIN_STATE, iteration_of, leftovers, list_checkpoints, verify_files
 from megatron_neobert.config.cli import read_record
-from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
+from megatron_neobert.config.resume_rules import ReadCorpus, SavedRun, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.data.batches.inputs import Inputs
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -41,7 +43,7 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
             iteration=int(progress["iteration"]),
             corpus_sha256=str(progress["corpus_sha256"]),
             first_corpus_sha256=str(progress["first_corpus_sha256"]),
-            read_corpora=[(str(sha256), int(seed)) for sha256, seed in progress["read_corpora"]],
+            read_corpora=msgspec.convert(progress["read_corpora"], list[ReadCorpus]),
             weights_only=state.get("optimizer") is None,
         )
     except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -46,6 +46,11 @@ def resolve_phases(settings: Settings) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
+def phases_until(settings: Settings, iteration: int) -> list[Phase]:
+    """Return the phases that have begun at an iteration, counted from 1; at iteration 0, the first phase."""
+    return [phase for phase in resolve_phases(settings) if phase.first <= max(iteration, 1)]
+
+
 def phase_at(settings: Settings, iteration: int) -> Phase:
     """Return the phase of an iteration, counted from 1; iteration 0 is in the first phase."""
-    return next(phase for phase in reversed(resolve_phases(settings)) if phase.first <= max(iteration, 1))
+    return phases_until(settings, iteration)[-1]

@@ -8,9 +8,10 @@ There are three kinds of settings. `_MUST_FIT`: with other values the weights or
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_neobert.cli import flag_of
-from megatron_neobert.config.phases import Phase, order_settings, phase_at, resolve_phases
+from megatron_neobert.config.phases import order_settings, phase_at, phases_until, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CheckpointError, ConfigError
 
@@ -66,6 +67,14 @@ _NOT_LOGGED = {
 _AS_NEW_RUN = "to start a new run from it, give it as --continue-from and new folders as --save and --load"
 
 
+class ReadCorpus(NamedTuple):
+    """A corpus that was trained on. Its batches follow from documents and seed; --split has left out some documents."""
+
+    documents_sha256: str
+    seed: int
+    split: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """A checkpoint, and what it records about the run that wrote it; see TrainState for the hashes."""
@@ -75,7 +84,7 @@ class SavedRun:
     iteration: int
     corpus_sha256: str
     first_corpus_sha256: str
-    read_corpora: Sequence[tuple[str, int]]
+    read_corpora: Sequence[ReadCorpus]
     weights_only: bool  # True if a conversion wrote the checkpoint, without optimizer state
 
 
@@ -124,11 +133,7 @@ def refuse_unfit_checkpoint(
 
 def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
     """Raise CheckpointError if `now` changes a phase that began before the checkpoint. Paths of corpora may change."""
-
-    def begun_phases(settings: Settings) -> list[Phase]:
-        return [phase for phase in resolve_phases(settings) if phase.first <= max(saved.iteration, 1)]
-
-    old, new = begun_phases(saved.settings), begun_phases(now)
+    old, new = phases_until(saved.settings, saved.iteration), phases_until(now, saved.iteration)
     if [phase.first for phase in old] != [phase.first for phase in new]:
         raise CheckpointError(
             f"{saved.folder} belongs to another run: a phase before iteration {saved.iteration} has changed. "
@@ -155,7 +160,7 @@ def _refuse_repeated_batches(
         )
     old, new = phase_at(saved.settings, iteration).settings, phase_at(now, iteration)
     continues = saved.corpus_sha256 in identities[new.number] and order_settings(old) == order_settings(new.settings)
-    read = set(saved.read_corpora)
+    read = {(each.documents_sha256, each.seed) for each in saved.read_corpora}
     for phase in resolve_phases(now)[new.number :]:
         seed = phase.settings.training.seed
         if continues and seed == new.settings.training.seed:  # another seed follows from another --data-path
@@ -166,6 +171,32 @@ def _refuse_repeated_batches(
                     f"{source}: the data start from the beginning, and --seed {seed} would repeat the batches of "
                     f"{prefix}; add --seed {max(number for _, number in read) + 1}."
                 )
+
+
+def continue_warnings(saved: SavedRun, now: Settings, corpora: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield warnings about a run that may start from a checkpoint: a rate that jumps, validation on trained documents.
+
+    Args:
+        corpora: Corpora of each phase: hash of the documents -> prefix.
+    """
+
+    def decay_start(settings: Settings) -> int | None:
+        decay = settings.optimizer.lr_wsd_decay_iters
+        return None if decay is None else settings.lr_decay_end - decay
+
+    start, split = decay_start(now), now.data.share_of_data_path
+    if start is not None and start < saved.iteration and start != decay_start(saved.settings):
+        yield (
+            f"the learning rate jumps, because the decay of --lr-wsd-decay-iters begins after iteration {start}, and "
+            f"{saved.folder} has {saved.iteration}; raise --train-iters by {saved.iteration - start}"
+        )
+    for each in saved.read_corpora:
+        if now.training.eval_iters and each.split != split != "100" and each.documents_sha256 in corpora[0]:
+            yield (
+                f"--split {split} validates on documents of {corpora[0][each.documents_sha256]} that may have been "
+                f"trained on, with --split {each.split}; use --split {each.split}, or --valid-data-path"
+            )
+            break
 
 
 def refuse_other_run(

@@ -22,7 +22,7 @@ from megatron_neobert.runtime.environment import is_rank_zero
 _NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
 _REASONS = ("", "--exit-duration-in-mins is reached", "the file STOP exists in --save", "a stop signal was received")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 ABORT_SIGNAL = signal.SIGQUIT  # the launcher sends it to the ranks at the second Ctrl-C
 FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint if there is --save; Ctrl-C again aborts at once"
 
@@ -64,7 +64,7 @@ def _forward(number: int) -> None:
 
 
 def install_signal_handlers() -> None:
-    """Let SIGTERM, SIGUSR1 and Ctrl-C end this rank at once, with exit code 75. Call this in the main thread.
+    """Let SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C end this rank at once, with exit code 75. Call this in the main thread.
 
     `finish_iteration_at_signals` changes this when training begins. The rank also ends if torchrun has ended (code 69),
     and at SIGQUIT (code 130).

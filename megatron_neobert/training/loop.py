@@ -16,6 +16,7 @@ from megatron_neobert.checkpoint.load import find_checkpoint, load_from
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import phase_at
+from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
 from megatron_neobert.data.batches.stream import StepBatches
@@ -276,7 +277,8 @@ def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> Tra
     iteration = run.state.iteration + 1
     phase = phase_at(run.settings, iteration)
     skipped = int(result.skip_reason is not None)
-    read = ((sha256, phase.settings.training.seed) for sha256 in run.training_stream.corpora[phase.number])
+    seed, split = phase.settings.training.seed, phase.settings.data.share_of_data_path
+    read = (ReadCorpus(sha256, seed, split) for sha256 in run.training_stream.corpora[phase.number])
     return replace(
         run.state,
         iteration=iteration,
@@ -298,10 +300,10 @@ def _describe_divergence(run: Run) -> str | None:
     if skipped == 0 or skipped % MOST_SKIPPED:
         return None
     return (
-        f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped because loss or "
-        f"gradient norm was not finite. Inspect the batch with neobert replay --load {save or 'SAVE'} "
-        f"--iteration {last} --checkpoint-iteration {last}; then continue from an earlier checkpoint, with a lower "
-        "--lr or other data."
+        f"the updates of the last {skipped} iterations, {last - skipped + 1} to {last}, were skipped, because loss or "
+        f"gradient norm was not finite or no token was predicted. Inspect the batch with neobert replay --load "
+        f"{save or 'SAVE'} --iteration {last} --checkpoint-iteration {last}; then continue from an earlier checkpoint, "
+        "with a lower --lr or other data."
     )
 
 

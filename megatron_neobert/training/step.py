@@ -6,7 +6,7 @@ micro-batch.)
 
 After backward, all ranks exchange loss, gradient norm and status in one collective. This is the only time in a step
 that the host waits for the device (tests/gpu_path). The ranks then skip the update if loss or gradient norm is not
-finite; a skipped update changes no weight and no optimizer state.
+finite, or if no token was predicted; a skipped update changes no weight and no optimizer state.
 """
 
 import math
@@ -36,7 +36,7 @@ def train_step(run: Run, batches: StepBatches) -> StepResult:
     """
     reports, local_norm = compute_gradients(run, batches)
     result = _gather_results(run, _sum_reports(reports, batches, run.device), local_norm)
-    reason = skip_reason(result.sums.mean_loss, result.grad_norm)
+    reason = skip_reason(result.sums, result.grad_norm)
     if reason is None:
         update_weights(run, result.grad_norm)
     # The learning rate is a function of the iteration, so it changes after a skipped update, too.
@@ -44,10 +44,12 @@ def train_step(run: Run, batches: StepBatches) -> StepResult:
     return replace(result, skip_reason=reason)
 
 
-def skip_reason(loss: float, grad_norm: float) -> str | None:
-    """Return the reason to skip an update if loss or gradient norm is not finite, otherwise None."""
-    is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    return None if is_finite else f"loss {loss:.4f}, gradient norm {grad_norm:.3f}"
+def skip_reason(sums: MetricSums, grad_norm: float) -> str | None:
+    """Return the reason to skip an update: loss or gradient norm is not finite, or no token was predicted; or None."""
+    if sums.masked_tokens == 0:  # all gradients are zero, and an update would decay weights and moments
+        return "the batch has no predicted token"
+    is_finite = math.isfinite(sums.mean_loss) and math.isfinite(grad_norm)
+    return None if is_finite else f"loss {sums.mean_loss:.4f}, gradient norm {grad_norm:.3f}"
 
 
 def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:

@@ -13,6 +13,7 @@ import torch
 from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, TP2
 from tests_tiny import ITERATIONS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_neobert.checkpoint import save as saver
 from megatron_neobert.checkpoint.contents import StoredTensors
@@ -178,6 +179,34 @@ def poison_a_weight_after_the_update() -> None:
         save(self)
 
     Saver.save = save_poisoned
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that the host reads one by one. On a GPU, the host waits for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() == "aten::_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_reads_of_each_box() -> None:
+    check = Saver._check_finite
+
+    def counted(self: Saver, boxes: Any) -> None:
+        with Reads() as reads:
+            check(self, boxes)
+        # Without boxes 2 reads, by all_gather_object.
+        assert reads.count < 4 < len(boxes), reads.count
+
+    Saver._check_finite = counted
+
+
+def test_the_host_reads_whether_all_boxes_are_finite_at_once(settings):
+    train_on_ranks(settings("run", training={"train_iters": 2}), prepare=refuse_reads_of_each_box)
 
 
 def test_weights_that_are_not_finite_are_not_saved(settings):

@@ -139,6 +139,14 @@ def test_skipped_update_changes_no_bit_on_any_rank(settings, tmp_path, case):
     assert skipped == {i: int(i >= POISONED) for i in range(1, ITERATIONS + 1)}
 
 
+def test_batch_without_a_predicted_token_changes_no_bit(settings, tmp_path):
+    """Its gradients are zero. An update would move all weights by their momentum and decay."""
+    poison = Poison(tmp_path / "notes", iterations=(2,), factor=1.0)
+    train_on_ranks(settings(data={"mask_prob": 2**-16}, training={"train_iters": 2}), prepare=poison)
+    (note,) = poison.notes()
+    assert note["unchanged"] and note["reason"] == "the batch has no predicted token"
+
+
 @pytest.mark.parametrize("target", ["loss", "gradient"])
 def test_without_skipping_a_nan_of_one_rank_reaches_the_weights_of_all_ranks(settings, tmp_path, target):
     poison = Poison(tmp_path / "notes", target=target, rank=1, skips=False)

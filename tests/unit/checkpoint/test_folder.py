@@ -45,14 +45,23 @@ TOKENIZER_FILES = ("special_tokens_map.json", "tokenizer.json", "tokenizer_confi
 
 def save_files(save: Path, iteration: int, content: str = "content") -> Path:
     final = iteration_folder(save, iteration)
-    temporary = final.with_name(f".tmp-{final.name}")
-    prepare_folder(temporary)
+    temporary = prepare_folder(final)
     (temporary / "tokenizer").mkdir()
     for name in (*FILES, *(f"tokenizer/{name}" for name in TOKENIZER_FILES)):
         (temporary / name).write_text(content)
     write_manifest(temporary, {})
     publish(temporary, final)
     return final
+
+
+def test_leftover_of_a_crash_that_cannot_be_deleted_does_not_prevent_the_same_save(tmp_path, monkeypatch):
+    final = iteration_folder(tmp_path, 1)
+    left = prepare_folder(final)
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", lambda *_, **__: None)
+    assert prepare_folder(final).name == f"{left.name}.2"
+    monkeypatch.undo()
+    assert prepare_folder(final) == left
+    assert names(tmp_path) == [left.name], "both are deleted once they can be"
 
 
 def names(save: Path) -> list[str]:

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_neobert.config.resume_rules import SavedRun, changes, refuse_other_run, refuse_unfit_checkpoint
+from megatron_neobert.config.resume_rules import (
+    ReadCorpus,
+    SavedRun,
+    changes,
+    continue_warnings,
+    refuse_other_run,
+    refuse_unfit_checkpoint,
+)
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.errors import CheckpointError, ConfigError
 
@@ -91,7 +98,7 @@ def start(
         iteration=10,
         corpus_sha256=last,
         first_corpus_sha256=last,
-        read_corpora=read,
+        read_corpora=[ReadCorpus(*each, split="99,1") for each in read],
         weights_only=saved.get("weights_only", False),
     )
     identities, corpora = [(name, "of no version") for name in hashes], [{name[0]: f"prefix {name}"} for name in hashes]
@@ -143,10 +150,49 @@ def test_resuming_in_a_later_phase_keeps_settings_and_documents_of_the_first_pha
         iteration=10,
         corpus_sha256="b",
         first_corpus_sha256="a",
-        read_corpora=(("a", 0), ("b", 1)),
+        read_corpora=(),
         weights_only=False,
     )
     corpora = [{"a": "A"}, {"b": "B"}]
     refuse_unfit_checkpoint(saved, before, [("a", ""), ("b", "")], corpora, has_new_data=False)
     with pytest.raises(CheckpointError, match=message):
         refuse_unfit_checkpoint(saved, now, [(identity, ""), ("b", "")], corpora, has_new_data=False)
+
+
+def warnings_of(now: Settings, *, split: str = "99,1", train_iters: int = 100) -> str:
+    """Return the warnings of a run on corpus a that starts from iteration 10 of a run on corpus a."""
+    before = rates(train_iters=train_iters)
+    saved = SavedRun(
+        folder=FOLDER,
+        settings=before,
+        iteration=10,
+        corpus_sha256="a",
+        first_corpus_sha256="a",
+        read_corpora=(ReadCorpus("a", 0, split),),
+        weights_only=False,
+    )
+    return " ".join(continue_warnings(saved, now, [{"a": "A"}]))
+
+
+def rates(*, train_iters: int) -> Settings:
+    rates = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5}
+    return Settings().with_section("optimizer", **rates).with_section("training", train_iters=train_iters)
+
+
+def test_decay_that_began_before_the_start_of_a_branch_is_a_warning():
+    assert "the decay of --lr-wsd-decay-iters begins after iteration 7" in warnings_of(rates(train_iters=12))
+    assert "raise --train-iters by 3" in warnings_of(rates(train_iters=12))
+    assert not warnings_of(rates(train_iters=15)), "it begins with this branch"
+    assert not warnings_of(rates(train_iters=12), train_iters=12), "the run before it had begun the same decay"
+
+
+def test_validation_on_documents_that_may_have_been_trained_on_is_a_warning():
+    now = rates(train_iters=100)
+    sentence = "--split 99,1 validates on documents of A that may have been trained on, with --split 100; use"
+    assert sentence in warnings_of(now, split="100")
+    for other in (
+        now.with_section("data", valid_data_path=("V",)),
+        now.with_section("training", eval_iters=0),
+    ):
+        assert not warnings_of(other, split="100")
+    assert not warnings_of(now, split="99,1")

@@ -16,6 +16,7 @@ from checkpoint_conversion.mapping import ModelShape, split_halves
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import write_manifest
 from megatron_neobert.config.cli import write_record
+from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.reference import ReferenceNeoBERT
@@ -31,7 +32,7 @@ MODEL = ModelConfig(
     rotary_base=5000,
 )
 SHAPE = ModelShape(MODEL, len(WORDS), MODEL.padded_vocab_size(len(WORDS), tensor_parallel=1))
-READ = (("0" * 64, 0),)
+READ = (ReadCorpus("0" * 64, seed=0, split="99,1"),)
 TRAIN_STATE = TrainState("0" * 64, iteration=30, consumed_samples=240, consumed_tokens=9_000, read_corpora=READ)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from checkpoint_conversion import compare, export
 from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.compare import Comparison, build_prompts, compare_logits
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.errors import CheckpointError, ConversionError, OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder
 from megatron_neobert.state import TrainState
@@ -93,6 +93,23 @@ def test_command_writes_into_an_empty_folder_and_prints_the_comparison(saved, tm
     assert "iter_0000030" in output and "same token" in output
     assert re.search(r"wrote \S+model in \d+ s", output)
     assert {"config.json", "conversion_report.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("objective", "phases", "warns"),
+    [
+        ("clm", (), True),
+        ("clm", (PhaseChange(after_iters=30, objective="mlm"),), True),
+        ("clm", (PhaseChange(after_iters=29, objective="mlm"),), False),
+        ("mlm", (), False),
+    ],
+)
+def test_model_that_was_trained_with_clm_only_is_converted_with_a_warning(saved, tmp_path, objective, phases, warns):
+    run = Settings(model=MODEL).with_section("data", objective=objective)
+    saved.record(run.with_section("training", phases=phases))
+    code, output, _ = to_hf(saved.save, tmp_path / "model", "--no-verification")
+    assert code == 0
+    assert ("warning: this run was trained with --objective clm only." in output) == warns
 
 
 @pytest.mark.parametrize("existing", ["model", "model/notes.txt"])
