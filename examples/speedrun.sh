@@ -34,19 +34,19 @@ if [[ -z ${DATA-} ]]; then # laptop track: documentation of Python packages at f
     run "$folder/tokenizer" "$python" -m megatron_neobert train-tokenizer --input "$folder/shards/*.parquet" \
         --output "$folder/tokenizer" --vocab-size 4096
     run "$folder/corpus_content_document.json" "$python" -m megatron_neobert preprocess --workers 2 \
-        --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer" \
-        --split-validation 0.03
-    DATA=$folder/corpus_content_document VALIDATION=$folder/corpus_content_document_validation
+        --input "$folder/shards/*.parquet" --output-prefix "$folder/corpus" --tokenizer-model "$folder/tokenizer"
+    DATA=$folder/corpus_content_document validation=(--split 97,3)
     TOKENIZER=$folder/tokenizer TARGET=${TARGET:-5.25}
     export NPROC_PER_NODE=1 # one process uses all cores
 fi
+[[ -z ${VALIDATION-} ]] || validation=(--valid-data-path "$VALIDATION")
 runs=()
 for recipe; do runs+=("$folder/runs/$(basename "$recipe" .yaml)"); done
 for seed in $(seq "${SEEDS:-10}"); do
     for recipe; do
         run=$folder/runs/$(basename "$recipe" .yaml)/seed_$seed
         bash "$repository/examples/pretrain_neobert.sh" --config "$recipe" --data-path "$DATA" \
-            --valid-data-path "$VALIDATION" --tokenizer-model "$TOKENIZER" --seed "$seed" --save "$run" --load "$run"
+            "${validation[@]}" --tokenizer-model "$TOKENIZER" --seed "$seed" --save "$run" --load "$run"
     done
 done
 "$python" "$repository/benchmarks/speedrun.py" "${runs[@]}" --target "$TARGET" --output "$folder/speedrun.json"

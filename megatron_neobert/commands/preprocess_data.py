@@ -18,7 +18,8 @@ from itertools import groupby
 from types import FrameType
 
 from megatron_neobert.data.corpus.attribute_columns import plain_value
-from megatron_neobert.data.corpus.format import token_dtype, validation_files
+from megatron_neobert.data.corpus.attributes import attribute_types
+from megatron_neobert.data.corpus.format import token_dtype
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.inputs.recognise import read_chunk
@@ -215,14 +216,15 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
         )
     print(
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {counts.utf8_bytes / 1e6:,.1f} MB of text in "
-        f"{report.seconds:.1f} s | {', '.join(report.written.manifest.tokenizer_backends)}"
+        f"{report.seconds:.1f} s | {', '.join(report.manifest.tokenizer_backends)}"
     )
-    in_first_line = {"records", "tokenized by"} if report.written.validation else _IN_FIRST_LINE
-    for files in (plan.files, validation_files(plan.files)) if report.written.validation else (plan.files,):
-        for name, value in Corpus(files.manifest.with_suffix("")).describe().items():
-            if name not in in_first_line and not value.startswith(("none", "0 ", "0.0 %")):
-                print(f"  {name:<18} {value}")
-    shards = plan.files.shard_files(len(report.written.manifest.shards))
+    corpus = Corpus(plan.files.manifest.with_suffix(""))
+    for name, value in corpus.describe().items():
+        if name not in _IN_FIRST_LINE and not value.startswith(("none", "0 ", "0.0 %")):
+            print(f"  {name:<18} {value}")
+    if without_value := [name for name, kind in attribute_types(corpus).items() if kind == "null"]:
+        print(f"warning: no document has a value of {', '.join(without_value)} (--record-key)", file=sys.stderr)
+    shards = plan.files.shard_files(len(report.manifest.shards))
     pairs = f"{shards[0][0].name}, .idx" + (f" to {shards[-1][0].name}, .idx" if len(shards) > 1 else "")
     rejects = f", {plan.files.rejects.name}" if counts.rejected else ""
     print(f"wrote {plan.files.manifest}, {pairs}{rejects}")

@@ -16,11 +16,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.chunk_files import ChunkFiles
 from megatron_neobert.data.corpus.format import NO_TOKENS, CorpusFiles, InputRecord, corpus_files, draft_manifest
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import HEADER, AllowedIds, check_index, damage_error, read_header
-from megatron_neobert.data.corpus.writer import OutputSettings, write_corpus
+from megatron_neobert.data.corpus.writer import ChunkFiles, write_corpus
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.jobs import JobFolder
@@ -97,7 +96,7 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
             rejected={},
             dropped={NO_TOKENS: megatron.empty} if megatron.empty else {},
         )
-        write_corpus([chunk], OutputSettings(files), replace(draft, dtype=megatron.dtype.name), folder=folder.path)
+        write_corpus([chunk], files, replace(draft, dtype=megatron.dtype.name), folder=folder.path)
     return Corpus(f"{prefix}_documents"), eod_id
 
 
@@ -128,6 +127,8 @@ class _MegatronIndex:
                 raise damage_error(files.idx, at_boundaries, "ascending document boundaries", "descending ones")
             self.documents += int(np.count_nonzero(document_lengths))
             self.empty += int(np.count_nonzero(document_lengths == 0))
+        if not self.documents:
+            raise DataError(f"{files.idx}: all {self.empty:,} documents are empty; a corpus needs at least one document")
 
     def document_lengths(self) -> Iterator[NDArray[np.int64]]:
         """Yield the number of tokens of each document, in consecutive arrays. An empty document has 0."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,9 +35,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 DAMAGED = "the file is damaged or belongs to another corpus; copy it again or preprocess again"
 # An input file takes about 150 bytes, so this is enough for 7 million of them.
 _LARGEST_MANIFEST_BYTES = 1 << 30
-# Keys of Manifest.dropped: texts that tokenize to nothing (control characters only), and repeated texts.
+# Key of Manifest.dropped: texts that tokenize to nothing (control characters only).
 NO_TOKENS = "no tokens"
-DUPLICATE = "duplicate"
 
 
 class CorpusFiles(NamedTuple):
@@ -100,11 +99,6 @@ def corpus_files(prefix: str | Path) -> CorpusFiles:
     return CorpusFiles(*(Path(f"{prefix}.{suffix}") for suffix in suffixes))
 
 
-def validation_files(files: CorpusFiles) -> CorpusFiles:
-    """Return the files of the validation corpus that --split-validation writes beside the training corpus."""
-    return corpus_files(files.manifest.with_name(f"{files.name}_validation"))
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return uint16 for vocabularies below 65,500 ids, otherwise int32, as Megatron's preprocessing does."""
     return DTYPES[8 if vocab_size < 65500 else 4]
@@ -146,11 +140,7 @@ class CorpusShard(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Content of PREFIX.json: all facts about a corpus besides its token ids and document lengths.
-
-    records, rejected and dropped count everything that was read. With --split-validation, the
-    training and the validation corpus therefore have the same counts.
-    """
+    """Content of PREFIX.json: all facts about a corpus besides its token ids and document lengths."""
 
     format_version: Count
     project_version: str
@@ -164,14 +154,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     special_tokens: dict[str, Count]
     special_ids: list[Count]
     dtype: str
-    part_of: Literal["all", "training", "validation"]
     # Value of each setting that decides which documents are kept, by name.
     filters: dict[str, str | Count | float | None]
-    # Equals documents + held_out + sum(rejected) + sum(dropped).
+    # Equals documents + sum(rejected) + sum(dropped).
     records: Count
     documents: Count
-    # Documents in the other corpus of a split.
-    held_out: Count
     tokens: Count
     unknown_tokens: Count
     # Number of records by error.
@@ -179,8 +166,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
     dropped: dict[str, Count]
     shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)] = msgspec.field(name="volumes")
-    # UTF-8 bytes of text per token, over all tokenized documents, with those of the other corpus of a split and
-    # repeated ones. None in corpora of other software and of earlier versions.
+    # UTF-8 bytes of text per token. None in corpora of other software.
     bytes_per_token: float | None = None
     # By name and version of the back end.
     tokenizer_backends: dict[str, BackendRecord] = {}
@@ -207,8 +193,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return table rows about records, documents and tokens, as {label: formatted values}."""
         return {
             "records": f"{self.records:,}",
-            "documents": f"{self.documents:,}"
-            + ("" if self.part_of == "all" else f" for {self.part_of}, {self.held_out:,} in the other corpus"),
+            "documents": f"{self.documents:,}",
             "rejected": describe_reasons(self.rejected),
             "dropped": describe_reasons(self.dropped),
             "quarantined": f"{len(self.quarantined):,} damaged input files left out",
@@ -265,9 +250,7 @@ def draft_manifest(tokenizer: "Tokenizer", **fields: Any) -> Manifest:
         special_tokens=tokenizer.special_tokens,
         special_ids=list(tokenizer.special_ids),
         dtype=token_dtype(tokenizer.vocab_size).name,
-        part_of="all",
         documents=0,
-        held_out=0,
         tokens=0,
         unknown_tokens=0,
         shards=[],
@@ -293,8 +276,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield f"special_tokens has no unk, but only {', '.join(manifest.special_tokens) or 'nothing'}"
     if not all(id_ < manifest.vocab_size for id_ in special):
         yield f"special ids {sorted(special)[:10]} are not all below vocab_size {manifest.vocab_size}"
-    records = [manifest.documents, manifest.held_out, *manifest.rejected.values(), *manifest.dropped.values()]
-    sums = [("records", "documents, held_out, rejected and dropped", records)]
+    records = [manifest.documents, *manifest.rejected.values(), *manifest.dropped.values()]
+    sums = [("records", "documents, rejected and dropped", records)]
     for name in ("documents", "tokens"):
         for parts, entries in (("volumes", manifest.shards), ("inputs", manifest.inputs.values())):
             sums.append((name, parts, [getattr(entry, name) for entry in entries]))

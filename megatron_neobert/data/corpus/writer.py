@@ -1,250 +1,149 @@
 """Turns finished chunks into a corpus. A killed call leaves the old corpus, or none, and can be repeated.
 
-Duplicates are only known once all chunks are finished, and chunks must not depend on the share of held-out documents.
-Therefore documents are dropped and held out here, not in the workers that write chunks. A corpus shard consists of
-whole chunks.
-
-All files are built in PREFIX.partial. They get their final names when all of them are on disk, the manifest last.
-Disk: chunks and corpus exist side by side, but a corpus shard that equals one chunk is a hard link. Memory: a few
-megabytes, and three bytes per document for duplicates and held-out documents.
+A corpus is its chunks in order, and a corpus shard consists of whole chunks. All files are built in PREFIX.partial.
+They get their final names when all of them are on disk, the manifest last. Disk: chunks and corpus exist side by side,
+but a corpus shard that equals one chunk is a hard link. Memory: a few megabytes.
 """
 
-import math
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.attribute_columns import join_columns
-from megatron_neobert.data.corpus.chunk_files import ChunkFiles, ShardDocuments
-from megatron_neobert.data.corpus.exact_duplicates import HASH_DTYPE, find_exact_duplicates
-from megatron_neobert.data.corpus.format import (
-    DUPLICATE,
-    CorpusFiles,
-    CorpusShard,
-    FileRecord,
-    Manifest,
-    validation_files,
-    write_manifest,
-)
+from megatron_neobert.data.corpus.format import CorpusFiles, CorpusShard, FileRecord, Manifest, write_manifest
 from megatron_neobert.data.corpus.shard_files import read_items, write_index
-from megatron_neobert.errors import DataError, OutputError
+from megatron_neobert.errors import OutputError
 from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
 from megatron_neobert.runtime.jobs import progress_bar
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import listed
 
+_COPIED_BYTES = 4 << 20  # in one step
+
 
 @dataclass(frozen=True)
-class OutputSettings:
-    """Settings that decide the files of a new corpus and the documents in it."""
+class ChunkFiles:
+    """A finished chunk, whose files are `name`.KIND in PREFIX.partial.
 
-    files: CorpusFiles
-    # Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
-    shard_bytes: int | None = None
-    # Share of the documents, chosen by their text, that goes into a validation corpus.
-    validation_fraction: float = 0.0
-    deduplicate: bool = False
-
-
-class WrittenCorpus(NamedTuple):
-    """Manifests of the training corpus and, after a split, of the validation corpus."""
-
-    manifest: Manifest
-    validation: Manifest | None
-
-
-class _NewCorpus:
-    """The training or the validation corpus, which is built in the folder `work`.
-
-    Args:
-        files: Final paths.
-        work: Folder below the folder of the chunks.
-        is_chosen: One value per document of all chunks; None selects all documents.
+    Kinds: ids (in the dtype of the corpus), lengths (int32), attributes (see attribute_columns.py, only with
+    --record-key), rejects (JSON lines).
     """
 
-    def __init__(self, files: CorpusFiles, work: Path, is_chosen: NDArray[np.bool_] | None) -> None:
-        self.files, self.work, self.is_chosen = files, work / files.name, is_chosen
-        self.shards: list[CorpusShard] = []
-        self.unknown_tokens = 0
-        # Number of documents and tokens by input file.
-        self.inputs: dict[str, Counter[str]] = {}
-        self.work.mkdir()
-
-    @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards)
-
-    def write_shard(self, chunks: Sequence[ChunkFiles], first: int, dtype: np.dtype[np.integer], unknown: int) -> None:
-        """Write the .bin and .idx of the chosen documents of these chunks, unless there are none.
-
-        `first` is the number of documents in all chunks before these.
-        """
-        count = sum(chunk.documents for chunk in chunks)
-        is_chosen = None if self.is_chosen is None else self.is_chosen[first : first + count]
-        documents = count if is_chosen is None else int(np.count_nonzero(is_chosen))
-        if not documents:
-            return
-        shard = ShardDocuments(self.work.parents[1], chunks, is_chosen)
-        bin_, idx = self.files.numbered_shard(len(self.shards))
-        with NewFile(self.work / bin_.name) as bin_file, NewFile(self.work / idx.name) as idx_file:
-            if len(chunks) == 1 and documents == count:
-                bin_file.link(shard.folder / f"{chunks[0].name}.ids", sha256=chunks[0].ids_sha256)
-                self.unknown_tokens += chunks[0].unknown_tokens
-            else:
-                for ids in shard.read_ids(dtype.itemsize):
-                    bin_file.write(ids)
-                    self.unknown_tokens += int(np.count_nonzero(np.frombuffer(ids, dtype) == unknown))
-            write_index(idx_file, shard.read_lengths, documents, dtype)
-            bin_record, idx_record = bin_file.commit(), idx_file.commit()
-        for window in shard.windows():
-            tokens = int(window.lengths[window.is_chosen].sum(dtype=np.int64))
-            added = {"documents": int(np.count_nonzero(window.is_chosen)), "tokens": tokens}
-            self.inputs.setdefault(window.chunk.input, Counter()).update(added)
-        self.shards.append(CorpusShard(documents, bin_record.bytes // dtype.itemsize, bin_record, idx_record))
-
-    def write_manifest(self, draft: Manifest, chunks: Sequence[ChunkFiles]) -> Manifest:
-        """Write the manifest, and the attributes if any, and return the complete manifest."""
-        attributes = None
-        if chunks[0].has_attributes:
-            path = self.work / self.files.attributes.name
-            files = [self.work.parents[1] / f"{chunk.name}.attributes" for chunk in chunks]
-            join_columns(path, files, self.is_chosen)
-            sync_to_disk(path)
-            attributes = FileRecord(path.stat().st_size, sha256_of(path))
-        manifest = replace(
-            draft,
-            inputs={
-                name: replace(record, **{"documents": 0, "tokens": 0, **self.inputs.get(name, {})})
-                for name, record in draft.inputs.items()
-            },
-            documents=self.documents,
-            tokens=sum(shard.tokens for shard in self.shards),
-            unknown_tokens=self.unknown_tokens,
-            attributes=attributes,
-            shards=self.shards,
-        )
-        write_manifest(self.work / self.files.manifest.name, manifest)
-        return manifest
-
-    def move(self, manifest: Manifest) -> None:
-        """Move all files from the work folder to their final names, the manifest last."""
-        for number, pair in enumerate(self.files.shard_files(len(self.shards))):
-            for source, target in zip(self.files.numbered_shard(number), pair, strict=True):
-                (self.work / source.name).replace(target)
-        if manifest.attributes is not None:
-            (self.work / self.files.attributes.name).replace(self.files.attributes)
-        sync_to_disk(self.files.manifest.parent)
-        (self.work / self.files.manifest.name).replace(self.files.manifest)
-        sync_to_disk(self.files.manifest.parent)
+    # Name of the input file in the manifest.
+    input: str
+    name: str
+    documents: int
+    tokens: int
+    unknown_tokens: int
+    ids_sha256: str
+    has_attributes: bool = False
 
 
 def write_corpus(
-    chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest, *, folder: Path
-) -> WrittenCorpus:
-    """Write the corpus of these chunks and its validation corpus, if any, replacing corpora with the same prefix.
+    chunks: Sequence[ChunkFiles],
+    files: CorpusFiles,
+    draft: Manifest,
+    *,
+    folder: Path,
+    shard_bytes: int | None = None,
+) -> Manifest:
+    """Write the corpus of these chunks, replacing a corpus with the same prefix, and return its manifest.
 
     Args:
-        chunks: In the order of the input files; the chunks of an input file are consecutive and in order.
-        output: Settings of the corpus.
+        chunks: In the order of the input files; the chunks of an input file are consecutive and in order. At least one
+            has a document.
+        files: Final paths.
         draft: Manifest from `draft_manifest`.
-        folder: PREFIX.partial, which no other process may use. Its sub-folder `output` is removed after success and
-            after a DataError.
+        folder: PREFIX.partial, which no other process may use. Its sub-folder `output` is removed after success.
+        shard_bytes: Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
 
     Raises:
-        DataError: The training or the validation corpus would have no document.
         OutputError: A new file would replace a file of another corpus.
     """
     nonempty = [chunk for chunk in chunks if chunk.documents]
-    work, split = folder.absolute() / "output", output.validation_fraction
+    folder = folder.absolute()
+    work = folder / "output"
     if work.exists():
         shutil.rmtree(work)  # left by a killed call
     work.mkdir()
-    try:
-        training, held_out = _choose_documents(nonempty, output, work)
-        _write_shards(nonempty, output, draft, [training, held_out] if held_out else [training])
-        documents = (training.documents, held_out.documents if held_out else 0)
-        if not documents[0] or (split and not documents[1]):
-            raise DataError(
-                f"--split-validation {split} of {sum(documents):,} documents holds out {documents[1]:,} and leaves "
-                f"{documents[0]:,}, but both corpora need at least one document. Choose another fraction"
-            )
-        duplicates = sum(chunk.documents for chunk in chunks) - sum(documents)
-        draft = replace(draft, dropped=draft.dropped | ({DUPLICATE: duplicates} if duplicates else {}))
-        training_draft = replace(draft, part_of="training" if split else "all", held_out=documents[1])
-        manifest, validation = training.write_manifest(training_draft, nonempty), None
-        if held_out:
-            validation_draft = replace(draft, part_of="validation", held_out=documents[0])
-            validation = held_out.write_manifest(validation_draft, nonempty)
-        _join_rejects(chunks, folder, work / "rejects")
-    except DataError:
-        shutil.rmtree(work)
-        raise
-    _refuse_foreign_files(output.files, len(manifest.shards))
-    _remove_old_corpus(output.files)
-    if held_out and validation:
-        held_out.move(validation)
-    if (work / "rejects").stat().st_size:
-        (work / "rejects").replace(output.files.rejects)
-    training.move(manifest)
+    shards: list[CorpusShard] = []
+    ranges = _divide_into_shards(nonempty, shard_bytes, np.dtype(draft.dtype).itemsize)
+    for numbers in progress_bar(iterable=ranges, desc="corpus shards"):
+        paths = [work / file.name for file in files.numbered_shard(len(shards))]
+        shards.append(_write_shard(folder, nonempty[numbers.start : numbers.stop], paths, np.dtype(draft.dtype)))
+    counts: dict[str, Counter[str]] = {}
+    for chunk in chunks:
+        counts.setdefault(chunk.input, Counter()).update(documents=chunk.documents, tokens=chunk.tokens)
+    attributes = None
+    if nonempty[0].has_attributes:
+        path = work / files.attributes.name
+        join_columns(path, [folder / f"{chunk.name}.attributes" for chunk in nonempty], None)
+        sync_to_disk(path)
+        attributes = FileRecord(path.stat().st_size, sha256_of(path))
+    manifest = replace(
+        draft,
+        inputs={name: replace(record, **counts[name]) for name, record in draft.inputs.items()},
+        documents=sum(shard.documents for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        unknown_tokens=sum(chunk.unknown_tokens for chunk in nonempty),
+        attributes=attributes,
+        shards=shards,
+    )
+    write_manifest(work / files.manifest.name, manifest)
+    _join_rejects(chunks, folder, work / "rejects")
+    _refuse_foreign_files(files, len(shards))
+    _remove_old_corpus(files)
+    _move(work, files, manifest)
     shutil.rmtree(work, ignore_errors=True)
-    return WrittenCorpus(manifest, validation)
+    return manifest
 
 
-def _choose_documents(
-    chunks: Sequence[ChunkFiles], output: OutputSettings, work: Path
-) -> tuple[_NewCorpus, _NewCorpus | None]:
-    """Return the training corpus and the validation corpus, if any, without files, in the order of their documents.
+def _write_shard(
+    folder: Path, chunks: Sequence[ChunkFiles], paths: Sequence[Path], dtype: np.dtype[np.integer]
+) -> CorpusShard:
+    """Write the .bin and .idx of these chunks to `paths`."""
+    documents = sum(chunk.documents for chunk in chunks)
 
-    The hash of a text alone decides whether it is held out. So equal texts are never in both corpora, and the decision
-    does not change when documents are added.
-    """
-    files = output.files
-    hash_files = [work.parent / f"{chunk.name}.hashes" for chunk in chunks]
-    is_kept = None
-    if output.deduplicate:
-        is_kept = find_exact_duplicates(hash_files, work)
-        np.logical_not(is_kept, out=is_kept)
-    if not output.validation_fraction:
-        return _NewCorpus(files, work, is_kept), None
-    threshold = np.uint64(min(math.ceil(output.validation_fraction * 2**64), 2**64 - 1))
-    steps = (step for file in hash_files for step in read_items(file, HASH_DTYPE))
-    is_held_out = np.concatenate([step["high"] < threshold for step in steps])
-    if is_kept is None:
-        is_kept = ~is_held_out
-    else:
-        is_held_out &= is_kept
-        is_kept ^= is_held_out
-    return _NewCorpus(files, work, is_kept), _NewCorpus(validation_files(files), work, is_held_out)
+    def read_lengths() -> Iterator[NDArray[np.int32]]:
+        for chunk in chunks:
+            yield from read_items(folder / f"{chunk.name}.lengths", "<i4")
+
+    with NewFile(paths[0]) as bin_file, NewFile(paths[1]) as idx_file:
+        if len(chunks) == 1:
+            bin_file.link(folder / f"{chunks[0].name}.ids", sha256=chunks[0].ids_sha256)
+        else:
+            for chunk in chunks:
+                with (folder / f"{chunk.name}.ids").open("rb", buffering=0) as ids:
+                    while block := ids.read(_COPIED_BYTES):
+                        bin_file.write(block)
+        write_index(idx_file, read_lengths, documents, dtype)
+        bin_record, idx_record = bin_file.commit(), idx_file.commit()
+    return CorpusShard(documents, bin_record.bytes // dtype.itemsize, bin_record, idx_record)
 
 
-def _write_shards(
-    chunks: Sequence[ChunkFiles], output: OutputSettings, draft: Manifest, corpora: Sequence[_NewCorpus]
-) -> None:
-    """Write the corpus shards of the training corpus, and the only shard of the validation corpus, if any."""
-    dtype, unknown = np.dtype(draft.dtype), draft.special_tokens["unk"]
-    firsts = [*accumulate((chunk.documents for chunk in chunks), initial=0)]
-    ranges = _divide_into_shards(chunks, output, dtype.itemsize)
-    with progress_bar(desc="corpus shards", total=len(ranges)) as bar:
-        for numbers in ranges:
-            corpora[0].write_shard(chunks[numbers.start : numbers.stop], firsts[numbers.start], dtype, unknown)
-            bar.update()
-    for held_out in corpora[1:]:
-        held_out.write_shard(chunks, 0, dtype, unknown)
+def _move(work: Path, files: CorpusFiles, manifest: Manifest) -> None:
+    """Move all files from the work folder to their final names, the manifest last."""
+    if (work / "rejects").stat().st_size:
+        (work / "rejects").replace(files.rejects)
+    for number, pair in enumerate(files.shard_files(len(manifest.shards))):
+        for source, target in zip(files.numbered_shard(number), pair, strict=True):
+            (work / source.name).replace(target)
+    if manifest.attributes is not None:
+        (work / files.attributes.name).replace(files.attributes)
+    sync_to_disk(files.manifest.parent)
+    (work / files.manifest.name).replace(files.manifest)
+    sync_to_disk(files.manifest.parent)
 
 
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
-    """Raise OutputError if a file of the training or validation corpus exists, unless `overwrite` is set."""
-    corpora = (files, validation_files(files))
-    paths = [path for corpus in corpora for path in (*corpus.existing_files(), corpus.manifest)]
-    existing = [str(path) for path in paths if path.exists()]
+    """Raise OutputError if a file of the corpus exists, unless `overwrite` is set."""
+    existing = [str(path) for path in (*files.existing_files(), files.manifest) if path.exists()]
     if existing and not overwrite:
         raise OutputError(
             f"{listed(existing)} exist{'s' if len(existing) == 1 else ''} already; "
@@ -260,13 +159,12 @@ def _refuse_foreign_files(files: CorpusFiles, shards: int) -> None:
             raise OutputError(f"{file} belongs to another corpus; move it away, and start again with --resume")
 
 
-def _divide_into_shards(chunks: Sequence[ChunkFiles], output: OutputSettings, item_bytes: int) -> list[range]:
-    """Return the range of chunk indices of each corpus shard. Dropped and held-out documents count in its size."""
+def _divide_into_shards(chunks: Sequence[ChunkFiles], limit: int | None, item_bytes: int) -> list[range]:
+    """Return the range of chunk indices of each corpus shard of at most `limit` bytes or one chunk."""
     starts, shard_bytes = [0], 0
     for number, chunk in enumerate(chunks):
         chunk_bytes = chunk.tokens * item_bytes
-        is_full = output.shard_bytes is not None and shard_bytes + chunk_bytes > output.shard_bytes
-        if number > starts[-1] and is_full:
+        if number > starts[-1] and limit is not None and shard_bytes + chunk_bytes > limit:
             starts.append(number)
             shard_bytes = 0
         shard_bytes += chunk_bytes
@@ -283,15 +181,13 @@ def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> N
 
 
 def _remove_old_corpus(files: CorpusFiles) -> None:
-    """Remove the training and validation corpus with this prefix, and the file of rejects. Manifests go first.
+    """Remove the corpus with this prefix, and the file of rejects. The manifest goes first.
 
     So after a kill in the middle, no manifest describes files that are missing or replaced.
     """
-    corpora = (files, validation_files(files))
     # The highest shard number goes first, so that the files left after a kill are still numbered from 0 on.
-    old_files = [file for corpus in corpora for file in reversed(corpus.existing_files())]
-    for corpus in corpora:
-        corpus.manifest.unlink(missing_ok=True)
+    old_files = files.existing_files()[::-1]
+    files.manifest.unlink(missing_ok=True)
     sync_to_disk(files.manifest.parent)
     for file in (*old_files, files.rejects):
         file.unlink(missing_ok=True)

@@ -1,10 +1,9 @@
-"""Tokenize one chunk of an input file: write its token ids, lengths, hashes, attributes and rejects.
+"""Tokenize one chunk of an input file: write its token ids, lengths, attributes and rejects.
 
 Memory: about 1 MB of text with its ids, and the attributes of all documents of the chunk.
 """
 
 import base64
-import hashlib
 import json
 import os
 from collections import Counter
@@ -29,9 +28,6 @@ from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
 from megatron_neobert.runtime.new_file import NewFile
 
-# Bytes of blake2b over a document's text. Among 10^9 different texts, a collision has a probability of 10^-20.
-HASH_BYTES = 16
-
 
 @dataclass(frozen=True)
 class ChunkSettings:
@@ -42,7 +38,6 @@ class ChunkSettings:
     fingerprint: str  # of the tokenizer when the run was planned
     backend: Literal["auto", "fast", "reference"]
     filters: tuple[FilterSource, ...]
-    with_hashes: bool
 
 
 @dataclass
@@ -105,8 +100,7 @@ class ChunkJob(Job[ChunkResult]):
 
     @property
     def kinds(self) -> Sequence[str]:
-        optional = {"hashes": self.settings.with_hashes, "attributes": bool(self.settings.read.record_keys)}
-        return ["ids", "lengths", "rejects", *(kind for kind, is_used in optional.items() if is_used)]
+        return ["ids", "lengths", "rejects", *(["attributes"] if self.settings.read.record_keys else [])]
 
     def work(self, files: Mapping[str, NewFile]) -> ChunkResult:
         """Tokenize the chunk, write its files, and return its counts and the back end.
@@ -187,10 +181,6 @@ class _ChunkWriter:
         with_tokens = np.flatnonzero(lengths).tolist()
         self._files["ids"].write(ids.astype(self._dtype, copy=False).tobytes())
         self._files["lengths"].write(lengths[with_tokens].astype("<i4", copy=False).tobytes())
-        if self._job.settings.with_hashes:
-            texts = (batch.texts[index].encode() for index in with_tokens)
-            hashes = b"".join(hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in texts)
-            self._files["hashes"].write(hashes)
         # Long values are shortened here, because a field may be a whole page.
         for key, values in self.columns.items():
             values += (plain_value(batch.origins[index].fields.get(key)) for index in with_tokens)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.attribute_columns import check_record_keys
-from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files, validation_files
+from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_version
@@ -60,12 +60,6 @@ class PreprocessSettings:
         metavar="FILE.py:FUNCTION",
         repeat=True,
         group="which documents are kept",
-    )
-    deduplicate: Literal["exact"] | None = option(None, "drop documents whose text occurred before")
-    split_validation: float = option(
-        0.0,
-        "share of the documents, selected by a hash of the text, to write to PREFIX_KEY_document_validation",
-        metavar="FRACTION",
     )
     max_error_rate: float = option(
         0.001,
@@ -120,13 +114,8 @@ class Plan:
             "tokenizer backend": self.encoder.name,
             **asdict(settings.read),
             "filters": self.filter_sources,
-            "deduplicate or split_validation": self.with_hashes,
             "version": __version__,
         }
-
-    @property
-    def with_hashes(self) -> bool:
-        return self.settings.deduplicate is not None or self.settings.split_validation > 0
 
     def jobs(self) -> list[ChunkJob]:
         """Return one job per chunk, in the order of `chunks`. The paths in a job are absolute."""
@@ -138,7 +127,6 @@ class Plan:
             fingerprint=self.tokenizer.fingerprint,
             backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
             filters=self.filter_sources,
-            with_hashes=self.with_hashes,
         )
         jobs: list[ChunkJob] = []
         for number, chunk in enumerate(self.chunks):
@@ -165,8 +153,6 @@ class Plan:
         settings = self.settings
         return {
             **{source.label: f"sha256 {source.sha256}" for source in self.filter_sources},
-            "deduplicate": settings.deduplicate,
-            "split_validation": settings.split_validation,
             "input_format": settings.read.input_format,
             "max_document_bytes": settings.read.max_document_bytes,
             "text_separator": settings.read.text_separator,
@@ -240,13 +226,13 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 
 
 def is_complete(plan: Plan) -> bool:
-    """Return True if no run is unfinished, and the corpora match settings and input files (size and time, no hash).
+    """Return True if no run is unfinished, and the corpus matches settings and input files (size and time, no hash).
 
     Of --shard-size, only its absence is compared, with the number of corpus shards.
     """
     files, settings = plan.files, plan.settings
     manifest = None if JobFolder(files.partial).has_begun else _read_complete(files)
-    if manifest is None or (settings.split_validation and not _read_complete(validation_files(files))):
+    if manifest is None:
         return False
     sizes = {input_label(path): version.bytes for path, version in plan.versions.items()}
     written = files.manifest.stat().st_mtime_ns
@@ -272,8 +258,6 @@ def _read_complete(files: CorpusFiles) -> Manifest | None:
 def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
     if not 0.0 <= settings.max_error_rate <= 1.0:
         yield f"--max-error-rate {settings.max_error_rate} is not a fraction of the records; use 0 to 1"
-    if not 0.0 <= settings.split_validation < 1.0:
-        yield f"--split-validation {settings.split_validation} is not a fraction of the documents; use 0 to below 1"
     yield from check_record_keys(settings.read.record_keys or ())
     if settings.read.text_separator == "":
         yield "--text-separator is empty; leave it out if each file is one document"

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from megatron_neobert.data.corpus.chunk_files import ChunkFiles
 from megatron_neobert.data.corpus.format import (
     BackendRecord,
     InputRecord,
+    Manifest,
     QuarantinedInput,
     describe_reasons,
     draft_manifest,
 )
-from megatron_neobert.data.corpus.writer import OutputSettings, WrittenCorpus, refuse_existing, write_corpus
+from megatron_neobert.data.corpus.writer import ChunkFiles, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkResult, Counts, cache_tokenizer, tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import Plan, refuse_damaged
@@ -33,7 +33,7 @@ _EARLY_END_RECORDS = 10_000
 class PreprocessReport:
     """Result of a run."""
 
-    written: WrittenCorpus
+    manifest: Manifest
     counts: Counts  # of all chunks, including the chunks of an earlier run
     seconds: float
     damaged: list[str]  # reasons why input files were left out
@@ -79,9 +79,9 @@ def preprocess(plan: Plan) -> PreprocessReport:
                 f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one document. Check "
                 "--input, --text-key and the filters"
             )
-        written = _join_chunks(plan, jobs, [finished[job.name] for job in jobs], counts, damaged)
+        manifest = _join_chunks(plan, jobs, [finished[job.name] for job in jobs], counts, damaged)
         folder.remove()
-    return PreprocessReport(written, counts, time.monotonic() - started, list(damaged.values()))
+    return PreprocessReport(manifest, counts, time.monotonic() - started, list(damaged.values()))
 
 
 def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, str]]:
@@ -136,7 +136,7 @@ def _join_chunks(
     records: Sequence[Finished[ChunkResult]],
     counts: Counts,
     damaged: Mapping[str, str],
-) -> WrittenCorpus:
+) -> Manifest:
     """Write the corpus of the finished `jobs`, in their order, replacing an older corpus.
 
     Args:
@@ -144,7 +144,6 @@ def _join_chunks(
         damaged: Reason for each input file that is left out, by label.
 
     Raises:
-        DataError: No document is left for the corpus, or no document is held out for validation.
         OutputError: A new file would replace a file of another corpus.
     """
     settings = plan.settings
@@ -172,12 +171,7 @@ def _join_chunks(
     ]
     return write_corpus(
         chunks,
-        OutputSettings(
-            files=plan.files,
-            shard_bytes=settings.shard_size,
-            validation_fraction=settings.split_validation,
-            deduplicate=settings.deduplicate is not None,
-        ),
+        plan.files,
         draft_manifest(
             plan.tokenizer,
             inputs=inputs,
@@ -195,4 +189,5 @@ def _join_chunks(
             },
         ),
         folder=plan.files.partial,
+        shard_bytes=settings.shard_size,
     )

@@ -48,8 +48,8 @@ class Workspace:
     def run(self, name="run", **changes) -> PreprocessReport:
         return preprocess(plan_preprocessing(self.settings(name, **changes)))
 
-    def corpus(self, name="run", *, end="") -> Corpus:
-        return Corpus(self.folder / "out" / f"{name}_content_document{end}")
+    def corpus(self, name="run") -> Corpus:
+        return Corpus(self.folder / "out" / f"{name}_content_document")
 
     def contents(self, name="run") -> dict[str, bytes]:
         """Return the content of all files of a corpus, by the end of the file name."""
@@ -63,9 +63,9 @@ class Workspace:
         self.add_lines(name, *(json.dumps({"content": text}) for text in texts))
 
 
-def decoded(workspace, name="run", *, end=""):
+def decoded(workspace, name="run"):
     """Return the texts of all documents of a corpus."""
-    tokenizer, corpus = load_tokenizer(workspace.vocab), workspace.corpus(name, end=end)
+    tokenizer, corpus = load_tokenizer(workspace.vocab), workspace.corpus(name)
     return [tokenizer.decode(corpus.document(number)) for number in range(len(corpus))]
 
 

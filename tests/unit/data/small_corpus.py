@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tokenizers import models, pre_tokenizers
 
 from megatron_neobert.data.corpus import writer
-from megatron_neobert.data.corpus.chunk_files import ChunkFiles
 from megatron_neobert.data.corpus.format import (
     FileRecord,
     Manifest,
@@ -26,7 +25,7 @@ from megatron_neobert.data.corpus.format import (
     token_dtype,
     write_manifest,
 )
-from megatron_neobert.data.corpus.writer import OutputSettings, refuse_existing
+from megatron_neobert.data.corpus.writer import ChunkFiles, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -65,16 +64,13 @@ def write_chunk(
     tokenizer: Tokenizer,
     *,
     input: str = "shard",
-    texts: Sequence[str] | None = None,
     rejects: str = "",
 ) -> ChunkFiles:
-    """Write the files of a finished chunk with these documents; without texts, it has no hashes."""
+    """Write the files of a finished chunk with these documents."""
     name, dtype = f"{number:06d}", token_dtype(tokenizer.vocab_size)
     flat = np.array([id_ for document in documents for id_ in document], dtype=np.int64).astype(dtype)
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
     content = {"ids": flat.tobytes(), "lengths": lengths.tobytes()}
-    if texts is not None:
-        content["hashes"] = b"".join(text_hash(text) for text in texts)
     for kind, data in {**content, "rejects": rejects.encode()}.items():
         (folder / f"{name}.{kind}").write_bytes(data)
     return ChunkFiles(
@@ -85,10 +81,6 @@ def write_chunk(
         unknown_tokens=int((flat == tokenizer.unk_id).sum()),
         ids_sha256=hashlib.sha256(content["ids"]).hexdigest(),
     )
-
-
-def text_hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def made_up_draft(chunks: Sequence[ChunkFiles], tokenizer: Tokenizer, **fields: Any) -> Manifest:
@@ -112,10 +104,10 @@ def write_corpus(
     files.partial.mkdir()
     groups = [documents] if shard_bytes is None else [[document] for document in documents]
     chunks = [write_chunk(files.partial, number, group, tokenizer) for number, group in enumerate(groups)]
-    output = OutputSettings(files, shard_bytes)
-    written = writer.write_corpus(chunks, output, made_up_draft(chunks, tokenizer), folder=files.partial)
+    draft = made_up_draft(chunks, tokenizer)
+    manifest = writer.write_corpus(chunks, files, draft, folder=files.partial, shard_bytes=shard_bytes)
     shutil.rmtree(files.partial)
-    return written.manifest
+    return manifest
 
 
 def write_attributes(prefix: Path, columns: dict[str, Any], *, rows: int | None = None) -> Path:

@@ -1,14 +1,15 @@
 """Chunks of made-up documents, and the corpora that are written from them."""
 
+import zlib
 from dataclasses import replace
 
 import numpy as np
-from unit.data.small_corpus import FIRST_ORDINARY, made_up_draft, numbered_tokenizer, text_hash, write_chunk
+from unit.data.small_corpus import FIRST_ORDINARY, made_up_draft, numbered_tokenizer, write_chunk
 
 from megatron_neobert.data.corpus.attribute_columns import pack_columns
-from megatron_neobert.data.corpus.format import corpus_files
+from megatron_neobert.data.corpus.format import InputRecord, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.data.corpus.writer import OutputSettings, write_corpus
+from megatron_neobert.data.corpus.writer import write_corpus
 from megatron_neobert.errors import DataError, MissingInputError
 
 TOKENIZER = numbered_tokenizer(100)
@@ -40,9 +41,7 @@ class ChunkFolder:
 
     def add_chunk(self, documents, texts, *, input, rejects=""):
         """Add a chunk whose documents have the length of their text as an attribute."""
-        chunk = write_chunk(
-            self.files.partial, len(self.chunks), documents, TOKENIZER, input=input, texts=texts, rejects=rejects
-        )
+        chunk = write_chunk(self.files.partial, len(self.chunks), documents, TOKENIZER, input=input, rejects=rejects)
         file = self.files.partial / f"{chunk.name}.attributes"
         file.write_bytes(pack_columns({"characters": list(map(len, texts))}))
         self.chunks.append(replace(chunk, has_attributes=True))
@@ -50,7 +49,7 @@ class ChunkFolder:
     @staticmethod
     def _document(text, ids_seed):
         """Return 1 to 8 ids, some of them unknown; the text decides the number."""
-        seed = int.from_bytes(text_hash(text)[:4], "little")
+        seed = zlib.crc32(text.encode())
         length = np.random.default_rng(seed).integers(1, 9)
         generator = np.random.default_rng([seed, ids_seed])
         ids = generator.integers(FIRST_ORDINARY, 100, length)
@@ -60,11 +59,12 @@ class ChunkFolder:
         draft = made_up_draft(
             self.chunks,
             TOKENIZER,
+            inputs={chunk.input: InputRecord(1, None) for chunk in self.chunks},
             records=sum(chunk.documents for chunk in self.chunks) + 3,
             rejected={"malformed JSON": 2},
             dropped={"empty text": 1},
         )
-        return write_corpus(self.chunks, OutputSettings(self.files, **options), draft, folder=self.files.partial)
+        return write_corpus(self.chunks, self.files, draft, folder=self.files.partial, **options)
 
     def corpus_bytes(self):
         return {file.name: file.read_bytes() for file in self.folder.glob("P*") if file.is_file()}
@@ -83,17 +83,3 @@ def documents_if_it_opens(prefix):
     except (MissingInputError, DataError):
         return None
     return documents_of(prefix)
-
-
-def select(texts, documents, *, deduplicate=False, validation_fraction=0.0):
-    """Return the documents for training, the held-out and the dropped documents, by a plain loop."""
-    training, held_out, dropped, seen = [], [], [], set()
-    for text, document in zip(texts, documents, strict=True):
-        if deduplicate and text in seen:
-            dropped.append(document)
-        elif int.from_bytes(text_hash(text)[:8], "big") / 2**64 < validation_fraction:
-            held_out.append(document)
-        else:
-            training.append(document)
-        seen.add(text)
-    return training, held_out, dropped

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+import shlex
 
 import numpy as np
 import pyarrow as pa
@@ -46,23 +47,19 @@ def shortened(record):
     return "has xyz first" if record.text.startswith("xyz") else record._replace(text=record.text.split("zy")[0])
 
 
-def kept(records, *, filtered=False, deduplicate=False):
+def kept(records, *, filtered=False):
     """Yield the field and the number of tokens of each document; the word "xyz" has two tokens."""
-    seen = set()
     for text, value in records:
         if filtered:
             text = "" if text.startswith("xyz") else text.split("zy")[0]
         tokens = len(text.split()) + text.count("xyz")
-        if not text.strip() or (deduplicate and text in seen):
-            continue
-        seen.add(text)
-        yield None if value is None else str(value), tokens
+        if text.strip():
+            yield None if value is None else str(value), tokens
 
 
 CASES = {
     "all": ({}, {}),
     "several corpus shards and workers": ({"shard_size": 100, "workers": 2}, {}),
-    "duplicates": ({"deduplicate": "exact"}, {"deduplicate": True}),
     "filter": ({"filter": (f"{__file__}:shortened",)}, {"filtered": True}),
 }
 
@@ -144,13 +141,10 @@ def test_numbers_of_tables_keep_their_identity(workspace):
         assert chosen.numbers(np.arange(len(chosen))).tolist() == expected
 
 
-def test_attributes_have_the_same_bytes_for_any_number_of_workers_and_a_split_keeps_all(workspace):
+def test_attributes_have_the_same_bytes_for_any_number_of_workers(workspace):
     for name, workers in (("one", 1), ("two", 2)):
-        workspace.run(name, record_keys=("meta.from",), deduplicate="exact", split_validation=0.3, workers=workers)
+        workspace.run(name, record_keys=("meta.from",), workers=workers)
     assert workspace.contents("one") == workspace.contents("two")
-    workspace.run(record_keys=("meta.from",), deduplicate="exact")
-    both = [attributes_of(workspace.corpus("one", end=end)) for end in ("", "_validation")]
-    assert all(both) and Counter(both[0] + both[1]) == Counter(attributes_of(workspace.corpus()))
 
 
 def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(workspace):

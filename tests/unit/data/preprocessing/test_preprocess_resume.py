@@ -64,14 +64,12 @@ def test_input_files_may_be_added_and_removed_before_a_run_is_resumed(workspace,
     assert workspace.contents() == workspace.contents("fresh")
 
 
-@pytest.mark.parametrize(
-    "change", ["order", "layout", "shard", "validation", "attributes", "filters", "more inputs", "newer input"]
-)
+@pytest.mark.parametrize("change", ["order", "layout", "shard", "attributes", "filters", "more inputs", "newer input"])
 def test_corpus_of_other_settings_or_inputs_is_not_complete(workspace, change):
     workspace.add_texts("a.jsonl", *(f"hello {'world ' * number}" for number in range(100)))
     workspace.add_texts("b.jsonl", "world")
     inputs = tuple(str(workspace.inputs / name) for name in ("a.jsonl", "b.jsonl"))
-    same = {"inputs": inputs, "shard_size": 1, "split_validation": 0.3, "resume": True}
+    same = {"inputs": inputs, "shard_size": 1, "resume": True}
     workspace.run(**same)
     assert is_complete(plan_preprocessing(workspace.settings(**same)))
     if change == "order":
@@ -80,8 +78,6 @@ def test_corpus_of_other_settings_or_inputs_is_not_complete(workspace, change):
         same["shard_size"] = None
     elif change == "shard":
         (workspace.folder / "out" / "run_content_document_00001.bin").unlink()
-    elif change == "validation":
-        (workspace.folder / "out" / "run_content_document_validation.json").unlink()
     elif change == "attributes":
         same["record_keys"] = ("from",)
     elif change == "filters":
