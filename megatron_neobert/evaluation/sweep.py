@@ -10,7 +10,6 @@ import dataclasses
 import fcntl
 import itertools
 import json
-import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
+from megatron_neobert.runtime.own_files import delete_folder, open_lock
 from megatron_neobert.text import parse_json
 
 SWEEP = "sweep.json"  # the last finished sweep, next to the ledger of a task
@@ -128,7 +128,7 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
             raise DataError(f"{run.start} has changed during the sweep; start the same command again to measure it.")
         ledger.add(units[run.point], asdict(outcome))
         for key in set(keys.values()) - {kept, _best_key(ledger, keys.values())}:
-            shutil.rmtree(folder / RUNS / key, ignore_errors=True)
+            delete_folder(folder / RUNS / key)
         show_progress(f"{sweep.task.name} {count}/{len(units)}", run, outcome)
     content = {
         "model": sweep.common_unit["model"],
@@ -182,7 +182,7 @@ def write_results(kind: str, folder: Path, model: Path, describe: Describe | Non
         describe: Returns further results for the record, given the results of all tasks.
     """
     model_fingerprint = fingerprint(model)
-    with (folder / kind / "lock").open("ab") as file:
+    with open_lock(folder / kind / "lock") as file:
         lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
         results, settings, sweeps = dict[str, Result](), dict[str, Any](), []
         for path in sorted((folder / kind).glob(f"*/{SWEEP}")):

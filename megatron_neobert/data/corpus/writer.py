@@ -10,6 +10,7 @@ megabytes, and three bytes per document for duplicates and held-out documents.
 """
 
 import math
+import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -31,13 +32,14 @@ from megatron_neobert.data.corpus.format import (
     CorpusShard,
     FileRecord,
     Manifest,
+    read_manifest,
     validation_files,
     write_manifest,
 )
 from megatron_neobert.data.corpus.shard_files import read_items, write_index
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
-from megatron_neobert.runtime.jobs import progress_bar
+from megatron_neobert.runtime.jobs import JobFolder, progress_bar
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import listed
 
@@ -241,15 +243,28 @@ def _write_shards(
 
 
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
-    """Raise OutputError if a file of the training or validation corpus exists, unless `overwrite` is set."""
+    """Raise OutputError if a file of the training or validation corpus exists, unless `overwrite` is set.
+
+    Raise it even then if the files have no manifest of ours, unless a killed run, which removes the manifest first, has
+    left PREFIX.partial.
+    """
     corpora = (files, validation_files(files))
-    paths = [path for corpus in corpora for path in (*corpus.existing_files(), corpus.manifest)]
-    existing = [str(path) for path in paths if path.exists()]
+    paths = {corpus: [*corpus.existing_files(), corpus.manifest] for corpus in corpora}
+    existing = [str(path) for corpus in corpora for path in paths[corpus] if path.exists()]
     if existing and not overwrite:
         raise OutputError(
             f"{listed(existing)} exist{'s' if len(existing) == 1 else ''} already; "
             "choose another --output-prefix, or replace with --overwrite"
         )
+    for corpus in () if JobFolder(files.partial).has_begun else corpora:
+        if existing := [str(path) for path in paths[corpus] if os.path.lexists(path)]:
+            try:
+                read_manifest(corpus.manifest)
+            except (OSError, ValueError, DataError) as error:
+                raise OutputError(
+                    f"{existing[0]} is not replaced, because {corpus.manifest.name} is no manifest of this project; "
+                    "move the file away, or choose another --output-prefix"
+                ) from error
 
 
 def _refuse_foreign_files(files: CorpusFiles, shards: int) -> None:

@@ -133,7 +133,9 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
 def drop_list(corpora, tmp_path):
     """A drop list for both corpora, and the mask of the first corpus."""
     is_dropped = np.random.default_rng(0).random(DOCUMENTS) < 0.3
-    write_drop_list(tmp_path / "list", corpora, np.append(is_dropped, [False, True, False]), {"threshold": 0.8})
+    write_drop_list(
+        tmp_path / "list", corpora, np.append(is_dropped, [False, True, False]), {"threshold": 0.8}, folder=tmp_path
+    )
     return tmp_path / "list", is_dropped
 
 
@@ -146,7 +148,7 @@ def test_documents_of_drop_lists_are_not_chosen(corpora, drop_list, conditions, 
     chosen = choose_documents(corpus, conditions, [str(path)])
     assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if fits[n] and not is_dropped[n]]
     in_second_list = np.arange(DOCUMENTS) % 3 == 0
-    write_drop_list(tmp_path / "second", [corpus], in_second_list, {})
+    write_drop_list(tmp_path / "second", [corpus], in_second_list, {}, folder=tmp_path)
     chosen = choose_documents(corpus, conditions, [str(path), str(tmp_path / "second")])
     expected = fits & ~is_dropped & ~in_second_list
     assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if expected[n]]
