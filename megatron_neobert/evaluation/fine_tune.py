@@ -126,7 +126,9 @@ def fine_tune(run: Run) -> Outcome:
         encoded = trainer.splits[split]
         last_scores = encoded.score(trainer.predict(encoded.dataset))
         scores |= {run.task.last_split_pattern.format(name): score for name, score in last_scores.items()}
-    (Path(checkpoint) / "training_args.bin").unlink()  # a pickle, which a model folder does not need
+    # A model folder needs no pickle, and no state of the trainer, which has the paths of this machine.
+    for name in ("training_args.bin", "trainer_state.json"):
+        (Path(checkpoint) / name).unlink()
     Path(checkpoint).rename(run.folder / WEIGHTS)
     return Outcome(
         scores=scores,

@@ -301,11 +301,16 @@ def test_train_state_of_an_older_version_is_read(tmp_path: Path):
     assert read_train_state(tmp_path) == (TrainState(corpus_sha256="ab", iteration=7), {})
 
 
+def nested(levels: int) -> list[Any]:
+    return [nested(levels - 1)] if levels else []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda state: state.pop("progress"), r"KeyError: 'progress'"),
         (lambda state: state.update(optimizer=[1]), r"Expected `object | null`, got `array`"),
+        (lambda state: state.update(optimizer={"a": nested(900)}), r"nested too deeply"),
         (lambda state: state["progress"].update(iteration=-5), r"iteration is -5, which is not a valid count"),
         (lambda state: state["progress"].update(cursor={"row": 1 << 62}), r"row is \d+, which is not a valid count"),
     ],

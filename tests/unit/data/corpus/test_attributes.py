@@ -126,6 +126,26 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
         choose_documents(Corpus(tmp_path / "C"), ["score>=3"])
 
 
+def bytes_as_text(*values: bytes) -> pa.Array:
+    return pa.StringArray.from_buffers(len(values), *pa.array(values, pa.binary()).buffers()[1:])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "names", "message"),
+    [
+        ([[1, 2], [3, 4]], ["score", "score"], "has the column 'score' more than once"),
+        ([[1, 2], [3, 4], [5, 6]], ["other", "score", "other"], "has the column 'other' more than once"),
+        ([bytes_as_text(b"a", b"\xff")], ["score"], "UTF-?8"),
+    ],
+)
+def test_columns_of_one_name_and_texts_that_are_not_utf_8_are_refused(tmp_path, arrays, names, message):
+    write_corpus(tmp_path / "C", random_documents([3, 3], 100), numbered_tokenizer(100))
+    write_attributes(tmp_path / "C", pa.table(list(map(pa.array, arrays)), names=names))
+    for expression in ("score=='a*'", "score=='a' and score!='b'"):
+        with pytest.raises(DataError, match=rf"C\.attributes\.parquet .*{message}"):
+            choose_documents(Corpus(tmp_path / "C"), [expression])
+
+
 # --- drop lists
 
 

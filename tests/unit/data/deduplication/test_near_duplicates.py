@@ -151,6 +151,7 @@ def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected,
         assert output.exists() == (at == last), "it appears whole, and last"
         find(output, planted.prefix, resume=True)
         assert output.read_bytes() == expected, at
+        assert list(tmp_path.glob(f"killed{at}?*")) == [], "no temporary file is left"
     assert not list(tmp_path.glob("*.partial"))
 
 
