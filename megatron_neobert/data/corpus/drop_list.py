@@ -97,14 +97,12 @@ def _read_header(path: Path) -> tuple[int, list[DropListEntry]]:
 
 def refuse_other_file(path: Path) -> None:
     """Raise OutputError if the path exists and is not a drop list, which alone may be replaced."""
-    if not os.path.lexists(path):
-        return
     try:
-        if path.is_symlink() or not path.is_file():
-            raise DataError(f"{path} is a link, a folder or a pipe")
-        _read_header(path)
-    except DataError as error:
-        raise OutputError(f"--output {path} is not replaced: {error}, or another --output") from error
+        is_drop_list = path.is_file() and not path.is_symlink() and bool(_read_header(path))
+    except DataError:
+        is_drop_list = False
+    if os.path.lexists(path) and not is_drop_list:
+        raise OutputError(f"--output {path} exists and is not a drop list, so it is not replaced; name another file")
 
 
 def write_drop_list(
