@@ -31,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, n
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import Parser
-from megatron_neobert.errors import OutputError, run_command, short_reason
+from megatron_neobert.errors import run_command, short_reason
 from megatron_neobert.runtime.atomic_files import read_text, replace_file
 from megatron_neobert.runtime.environment import installed_packages
+from megatron_neobert.runtime.own_files import claim_folder
 from megatron_neobert.text import parse_json
 from tools.acceptance.phases import NEEDS_CUDA, PHASES, Failed, Phase
 
@@ -61,20 +62,21 @@ class Result(msgspec.Struct, kw_only=True):
 def main() -> int:
     """Run the requested phases that have not passed on this machine, and update the report after each.
 
-    Return 0 if all requested phases passed, now or before, else 1. Raise OutputError if --output cannot be created.
+    Return 0 if all requested phases passed, now or before, else 1. Raise OutputError if --output cannot be created, or is a
+    folder of others.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report; can exist")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder of the report: new, or of an earlier call"
+    )
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), help="phases to run (default all)")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs a tiny model (default cuda)"
     )
     arguments = parser.parse_args()
     output = arguments.output.absolute()
-    try:
-        (output / "phases").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"--output {output} cannot be created ({error.strerror}); give another folder.") from error
+    claim_folder(output)  # runs/ and corpus/ in it may be deleted
+    (output / "phases").mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which ends the processes of a phase
     machine = describe_machine(arguments.device)
     requested = [name for name in PHASES if name in arguments.phases]

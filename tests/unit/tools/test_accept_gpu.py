@@ -17,6 +17,7 @@ from commands import ENVIRONMENT, command_line
 from processes import run_command
 
 from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.errors import OutputError
 from tools.acceptance import phases
 from tools.acceptance.phases import Failed, Phase
 
@@ -117,6 +118,13 @@ def test_phase_with_a_damaged_result_runs_again(start, tmp_path, content):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert start({"speed": ran.append}, "speed") == 0
     assert len(ran) == 2 and results_of(tmp_path)["speed"]["status"] == "passed"
+
+
+def test_folder_of_others_is_not_used(start, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    with pytest.raises(OutputError, match="a folder that this project did not create"):
+        start({"speed": fails}, "speed")
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 def test_gpu_is_accepted_when_every_phase_has_passed_on_this_gpu(start, tmp_path, capsys):
