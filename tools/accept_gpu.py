@@ -62,8 +62,8 @@ class Result(msgspec.Struct, kw_only=True):
 def main() -> int:
     """Run the requested phases that have not passed on this machine, and update the report after each.
 
-    Return 0 if all requested phases passed, now or before, else 1. Raise OutputError if --output cannot be created, or is a
-    folder of others.
+    Return 0 if all requested phases passed, now or before, else 1. Raise OutputError if --output cannot be
+    created, or is a folder of others.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(

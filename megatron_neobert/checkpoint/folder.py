@@ -274,7 +274,7 @@ def prepare_folder(temporary: Path) -> None:
     for leftover in leftovers(save):
         with suppress(OSError):
             delete_folder(leftover, MANIFEST)
-    for leftover in save.glob(f"{POINTER}.*"):  # temporary files of replace_file
+    for leftover in save.glob(f"{POINTER}.*-[0-9]*"):  # temporary files of replace_file
         leftover.unlink(missing_ok=True)
     temporary.mkdir()
     claim_folder(temporary)

@@ -169,7 +169,7 @@ class Saver:
         try:
             if config.keep_last is not None:
                 prune(self.save_folder, keep_last=config.keep_last, keep_every=config.keep_every)
-        except OSError as error:  # the checkpoint itself is complete
+        except (OSError, OutputError) as error:  # the checkpoint itself is complete
             self.log(f"warning: old checkpoints in {self.save_folder} could not be deleted: {error}")
         return None
 

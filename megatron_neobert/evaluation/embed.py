@@ -121,7 +121,8 @@ def finetune(options: ContrastiveOptions) -> None:
                 record, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
             )
             write_page("contrastive", [record], folder)
-            delete_folder(checkpoints)
+            with suppress(OSError):
+                delete_folder(checkpoints)
 
 
 def build_arguments(

@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,7 +130,8 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
             raise DataError(f"{run.start} has changed during the sweep; start the same command again to measure it.")
         ledger.add(units[run.point], asdict(outcome))
         for key in set(keys.values()) - {kept, _best_key(ledger, keys.values())}:
-            delete_folder(folder / RUNS / key)
+            with suppress(OSError):
+                delete_folder(folder / RUNS / key)
         show_progress(f"{name} {count}/{len(units)}", run, outcome)
     content = {
         "model": sweep.common_unit["model"],
