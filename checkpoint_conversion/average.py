@@ -31,7 +31,8 @@ def average(options: AverageOptions) -> None:
     Raises:
         MissingInputError: The folder has no checkpoint of --iteration, or fewer than --last up to it.
         CheckpointError: A checkpoint is damaged or incomplete.
-        ConversionError: The checkpoints are of different models, or their layers are not NeoBERT's.
+        ConversionError: The checkpoints have different models or tokenizers, their layers are not NeoBERT's, or their
+            mean is not finite.
         DataError: The tokenizer of a checkpoint cannot be used.
         OutputError, SaveError: The output exists, cannot be created or cannot be written.
     """
@@ -53,10 +54,18 @@ def average(options: AverageOptions) -> None:
             raise ConversionError(
                 f"{older.folder} and {mean.folder} are checkpoints of different models. Average checkpoints of one run."
             )
+        if older.tokenizer.fingerprint != mean.tokenizer.fingerprint:
+            raise ConversionError(
+                f"{older.folder} and {mean.folder} have different tokenizers. Average checkpoints of one run."
+            )
         for name, tensor in mean.tensors.items():
             tensor.add_(older.tensors[name])
-    for tensor in mean.tensors.values():
+    for name, tensor in mean.tensors.items():
         tensor.div_(options.last)
+        if not tensor.isfinite().all():
+            raise ConversionError(
+                f"{name}: the mean of the checkpoints in {options.load} is not finite. Average other checkpoints."
+            )
     with build_folder(options.output) as temporary:
         read = mean.train_state.read_corpora  # of the newest checkpoint, which has read what the others have
         write_checkpoint(temporary, mean.tensors, mean.settings.model, mean.tokenizer, read_corpora=read)

@@ -21,44 +21,63 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, not an installed package
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import Parser
-from megatron_neobert.errors import OutputError, run_command, short_reason
-from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.errors import run_command, short_reason
+from megatron_neobert.runtime.atomic_files import read_text, replace_file
 from megatron_neobert.runtime.environment import installed_packages
+from megatron_neobert.runtime.own_files import claim_folder
 from megatron_neobert.text import parse_json
 from tools.acceptance.phase import Failed, Phase
 from tools.acceptance.phases import NEEDS_CUDA, PHASES
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4")
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PASSED: Literal["passed"] = "passed"
+FAILED: Literal["failed"] = "failed"
+NOT_RUN: Literal["not run"] = "not run"
 MACHINE = """import json, torch
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps({"GPU": gpu, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}))"""
 
 
+class Result(msgspec.Struct, kw_only=True):
+    """Content of phases/NAME.json."""
+
+    status: Literal["passed", "failed", "not run"]
+    date: str
+    seconds: int
+    problems: list[str]
+    tables: dict[str, list[dict[str, Any]]]
+    commands: list[str]
+    machine: dict[str, str]
+
+
 def main() -> int:
     """Run the requested phases that have not passed on this machine, and update the report after each.
 
-    Return 0 if all requested phases passed, now or before, else 1. Raise OutputError if --output cannot be created.
+    Return 0 if all requested phases passed, now or before, else 1. Raise OutputError if --output cannot be
+    created, or is a folder of others.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report; can exist")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder of the report: new, or of an earlier call"
+    )
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), help="phases to run (default all)")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs a tiny model (default cuda)"
     )
     arguments = parser.parse_args()
     output = arguments.output.absolute()
-    try:
-        (output / "phases").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"--output {output} cannot be created ({error.strerror}); give another folder.") from error
+    claim_folder(output)  # runs/ and corpus/ in it may be deleted
+    (output / "phases").mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which ends the processes of a phase
     machine = describe_machine(arguments.device)
     requested = [name for name in PHASES if name in arguments.phases]
@@ -93,7 +112,8 @@ def describe_machine(device: str) -> dict[str, str]:
 def run_phase(phase: Phase, machine: dict[str, str]) -> None:
     """Run a phase and write its status (passed, failed, not run) to phases/NAME.json. If interrupted, write nothing."""
     print(f"{phase.name}: {PHASES[phase.name].__doc__}", flush=True)
-    started, status = time.monotonic(), PASSED
+    started = time.monotonic()
+    status: Literal["passed", "failed", "not run"] = PASSED
     if machine["GPU"] == "none" and (phase.device == "cuda" or phase.name in NEEDS_CUDA):
         status = NOT_RUN
         phase.problems.append("needs a CUDA device, and torch finds none")
@@ -107,23 +127,32 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
             phase.problems.append(short_reason(error))
         phase.drop_checkpoints()
         status = FAILED if phase.problems else PASSED
-    result = {
-        "status": status,
-        "date": datetime.date.today().isoformat(),
-        "seconds": round(time.monotonic() - started),
-        "problems": phase.problems,
-        "tables": phase.tables,
-        "commands": phase.commands,
-        "machine": machine,
-    }
-    replace_file(phase.output / "phases" / f"{phase.name}.json", json.dumps(result, indent=1) + "\n")
+    result = Result(
+        status=status,
+        date=datetime.date.today().isoformat(),
+        seconds=round(time.monotonic() - started),
+        problems=phase.problems,
+        tables=phase.tables,
+        commands=phase.commands,
+        machine=machine,
+    )
+    content = json.dumps(msgspec.to_builtins(result), indent=1)
+    replace_file(phase.output / "phases" / f"{phase.name}.json", content + "\n")
 
 
 def read_results(output: Path, machine: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the results of the phases that ended on this machine, in the order of PHASES."""
-    files = ((name, output / "phases" / f"{name}.json") for name in PHASES)
-    results = {name: parse_json(file.read_text(encoding="utf-8")) for name, file in files if file.exists()}
-    return {name: result for name, result in results.items() if result["machine"] == machine}
+    """Return the results of the phases that ended on this machine, in the order of PHASES.
+
+    A damaged result is left out, so that its phase runs again.
+    """
+    results = {}
+    for name in PHASES:
+        with suppress(OSError, ValueError, TypeError, msgspec.ValidationError):
+            content = parse_json(read_text(output / "phases" / f"{name}.json"))
+            result = msgspec.to_builtins(msgspec.convert(content, Result))
+            if result["machine"] == machine:
+                results[name] = result
+    return results
 
 
 def verdict(results: dict[str, dict[str, Any]], machine: dict[str, str]) -> str:

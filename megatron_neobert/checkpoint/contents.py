@@ -29,6 +29,7 @@ from megatron_neobert.text import parse_json
 # Header keys of torch.distributed.checkpoint for the offsets of boxes. The shape of the whole tensor is added.
 # Source: torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING, _OFFSETS, _SHAPE = "DCP_SHARDING_INFO", "saved_offsets", "shape"
+_MOST_LEVELS = 20  # of the optimizer's values, which have four
 _LARGEST_COUNT = 1 << 62  # leaves room for additions in an int64
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -213,6 +214,12 @@ def write_train_state(folder: Path, state: TrainState, optimizer: dict[str, Any]
     (folder / TRAIN_STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
+def _is_flat(value: Any, *, levels: int) -> bool:
+    """Return whether lists and dicts are nested at most `levels` deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels >= 0 and all(_is_flat(item, levels=levels - 1) for item in inner)
+
+
 class SavedState(NamedTuple):
     """Content of train_state.json."""
 
@@ -234,6 +241,8 @@ def read_train_state(folder: Path) -> SavedState:
         for name, count in (vars(state) | vars(state.cursor)).items():
             if isinstance(count, int) and not 0 <= count < _LARGEST_COUNT:
                 raise ValueError(f"{name} is {count}, which is not a valid count")
+        if not _is_flat(optimizer, levels=_MOST_LEVELS):
+            raise ValueError("nested too deeply")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another checkpoint.") from error
     except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError) as error:

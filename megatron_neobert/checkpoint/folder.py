@@ -15,11 +15,10 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
@@ -29,6 +28,15 @@ from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of, sync_to_disk
 from megatron_neobert.runtime.new_file import FileRecord
+from megatron_neobert.runtime.own_files import (
+    RECORD,
+    claim_folder,
+    delete_folder,
+    exchange,
+    is_own_folder,
+    open_lock,
+    require_own_folder,
+)
 from megatron_neobert.text import parse_json
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -90,7 +98,8 @@ def check_folders(config: CheckpointConfig) -> None:
 
     Raises:
         ConfigError: --save contains a file named STOP.
-        OutputError: --save has checkpoints and is not --load, or cannot be created.
+        OutputError: --save has checkpoints and is not --load, cannot be created, or contains a link or a folder of
+            others under the name of an unfinished checkpoint.
         CheckpointError: --load has remains of checkpoints, but no complete checkpoint.
         MissingInputError: --continue-from has no checkpoint; or there is no --continue-from, and --load has no
             checkpoint and is not --save.
@@ -99,6 +108,8 @@ def check_folders(config: CheckpointConfig) -> None:
         raise ConfigError(
             f"{config.save}/STOP exists, so no run starts in --save {config.save}; remove that file to start again."
         )
+    for unfinished in _unfinished(Path(config.save)) if config.save is not None else ():
+        require_own_folder(unfinished, MANIFEST)
     load = Path(config.load).resolve() if config.load is not None else None
     save = Path(config.save).resolve() if config.save is not None else None
     if load is None or not list_checkpoints(load):
@@ -147,14 +158,14 @@ def claim(save: str | None) -> Iterator[None]:
     On a file system without locks, a warning is printed. Without --save, nothing is done.
 
     Raises:
-        OutputError: Another run still holds the lock after 10 seconds.
+        OutputError: Another run still holds the lock after 10 seconds, or the lock is a link or a file of others.
         OSError: The folder cannot be created.
     """
     if save is None:
         yield
         return
     Path(save).mkdir(parents=True, exist_ok=True)
-    with (Path(save) / "lock").open("a+b") as lock:
+    with open_lock(Path(save) / "lock") as lock:
         deadline = time.monotonic() + _LOCK_WAIT_SECONDS
         while True:
             try:
@@ -253,7 +264,11 @@ def _free_name(path: Path) -> Path:
 
 
 def leftovers(save: Path) -> list[Path]:
-    """Return unfinished folders of crashed runs, which the next save deletes."""
+    """Return unfinished folders of crashed runs, which the next save deletes. Folders of others are left out."""
+    return [folder for folder in _unfinished(save) if is_own_folder(folder, MANIFEST)]
+
+
+def _unfinished(save: Path) -> list[Path]:
     return [*save.glob(".tmp-iter_*"), *save.glob(".old-iter_*")]
 
 
@@ -262,12 +277,14 @@ def prepare_folder(final: Path) -> Path:
     save = final.parent
     save.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(save):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for leftover in save.glob(f"{POINTER}.*"):  # temporary files of replace_file
+        with suppress(OSError):
+            delete_folder(leftover, MANIFEST)
+    for leftover in save.glob(f"{POINTER}.*-[0-9]*"):  # temporary files of replace_file
         leftover.unlink(missing_ok=True)
     # A process of another node may still hold a file of a leftover, which then cannot be deleted.
     temporary = _free_name(final.with_name(f".tmp-{final.name}"))
     temporary.mkdir()
+    claim_folder(temporary)
     return temporary
 
 
@@ -290,7 +307,7 @@ def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
     files = dict(written)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
-        if name not in files:
+        if name not in (*files, RECORD):
             sync_to_disk(path)
             files[name] = record_of(path)
     for path in sorted(path for path in folder.rglob("*") if path.is_dir()):
@@ -302,25 +319,31 @@ def write_manifest(folder: Path, written: Mapping[str, FileRecord]) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Rename the complete folder `temporary`, which has a manifest, to `final`, and update the pointer file.
 
-    `final` is named iter_NNNNNNN, which makes the folder a checkpoint. An existing folder `final` is replaced.
+    `final` is named iter_NNNNNNN, which makes the folder a checkpoint. An existing checkpoint `final` is replaced.
+    Raise OutputError if something else has this name.
     """
-    replaced = _rename_to_old(final) if final.exists() else None
-    temporary.rename(final)
+    (temporary / RECORD).unlink(missing_ok=True)
+    if is_replaced := os.path.lexists(final):
+        require_own_folder(final, MANIFEST)
+        exchange(temporary, final)
+    else:
+        temporary.rename(final)
     sync_to_disk(final.parent)
     replace_file(final.parent / POINTER, str(iteration_of(final)))
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)  # if this fails, the next save deletes the rest
+    if is_replaced:
+        with suppress(OSError):  # the next save deletes the rest
+            delete_folder(temporary, MANIFEST)
 
 
 def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:
     """Delete all checkpoints except the newest `keep_last` and the multiples of `keep_every` iterations."""
     for checkpoint in list_checkpoints(save)[keep_last:]:
-        if keep_every is None or iteration_of(checkpoint) % keep_every:
-            shutil.rmtree(_rename_to_old(checkpoint))
+        if (keep_every is None or iteration_of(checkpoint) % keep_every) and is_own_folder(checkpoint, MANIFEST):
+            delete_folder(_rename_to_old(checkpoint), MANIFEST)
 
 
 def _rename_to_old(checkpoint: Path) -> Path:
     """Rename a folder so that it is not a checkpoint while it is being deleted, and return the new path."""
     old = checkpoint.with_name(f".old-{checkpoint.name}")
-    shutil.rmtree(old, ignore_errors=True)
+    delete_folder(old, MANIFEST)
     return checkpoint.rename(old)

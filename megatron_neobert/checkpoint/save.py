@@ -4,10 +4,10 @@ With --async-save, training continues as soon as the tensors are copied to host 
 rank fails, the run ends on all ranks, no incomplete checkpoint remains, and older checkpoints are not changed.
 """
 
-import shutil
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from megatron_neobert.checkpoint.contents import StoredTensors, write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import (
+    MANIFEST,
     iteration_folder,
     list_checkpoints,
     prepare_folder,
@@ -26,10 +27,11 @@ from megatron_neobert.checkpoint.folder import (
 )
 from megatron_neobert.checkpoint.shards import LocalBox, assign_to_files, parts_to_save
 from megatron_neobert.config.cli import write_record
-from megatron_neobert.errors import DivergenceError, SaveError
+from megatron_neobert.errors import DivergenceError, OutputError, SaveError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.runtime.new_file import FileRecord
+from megatron_neobert.runtime.own_files import delete_folder
 from megatron_neobert.state import Run, TrainState
 
 
@@ -78,7 +80,7 @@ class Saver:
         if is_rank_zero():
             try:
                 folder = [prepare_folder(self._final)]
-            except OSError as error:
+            except (OSError, OutputError) as error:
                 problem = _describe(error)
         self._raise_on_all_ranks(problem)
         torch.distributed.broadcast_object_list(folder)
@@ -168,7 +170,7 @@ class Saver:
         try:
             if config.keep_last is not None:
                 prune(self.save_folder, keep_last=config.keep_last, keep_every=config.keep_every)
-        except OSError as error:  # the checkpoint itself is complete
+        except (OSError, OutputError) as error:  # the checkpoint itself is complete
             self.log(f"warning: old checkpoints in {self.save_folder} could not be deleted: {error}")
         return None
 
@@ -184,7 +186,8 @@ class Saver:
 
     def _remove_temporary(self) -> None:
         if is_rank_zero():
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            with suppress(OSError, OutputError):
+                delete_folder(self._temporary, MANIFEST)
 
     @property
     def _newest(self) -> str:

@@ -50,6 +50,7 @@ from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.checks import refuse_outside
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
+from megatron_neobert.runtime.own_files import RECORD, claim_folder, create_folder, delete_folder, is_own_folder
 from megatron_neobert.text import parse_json
 
 _VALIDATION = "validation"
@@ -97,27 +98,31 @@ def finetune(options: ContrastiveOptions) -> None:
     checkpoints = work_folder / key_of(settings)
     with open_ledger(work_folder, device) if is_main else nullcontext(Ledger(work_folder)) as ledger:
         results = ledger.find(settings)
-        finished = {line["result"].get("fingerprint") for line in ledger.lines.values()}
         if results is not None and final.exists() and fingerprint(final) == results["fingerprint"]:
+            (final / RECORD).unlink(missing_ok=True)
             print(f"{final} already exists")
-        # An interrupted run with these settings leaves its checkpoints, and a final folder that the ledger lacks.
-        elif final.exists() and (not checkpoints.exists() or fingerprint(final) in finished):
+        # An interrupted run with these settings leaves its checkpoints, and a final folder with our record.
+        elif final.exists() and not (checkpoints.exists() and is_own_folder(final)):
             raise OutputError(f"{final} was made with other settings or data; use those, or name another --output.")
         else:
+            claim_folder(checkpoints)
             arguments = build_arguments(training, options, checkpoints, autocast=settings["autocast_bfloat16"])
             if validation is not None:
                 arguments.eval_strategy, arguments.eval_steps = "steps", training.save_interval
             chosen = ContrastiveConfig(config.datasets, training)
             with saving_weights(folder):
                 results = train(chosen, pairs, options, arguments, final, validation=validation)
-            results = results and ledger.add(settings, results)
+            if results is not None:
+                results = ledger.add(settings, results)
+                (final / RECORD).unlink()
         if is_main and results is not None:
             lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
             write_record(
                 record, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
             )
             write_page("contrastive", [record], folder)
-            shutil.rmtree(checkpoints, ignore_errors=True)
+            with suppress(OSError):
+                delete_folder(checkpoints)
 
 
 def build_arguments(
@@ -305,13 +310,13 @@ def train(
 
 
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
-    """Write the model to the folder `final`, whole or not at all, replacing an existing folder.
+    """Write the model to the folder `final`, whole or not at all. It has our record, by which it may be replaced.
 
     The modeling code is copied from `source`, the folder before fine-tuning. Truncation and padding of a fast tokenizer
     are switched off, in `model` too.
     """
     temporary = temporary_path(final)
-    shutil.rmtree(temporary, ignore_errors=True)
+    create_folder(temporary)
     # A fast tokenizer would save the truncation and padding of its last call.
     if model.tokenizer.is_fast:
         model.tokenizer.backend_tokenizer.no_truncation()
@@ -323,5 +328,5 @@ def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
         if (source / f"{name}.py").is_file():
             refuse_outside(source / f"{name}.py", source)
             shutil.copyfile(source / f"{name}.py", temporary / f"{name}.py")
-    shutil.rmtree(final, ignore_errors=True)
+    delete_folder(final)
     temporary.replace(final)

@@ -13,7 +13,6 @@ import dataclasses
 import multiprocessing
 import os
 import re
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.runtime.atomic_files import saving_weights
 from megatron_neobert.runtime.jobs import JobOptions, run_jobs
+from megatron_neobert.runtime.own_files import create_folder
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # two shares of the steps, and a share of the peak rate
 PATIENCE = 15  # evaluations
@@ -110,11 +110,11 @@ class Outcome:
 def fine_tune(run: Run) -> Outcome:
     """Fine-tune, write the best weights and their tokenizer to `run.folder / WEIGHTS`, and return their scores.
 
-    `run.folder` is deleted first. Raises MissingInputError, DataError or ConversionError if an input cannot be used,
-    and SaveError if the disk is full.
+    `run.folder` is created, and deleted first if a killed run has left it. Raises OutputError if it is of others,
+    MissingInputError, DataError or ConversionError if an input cannot be used, and SaveError if the disk is full.
     """
     start = time.monotonic()
-    shutil.rmtree(run.folder, ignore_errors=True)  # a killed run may have left it
+    create_folder(run.folder)
     trainer = PaperTrainer(run)
     with saving_weights(run.folder):
         trainer.train()
@@ -126,7 +126,9 @@ def fine_tune(run: Run) -> Outcome:
         encoded = trainer.splits[split]
         last_scores = encoded.score(trainer.predict(encoded.dataset))
         scores |= {run.task.last_split_pattern.format(name): score for name, score in last_scores.items()}
-    (Path(checkpoint) / "training_args.bin").unlink()  # a pickle, which a model folder does not need
+    # A model folder needs no pickle, and no state of the trainer, which has the paths of this machine.
+    for name in ("training_args.bin", "trainer_state.json"):
+        (Path(checkpoint) / name).unlink()
     Path(checkpoint).rename(run.folder / WEIGHTS)
     return Outcome(
         scores=scores,

@@ -30,9 +30,11 @@ from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.evaluation.models import choose_device
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
+from megatron_neobert.runtime.own_files import open_lock, open_own
 from megatron_neobert.text import parse_json
 
 LEDGER = "ledger.jsonl"
+_LINE_BEGIN = b'{"key": "'
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "mteb", "datasets", "scikit-learn", "seqeval")
 
 Unit = Mapping[str, Any]
@@ -63,7 +65,11 @@ class Ledger:
         """
         self.path, self._device = folder / LEDGER, device
         self.lines: dict[str, Line] = {}
-        content = self.path.read_bytes() if self.path.exists() else b""
+        content = b""
+        if self.path.exists():
+            with open_own(self.path) as stream:
+                stream.seek(0)
+                content = stream.read()
         self.complete_bytes = content.rfind(b"\n") + 1
         for number, text in enumerate(content[: self.complete_bytes].splitlines(), 1):
             try:
@@ -86,8 +92,8 @@ class Ledger:
         """
         line = {"key": key_of(unit), "unit": unit, "result": result, "origin": self.origin}
         text = json.dumps(line)
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(text + "\n")
+        with open_own(self.path) as stream:
+            stream.write(f"{text}\n".encode())
             stream.flush()
             os.fsync(stream.fileno())
         stored = parse_json(text)
@@ -106,10 +112,11 @@ def open_ledger(folder: Path, device: torch.device | str | None = None) -> Itera
 
     A missing folder is created, and an incomplete last line is removed from the file. Lines that are added name the
     machine of `device` (None: the GPU if there is one, else the CPU). Raises OutputError if another command holds the
-    lock, and DataError if a complete line is not an entry of a ledger.
+    lock, or if `lock` or the ledger is a link or a file of others, and DataError if a complete line is not an entry of
+    a ledger.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("ab") as file:
+    with open_lock(folder / "lock") as file:
         try:
             lock_if_possible(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,7 +126,12 @@ def open_ledger(folder: Path, device: torch.device | str | None = None) -> Itera
         ledger = Ledger(folder, device)
         if ledger.path.exists():
             # Remove an incomplete last line, so that the next line does not continue it.
-            os.truncate(ledger.path, ledger.complete_bytes)
+            with open_own(ledger.path) as stream:
+                stream.seek(ledger.complete_bytes)
+                incomplete = stream.read(len(_LINE_BEGIN))
+                if not _LINE_BEGIN.startswith(incomplete):
+                    raise OutputError(f"{ledger.path} is not a ledger of this project; move it away")
+                stream.truncate(ledger.complete_bytes)
         yield ledger
 
 

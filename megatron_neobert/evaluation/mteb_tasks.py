@@ -7,7 +7,6 @@ and splits.
 """
 
 import copy
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from megatron_neobert.errors import ConfigError, suggestion
 from megatron_neobert.evaluation.data import reading
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
 from megatron_neobert.runtime.atomic_files import sync_to_disk, temporary_path
+from megatron_neobert.runtime.own_files import RECORD, create_folder
 
 
 def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str]) -> list[AbsTask]:
@@ -88,10 +88,11 @@ def store_task(data_dir: Path, task: AbsTask) -> None:
     """Download the repository of a task's data set, without changing the task."""
     target = folder_of(data_dir, task)
     temporary = temporary_path(target)
-    shutil.rmtree(temporary, ignore_errors=True)
+    create_folder(temporary)
     huggingface_hub.snapshot_download(
         task.metadata.dataset["path"], repo_type="dataset", revision=task.metadata.revision, local_dir=temporary
     )
+    (temporary / RECORD).unlink()
     temporary.rename(target)
     sync_to_disk(target.parent)
 

@@ -10,10 +10,10 @@ import dataclasses
 import fcntl
 import itertools
 import json
-import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,8 @@ from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
-from megatron_neobert.text import parse_json
+from megatron_neobert.runtime.own_files import delete_folder, open_lock
+from megatron_neobert.text import parse_json, visible
 
 SWEEP = "sweep.json"  # the last finished sweep, next to the ledger of a task
 RUNS = "runs"  # folder next to the ledger; each run whose weights are kept has a subfolder named after its key
@@ -122,14 +123,16 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
     ]
     finished, earlier = len(units) - len(runs), last_sweep(folder, sweep.common_unit["model"])
     kept = earlier and earlier["kept"]
-    print(f"{sweep.task.name} {finished}/{len(units)}", file=sys.stderr, flush=True)
+    name = visible(sweep.task.name)  # of a file or folder of the user
+    print(f"{name} {finished}/{len(units)}", file=sys.stderr, flush=True)
     for count, (run, outcome) in enumerate(run_all(runs, jobs=sweep.options.jobs), start=finished + 1):
         if fingerprint(run.start) != sweep.common_unit["start"]:
             raise DataError(f"{run.start} has changed during the sweep; start the same command again to measure it.")
         ledger.add(units[run.point], asdict(outcome))
         for key in set(keys.values()) - {kept, _best_key(ledger, keys.values())}:
-            shutil.rmtree(folder / RUNS / key, ignore_errors=True)
-        show_progress(f"{sweep.task.name} {count}/{len(units)}", run, outcome)
+            with suppress(OSError):
+                delete_folder(folder / RUNS / key)
+        show_progress(f"{name} {count}/{len(units)}", run, outcome)
     content = {
         "model": sweep.common_unit["model"],
         "kept": _best_key(ledger, keys.values()),
@@ -182,7 +185,7 @@ def write_results(kind: str, folder: Path, model: Path, describe: Describe | Non
         describe: Returns further results for the record, given the results of all tasks.
     """
     model_fingerprint = fingerprint(model)
-    with (folder / kind / "lock").open("ab") as file:
+    with open_lock(folder / kind / "lock") as file:
         lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
         results, settings, sweeps = dict[str, Result](), dict[str, Any](), []
         for path in sorted((folder / kind).glob(f"*/{SWEEP}")):

@@ -26,6 +26,8 @@ _NEOBERT_FLOPS, _NEOBERT_RATE, _LARGEST_BATCH = 3.1e21, 6e-4, 2048
 # From 6e13 operations, where 2e-3 was the best rate of a small model, to NeoBERT's: ln(2e-3 / 6e-4) / ln(3.1e21 / 6e13)
 # is 0.07, and 0.06 from the smallest of the models.
 _RATE_POWER = 0.06
+_SMALLEST_BATCH = 8
+_FEWEST_TOKENS, _MOST_TOKENS = _SMALLEST_BATCH * _SEQ_LENGTH, 1e15  # FineWeb has 1.5e13
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
@@ -76,7 +78,7 @@ def write_recipe(options: RecipeOptions) -> None:
 
     Raises:
         ConfigError: None or all of parameters, tokens and computation are given, or only the tokens; or no recipe has
-            about this size, or this computation per token.
+            about this size, computation or length.
         OutputError: The file exists.
     """
     if options.output.exists():
@@ -107,10 +109,17 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
     model, parameters, flops_per_token = shapes[nearest]
     if tokens is None:
         tokens = _TOKENS_PER_PARAMETER * parameters if budget is None else budget / flops_per_token
+    if not _FEWEST_TOKENS <= tokens <= _MOST_TOKENS:
+        given = {"--parameters": size, "--budget-flop": budget, "--tokens": options.tokens}
+        flags = " ".join(f"{flag} {value:g}" for flag, value in given.items() if value is not None)
+        raise ConfigError(
+            f"{flags}: a run of {tokens:.3g} tokens has no recipe; recipes have {_FEWEST_TOKENS:,} (one batch) to "
+            f"{_MOST_TOKENS:.0e} tokens. Give other numbers."
+        )
     flops = tokens * flops_per_token
     # Law of DeepSeek (arXiv 2401.02954), in tokens.
     batch = 2 ** round(math.log2(0.292 * flops**0.3271 / _SEQ_LENGTH))
-    batch = min(max(batch, 8), _LARGEST_BATCH)
+    batch = min(max(batch, _SMALLEST_BATCH), _LARGEST_BATCH)
     return Recipe(model, parameters, flops, batch, math.ceil(tokens / (batch * _SEQ_LENGTH)))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_neobert.errors import MissingInputError, OutputError, SaveError, short_reason
+from megatron_neobert.runtime.own_files import create_temporary
 
 _CHUNK_BYTES = 1 << 20  # bytes per read
 # Errors of flock on a file system without locks.
@@ -68,7 +69,7 @@ def replace_file(path: Path, content: str, *, sync: bool = True) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
+def replacing(path: Path, *, sync: bool = True, folder: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path, at which the block must write a file. Rename the file to `path` when the block ends.
 
     Readers see the complete old or the complete new content. If several processes write the same path, the last one
@@ -76,8 +77,10 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
     Args:
         sync: Wait until the file is on disk. Without it, a crash of the machine may leave a damaged file.
+        folder: Folder of the temporary file, on the same file system; None for the folder of `path`.
     """
-    temporary = temporary_path(path)
+    temporary = temporary_path(path if folder is None else folder / path.name)
+    create_temporary(temporary).close()
     try:
         yield temporary
         if sync:

@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import queue
-import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -30,6 +29,14 @@ from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of
 from megatron_neobert.runtime.executors import RayCluster, WorkerPool
 from megatron_neobert.runtime.new_file import FileRecord, NewFile
+from megatron_neobert.runtime.own_files import (
+    RECORD,
+    claim_folder,
+    delete_folder,
+    empty_folder,
+    is_own_folder,
+    open_lock,
+)
 from megatron_neobert.text import parse_json
 
 _SETTINGS = "job.json"
@@ -232,7 +239,8 @@ class JobFolder:
 
     Entering creates the folder. Leaving removes it unless it has finished jobs. An OSError that leaves the block
     without a file name, as a full disk raises it, gets the name of the folder.
-    Entering raises OutputError if the folder cannot be created, or if another process uses it.
+    Entering raises OutputError if the folder cannot be created, is a link or a folder of others (see
+    `runtime/own_files.py`), or if another process uses it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -240,11 +248,8 @@ class JobFolder:
         self._lock: IO[bytes]
 
     def __enter__(self) -> "JobFolder":
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / "lock").open("wb")
-        except OSError as error:
-            raise OutputError(f"{self.path}: cannot be created ({error.strerror}); write to another folder") from error
+        claim_folder(self.path)
+        self._lock = open_lock(self.path / "lock")
         try:
             # On a file system without locks, two runs in one folder are not detected.
             locked = lock_if_possible(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -297,11 +302,7 @@ class JobFolder:
                 f"{self.path} belongs to a run with {name} {old}, and this run has {new}; start with the same value, "
                 "or start anew with --overwrite"
             )
-        for path in self.path.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
+        empty_folder(self.path, keep=(RECORD, "lock"))
         replace_file(self.path / _SETTINGS, json.dumps(settings))
 
     def read_settings(self) -> dict[str, Any]:
@@ -331,5 +332,6 @@ class JobFolder:
 
     def sweep(self) -> None:
         """Delete the remains of folders whose deletion was interrupted."""
-        for removed in self.path.parent.glob(f"{glob.escape(self.path.name)}.removed-*"):
-            shutil.rmtree(removed, ignore_errors=True)
+        for removed in filter(is_own_folder, self.path.parent.glob(f"{glob.escape(self.path.name)}.removed-*")):
+            with suppress(OSError):
+                delete_folder(removed)

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from megatron_neobert.runtime.atomic_files import sync_to_disk, temporary_path
+from megatron_neobert.runtime.own_files import create_temporary
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,7 +28,7 @@ class NewFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._temporary = temporary_path(path)
-        self._stream = self._temporary.open("wb", buffering=1 << 20)
+        self._stream = create_temporary(self._temporary)
         self._digest = hashlib.sha256()
         self._bytes = 0
         self._sha256: str | None = None  # set for a linked file, which is not hashed again

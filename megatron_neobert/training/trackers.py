@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.errors import ConfigError
+from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.runtime.atomic_files import replace_file
+from megatron_neobert.runtime.own_files import open_own
 
 _RECORD = "metrics.jsonl"
 _LEARNING = ("loss", "masked_accuracy", "lr", "grad_norm", "consumed_tokens", "skipped_iterations")
@@ -50,8 +51,8 @@ class Trackers:
                 now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
                 # inspection/plot.py finds lines by "iteration" as their first key.
                 line = {"iteration": iteration, "cursor": asdict(cursor), **values, "time": now}
-                with (self.save / _RECORD).open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(line) + "\n")
+                with open_own(self.save / _RECORD) as stream:
+                    stream.write(f"{json.dumps(line)}\n".encode())
         if self.tensorboard is not None:
             with self._logging_failures(self.tensorboard.log_dir):
                 for name, value in values.items():
@@ -62,12 +63,12 @@ class Trackers:
 
     @contextmanager
     def _logging_failures(self, tracker: str) -> Iterator[None]:
-        """Log the first error of a tracker. Suppress every OSError, and every exception of "W&B"."""
+        """Log the first error of a tracker. Suppress OSError, OutputError, and every exception of "W&B"."""
         try:
             yield
         except Exception as error:
-            # W&B raises many classes. In our own code, other errors than OSError are bugs.
-            if not isinstance(error, OSError) and tracker != "W&B":
+            # W&B raises many classes. In our own code, other errors are bugs.
+            if not isinstance(error, OSError | OutputError) and tracker != "W&B":
                 raise
             if tracker not in self.failed:
                 reason = getattr(error, "strerror", None) or error

@@ -132,6 +132,9 @@ def attribute_types(corpus: Corpus) -> dict[str, str]:
 
 def _types_in(path: Path) -> dict[str, str]:
     with _open_file(path) as file:
+        names = [field.name for field in file.schema_arrow]
+        if duplicates := {name for name in names if names.count(name) > 1}:
+            raise DataError(f"{path} has the column {min(duplicates)!r} more than once; {DAMAGED}")
         return {field.name: _type_of(field.type) for field in file.schema_arrow}
 
 
@@ -144,7 +147,7 @@ def _open_file(path: Path, **options: Any) -> "Iterator[pq.ParquetFile]":
         # pyarrow refuses paths that are not valid UTF-8, so it gets an open file.
         with path.open("rb") as stream, pq.ParquetFile(stream, page_checksum_verification=True, **options) as file:
             yield file
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}); {DAMAGED}") from error
 
 
@@ -187,6 +190,7 @@ def _read_file(path: Path, corpus: Corpus, names: list[str]) -> "Iterator[tuple[
             rows = range(first, first + file.metadata.row_group(group).num_rows)
             first = rows.stop
             table = file.read_row_group(group, names)
+            table.validate(full=True)  # texts are UTF-8
             yield rows, {name: table[name].combine_chunks() for name in names}
 
 

@@ -6,6 +6,7 @@ new byte. Corpora are identified by checksum, so a drop list applies to every co
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import replacing
 from megatron_neobert.text import parse_json
 
@@ -58,16 +59,8 @@ def read_drop_list(path: Path, corpus: Corpus) -> tuple[DropListEntry, NDArray[n
     """
     if not path.is_file():
         raise MissingInputError(f"drop list {path}: no such file; {_COMMANDS} writes one")
-    with path.open("rb") as stream:
-        header = stream.readline(_LONGEST_HEADER_BYTES)
-    try:
-        corpora = msgspec.convert(parse_json(header), _Header).corpora
-    except (ValueError, msgspec.ValidationError) as error:
-        raise DataError(
-            f"{path} is not a drop list: its first line is not JSON with the format {_FORMAT!r} ({error!r:.200}); name "
-            f"a file that {_COMMANDS} has written"
-        ) from error
-    end, match, manifest = len(header), None, corpus.manifest
+    end, corpora = _read_header(path)
+    match, manifest = None, corpus.manifest
     for entry in corpora:
         begin, end = end, end + -(-entry.documents // 8)
         if entry.documents_sha256 == manifest.documents_sha256 and entry.documents == manifest.documents:
@@ -89,8 +82,31 @@ def read_drop_list(path: Path, corpus: Corpus) -> tuple[DropListEntry, NDArray[n
     return entry, mask
 
 
+def _read_header(path: Path) -> tuple[int, list[DropListEntry]]:
+    """Return the bytes and the entries of the header. Raise DataError if the file is not a drop list."""
+    with path.open("rb") as stream:
+        header = stream.readline(_LONGEST_HEADER_BYTES)
+    try:
+        return len(header), msgspec.convert(parse_json(header), _Header).corpora
+    except (ValueError, msgspec.ValidationError) as error:
+        raise DataError(
+            f"{path} is not a drop list: its first line is not JSON with the format {_FORMAT!r} ({error!r:.200}); name "
+            f"a file that {_COMMANDS} has written"
+        ) from error
+
+
+def refuse_other_file(path: Path) -> None:
+    """Raise OutputError if the path exists and is not a drop list, which alone may be replaced."""
+    try:
+        is_drop_list = path.is_file() and not path.is_symlink() and bool(_read_header(path))
+    except DataError:
+        is_drop_list = False
+    if os.path.lexists(path) and not is_drop_list:
+        raise OutputError(f"--output {path} exists and is not a drop list, so it is not replaced; name another file")
+
+
 def write_drop_list(
-    path: Path, corpora: Sequence[Corpus], is_dropped: NDArray[np.bool_], settings: dict[str, Any]
+    path: Path, corpora: Sequence[Corpus], is_dropped: NDArray[np.bool_], settings: dict[str, Any], *, folder: Path
 ) -> list[DropListEntry]:
     """Write a drop list, replacing an existing file atomically, and return its entries, one per corpus.
 
@@ -99,6 +115,7 @@ def write_drop_list(
         corpora: The corpora.
         is_dropped: One value per document of all corpora, in their order.
         settings: JSON values for the header that record how the list was made.
+        folder: Folder of the unfinished file, in which a killed run may leave it.
     """
     of_corpora = np.split(is_dropped, np.cumsum([len(corpus) for corpus in corpora])[:-1])
     masks = [np.packbits(of_corpus, bitorder="little") for of_corpus in of_corpora]
@@ -113,7 +130,7 @@ def write_drop_list(
         for corpus, of_corpus, mask in zip(corpora, of_corpora, masks, strict=True)
     ]
     header = json.dumps({"format": _FORMAT, **settings, "corpora": msgspec.to_builtins(entries)})
-    with replacing(path) as temporary, temporary.open("wb") as stream:
+    with replacing(path, folder=folder) as temporary, temporary.open("wb") as stream:
         stream.write(header.encode() + b"\n")
         for mask in masks:
             stream.write(mask.data)

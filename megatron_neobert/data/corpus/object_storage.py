@@ -30,6 +30,7 @@ from megatron_neobert.data.inputs.stream import file_system_of, named_errors
 from megatron_neobert.errors import DataError, MissingInputError, StorageError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, replacing, sha256_of
 from megatron_neobert.runtime.new_file import FileRecord
+from megatron_neobert.runtime.own_files import claim_folder, open_lock
 
 # Limit for all blocks of a cache folder.
 LIMIT_BYTES = 100 * 10**9
@@ -135,10 +136,11 @@ class ObjectStorage:
         Other processes and threads wait for the lock. Any OSError, also from inside the block, becomes a StorageError.
         """
         lock = self.folder / "locks" / str(zlib.crc32(os.fsencode(path)) % _LOCKS)
+        claim_folder(self.folder)
         try:
             for folder in (path.parent, lock.parent):
                 folder.mkdir(parents=True, exist_ok=True)
-            with lock.open("ab") as file:
+            with open_lock(lock) as file:
                 lock_if_possible(file, fcntl.LOCK_EX)
                 try:
                     yield
@@ -185,7 +187,7 @@ class ObjectStorage:
         for path in (self.folder / "blocks").glob("*/*"):
             with suppress(FileNotFoundError):
                 # Files that are being written have other names.
-                if path.name.isdigit():
+                if path.name.isdigit() and not (path.is_symlink() or path.parent.is_symlink()):
                     blocks.append((path.stat().st_mtime_ns, path.stat().st_size, path))
         excess = sum(size for _, size, _ in blocks) - LIMIT_BYTES
         excess += LIMIT_BYTES // 5 if excess > 0 else 0

@@ -5,6 +5,7 @@ They get their final names when all of them are on disk, the manifest last. Disk
 but a corpus shard that equals one chunk is a hard link. Memory: a few megabytes.
 """
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,11 +17,18 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.attribute_columns import join_columns
-from megatron_neobert.data.corpus.format import CorpusFiles, CorpusShard, FileRecord, Manifest, write_manifest
+from megatron_neobert.data.corpus.format import (
+    CorpusFiles,
+    CorpusShard,
+    FileRecord,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 from megatron_neobert.data.corpus.shard_files import read_items, write_index
-from megatron_neobert.errors import OutputError
+from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
-from megatron_neobert.runtime.jobs import progress_bar
+from megatron_neobert.runtime.jobs import JobFolder, progress_bar
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import listed
 
@@ -142,13 +150,26 @@ def _move(work: Path, files: CorpusFiles, manifest: Manifest) -> None:
 
 
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
-    """Raise OutputError if a file of the corpus exists, unless `overwrite` is set."""
-    existing = [str(path) for path in (*files.existing_files(), files.manifest) if path.exists()]
+    """Raise OutputError if a file of the corpus exists, unless `overwrite` is set.
+
+    Raise it even then if the files have no manifest of ours, unless a killed run, which removes the manifest first, has
+    left PREFIX.partial.
+    """
+    paths = [*files.existing_files(), files.manifest]
+    existing = [str(path) for path in paths if path.exists()]
     if existing and not overwrite:
         raise OutputError(
             f"{listed(existing)} exist{'s' if len(existing) == 1 else ''} already; "
             "choose another --output-prefix, or replace with --overwrite"
         )
+    if not JobFolder(files.partial).has_begun and (existing := [str(path) for path in paths if os.path.lexists(path)]):
+        try:
+            read_manifest(files.manifest)
+        except (OSError, ValueError, DataError) as error:
+            raise OutputError(
+                f"{existing[0]} is not replaced, because {files.manifest.name} is no manifest of this project; "
+                "move the file away, or choose another --output-prefix"
+            ) from error
 
 
 def _refuse_foreign_files(files: CorpusFiles, shards: int) -> None:

@@ -136,7 +136,8 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
         is_shared = np.zeros(len(documents), dtype=np.bool_)
         is_shared[np.concatenate([np.fromfile(job.file("documents"), "<i8") for job in jobs])] = True
         found = KnownHashes(np.unique(np.concatenate([np.fromfile(job.file("ngrams"), "<u8") for job in jobs])))
-        entries = write_drop_list(settings.output, searched, is_shared, _recorded(settings, corpora))
+        recorded = _recorded(settings, corpora)
+        entries = write_drop_list(settings.output, searched, is_shared, recorded, folder=folder.path)
         overlaps = []
         for corpus in evaluated:
             steps = _hash_documents(corpus, None, settings.ngram)

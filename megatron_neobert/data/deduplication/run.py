@@ -291,7 +291,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
         if settings.add_attribute is not None:
             add_column(settings.add_attribute, origin, corpora, count_cluster_sizes(firsts))
         is_dropped = firsts != np.arange(len(documents), dtype=firsts.dtype)
-        entries = write_drop_list(settings.output, corpora, is_dropped, asdict(settings.minhash))
+        entries = write_drop_list(settings.output, corpora, is_dropped, asdict(settings.minhash), folder=folder.path)
         folder.remove()
     return entries
 

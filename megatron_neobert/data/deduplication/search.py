@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.drop_list import read_drop_list
+from megatron_neobert.data.corpus.drop_list import read_drop_list, refuse_other_file
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.jobs import JobFolder, JobOptions
@@ -76,11 +76,12 @@ class Documents:
 def begin(settings: SearchSettings, folder: JobFolder, documents: Documents, recorded: Mapping[str, Any]) -> None:
     """Start or resume a search; `recorded` are its settings. Raise the errors of `JobFolder.begin`.
 
-    Raise OutputError if the drop list exists, without `overwrite` or an unfinished run to resume.
+    Raise OutputError if `output` exists, without `overwrite` or an unfinished run to resume, or is no drop list.
     """
     may_replace = settings.overwrite or (settings.resume and folder.has_begun)
     if settings.output.exists() and not may_replace:
         raise OutputError(f"--output {settings.output} exists already; choose another, or replace with --overwrite")
+    refuse_other_file(settings.output)
     chunk = {"documents of a chunk": documents.chunk_documents, "version": __version__}
     decisive = {"corpora": documents.sha256, **recorded, **chunk}
     folder.begin(decisive, resume=settings.resume, overwrite=settings.overwrite)

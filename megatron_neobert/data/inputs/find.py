@@ -90,7 +90,9 @@ def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
         if not is_url(path) and not Path(path).is_file():
             raise MissingInputError(f"{pattern}: {path} is not a file; name a file that lists one input per line")
         with named_errors(path), open_input(path) as file:
-            yield from filter(None, map(str.strip, os.fsdecode(file.read().removeprefix(BYTE_ORDER_MARK)).splitlines()))
+            # Not str.splitlines and str.strip: names can contain U+2028, U+0085 and form feeds.
+            lines = (line.strip(b" \t\r") for line in file.read().removeprefix(BYTE_ORDER_MARK).split(b"\n"))
+            yield from map(os.fsdecode, filter(None, lines))
 
 
 def _local_files(pattern: str) -> list[str]:

@@ -31,12 +31,13 @@ RAW_BYTES = 64 << 10  # stored of a rejected record
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNIT_BYTES = {"": 1, "B": 1}
 _UNIT_BYTES |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+_UNIT_BYTES["kB"] = 1000
 _UNIT_BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
 def read_size(text: str) -> int:
     """Return a size like 500, 10GB (10^10) or 64MiB (2^26) in bytes. Raise ValueError if it is invalid or below 1."""
-    number = text.rstrip("BKMGTi")
+    number = text.rstrip("BkKMGTi")
     try:
         size = int(float(number) * _UNIT_BYTES[text[len(number) :]])
     except (KeyError, ValueError, OverflowError):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import call, largest_file
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saved_model import MODEL, READ, WORDS, SavedModel, assert_nothing_written, change_config, convert
 from torch import Tensor
@@ -160,6 +161,32 @@ def test_average_of_checkpoints_is_a_checkpoint_with_their_mean(run, tmp_path, i
     assert mean.tensors.keys() == internal.keys()
     for name, tensor in mean.tensors.items():
         torch.testing.assert_close(tensor, times * internal[name], msg=name)
+
+
+def use_another_tokenizer(saved: SavedModel) -> None:
+    path = saved.iteration_folder / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"cat"', '"cow"'))
+    vocabulary = path.with_name("vocab.txt")
+    vocabulary.write_text(vocabulary.read_text().replace("cat\n", "cow\n"))
+
+
+def write_nan(saved: SavedModel) -> None:
+    path = next(saved.iteration_folder.glob("*.safetensors"))
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = load_file(path), file.metadata()
+    next(iter(tensors.values())).flatten()[0] = math.nan
+    save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(use_another_tokenizer, "have different tokenizers"), (write_nan, "is not finite")]
+)
+def test_mean_of_other_tokenizers_or_with_nan_is_refused(run, saved, tmp_path, change, message):
+    change(saved)
+    saved.seal()
+    exit_code, _, error = call("average", "--load", run, "--output", tmp_path / "mean", "--last", 3)
+    assert exit_code == 78 and message in error
+    assert not (tmp_path / "mean").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,11 @@ def write_corpus(
     return manifest
 
 
-def write_attributes(prefix: Path, columns: dict[str, Any], *, rows: int | None = None) -> Path:
+def write_attributes(prefix: Path, columns: Mapping[str, Any] | pa.Table, *, rows: int | None = None) -> Path:
     """Add attributes to a corpus on disk, in row groups of `rows` documents."""
     files = corpus_files(prefix)
-    pq.write_table(pa.table(columns), files.attributes, row_group_size=rows, write_page_checksum=True)
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    pq.write_table(table, files.attributes, row_group_size=rows, write_page_checksum=True)
     record = FileRecord(files.attributes.stat().st_size, sha256_of(files.attributes))
     write_manifest(files.manifest, replace(read_manifest(files.manifest), attributes=record))
     return files.attributes

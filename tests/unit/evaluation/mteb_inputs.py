@@ -31,6 +31,6 @@ def replace_hub(monkeypatch, hub: Path) -> None:
 
     def download(name: str, *, repo_type: str, revision: str, local_dir: Path) -> None:
         assert repo_type == "dataset" and len(revision) == 40
-        shutil.copytree(hub / name, local_dir)
+        shutil.copytree(hub / name, local_dir, dirs_exist_ok=True)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)

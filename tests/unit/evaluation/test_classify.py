@@ -4,6 +4,7 @@ import math
 import random
 from pathlib import Path
 from unittest import mock
+from urllib.parse import quote
 
 import datasets
 import matplotlib.image
@@ -124,9 +125,10 @@ def test_files_without_labels_or_with_too_few_rows_are_refused(tmp_path, header,
         read_dataset(tmp_path, "other")
 
 
-def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monkeypatch):
+def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monkeypatch, capsys):
+    name = "cats\x1b[31m"  # a terminal would print red text from here on
     write_model(tmp_path / "model", "Bert")
-    write_csv(tmp_path / "data" / "cats.csv", rows(300, 2))
+    write_csv(tmp_path / "data" / f"{name}.csv", rows(300, 2))
     drawn = mock.Mock(wraps=classify.plot_confusion)
     monkeypatch.setattr(classify, "plot_confusion", drawn)
     options = ClassifyOptions(
@@ -140,19 +142,20 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
         device="cpu",
     )
     folder = evaluate(options)
-    result = read_record(folder / "classify.json")["results"]["tasks"]["cats"]
-    task = ClassifyTask("cats", ("train", "validation", "test"), ("accuracy",), (ANIMAL, THING))
+    result = read_record(folder / "classify.json")["results"]["tasks"][name]
+    task = ClassifyTask(name, ("train", "validation", "test"), ("accuracy",), (ANIMAL, THING))
     model, tokenizer = task.load(Path(result["kept"]), LoadOptions()), load_tokenizer(Path(result["kept"]))
     assert model.config.id2label == {0: ANIMAL, 1: THING}
-    test = read_dataset(options.data_dir, "cats")["test"]
+    test = read_dataset(options.data_dir, name)["test"]
     predicted = [model(**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in test.texts[0]]
     expected = [task.labels.index(label) for label in test.labels]
     assert set(task.score(np.full((3, 2), np.nan), np.array([0, 0, 1])).values()) == {0.0}, "not those of a class"
     scores = {name: value["mean"] for name, value in result["metrics"].items()}
     assert scores["test_accuracy"] == metrics.accuracy_score(expected, predicted) > 0.7
     assert scores["test_macro_f1"] == pytest.approx(metrics.f1_score(expected, predicted, average="macro"))
-    assert "| cats |" in (folder / "classify.md").read_text()
+    page = (folder / "classify.md").read_text()
+    assert "| cats" in page and "\x1b" not in "".join((page, *capsys.readouterr()))
     _, _, split, labels, of_figure = drawn.call_args.args
     matrices = [metrics.confusion_matrix(*each) for each in ((labels, of_figure), (expected, predicted))]
     assert split == "test" and matrices[0].tolist() == matrices[1].tolist()
-    assert matplotlib.image.imread(folder / "classify" / "cats" / "confusion.png").shape[0] > 300
+    assert matplotlib.image.imread(folder / "classify" / quote(name, safe="") / "confusion.png").shape[0] > 300

@@ -78,6 +78,17 @@ def features_of(model: SentenceTransformer) -> list[dict]:
     ]
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_final_model_replaces_no_folder_of_others(inputs, tmp_path, is_link):
+    others, final = tmp_path / "others", tmp_path / "final"
+    others.mkdir()
+    (others / "thesis.tex").write_text("my thesis")
+    final.symlink_to(others) if is_link else others.rename(final)
+    with pytest.raises(OutputError, match=f"{final} is in the way"):
+        save_final(load_sentence_transformer(inputs / "bert", max_length=16), inputs / "bert", final)
+    assert [path.read_text() for path in final.iterdir()] == ["my thesis"]
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -4,6 +4,7 @@ Parts that need a GPU (tests/gpu, figures of the benchmark) are replaced where a
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from commands import ENVIRONMENT, command_line
 from processes import run_command
 
 from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.errors import OutputError
 from tools.acceptance import evaluations, phases
 from tools.acceptance.phase import SIZES, Failed, Phase
 
@@ -102,6 +104,27 @@ def test_failed_phase_does_not_stop_the_others_and_runs_again(start, tmp_path, c
     assert results["environment"]["tables"] == {"figures": [{"value": 8}]} and last in page.splitlines()[0]
     assert start({"environment": ran.append, "resume": ran.append}, "environment", "speed", "resume") == 0
     assert [phase.name for phase in ran] == ["speed", "environment", "resume"], "speed has passed before"
+
+
+@pytest.mark.parametrize("content", ["", "[" * 9999, "{}", '{"status": 5}', b"\xff", None])
+def test_phase_with_a_damaged_result_runs_again(start, tmp_path, content):
+    ran = []
+    assert start({"speed": ran.append}, "speed") == 0
+    path = tmp_path / "phases" / "speed.json"
+    path.unlink()
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert start({"speed": ran.append}, "speed") == 0
+    assert len(ran) == 2 and results_of(tmp_path)["speed"]["status"] == "passed"
+
+
+def test_folder_of_others_is_not_used(start, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    with pytest.raises(OutputError, match="a folder that this project did not create"):
+        start({"speed": fails}, "speed")
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 def test_gpu_is_accepted_when_every_phase_has_passed_on_this_gpu(start, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -125,6 +126,25 @@ def test_tensorboard_has_the_finite_values_of_the_record_in_groups(tmp_path):
     }
     assert found == {tag: [(7, value)] for tag, value in tags.items()}
     assert json.loads((tmp_path / "metrics.jsonl").read_text()).items() >= {"loss": 2.5, "iteration": 7}.items()
+
+
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_a_pipe_or_a_link_in_place_of_the_record_is_reported_once_and_not_written_to(tmp_path, is_pipe):
+    logged: list[str] = []
+    record, thesis = tmp_path / "save" / "metrics.jsonl", tmp_path / "thesis.tex"
+    record.parent.mkdir()
+    thesis.write_text("my thesis")
+    if is_pipe:
+        os.mkfifo(record)
+    else:
+        record.symlink_to(thesis)
+    trackers = Trackers(Settings(checkpoint=CheckpointConfig(save=str(record.parent))), iteration=0, log=logged.append)
+    for iteration in (1, 2):
+        trackers.record(iteration, {"loss": 1.0}, cursor=Cursor())
+    trackers.close(failed=False)
+    (warning,) = logged
+    assert warning.startswith(f"warning: {record} cannot be written ({record} is a link, a pipe")
+    assert thesis.read_text() == "my thesis"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread

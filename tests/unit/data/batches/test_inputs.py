@@ -122,7 +122,7 @@ def drop(place, *numbers, name="list"):
     """Write a drop list of the corpus `run`, and return the entry of --data-path that uses it."""
     corpus = place.corpus()
     mask = np.isin(np.arange(len(corpus)), numbers)
-    write_drop_list(place.folder / name, [corpus], mask, {})
+    write_drop_list(place.folder / name, [corpus], mask, {}, folder=place.folder)
     return f"{prefix(place)}:drop={place.folder / name}"
 
 

@@ -126,6 +126,26 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
         choose_documents(Corpus(tmp_path / "C"), ["score>=3"])
 
 
+def bytes_as_text(*values: bytes) -> pa.Array:
+    return pa.StringArray.from_buffers(len(values), *pa.array(values, pa.binary()).buffers()[1:])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "names", "message"),
+    [
+        ([[1, 2], [3, 4]], ["score", "score"], "has the column 'score' more than once"),
+        ([[1, 2], [3, 4], [5, 6]], ["other", "score", "other"], "has the column 'other' more than once"),
+        ([bytes_as_text(b"a", b"\xff")], ["score"], "UTF-?8"),
+    ],
+)
+def test_columns_of_one_name_and_texts_that_are_not_utf_8_are_refused(tmp_path, arrays, names, message):
+    write_corpus(tmp_path / "C", random_documents([3, 3], 100), numbered_tokenizer(100))
+    write_attributes(tmp_path / "C", pa.table(list(map(pa.array, arrays)), names=names))
+    for expression in ("score=='a*'", "score=='a' and score!='b'"):
+        with pytest.raises(DataError, match=rf"C\.attributes\.parquet .*{message}"):
+            choose_documents(Corpus(tmp_path / "C"), [expression])
+
+
 # --- drop lists
 
 
@@ -133,7 +153,9 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
 def drop_list(corpora, tmp_path):
     """A drop list for both corpora, and the mask of the first corpus."""
     is_dropped = np.random.default_rng(0).random(DOCUMENTS) < 0.3
-    write_drop_list(tmp_path / "list", corpora, np.append(is_dropped, [False, True, False]), {"threshold": 0.8})
+    write_drop_list(
+        tmp_path / "list", corpora, np.append(is_dropped, [False, True, False]), {"threshold": 0.8}, folder=tmp_path
+    )
     return tmp_path / "list", is_dropped
 
 
@@ -146,7 +168,7 @@ def test_documents_of_drop_lists_are_not_chosen(corpora, drop_list, conditions, 
     chosen = choose_documents(corpus, conditions, [str(path)])
     assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if fits[n] and not is_dropped[n]]
     in_second_list = np.arange(DOCUMENTS) % 3 == 0
-    write_drop_list(tmp_path / "second", [corpus], in_second_list, {})
+    write_drop_list(tmp_path / "second", [corpus], in_second_list, {}, folder=tmp_path)
     chosen = choose_documents(corpus, conditions, [str(path), str(tmp_path / "second")])
     expected = fits & ~is_dropped & ~in_second_list
     assert numbers(chosen, range(300, 1400)) == [n for n in range(300, 1400) if expected[n]]

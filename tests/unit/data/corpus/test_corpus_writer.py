@@ -15,6 +15,7 @@ from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.errors import OutputError
+from megatron_neobert.runtime.jobs import JobFolder
 
 
 @pytest.fixture
@@ -99,14 +100,19 @@ def test_whole_new_corpus_is_on_disk_before_the_first_old_file_is_removed(chunks
 
 
 @pytest.mark.parametrize("name", ["P.bin", "P.json", "P.attributes.parquet", "P_00000.bin"])
-def test_every_file_of_a_corpus_is_replaced_only_with_overwrite(tmp_path, name):
+def test_every_file_of_a_corpus_is_replaced_only_with_overwrite_and_only_if_it_is_ours(tmp_path, name):
     files = corpus_files(tmp_path / "P")
     # Negative control: without files, nothing is refused.
     refuse_existing(files, overwrite=False)
     (tmp_path / name).touch()
     with pytest.raises(OutputError, match=rf"{name} exists already; choose another --output-prefix, or .*--overwrite"):
         refuse_existing(files, overwrite=False)
-    refuse_existing(files, overwrite=True)
+    with pytest.raises(OutputError, match=rf"{name} is not replaced, because P.json is no manifest"):
+        refuse_existing(files, overwrite=True)
+    # A killed run removes the manifest first.
+    with JobFolder(files.partial) as folder:
+        folder.begin({}, resume=False, overwrite=False)
+        refuse_existing(files, overwrite=True)
 
 
 def measure_peak(folder, chunks):

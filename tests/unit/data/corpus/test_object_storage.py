@@ -20,7 +20,8 @@ from megatron_neobert.data.corpus.attribute_columns import write_columns
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.errors import DataError, MissingInputError, StorageError
+from megatron_neobert.errors import DataError, MissingInputError, OutputError, StorageError
+from megatron_neobert.runtime.own_files import claim_folder
 
 pytest.importorskip("aiohttp")
 
@@ -202,11 +203,18 @@ def test_object_that_contradicts_the_manifest_is_refused_on_open(server, storage
 
 def test_cache_that_cannot_be_written_is_reported_with_its_flag(server, tmp_path):
     # A file where a folder must be.
-    (tmp_path / "cache").mkdir()
+    claim_folder(tmp_path / "cache")
     (tmp_path / "cache" / "blocks").write_bytes(b"")
     corpus = Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache"))
     with pytest.raises(StorageError, match=r"--object-storage-cache-path: .*cache/blocks.* cannot be read or written"):
         batches(corpus)
+
+
+def test_folder_of_others_is_no_cache(server, tmp_path):
+    (tmp_path / "cache" / "blocks").mkdir(parents=True)
+    with pytest.raises(OutputError, match="a folder that this project did not create"):
+        Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache"))
+    assert [path.name for path in (tmp_path / "cache").rglob("*")] == ["blocks"]
 
 
 @pytest.fixture

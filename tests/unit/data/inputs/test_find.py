@@ -90,6 +90,13 @@ def test_list_gives_the_patterns_in_its_lines(tmp_path):
         assert find_inputs([f"@{scheme}{tmp_path}/list.txt"]) == [str(tmp_path / name) for name in names]
 
 
+def test_a_list_ends_its_lines_only_at_line_feeds(tmp_path):
+    names = [f"a{character}b{character}" for character in ("\u2028", "\u0085", "\f", "\x1c", "\udcff")]
+    touch(tmp_path, *names)
+    (tmp_path / "list").write_bytes(os.fsencode("\r\n".join(f"{tmp_path}/{name}" for name in names)))
+    assert find_inputs([f"@{tmp_path}/list"]) == [f"{tmp_path}/{name}" for name in names]
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_folder_of_a_saved_dataset_gives_only_its_data(tmp_path, scheme):
     data = ["test/data-00000-of-00001.arrow", "train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-from collections import Counter
-import shlex
 
 import numpy as np
 import pyarrow as pa
