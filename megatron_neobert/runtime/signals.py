@@ -116,15 +116,17 @@ def _announce_stop() -> None:
 
 def end_process(code: int, text: str) -> NoReturn:
     """Print a text on standard error and end this process, in any thread, even if the reader of the text hangs."""
-    end_process_after(_WRITE_SECONDS, code)
+    timer = threading.Timer(_WRITE_SECONDS, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
     # A single system call, so that lines of several ranks do not mix. sys.stderr may be locked by the main thread.
     os.write(2, text.encode())
     os._exit(code)  # a regular exit would wait for threads that hang
 
 
-def end_process_after(seconds: float, code: int) -> None:
-    """End this process after some seconds, whatever its threads do then."""
-    timer = threading.Timer(seconds, os._exit, (code,))
+def end_process_after(seconds: float, code: int, text: str) -> None:
+    """Print a text and end this process after some seconds, whatever its threads do then."""
+    timer = threading.Timer(seconds, end_process, (code, text))
     timer.daemon = True
     timer.start()
 

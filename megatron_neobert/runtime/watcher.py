@@ -131,13 +131,16 @@ class Watcher:
                 self._run.publish(self._status._replace(is_finished=True))
             return
         code, message = errors.explain(error)
-        text = "" if message else errors.format_bug(error)
         failure = Failure(*self._status[:3], message or errors.short_reason(error), code)
-        signals.end_process_after(LONGEST_REPORT_SECONDS, code)  # the store may hang
+        trace = "" if message else errors.format_bug(error)
+        text = trace + self._run.sentence(failure)
+        signals.end_process_after(LONGEST_REPORT_SECONDS, code, text)  # the store may hang
         with contextlib.suppress(DistError):
             first = self._run.record(failure)
-            if first.rank != failure.rank:  # an error of all ranks is printed once, another error by its rank
-                text = "" if first.reason == failure.reason else text + self._run.sentence(failure)
+            if first.rank == failure.rank:
+                text = trace
+            elif first.reason == failure.reason:
+                text = ""  # an error of all ranks is printed once
             text += self._run.sentence_for_node(first)
         signals.end_process(code, text)
 
@@ -197,7 +200,8 @@ class Watcher:
             return self._run.record(Failure(*suspects[0][:3], f"does not answer{REMEDY}"))
         if self._lost:
             return self._run.record(Failure(*self._status[:3], self._lost + REMEDY))
-        behind = [one for one in ranks if one.progress == min(other.progress for other in ranks)]
+        least = min(one.progress for one in ranks)
+        behind = [one for one in ranks if one.progress == least]
         suspects = [one for one in behind if not one.waits] or behind
         collective = f" (rank {self._status.rank} is in {name})" if (name := pending_collective()) else ""
         reason = f"no progress for {self._limit_seconds / 60:g} min{collective}{REMEDY}"
