@@ -125,7 +125,7 @@ def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: i
         node = replace(node, address=store.host, port=store.port)
     else:
         store = _rendezvous(node, nproc=nproc, timeout_seconds=timeout_seconds)
-    run = RunStatus(PrefixStore("watcher/0", store), node=node.rank, ranks=node.nodes * nproc)
+    run = RunStatus(PrefixStore("watcher/0", store), node=str(node.rank), ranks=node.nodes * nproc)
     variables = {
         "MASTER_ADDR": node.address,
         "MASTER_PORT": str(node.port),

@@ -57,7 +57,7 @@ class Failure(NamedTuple):
 class RunStatus:
     """Status of all ranks and first failure of a run, in the store. Several threads may use it."""
 
-    def __init__(self, store: Store, *, node: int, ranks: int) -> None:
+    def __init__(self, store: Store, *, node: str, ranks: int) -> None:
         self.store, self.ranks, self._node = store, ranks, node
 
     def publish(self, status: Status) -> None:
@@ -113,7 +113,7 @@ class Watcher:
 
     def __enter__(self) -> "Watcher":
         faulthandler.enable()  # prints the Python stack if a library crashes
-        node, ranks = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        node, ranks = os.environ.get("GROUP_RANK", self._status.host), int(os.environ.get("WORLD_SIZE", "1"))
         self._run = RunStatus(connect_to_store("watcher", timeout_seconds=self._limit_seconds), node=node, ranks=ranks)
         self._publish()
         threading.Thread(target=self._follow, daemon=True).start()

@@ -30,7 +30,7 @@ def test_signal_that_ended_a_rank_counts_as_a_stop_only_if_the_launcher_forwarde
     monkeypatch, forwarded, ended_by, code
 ):
     monkeypatch.setattr(signals, "forwarded", set(forwarded))
-    run = RunStatus(HashStore(), node=0, ranks=4)
+    run = RunStatus(HashStore(), node="0", ranks=4)
     launch._record_early_end(run, 3, -ended_by)
     assert f"on rank 3 (unknown node) in iteration 0 (starting): was ended by signal {ended_by} " in run.sentence(
         run.failure()
@@ -40,7 +40,7 @@ def test_signal_that_ended_a_rank_counts_as_a_stop_only_if_the_launcher_forwarde
 
 @pytest.mark.parametrize(("is_finished", "code", "fails"), [(True, 0, False), (True, 75, False), (True, -6, True)])
 def test_rank_that_has_finished_fails_only_if_it_then_crashes(is_finished, code, fails):
-    run = RunStatus(HashStore(), node=0, ranks=1)
+    run = RunStatus(HashStore(), node="0", ranks=1)
     run.publish(Status(0, is_finished=is_finished))
     launch._record_early_end(run, 0, code)
     assert (run.failure() is not None) == fails

@@ -109,7 +109,7 @@ def simulate(ranks: int, *, silent: int) -> tuple[dict[str, float], set[Failure]
         stores = list(threads.map(lambda _: CountedStore(connect()), range(ranks)))
         watchers = [Watcher(limit_seconds=600) for _ in range(ranks)]
         for rank, (watched, store) in enumerate(zip(watchers, stores, strict=True)):
-            watched._status, watched._run = Status(rank, "here"), RunStatus(store, node=rank // 8, ranks=ranks)
+            watched._status, watched._run = Status(rank, "here"), RunStatus(store, node=str(rank // 8), ranks=ranks)
         for phase in (form_groups, train, search):
             before = sum(store.keys for store in stores)
             started = time.monotonic()
