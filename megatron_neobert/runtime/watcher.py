@@ -28,7 +28,6 @@ _RECORD_SECONDS = 4.0  # in which a failing rank or its launcher records the fai
 _SILENCE_TICKS = 3  # in which a living rank publishes its status
 # A rank that imports a large library from a slow file system may hold Python's lock for half a minute.
 _SILENT_TICKS = 60
-_SEARCH_TICKS = 10  # in which the rank that searches has a result
 
 
 class Status(NamedTuple):
@@ -98,8 +97,7 @@ class Watcher:
         self._status = self._published = Status(int(os.environ.get("RANK", "0")), socket.gethostname())
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         # Ticks, not seconds, because a process that is suspended has not hung.
-        self._idle_ticks = self._silent_ticks = self._search_ticks = 0
-        self._neighbour = self._status
+        self._idle_ticks, self._silent_ticks, self._neighbour = 0, 0, self._status
         self._leaving = threading.Event()
 
     def mark(self, activity: str, iteration: int = 0) -> None:
@@ -169,7 +167,8 @@ class Watcher:
 
     def _exchange_status(self) -> Failure | None:
         """Publish the status of this rank, and return the failure of the run, which this rank may have to find."""
-        is_idle = self._published.progress == self._publish().progress
+        progress = self._published.progress
+        is_idle = self._publish().progress == progress
         if failure := self._run.failure():
             return failure
         if self._launcher not in (None, os.getppid()):
@@ -181,10 +180,9 @@ class Watcher:
             return self._run.record(Failure(*before[:3], f"does not answer{REMEDY}"))
         self._idle_ticks = self._idle_ticks + 1 if is_idle else 0
         searches = self._lost or self._idle_ticks * _TICK_SECONDS >= self._limit_seconds
-        self._search_ticks = self._search_ticks + 1 if searches else 0
-        # One rank searches for all. The others search if that rank has ended, too.
-        is_first = self._search_ticks == 1 and self._run.store.add(f"search/{self._status.progress}", 1) == 1
-        return self._search() if is_first or self._search_ticks > _SEARCH_TICKS else None
+        # One rank searches for all ranks with the same progress.
+        is_first = searches and self._run.store.add(f"search/{self._status.progress}", 1) == 1
+        return self._search() if is_first else None
 
     def _search(self) -> Failure | None:
         """Record and return the failure of the rank at fault, or None if this rank makes progress again."""
@@ -204,6 +202,6 @@ class Watcher:
         behind = [one for one in ranks if one.progress == least]
         suspects = [one for one in behind if not one.waits] or behind
         collective = f" (rank {self._status.rank} is in {name})" if (name := pending_collective()) else ""
-        reason = f"no progress for {self._limit_seconds / 60:g} min{collective}{REMEDY}"
-        reason += ", or raise --distributed-timeout-minutes"
+        remedy = f"{REMEDY}, or raise --distributed-timeout-minutes"
+        reason = f"no progress for {self._limit_seconds / 60:g} min{collective}{remedy}"
         return self._run.record(Failure(*suspects[0][:3], reason, is_hang=True))
