@@ -179,14 +179,11 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = main() or 0
         if sys.stdout is not None:  # None if the process was started without standard output
             sys.stdout.flush()  # inside the try block, to notice that the reader of a pipe has ended
-    except NeoBERTError as error:
-        code = error.exit_code
-        _print_error(error, code)
-    except ModuleNotFoundError as error:
-        remedy = _missing_package(error.name or "")
-        code = EXIT_UNAVAILABLE if remedy else 1
-        _print_error(remedy, code) if remedy else _print_trace()
-    except OSError as error:
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+        print("interrupted", file=sys.stderr)
+    except Exception as error:
+        code, message = explain(error)
         stdout_poll = select.poll()
         stdout_poll.register(1, 0)
         is_stdout_closed = any(event & select.POLLERR for _, event in stdout_poll.poll(0))
@@ -194,16 +191,35 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             # Python flushes stdout again at exit, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = EXIT_BROKEN_PIPE
+        elif message is None:
+            print(format_bug(error), end="", file=sys.stderr)
         else:
-            code = EXIT_IO_ERROR
-            _print_error(error, code)
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-        print("interrupted", file=sys.stderr)
-    except Exception:
-        code = 1
-        _print_trace()
+            if not isinstance(error, LauncherError):
+                _wait_for_first_rank(code)
+            rank = os.environ.get("RANK", "0")
+            print(f"error{'' if rank == '0' else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def explain(error: BaseException) -> tuple[int, str | None]:
+    """Return the exit code and the message of an error. The message is None for a bug, which needs its traceback."""
+    code: int = 1
+    message: str | None = None
+    if isinstance(error, NeoBERTError):
+        code, message = error.exit_code, str(error)
+    elif isinstance(error, OSError):  # its message is not ours and can contain URLs and control characters
+        code, message = EXIT_IO_ERROR, str(error)
+    elif isinstance(error, ModuleNotFoundError) and (remedy := _missing_package(error.name or "")):
+        code, message = EXIT_UNAVAILABLE, remedy
+    elif isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code, message = code or EXIT_UNAVAILABLE, f"exited with code {code} before the run was finished"
+    return code, None if message is None else visible(without_credentials(message), keep=_LAYOUT)
+
+
+def format_bug(error: BaseException) -> str:
+    """Return the traceback of an error, without credentials and escape sequences."""
+    return visible(without_credentials("".join(traceback.format_exception(error))), keep=_LAYOUT)
 
 
 def print_warnings_as_sentences() -> None:
@@ -238,19 +254,12 @@ def _missing_package(module: str) -> str | None:
     return f"{sys.executable} has no module {module}; {remedy}"
 
 
-def _print_trace() -> None:
-    print(visible(without_credentials(traceback.format_exc()), keep=_LAYOUT), end="", file=sys.stderr)
+def _wait_for_first_rank(code: int) -> None:
+    """Let local rank 0 print an error of all ranks. torchrun then terminates the others, which end silently.
 
-
-def _print_error(error: Exception | str, code: int) -> None:
-    if os.environ.get("LOCAL_RANK", "0") != "0" and not isinstance(error, LauncherError):
-        # If all ranks have this error, local rank 0 prints it at once, and torchrun then terminates the others, which
-        # end silently. A rank that is not terminated has an error of its own, and prints it.
+    A rank that is not terminated has an error of its own, and returns after some seconds.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.set_wakeup_fd(-1)  # or the run's signal thread would handle SIGTERM
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
         time.sleep(_SECONDS_UNTIL_TERMINATED)
-    rank = os.environ.get("RANK", "0")
-    origin = "" if rank == "0" else f" on rank {rank}"
-    # The message of an OSError is not ours and can contain URLs and control characters.
-    message = visible(without_credentials(str(error)), keep=_LAYOUT)
-    print(f"error{origin}: {message}", file=sys.stderr, flush=True)

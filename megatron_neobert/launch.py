@@ -1,27 +1,32 @@
 """Start a training script on the ranks of this node: `python -m megatron_neobert.launch SCRIPT [flags]`.
 
-The launcher checks all flags before it starts a rank, then runs the script with torchrun. It exits with the exit code
-of the rank that failed first, because torchrun's own exit code does not tell a preempted run from a broken one.
+The launcher checks all flags before it starts a rank, then runs the script once per rank, with torchrun's environment
+variables. It exits with the exit code of the rank that failed first, of whatever node.
 
 Environment: NPROC_PER_NODE (default: number of GPUs, or 1), NNODES (default: 1), RENDEZVOUS_TIMEOUT_SECONDS (default:
 600). Runs of several nodes also need NODE_RANK, MASTER_ADDR and MASTER_PORT. In a Slurm step, NNODES and NODE_RANK
 default to those of the step. See docs/cluster.md.
 """
 
-import logging
+import contextlib
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.checkpoint.folder import check_folders
 from megatron_neobert.checkpoint.start import refuse_full_disk, refuse_unfit_start
 from megatron_neobert.config.cli import parse_command_line
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import open_phases
 from megatron_neobert.errors import (
     EXIT_INTERRUPTED,
@@ -29,14 +34,22 @@ from megatron_neobert.errors import (
     EXIT_UNAVAILABLE,
     ConfigError,
     LauncherError,
+    WorkerError,
     run_command,
 )
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import Node, find_node, whole_number
 from megatron_neobert.runtime.store import reach_store, serve_store
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # slow to import
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed import TCPStore
+
+    from megatron_neobert.runtime.watcher import Failure, RunStatus
+
+_POLL_SECONDS = 0.2
+_KILL_SECONDS = 6.0  # after a failure; the watchers of the ranks end them earlier
+_MARGIN_SECONDS = 60.0  # after --distributed-timeout-minutes, in which a rank that hangs has failed
+_LEAVE_SECONDS = 10.0  # node 0 serves the store until the other nodes have left
 
 
 def train() -> int:
@@ -79,7 +92,7 @@ def main() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
         os.execv(sys.executable, [sys.executable, script, *arguments])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    return run_ranks(node, [script, *arguments], nproc=nproc, timeout_seconds=timeout_seconds)
+    return run_ranks(node, [script, *arguments], nproc=nproc, timeout_seconds=timeout_seconds, settings=settings)
 
 
 def _default_processes() -> int:
@@ -91,71 +104,158 @@ def _default_processes() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def run_ranks(node: Node, script: Sequence[str], *, nproc: int, timeout_seconds: int) -> int:
-    """Run `script`, a file and its arguments, on the ranks of this node, and return the exit code of the node.
+def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: int, timeout_seconds: int) -> int:
+    """Run `script`, a file and its arguments, on the ranks of this node, and return the exit code of the run.
 
-    The code is 0, that of the rank that failed first, or 128 + N if the launcher receives signal N, SIGHUP or SIGQUIT.
+    The code is that of the rank of the run that failed first, or 128 + N if signal N ended it, or 69 if it hung or
+    ended early with 0; otherwise that of all ranks, such as 0 or 75. After a second Ctrl-C it is 130.
 
     Raises:
         ConnectionError: The nodes do not find each other within `timeout_seconds`, or a port cannot be used.
-        LauncherError: Another node has the same NODE_RANK.
+        LauncherError: Another node has the same NODE_RANK or another NPROC_PER_NODE.
+        WorkerError: The ranks of this node have ended, but those of another node neither end nor fail.
     """
-    from torch.distributed import DistError
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed import PrefixStore
 
-    # The variable keeps the store open until the ranks have ended.
-    store = None
+    from megatron_neobert.runtime.watcher import Failure, RunStatus, Status
+
     if node.nodes == 1:
-        # torchrun's --standalone opens a store on all interfaces, and unpickles what any client writes there.
+        # torchrun would open a store on all interfaces, and with --standalone unpickle what any client writes there.
         store = serve_store("127.0.0.1", 0, nodes=1)
         node = replace(node, address=store.host, port=store.port)
     else:
-        rendezvous = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
-        print(f"node {node.rank} of {node.nodes} can start; {rendezvous}", file=sys.stderr, flush=True)
-        store = _rendezvous(node, timeout_seconds=timeout_seconds)
-    options = [f"--nproc-per-node={nproc}", f"--nnodes={node.nodes}", f"--node-rank={node.rank}"]
-    options += [f"--master-addr={node.address}", f"--master-port={node.port}", f"--rdzv-conf=timeout={timeout_seconds}"]
-    options.append(f"--log-dir={os.devnull}")  # no log folder below TMPDIR
-    # For other signals, torchrun would kill the ranks after 30 s, while they save. Under nohup, SIGHUP stays ignored.
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    options.append(f"--signals-to-handle={'SIGQUIT' if is_ignored else 'SIGHUP,SIGQUIT'}")
-    # The error message of the rank is clearer than torchrun's.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    started = time.monotonic()
-    try:
-        torchrun.run(torchrun.parse_args([*options, *script]))
-    except ChildFailedError as error:
-        return exit_code_of_node({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException as error:  # SIGHUP or SIGQUIT, which the ranks received, too
-        signals.forwarded.add(error.sigval)
-        return 128 + error.sigval
-    except DistError as error:
-        raise ConnectionError(_describe_failed_rendezvous(node, time.monotonic() - started, error)) from error
-    return 0
+        store = _rendezvous(node, nproc=nproc, timeout_seconds=timeout_seconds)
+    run = RunStatus(PrefixStore("watcher/0", store), node=str(node.rank), ranks=node.nodes * nproc)
+    variables = {
+        "MASTER_ADDR": node.address,
+        "MASTER_PORT": str(node.port),
+        "WORLD_SIZE": str(node.nodes * nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": str(node.rank),
+        # As torchrun sets them: the ranks have a launcher, and it serves the store.
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    ranks = {}
+    for local_rank in range(nproc):
+        rank = node.rank * nproc + local_rank
+        run.publish(Status(rank, socket.gethostname()))
+        environment = os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        ranks[rank] = subprocess.Popen([sys.executable, "-u", *script], env=environment)
+    failures: list[Failure] = []
+    # In a thread, because the store of a lost node 0 may never answer. The ranks then end without it.
+    follower = threading.Thread(target=_follow_ranks, args=(run, ranks, failures), daemon=True)
+    follower.start()
+    codes = [process.wait() for process in ranks.values()]
+    if len(signals.interrupts) > 1:
+        return EXIT_INTERRUPTED
+    follower.join(60 * settings.parallel.distributed_timeout_minutes + _MARGIN_SECONDS)
+    if follower.is_alive():
+        raise WorkerError(
+            f"the ranks of node {node.rank} have ended, but another node neither ends nor fails. Read the output "
+            "of the other nodes, end them, and start all nodes again with the same command."
+        )
+    _leave(node, store)
+    code = failures[0].code if failures else next(filter(None, codes), 0)
+    return code if code >= 0 else 128 - code
 
 
-def _rendezvous(node: Node, *, timeout_seconds: int) -> "TCPStore":
-    """Return the store of a run of several nodes. Node 0 serves the store; other nodes wait and connect.
+def _follow_ranks(run: "RunStatus", ranks: Mapping[int, subprocess.Popen[bytes]], failures: list["Failure"]) -> None:
+    """Wait until the ranks of all nodes have finished, or a rank has failed and those of this node have ended.
 
-    Raises ConnectionError after `timeout_seconds`, and LauncherError if two nodes have the same NODE_RANK.
+    Record a rank that ends before it has finished, print the first failure, append it to `failures`, and kill the ranks
+    of this node that do not end then. Return early if the store is lost.
     """
     from torch.distributed import DistError
 
+    running, have_all_ended, failed = dict(ranks), False, 0.0
+    with contextlib.suppress(DistError):
+        while running or not (failures or have_all_ended):
+            time.sleep(_POLL_SECONDS)
+            for rank, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[rank]
+                    _record_early_end(run, rank, process.returncode)
+                    run.store.add("ended ranks", 1)
+            have_all_ended = run.store.add("ended ranks", 0) == run.ranks
+            failure = run.failure()
+            if failure is not None and not failures:
+                failures.append(failure)
+                failed = time.monotonic()
+                sentence = run.sentence_for_node(failure)
+                # A rank that was stopped on request has printed that.
+                if failure.rank not in ranks or failure.code not in (EXIT_STOPPED_EARLY, EXIT_INTERRUPTED):
+                    os.write(2, sentence.encode())
+            if failures and time.monotonic() - failed >= _KILL_SECONDS:
+                for process in running.values():
+                    process.kill()
+
+
+def _record_early_end(run: "RunStatus", rank: int, code: int) -> None:
+    """Record the failure of a rank whose process has ended with this code, unless it has finished.
+
+    A forwarded stop signal kills a rank only before its handlers are installed, when nothing can be lost.
+    """
+    from megatron_neobert.runtime.watcher import REMEDY, Failure
+
+    status = run.read(rank)
+    if status.is_finished and code >= 0:
+        return
+    reason = f"exited with code {code} before the run was finished{REMEDY}"
+    if code < 0:
+        reason = f"was ended by signal {-code} ({signal.strsignal(-code)}){REMEDY}"
+        code = EXIT_STOPPED_EARLY if -code in signals.forwarded else 128 - code
+    run.record(Failure(rank, status.host, status.position, reason, code or EXIT_UNAVAILABLE))
+
+
+def _rendezvous(node: Node, *, nproc: int, timeout_seconds: int) -> "TCPStore":
+    """Wait until all nodes of a run can start, and return its store, which node 0 serves.
+
+    Raises:
+        ConnectionError: The nodes do not meet within `timeout_seconds`, or the port cannot be used.
+        LauncherError: Two nodes have the same NODE_RANK, or different NPROC_PER_NODE.
+    """
+    from torch.distributed import DistError
+
+    where = f"rendezvous at {node.address} port {node.port}, for at most {timeout_seconds} s"
+    print(f"node {node.rank} of {node.nodes} can start; {where}", file=sys.stderr, flush=True)
     started = time.monotonic()
     store = serve_store(node.address, node.port, nodes=node.nodes) if node.rank == 0 else None
+    # One node reads the keys of all nodes.
+    keys, timeout = [f"node {number}" for number in range(node.nodes)], timedelta(seconds=timeout_seconds)
     try:
         store = store or reach_store(node.address, node.port, timeout_seconds=timeout_seconds)
-        launchers = store.add(f"launchers of node {node.rank}", 1)
+        if store.add(f"launchers of node {node.rank}", 1) > 1:
+            raise LauncherError(
+                f"NODE_RANK {node.rank} was given to two nodes, or node {node.rank} was started twice; number the "
+                f"nodes from 0 to {node.nodes - 1}, and start all of them again."
+            )
+        store.set(keys[node.rank], str(nproc))
+        if node.rank == 0:
+            store.wait(keys, timeout)
+            counts = [int(count) for count in store.multi_get(keys)]
+            other = next((number for number, count in enumerate(counts) if count != nproc), 0)
+            store.set(
+                "problem", f"node {other} has NPROC_PER_NODE {counts[other]}, node 0 has {nproc}" if other else ""
+            )
+        store.wait(["problem"], timeout)
+        problem = store.get("problem").decode()
     except (OSError, DistError) as error:
         raise ConnectionError(_describe_failed_rendezvous(node, time.monotonic() - started, error)) from error
-    if launchers > 1:
-        raise LauncherError(
-            f"NODE_RANK {node.rank} was given to two nodes, or node {node.rank} was started twice; number the nodes "
-            f"from 0 to {node.nodes - 1}, and start all of them again."
-        )
+    if problem:
+        _leave(node, store)
+        raise LauncherError(f"{problem}; start all nodes with the same number of ranks.")
     return store
+
+
+def _leave(node: Node, store: "TCPStore") -> None:
+    """Tell node 0 that this node no longer needs the store. Node 0 waits for all nodes, because it serves the store."""
+    from torch.distributed import DistError
+
+    with contextlib.suppress(DistError):
+        store.set(f"left {node.rank}", "")
+        if node.rank == 0:
+            store.wait([f"left {number}" for number in range(node.nodes)], timedelta(seconds=_LEAVE_SECONDS))
 
 
 def _describe_failed_rendezvous(node: Node, seconds: float, error: Exception) -> str:
@@ -164,32 +264,6 @@ def _describe_failed_rendezvous(node: Node, seconds: float, error: Exception) ->
         f"({str(error).splitlines()[0][:200]}). Read the output of the other nodes, and check NODE_RANK, MASTER_ADDR, "
         "MASTER_PORT and the firewall; if a node is only slow, raise RENDEZVOUS_TIMEOUT_SECONDS."
     )
-
-
-def exit_code_of_node(codes: Mapping[int, int]) -> int:
-    """Return the exit code of the rank that failed first.
-
-    A rank that was ended by signal N gives 128 + N, or EXIT_STOPPED_EARLY if the launcher forwarded the signal. After a
-    second Ctrl-C the result is EXIT_INTERRUPTED. Ranks with EXIT_UNAVAILABLE only lost the connection to another rank,
-    so they count only if no rank has another code. The failed rank is printed on standard error, unless the result is
-    EXIT_UNAVAILABLE, EXIT_STOPPED_EARLY or EXIT_INTERRUPTED.
-
-    Args:
-        codes: Exit codes of failed ranks, at least one, in the order in which torchrun noticed them; -N for signal N.
-    """
-    if len(signals.interrupts) > 1:
-        return EXIT_INTERRUPTED
-    causes = {rank: code for rank, code in codes.items() if code != EXIT_UNAVAILABLE}
-    rank, code = next(iter((causes or codes).items()))
-    if code >= 0:
-        if code not in (EXIT_UNAVAILABLE, EXIT_STOPPED_EARLY, EXIT_INTERRUPTED):
-            print(f"rank {rank} ended first, with exit code {code}", file=sys.stderr, flush=True)
-        return code
-    # A forwarded stop signal kills a rank only before its handlers are installed, when nothing can be lost.
-    if -code in signals.forwarded:
-        return EXIT_STOPPED_EARLY
-    print(f"error: rank {rank} was ended by signal {-code}", file=sys.stderr, flush=True)
-    return 128 - code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     # When run as a file, Python puts this folder on sys.path. Replace it so that imports go through the package.
@@ -11,6 +12,10 @@ if __name__ == "__main__":
 from megatron_neobert.errors import run_command
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import local_rank, world_size
+
+if TYPE_CHECKING:  # slow to import
+    from megatron_neobert.config.schema import Settings
+    from megatron_neobert.runtime.watcher import Watcher
 
 
 def main() -> int:
@@ -34,9 +39,17 @@ def main() -> int:
 
         inputs = open_phases(command.settings)
         return print_plan(command.settings, inputs, command.plan, world_size=command.world_size)
+    from megatron_neobert.runtime.watcher import Watcher
+
+    with Watcher(limit_seconds=60.0 * command.settings.parallel.distributed_timeout_minutes) as watcher:
+        return train(command.settings, watcher)
+
+
+def train(settings: "Settings", watcher: "Watcher") -> int:
+    """Prepare torch and Megatron, train, and return the exit code of `main`. Collective: all ranks."""
     # Inductor would start a process per core in each rank, and all ranks compile at the same time.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if command.settings.parallel.tensor_model_parallel_size > 1:
+    if settings.parallel.tensor_model_parallel_size > 1:
         # CUDA reads this when it starts. Kernels then start in launch order, which Megatron needs to overlap
         # tensor-parallel reductions with matrix products.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -44,17 +57,18 @@ def main() -> int:
 
     from megatron_neobert.model.kernels import check_hardware
 
+    watcher.mark("importing Megatron")
     if torch.cuda.is_available():
         # Before a package asks for the current device, or each rank of a node would use memory of the first GPU.
         torch.cuda.set_device(local_rank())
     # Before Megatron is imported, because Megatron imports any package named apex.
-    check_hardware(command.settings)
+    check_hardware(settings)
     from megatron_neobert.runtime.megatron_imports import import_megatron
 
     import_megatron()
     from megatron_neobert.training.loop import run_training
 
-    return run_training(command.settings)
+    return run_training(settings, watcher)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class Run:
     validation_streams: dict[str, BatchStream]  # name of the curve -> batches
     state: TrainState
     graph: Any = None  # GraphedSchedule of training/cuda_graph.py, or None without a CUDA graph
-    tick: Callable[[], None] = lambda: None  # called before each micro-batch, to report progress to the hang detector
+    tick: Callable[[], None] = lambda: None  # called before each micro-batch, to report progress to the watcher
     has_gradients: Callable[[], None] = lambda: None  # called when this rank has its gradients, before they are reduced
     read_status: Callable[[], RankStatus] = RankStatus  # called once per step, returns the status of this rank
 

@@ -6,10 +6,8 @@ torchrun sets the environment. Without RANK in the environment, the run is one p
 import datetime
 import ipaddress
 import os
-import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,18 +19,11 @@ from megatron_neobert.cli import flag_of
 from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.runtime import cpu_backend, environment, megatron_patches, signals
-from megatron_neobert.text import parse_json
+from megatron_neobert.runtime import cpu_backend, environment, megatron_patches
 
 _NODE_0_KEY = "address of node 0"
-# gloo raises RuntimeError with these messages; NCCL and the store raise torch.distributed.DistError.
-_LOST_CONNECTION = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
-    r"Application timeout caused pair closure|Timed out waiting"
-)
-_SHUT_DOWN_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "256"  # size of torch's flight recorder
-# NCCL and gloo time out this much later than the hang detector, which may take 64 s to report the rank at fault.
+# NCCL and gloo time out this much later than the watcher, which reports the rank at fault.
 MARGIN_SECONDS = 90
 
 
@@ -137,42 +128,7 @@ def _listen_on_one_interface(store: torch.distributed.Store) -> None:
                 os.environ.setdefault(variable, interface)
 
 
-def is_lost_connection(error: Exception) -> bool:
-    """Return whether an error of a collective means that the connection to another rank is lost."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
-
-
-def pending_collective() -> str:
-    """Return the name of this rank's oldest collective that has not ended, such as "nccl:all_reduce".
-
-    Return "" if all have ended, or if this release of torch records collectives in another way.
-    """
-    name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
-    dump = getattr(torch._C._distributed_c10d, name, None)
-    if dump is None:
-        return ""
-    entries = parse_json(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-    return next((str(entry["profiling_name"]) for entry in entries if not entry["retired"]), "")
-
-
 def shut_down() -> None:
     """Destroy Megatron's groups and the process group. Collective: all ranks."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-@contextmanager
-def shutting_down_gloo_on_error() -> Iterator[None]:
-    """If the block raises an exception, destroy gloo's groups before the exception continues. Wait 5 seconds at most.
-
-    A process that exits while threads of gloo run may end with SIGABRT. NCCL does not need this.
-    """
-    try:
-        yield
-    except Exception:
-        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-            # A thread of gloo may wait forever for a lost rank.
-            signals.call_with_timeout(_SHUT_DOWN_SECONDS, shut_down)
-        raise

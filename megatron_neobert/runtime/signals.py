@@ -11,12 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import psutil
 
 from megatron_neobert.config.schema import Settings, TrainingConfig
-from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, EXIT_UNAVAILABLE
+from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY
 from megatron_neobert.runtime.environment import is_rank_zero
 
 _NOTHING, _TIME_LIMIT, _STOP_FILE, _SIGNAL = range(4)
@@ -38,7 +38,7 @@ interrupts: list[int] = []  # Ctrl-C signals that this launcher received while i
 
 def forward_stop_signals() -> None:
     """Start to send stop signals of this launcher to its ranks. Without ranks, a signal ends the launcher."""
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, ABORT_SIGNAL):
         # The wake-up pipe of `watch_signals` receives only signals that have a handler.
         signal.signal(number, lambda *_: None)
     watch_signals(_forward)
@@ -47,16 +47,14 @@ def forward_stop_signals() -> None:
 def _forward(number: int) -> None:
     ranks = psutil.Process().children()
     if not ranks:
-        write_to_stderr(f"stopped by {signal.Signals(number).name} while no rank was running\n")
-        os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_EARLY)
-    if number == ABORT_SIGNAL:  # torchrun forwards it, see --signals-to-handle in launch.py
-        return
+        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_EARLY
+        end_process(code, f"stopped by {signal.Signals(number).name} while no rank was running\n")
     if number == signal.SIGINT:
         # A terminal sends Ctrl-C to the ranks, too. Forwarded as SIGTERM, it is not counted twice there.
         interrupts.append(number)
         number = signal.SIGTERM if len(interrupts) == 1 else ABORT_SIGNAL
         if len(interrupts) == 1:
-            write_to_stderr(f"{FIRST_INTERRUPT}\n")
+            _announce_stop()
     forwarded.add(number)
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):  # the rank has just ended
@@ -66,11 +64,8 @@ def _forward(number: int) -> None:
 def install_signal_handlers() -> None:
     """Let SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C end this rank at once, with exit code 75. Call this in the main thread.
 
-    `finish_iteration_at_signals` changes this when training begins. The rank also ends if torchrun has ended (code 69),
-    and at SIGQUIT (code 130).
+    `finish_iteration_at_signals` changes this when training begins. SIGQUIT ends the rank with code 130.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     for number in (*STOP_SIGNALS, ABORT_SIGNAL):
         signal.signal(number, lambda number, frame: _signals_received.append(number))
     watch_signals(_handle)
@@ -103,57 +98,37 @@ def watch_signals(handle: Callable[[int], None]) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-def _end_with_launcher(launcher: int) -> None:
-    """Wait until the parent process `launcher` has ended, then end this rank with exit code 69."""
-    # The rank would otherwise wait for other ranks, or write to the folder of the restarted run.
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    rank = os.environ.get("RANK", "0")
-    write_to_stderr(
-        f"error: rank {rank}: its launcher has ended. The last checkpoint is complete; start the run again.\n"
-    )
-    os._exit(EXIT_UNAVAILABLE)
-
-
 def _handle(number: int) -> None:
     rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
     _signals_handled.append(number)
     if number == ABORT_SIGNAL or _signals_handled.count(signal.SIGINT) > 1:
-        write_to_stderr(f"rank {rank}: aborted\n")
-        os._exit(EXIT_INTERRUPTED)
+        end_process(EXIT_INTERRUPTED, f"rank {rank}: aborted\n")
     if not _group_is_formed.is_set():
-        write_to_stderr(f"rank {rank}: stopped by {name} before the first iteration\n")
-        os._exit(EXIT_STOPPED_EARLY)
+        end_process(EXIT_STOPPED_EARLY, f"rank {rank}: stopped by {name} before the first iteration\n")
     if number == signal.SIGINT:
-        write_to_stderr(f"{FIRST_INTERRUPT}\n")
+        _announce_stop()
 
 
-def write_to_stderr(text: str) -> None:
-    """Write text to standard error, and give up after some seconds if its reader does not read."""
+def _announce_stop() -> None:
+    # In a thread, because the reader of standard error may hang, and the second Ctrl-C must still be handled.
+    threading.Thread(target=os.write, args=(2, f"{FIRST_INTERRUPT}\n".encode()), daemon=True).start()
+
+
+def end_process(code: int, text: str) -> NoReturn:
+    """Print a text on standard error and end this process, in any thread, even if the reader of the text hangs."""
+    timer = threading.Timer(_WRITE_SECONDS, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
     # A single system call, so that lines of several ranks do not mix. sys.stderr may be locked by the main thread.
-    call_with_timeout(_WRITE_SECONDS, lambda: os.write(2, text.encode()))
+    os.write(2, text.encode())
+    os._exit(code)  # a regular exit would wait for threads that hang
 
 
-def call_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return the result of `function`, or None if it raises or takes longer than `seconds`.
-
-    The call runs in a daemon thread, which a timeout does not end: a call to a lost rank may never return.
-    """
-    results: list[Any] = []
-
-    def call() -> None:
-        with contextlib.suppress(Exception):
-            results.append(function())
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
-
-
-def count_signals() -> int:
-    """Return the number of stop signals received by this rank."""
-    return len(_signals_received)
+def end_process_after(seconds: float, code: int, text: str) -> None:
+    """Print a text and end this process after some seconds, whatever its threads do then."""
+    timer = threading.Timer(seconds, end_process, (code, text))
+    timer.daemon = True
+    timer.start()
 
 
 def requested_stop(settings: Settings, *, has_trained: bool = True) -> int:

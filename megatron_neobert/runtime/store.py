@@ -16,9 +16,9 @@ _BACKLOG = 4096  # connections waiting to be accepted: all ranks of a large run 
 
 
 def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
-    """Connect to torchrun's store, and return a view that adds `prefix` and torchrun's restart count to all keys.
+    """Connect to the store of the run, and return a view that adds `prefix` and torchrun's restart count to all keys.
 
-    A single rank gets a new store in its own process.
+    A single rank gets a new store in its own process. Without a launcher that serves the store, rank 0 serves it.
     Raise OSError or torch.distributed.DistError if the store does not answer in time.
     """
     from torch.distributed import HashStore, PrefixStore
@@ -26,7 +26,10 @@ def connect_to_store(prefix: str, *, timeout_seconds: float) -> "Store":
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = reach_store(address, port, timeout_seconds=timeout_seconds)
+    if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = serve_store(address, port, nodes=int(os.environ["WORLD_SIZE"]))
+    else:
+        store = reach_store(address, port, timeout_seconds=timeout_seconds)
     # torchrun keeps the store when it restarts the ranks. The restart count hides the keys of the earlier ranks.
     return PrefixStore(f"{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -59,7 +62,7 @@ def serve_store(address: str, port: int, *, nodes: int) -> "TCPStore":
 
     If `address` is not an address of this machine (NAT), or /etc/hosts maps it to loopback, the store listens on all
     interfaces, because no other node could connect otherwise. The caller must keep the returned store until all ranks
-    have ended, because torchrun uses the same server (multi_tenant). Raises this process's limit of open files to
+    have ended, because torch's env:// uses the same server (multi_tenant). Raises this process's limit of open files to
     65,536, or to the hard limit.
 
     Args:

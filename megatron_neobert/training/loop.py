@@ -27,9 +27,9 @@ from megatron_neobert.planning.plan import start_warnings
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.runtime.signals import reason_to_stop, requested_stop
+from megatron_neobert.runtime.watcher import Watcher
 from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
 from megatron_neobert.training.garbage import collected_together
-from megatron_neobert.training.hang_detector import HangDetector
 from megatron_neobert.training.metrics import Monitor
 from megatron_neobert.training.profile import profiled
 from megatron_neobert.training.setup import build_run, join
@@ -38,10 +38,10 @@ from megatron_neobert.training.step import share_status, train_step, validation_
 MOST_SKIPPED = 10  # skipped updates in a row after which a run ends as diverged
 
 
-def run_training(settings: Settings) -> int:
+def run_training(settings: Settings, watcher: Watcher) -> int:
     """Build a run, load the newest checkpoint if there is one, train, and return the exit code of `train`.
 
-    Creates and locks the folder --save. If another rank is lost, this process ends with exit code 69.
+    Creates and locks the folder --save.
 
     Raises:
         NeoBERTError: Settings, corpus, folders or checkpoint are wrong, saving failed, or the run has diverged.
@@ -55,39 +55,41 @@ def run_training(settings: Settings) -> int:
         # W&B creates a folder `wandb` beside a run, which Python finds as a package without an origin.
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError("--wandb-project needs the package wandb", name="wandb")
+    watcher.mark("checking the folders")
     check_folders(settings.checkpoint)
-    with claim(settings.checkpoint.save if is_rank_zero() else None), distributed.shutting_down_gloo_on_error():
+    with claim(settings.checkpoint.save if is_rank_zero() else None):
         check_folders(settings.checkpoint)  # again: a run that held the lock may have saved its first checkpoint
+        watcher.mark("joining the other ranks")
         inputs, device = join(settings)
+        watcher.mark("checking the disk")
         refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
-        with HangDetector(settings.parallel) as detector:
-            found = find_checkpoint(settings)
-            # Drawing takes a second per 100 M parameters.
-            run = build_run(settings, inputs, device, draws_weights=found is None)
-            run.tick = detector.tick
-            if found is not None:
-                load_from(run, found.folder, has_new_data=found.has_new_data)
-            monitor = Monitor(
-                settings, iteration=run.state.iteration, vocab_size=run.tokenizer.vocab_size, device=device
-            )
-            monitor.log(_opening_line(run, found.folder if found else None))
-            if settings.checkpoint.save is None:
-                monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
-            lines = [choose_kernels(settings).summary]
-            if found is None:
-                cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else None
-                lines += start_warnings(settings, inputs, world_size=world_size(), cpu_cores=cores)
-            for line in lines:
-                monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
-            with monitor, named_worker_deaths():
-                code = train(run, monitor, detector)
+        watcher.mark("building the model")
+        found = find_checkpoint(settings)
+        # Drawing takes a second per 100 M parameters.
+        run = build_run(settings, inputs, device, draws_weights=found is None)
+        run.tick = watcher.tick
+        watcher.mark("loading")
+        if found is not None:
+            load_from(run, found.folder, has_new_data=found.has_new_data)
+        monitor = Monitor(settings, iteration=run.state.iteration, vocab_size=run.tokenizer.vocab_size, device=device)
+        monitor.log(_opening_line(run, found.folder if found else None))
+        if settings.checkpoint.save is None:
+            monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
+        lines = [choose_kernels(settings).summary]
+        if found is None:
+            cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else None
+            lines += start_warnings(settings, inputs, world_size=world_size(), cpu_cores=cores)
+        for line in lines:
+            monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
+        with monitor, named_worker_deaths():
+            code = train(run, monitor, watcher)
         if run.graph is not None:
             run.graph.free()
         distributed.shut_down()
         return code
 
 
-def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
+def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
     """Train from `run.state` until the last iteration, a stop request, or a failure. Changes `run`.
 
     Returns:
@@ -101,18 +103,18 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
     Collective: all ranks.
     """
     saver = Saver(run, log=monitor.log)
-    control = _prepare_first_iteration(run, monitor, saver, detector)
+    control = _prepare_first_iteration(run, monitor, saver, watcher)
     if control.ends:
         saver.finish()
         return _exit_code(run, monitor, control)
-    detector.mark("waiting for data", run.state.iteration + 1)
+    watcher.mark("waiting for data", run.state.iteration + 1)
     attention: str | None = None
     steps = monitor.clocked(profiled(_training_batches(run), run, log=monitor.log))
     for batches in collected_together(steps):
         for change in run.settings.training.phases:
             if change.after_iters == run.state.iteration:
                 monitor.log(f"a phase begins with iteration {run.state.iteration + 1}: {change.flags}")
-        detector.mark("training", run.state.iteration + 1)
+        watcher.mark("training", run.state.iteration + 1)
         learning_rate = run.optimizer.param_groups[0]["lr"]
         result = train_step(run, batches)
         run.state = _state_after_step(run, batches, result)
@@ -127,22 +129,22 @@ def train(run: Run, monitor: Monitor, detector: HangDetector) -> int:
         if control.logs:
             run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
         if control.validates:
-            control = _validate(run, monitor, saver, detector, control)
+            control = _validate(run, monitor, saver, watcher, control)
         if control.saves:
-            detector.mark("saving", run.state.iteration)
+            watcher.mark("saving", run.state.iteration)
             saver.save()
         if control.ends:
             break
         if control.saves or control.validates:
             monitor.start_interval()
-        detector.mark("waiting for data", run.state.iteration + 1)
+        watcher.mark("waiting for data", run.state.iteration + 1)
     saver.finish()
     if control.stop is None and run.settings.checkpoint.save is None:
         monitor.log("warning: the trained weights are lost, because no --save was given")
     return _exit_code(run, monitor, control)
 
 
-def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector) -> LoopControl:
+def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher) -> LoopControl:
     """Set the callbacks of `run`, make a validation that an earlier stop prevented, and decide whether to train at all.
 
     If the result's `ends` is True, the run must end: its last iteration is already saved, or a stop was requested while
@@ -168,7 +170,7 @@ def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, detector:
         is_last=iteration >= training.train_iters,
     )
     if control.stop is None and _validation_is_due(run):
-        control = _validate(run, monitor, saver, detector, control)
+        control = _validate(run, monitor, saver, watcher, control)
     run.read_status, run.has_gradients = read_status, monitor.clock.stop
     if control.is_last and control.stop is None:
         monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is already saved")
@@ -191,7 +193,7 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
     )
 
 
-def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, control: LoopControl) -> LoopControl:
+def _validate(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher, control: LoopControl) -> LoopControl:
     """Compute and log the loss over the first `eval_iters` batches of each held-out corpus. Updates `run.state`.
 
     The objective is that of the current phase; all other settings are those of the first phase.
@@ -214,7 +216,7 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, detector: HangDetector, 
     stop: str | None = None
     run.model.eval()
     for name, batches in validation:
-        detector.mark("validating", iteration)
+        watcher.mark("validating", iteration)
         result = validation_step(run, batches)
         sums[name] = sums.get(name, MetricSums()) + result.sums
         if not result.status.is_saving:

@@ -12,7 +12,6 @@ from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.inputs import Inputs, open_phases
 from megatron_neobert.data.batches.phases import build_training_stream
-from megatron_neobert.errors import WorkerError, short_reason
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
@@ -32,7 +31,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
         ConfigError: A rank has settings or corpora that differ from those of rank 0, or --data-path or --split is
             malformed.
         MissingInputError, DataError, StorageError: Corpus or tokenizer cannot be used.
-        WorkerError: Another rank has ended, or does not join in time.
+        RuntimeError: Another rank has ended, or does not join in time.
 
     Collective: all ranks.
     """
@@ -43,15 +42,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
         "sha256 of --data-path": [phase.identities[0] for phase in inputs],
         "sha256 of validation data": [source.corpus.manifest.documents_sha256 for source in held_out],
     }
-    try:
-        device = distributed.initialize(settings, contents=contents)
-    except Exception as error:
-        if not distributed.is_lost_connection(error):
-            raise
-        raise WorkerError(
-            f"another rank ended or did not arrive before training began ({short_reason(error)}). Fix the error that "
-            "its node reports, then start all nodes again."
-        ) from error
+    device = distributed.initialize(settings, contents=contents)
     finish_iteration_at_signals()
     return inputs, device
 

@@ -11,6 +11,7 @@ from processes import run_on_ranks
 from megatron_neobert.checkpoint.load import find_checkpoint, load_from
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.runtime.watcher import Watcher
 from megatron_neobert.training.loop import run_training
 from megatron_neobert.training.setup import build_run, join
 
@@ -28,7 +29,7 @@ def train_on_ranks(settings: Settings, *, world_size: int = 1, prepare: Any = No
 def _train(settings: Settings, prepare: Any) -> None:
     if prepare is not None:
         prepare()
-    run_training(settings)
+    run_training(settings, Watcher(limit_seconds=600))  # not entered: an error must reach the test
 
 
 def load_and_save(settings: Settings) -> None:

@@ -88,7 +88,7 @@ def test_replay_has_the_tokens_loss_and_gradient_norm_of_training(trained, tmp_p
 
     def prepare() -> None:
         note_batches(tmp_path, poisoned=False)
-        ranks.run_training = lambda settings: tool.compute_batch(
+        ranks.run_training = lambda settings, watcher: tool.compute_batch(
             settings, iteration, weights=checkpoint, position=checkpoint
         )
 

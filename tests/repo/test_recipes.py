@@ -26,6 +26,7 @@ from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.planning.plan import print_plan
 from megatron_neobert.runtime import distributed
+from megatron_neobert.runtime.watcher import Watcher
 from megatron_neobert.training.loop import run_training
 
 CONFIGS = REPOSITORY / "examples" / "configs"
@@ -153,7 +154,7 @@ def test_recipe_trains_two_iterations_at_reduced_width(recipe, corpus, tmp_path,
     phases = phase_flags(recipe, corpus, are_short=True, **sizes)
     iterations = max(2, 1 + len(read_settings(recipe).training.phases))
     settings = settings_of(recipe, corpus, *SMALL, *phases, "--train-iters", str(iterations), "--save", str(tmp_path))
-    assert run_training(settings) == 0
+    assert run_training(settings, Watcher(limit_seconds=600)) == 0
     losses = read_metrics(tmp_path, "loss")
     assert list(losses) == [*range(1, iterations + 1)]
     assert losses[1] == pytest.approx(math.log(corpus.vocab_size), abs=0.3), "loss of random weights"
@@ -162,12 +163,12 @@ def test_recipe_trains_two_iterations_at_reduced_width(recipe, corpus, tmp_path,
 def test_stage_2_continues_stage_1_at_the_lowest_rate_and_resumes(tiny_corpus, tmp_path, no_process_group_left):
     first, second = (str(tmp_path / name) for name in ("stage1", "stage2"))
     stage1 = settings_of(CONFIGS / "neobert_stage1.yaml", tiny_corpus, *SMALL, "--train-iters", "2", "--save", first)
-    assert run_training(stage1) == 0
+    assert run_training(stage1, Watcher(limit_seconds=600)) == 0
 
     prefix = tiny_corpus.prefix
     blend = ("0.2", prefix, "0.4", f"{prefix}:min=16", "0.4", f"{prefix}:min=32")  # a quarter and a half of a sequence
     flags = ["--continue-from", first, "--save", second, "--load", second, "--train-iters", "4", "--exit-interval", "3"]
     stage2 = settings_of(CONFIGS / "neobert_stage2.yaml", tiny_corpus, *SMALL, *flags, data_path=blend)
-    assert run_training(stage2) == EXIT_STOPPED_EARLY
-    assert run_training(stage2) == 0, "the second start resumes the first"
+    assert run_training(stage2, Watcher(limit_seconds=600)) == EXIT_STOPPED_EARLY
+    assert run_training(stage2, Watcher(limit_seconds=600)) == 0, "the second start resumes the first"
     assert read_metrics(second, "lr") == {3: 6e-5, 4: 6e-5}

@@ -172,7 +172,7 @@ def start(inputs: Inputs, tmp_path: Path, network: Network) -> Callable[..., End
         cache = str(tmp_path / "hf")
         environment = {**network.environment, "HF_HOME": cache, "HF_DATASETS_CACHE": cache}
         command = reader.command.split()
-        # `neobert train` would start torchrun, so the module of a rank is started instead.
+        # `neobert train` would become another process, so the module of a rank is started instead.
         module, words = (RANK, []) if reader.command == "train" else ("megatron_neobert.__main__", command)
         words += reader.arguments(inputs._replace(**replaced), tmp_path / "output")
         return run_command(module, *words, environment=environment, preload=PRELOADED, limit_seconds=LIMIT_SECONDS)

@@ -1,4 +1,4 @@
-"""The start of a run: store, sockets, imports and variables of a rank; the exit code of a node, from its ranks'."""
+"""The start of a run: store, sockets, imports and variables of a rank; the exit code of a launcher."""
 
 import os
 import re
@@ -13,6 +13,7 @@ import pytest
 import torch
 from processes import run_on_ranks
 from security.refusals import assert_refused
+from torch.distributed import HashStore
 
 from megatron_neobert import launch
 from megatron_neobert.config.schema import Settings
@@ -21,22 +22,28 @@ from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.distributed import initialize
 from megatron_neobert.runtime.environment import Node, find_node, is_rank_zero, local_rank, world_size
 from megatron_neobert.runtime.store import reach_store, serve_store
+from megatron_neobert.runtime.watcher import RunStatus, Status
 
 
-@pytest.mark.parametrize(
-    ("codes", "expected"),
-    [({0: 69, 1: 1}, 1), ({0: 69, 1: -9}, 137), ({0: 69, 1: 69}, 69), ({0: 74, 1: 69}, 74), ({2: 75}, 75)],
-)
-def test_node_ends_with_the_code_of_the_first_rank_that_did_not_just_lose_another_rank(codes, expected):
-    assert launch.exit_code_of_node(codes) == expected
+@pytest.mark.parametrize(("forwarded", "ended_by", "code"), [((), 15, 143), ((15,), 15, 75), ((15,), 9, 137)])
+def test_signal_that_ended_a_rank_counts_as_a_stop_only_if_the_launcher_forwarded_it(
+    monkeypatch, forwarded, ended_by, code
+):
+    monkeypatch.setattr(signals, "forwarded", set(forwarded))
+    run = RunStatus(HashStore(), node="0", ranks=4)
+    launch._record_early_end(run, 3, -ended_by)
+    assert f"on rank 3 (unknown node) in iteration 0 (starting): was ended by signal {ended_by} " in run.sentence(
+        run.failure()
+    )
+    assert run.failure().code == code
 
 
-def test_signal_that_ended_a_rank_counts_as_a_stop_only_if_the_launcher_forwarded_it(monkeypatch, capsys):
-    assert launch.exit_code_of_node({3: -15}) == 128 + 15
-    assert "rank 3 was ended by signal 15" in capsys.readouterr().err
-    monkeypatch.setattr(signals, "forwarded", {15})
-    assert launch.exit_code_of_node({3: -15}) == 75
-    assert launch.exit_code_of_node({3: -9}) == 128 + 9
+@pytest.mark.parametrize(("is_finished", "code", "fails"), [(True, 0, False), (True, 75, False), (True, -6, True)])
+def test_rank_that_has_finished_fails_only_if_it_then_crashes(is_finished, code, fails):
+    run = RunStatus(HashStore(), node="0", ranks=1)
+    run.publish(Status(0, is_finished=is_finished))
+    launch._record_early_end(run, 0, code)
+    assert (run.failure() is not None) == fails
 
 
 # --- the store of a run; tests/distributed/test_launch.py tests its address

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import call
 from pyarrow import feather
 from unit.data.preprocess_workspace import Workspace, cut_small, random_text
 

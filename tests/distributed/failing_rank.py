@@ -1,0 +1,127 @@
+"""The training command with a rank that fails at one stage, and a launcher that forks its ranks.
+
+FAULT is `stage:rank:how`; the names are below. Forked ranks have imported everything, which saves most of a start.
+"""
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import processes
+
+from megatron_neobert import launch, pretrain
+from megatron_neobert.config import cli
+from megatron_neobert.errors import SaveError
+from megatron_neobert.runtime import watcher
+
+LOOP, SETUP = "megatron_neobert.training.loop", "megatron_neobert.training.setup"
+# Functions that a rank calls: before its watcher starts, during the imports, and once the imports are done.
+STAGES = {
+    "parsing": (cli, "parse_command_line"),
+    "importing": ("megatron_neobert.model.kernels", "check_hardware"),
+    "folders": (LOOP, "check_folders"),
+    "data": (SETUP, "open_phases"),
+    "joining": ("megatron_neobert.runtime.distributed", "initialize"),
+    "disk": (LOOP, "refuse_full_disk"),
+    "building": (LOOP, "build_run"),
+    "loading": (LOOP, "find_checkpoint"),
+    "training": (LOOP, "train_step"),
+    "validating": (LOOP, "validation_step"),
+    "finishing": ("megatron_neobert.runtime.distributed", "shut_down"),
+}
+CALLS = {"training": 3}  # the fault is in this call; otherwise in the first
+
+
+def fail(how: str) -> None:
+    """Fail in one way, and first print when."""
+    print(f"fault at {time.time()}", flush=True)
+    if how == "raise":
+        raise ValueError("planted\x1b]0;owned\x07")
+    if how == "refuse":
+        raise SaveError("planted refusal.")
+    if how.startswith("sys.exit"):
+        sys.exit(int(how.split()[1]))
+    if how.startswith("os._exit"):
+        os._exit(int(how.split()[1]))
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how.startswith("stop"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(3600)
+
+
+def plant(stage: str, how: str) -> None:
+    """Replace the function of a stage."""
+    module, name = STAGES[stage]
+    module = importlib.import_module(module) if isinstance(module, str) else module
+    function, calls = getattr(module, name), 0
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == CALLS.get(stage, 1):
+            fail(how)
+        return function(*arguments, **options)
+
+    setattr(module, name, failing)
+
+
+def main() -> int:
+    """Train like pretrain.py."""
+    stage, rank, how = os.environ["FAULT"].split(":")
+    if how == "stop for a minute":
+        watcher._SILENT_TICKS = 8  # faster
+    if os.environ["RANK"] != rank:
+        return pretrain.main()
+    if stage in ("parsing", "importing"):
+        plant(stage, how)
+        return pretrain.main()
+    from megatron_neobert.runtime import megatron_imports
+
+    import_megatron = megatron_imports.import_megatron
+
+    def import_and_plant() -> None:
+        import_megatron()
+        plant(stage, how)
+
+    megatron_imports.import_megatron = import_and_plant
+    return pretrain.main()
+
+
+class ForkedRank:
+    """A fork of the launcher that runs `main` as a rank. Its methods are those of Popen that the launcher uses."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str]) -> None:
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.environ.clear()
+            os.environ.update(env)
+            processes._run_main(__name__, command[3:])
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.05)
+        return code
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+
+def launch_forked() -> int:
+    """Run the launcher with forked ranks."""
+    launch.subprocess = SimpleNamespace(Popen=ForkedRank)
+    return launch.main()

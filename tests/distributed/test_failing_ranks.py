@@ -1,0 +1,103 @@
+"""Every launcher of a run names the rank that fails, hangs or leaves, and ends with its code, at each stage."""
+
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import processes
+import pytest
+from failing_rank import STAGES
+from processes import Ended
+from tests_tiny import tiny_settings
+from training_command import flags_of, free_port
+
+HANG_MINUTES = 0.1
+# Much shorter than the timeout of a collective, which would otherwise end the run.
+LONGEST_SECONDS = 120.0
+# How a rank fails -> exit code of all launchers, and the reason that they print.
+REASONS = {
+    "raise": (1, "ValueError: planted\\x1b]0;owned\\x07"),
+    "refuse": (74, "planted refusal."),
+    "sys.exit 0": (69, "exited with code 0 before the run was finished"),
+    "os._exit 0": (69, "exited with code 0 before the run was finished"),
+    "os._exit 1": (1, "exited with code 1 before the run was finished"),
+    "kill": (137, "was ended by signal 9 (Killed)"),
+    "hang": (69, "no progress for 0.1 min"),
+    "stop": (69, "does not answer"),
+    "stop for a minute": (69, "does not answer"),
+}
+
+
+def launch(corpus: Any, *, nodes: int, fault: str) -> list[Ended]:
+    """Run two ranks on one or two nodes until all launchers have ended. Print the seconds after the fault."""
+    settings = tiny_settings(corpus, training={"eval_interval": 3})
+    if fault.endswith(("hang", "stop")):
+        settings = settings.with_section("parallel", distributed_timeout_minutes=HANG_MINUTES)
+    processes.use_server()  # here, because two threads must not start it
+    port, ended = free_port(), []
+
+    def run(node: int) -> Ended:
+        variables = {"NPROC_PER_NODE": str(2 // nodes), "FAULT": fault, "OMP_NUM_THREADS": "1"}
+        if nodes == 2:
+            variables |= {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = ("failing_rank:launch_forked", "failing_rank", *flags_of(settings))
+        result = processes.run_command(*command, environment=variables, limit_seconds=LONGEST_SECONDS)
+        ended.append(time.time())
+        return result
+
+    with ThreadPoolExecutor(nodes) as threads:
+        results = list(threads.map(run, range(nodes)))
+    fault_time = re.search("fault at (.*)", "".join(result.output for result in results))
+    assert fault_time is not None, results
+    print(f"{fault} on {nodes}: launchers ended {[round(end - float(fault_time[1]), 1) for end in ended]} s later")
+    return results
+
+
+def assert_all_name_the_rank(corpus: Any, nodes: int, stage: str, rank: int, how: str) -> list[Ended]:
+    code, reason = REASONS[how]
+    if stage == "parsing":  # before the watcher starts
+        reason = {"raise": REASONS["os._exit 1"][1], "hang": REASONS["stop"][1]}.get(how, reason)
+    launchers = launch(corpus, nodes=nodes, fault=f"{stage}:{rank}:{how}")
+    for ended in launchers:
+        assert ended.code == code, ended.output
+        (sentence,) = ended.errors
+        assert sentence.startswith(f"error on rank {rank} ({socket.gethostname()}) in iteration "), ended.output
+        assert reason in sentence, ended.output
+        assert how == "raise" or "Traceback" not in ended.output
+    return launchers
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stage", "rank", "how"),
+    [
+        (1, "disk", 1, "refuse"),
+        (2, "joining", 1, "raise"),
+        (2, "folders", 1, "sys.exit 0"),
+        (2, "training", 0, "kill"),
+        (1, "training", 1, "os._exit 0"),
+        pytest.param(2, "training", 1, "stop", marks=pytest.mark.slow),
+        pytest.param(2, "training", 0, "stop for a minute", marks=pytest.mark.slow),
+    ],
+)
+def test_all_launchers_name_the_rank_that_fails_and_end_with_its_code(tiny_corpus, nodes, stage, rank, how):
+    assert_all_name_the_rank(tiny_corpus, nodes, stage, rank, how)
+
+
+def test_rank_that_hangs_is_named_with_its_place_and_prints_its_stack(tiny_corpus):
+    first, second = assert_all_name_the_rank(tiny_corpus, 2, "training", 1, "hang")
+    assert " in iteration 3 (training): no progress for 0.1 min" in first.errors[0]
+    # The flight recorder names the collective if the rank that waits in it has searched.
+    assert re.search(r"min( \(rank 0 is in gloo:[a-z_]+\))?\. The last checkpoint is untouched", first.errors[0])
+    assert "failing_rank.py" in second.output and " in fail\n" in second.output
+    assert "most recent call first" not in first.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["raise", "os._exit 0", "os._exit 1", "kill", "hang"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_at_each_stage_all_launchers_name_the_rank_and_end_with_its_code(tiny_corpus, nodes, stage, rank, how):
+    assert_all_name_the_rank(tiny_corpus, nodes, stage, rank, how)
