@@ -36,12 +36,14 @@ from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.evaluation.data import digest_of
 from megatron_neobert.evaluation.embed_batches import PairCollator, PlannedBatchSampler, SamplingPlan
 from megatron_neobert.evaluation.embed_data import (
+    VALIDATION,
     ContrastiveConfig,
     DatasetSource,
     TrainingSettings,
     find_local,
     load_pairs,
     read_config,
+    without_held_out,
 )
 from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
@@ -51,8 +53,7 @@ from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
 from megatron_neobert.text import parse_json
 
-_VALIDATION = "validation"
-_SCORE = f"eval_{_VALIDATION}_cosine_ndcg@10"  # in the trainer's history
+_SCORE = f"eval_{VALIDATION}_cosine_ndcg@10"  # in the trainer's history
 
 
 def finetune(options: ContrastiveOptions) -> None:
@@ -75,8 +76,11 @@ def finetune(options: ContrastiveOptions) -> None:
     model_fingerprint = fingerprint(model)
     paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
-    held_out = [path for ending in ("parquet", "jsonl") if (path := options.data_dir / f"validation.{ending}").exists()]
+    endings = ("parquet", "jsonl")
+    held_out = [path for ending in endings if (path := options.data_dir / f"{VALIDATION}.{ending}").exists()]
     validation = load_pairs(held_out[0], limit=options.limit) if held_out else None
+    if validation is not None:
+        pairs = {key: without_held_out(dataset, validation, key) for key, dataset in pairs.items()}
     settings = {
         "model": model_fingerprint,
         **msgspec.structs.asdict(training),
@@ -210,7 +214,7 @@ def build_evaluator(pairs: datasets.Dataset, prompts: Mapping[str, str]) -> Info
         {query: query for query in relevant},
         {document: document for document in documents},
         relevant,
-        name=_VALIDATION,
+        name=VALIDATION,
         write_csv=False,
         query_prompt=prompts.get("query"),
         corpus_prompt=prompts.get("document"),
