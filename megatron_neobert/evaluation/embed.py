@@ -49,6 +49,7 @@ from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, writ
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import ContrastiveOptions
 from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.huggingface.folder_files import restore_files, write_module_files
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
 from megatron_neobert.text import parse_json
@@ -310,20 +311,19 @@ def train(
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
     """Write the model to the folder `final`, whole or not at all, replacing an existing folder.
 
-    The modeling code is copied from `source`, the folder before fine-tuning. Truncation and padding of a fast tokenizer
-    are switched off, in `model` too.
+    Tokenizer and code are those of `source`, the folder before fine-tuning.
     """
     temporary = temporary_path(final)
     shutil.rmtree(temporary, ignore_errors=True)
-    # A fast tokenizer would save the truncation and padding of its last call.
-    if model.tokenizer.is_fast:
-        model.tokenizer.backend_tokenizer.no_truncation()
-        model.tokenizer.backend_tokenizer.no_padding()
     model.save_pretrained(str(temporary), create_model_card=False)
-    # Users without this project need the modeling code. It is copied and never run here.
-    config = parse_json((source / "config.json").read_text(encoding="utf-8"))
-    for name in {str(path).split("--")[-1].split(".")[0] for path in config.get("auto_map", {}).values()}:
-        if (source / f"{name}.py").is_file():
-            shutil.copyfile(source / f"{name}.py", temporary / f"{name}.py")
+    restore_files(temporary, source)
+    pooling: Any = model[1]
+    write_module_files(
+        temporary,
+        max_seq_length=int(model.max_seq_length or model.tokenizer.model_max_length),
+        pooling=pooling.get_config_dict(),
+        more_modules=[type(module).__name__ for module in list(model)[2:]],
+        prompts=model.prompts,
+    )
     shutil.rmtree(final, ignore_errors=True)
     temporary.replace(final)

@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from megatron_neobert.errors import ConfigError, print_warnings_as_sentences, short_reason
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import FineTuneOptions
+from megatron_neobert.huggingface.folder_files import restore_files
 from megatron_neobert.runtime.atomic_files import saving_weights
 from megatron_neobert.runtime.jobs import JobOptions, run_jobs
 
@@ -126,7 +127,9 @@ def fine_tune(run: Run) -> Outcome:
         encoded = trainer.splits[split]
         last_scores = encoded.score(trainer.predict(encoded.dataset))
         scores |= {run.task.last_split_pattern.format(name): score for name, score in last_scores.items()}
-    (Path(checkpoint) / "training_args.bin").unlink()  # a pickle, which a model folder does not need
+    for name in ("training_args.bin", "trainer_state.json"):  # a pickle, and a private path
+        (Path(checkpoint) / name).unlink()
+    restore_files(Path(checkpoint), run.start)
     Path(checkpoint).rename(run.folder / WEIGHTS)
     return Outcome(
         scores=scores,
