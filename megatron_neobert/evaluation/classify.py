@@ -70,7 +70,7 @@ class ClassifyTask(SequenceTask):
 
 
 def evaluate(options: ClassifyOptions) -> Path:
-    """Execute the runs that no earlier command has finished. After each dataset, write its figure and the results.
+    """Execute the runs that no earlier command has finished. After each dataset, write the results; then all figures.
 
     Return OUTPUT/MODEL, the folder with classify.json and .md. Raises the errors of `run_sweep`, and before
     the first run MissingInputError or DataError if the data cannot be used.
@@ -93,6 +93,8 @@ def evaluate(options: ClassifyOptions) -> Path:
         data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
         grid = GRIDS[options.grid].replace(options)
         run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
+    # After all runs, because it initializes CUDA, and each run chooses its GPU before that.
+    for task in tasks:
         draw_confusion(task, folder / "classify" / quote(task.name, safe=""), options)
     return folder
 

@@ -104,6 +104,15 @@ def test_other_settings_are_measured_separately_and_leave_earlier_weights_and_or
     assert record_of(options)["results"]["tasks"]["sst2"]["kept"] is None
 
 
+def test_narrower_grid_keeps_the_weights_of_the_best_point_outside_of_it(inputs):
+    options = build_options(inputs, "sst2", output="narrower", learning_rate=(3e-3, 1e-12))
+    assert len(run(options)) == 2
+    weights = weights_of(options, "sst2")
+    assert run(dataclasses.replace(options, learning_rate=(1e-12,))) == []
+    assert weights_of(options, "sst2") == weights
+    assert record_of(options)["results"]["tasks"]["sst2"]["kept"] == str(weights)
+
+
 def test_run_of_a_model_that_has_changed_since_the_sweep_began_is_not_recorded(inputs, tmp_path, monkeypatch):
     model = shutil.copytree(inputs / "model", tmp_path / "model")
     options = dataclasses.replace(build_options(inputs, "rte", seeds=(0, 1)), model=model, output=tmp_path / "output")
