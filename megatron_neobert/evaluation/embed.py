@@ -179,9 +179,13 @@ class _Trainer(SentenceTransformerTrainer):
 
 
 def build_prompts(sources: Mapping[str, DatasetSource], training: TrainingSettings) -> dict[str, dict[str, str]]:
-    """Return the prompt of each dataset and column: instruction and separator. Empty for `instructions: none`."""
+    """Return the prompt of each dataset and column: instruction and separator. Empty for `instructions: none`.
+
+    The prompt of an empty instruction is empty.
+    """
     columns = {"none": (), "query": ("query",), "both": ("query", "document")}[training.instructions]
-    prompts = {key: source.instruction + training.separator for key, source in sources.items()}
+    instructions = {key: source.instruction for key, source in sources.items()}
+    prompts = {key: text + training.separator if text.strip() else "" for key, text in instructions.items()}
     return {key: dict.fromkeys(columns, prompt) for key, prompt in prompts.items() if columns}
 
 

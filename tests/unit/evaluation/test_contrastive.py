@@ -26,7 +26,7 @@ from megatron_neobert.errors import ConfigError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetune, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
-from megatron_neobert.evaluation.embed_data import TrainingSettings, read_config
+from megatron_neobert.evaluation.embed_data import DatasetSource, TrainingSettings, read_config
 from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import ContrastiveOptions
@@ -121,6 +121,11 @@ def test_instruction_precedes_the_texts_that_the_setting_names(inputs, setting, 
     for name, expected in (("query", in_queries), ("document", in_documents)):
         texts = model.tokenizer.batch_decode(batch[f"{name}_input_ids"], skip_special_tokens=True)
         assert [text.startswith("similar :") for text in texts] == [expected] * len(texts)
+
+
+def test_prompt_of_an_empty_instruction_is_empty(inputs):
+    sources = {"SMALL": DatasetSource(divisor=1, instruction=" ")}
+    assert build_prompts(sources, TrainingSettings()) == {"SMALL": {"query": ""}}
 
 
 def test_final_folder_loads_in_sentence_transformers_with_a_prompt_per_dataset(trained):
