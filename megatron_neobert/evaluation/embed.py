@@ -327,7 +327,7 @@ def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
         max_seq_length=int(model.max_seq_length or model.tokenizer.model_max_length),
         pooling=pooling.get_config_dict(),
         more_modules=[type(module).__name__ for module in list(model)[2:]],
-        prompts=model.prompts,
+        prompts={name: prompt or "" for name, prompt in model.prompts.items()},
     )
     shutil.rmtree(final, ignore_errors=True)
     temporary.replace(final)

@@ -173,7 +173,7 @@ def without_held_out(pairs: datasets.Dataset, held_out: datasets.Dataset, name: 
     if dropped := len(pairs) - len(kept):
         print(f"{name}: dropped {dropped:,} of {len(pairs):,} pairs with a held-out query", file=sys.stderr)
     if not len(kept):
-        raise DataError(f"{name}: every pair has a query of the file {VALIDATION}; hold out other pairs.")
+        raise DataError(f"{name}: every pair has a query of the file {VALIDATION}; use other pairs for validation.")
     return kept
 
 

@@ -131,10 +131,12 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
             shutil.rmtree(folder / RUNS / key, ignore_errors=True)
         show_progress(f"{sweep.task.name} {count}/{len(units)}", run, outcome)
     # The same command with a narrower grid may find weights of a point outside of it, and no others.
-    is_comparable = kept in ledger.lines and sweep.common_unit.items() <= ledger.lines[kept]["unit"].items()
+    candidates = list(keys.values())
+    if kept in ledger.lines and sweep.common_unit.items() <= ledger.lines[kept]["unit"].items():
+        candidates.append(kept)
     content = {
         "model": sweep.common_unit["model"],
-        "kept": _best_key(ledger, [*keys.values(), *[kept] * is_comparable]),
+        "kept": _best_key(ledger, candidates),
         "result": summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}),
         "settings": {
             "protocol": sweep.common_unit["protocol"],
