@@ -7,7 +7,6 @@ and its own modelling file; `llama` has the encoder alone, for software that doe
 import json
 from dataclasses import asdict, fields
 from functools import partial
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +23,14 @@ from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, to_published
 from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.phases import phase_at
-from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.huggingface.checks import MODELING_FILE, WEIGHTS
+from megatron_neobert.huggingface.folder_files import modeling_source, write_module_files
 from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and an export without verification does not need it
     from checkpoint_conversion.compare import Checks
 
 _SECTIONS = ("model", "data", "optimizer", "training")  # sections of the settings in the report
-
-# Requirements that sentence-transformers checks. Its old versions ignore them: transformers before 5.3 then refuses
-# EuroBERT, but computes a LlamaModel with causal attention.
-_NATIVE = {"specifier": ">=5.3", "reason": "Older versions do not know this architecture as an encoder."}
-_REMOTE_CODE = {"specifier": ">=4.57", "reason": "modeling_neobert.py is not tested with older ones."}
 
 
 def export(
@@ -75,7 +69,10 @@ def export(
             source = checkpoint_model(checkpoint, torch_dtype)
             checks = verify(source, load, stored=torch_dtype, name="the exported model")
         if sentence_transformers:
-            write_sentence_transformers_files(folder, layout, checkpoint.settings.model, max_seq_length=length)
+            width = checkpoint.settings.model.hidden_size
+            # Over all tokens without padding, [CLS] and [SEP] included.
+            pooling = {"embedding_dimension": width, "pooling_mode": "mean", "include_prompt": True}
+            write_module_files(folder, max_seq_length=length, pooling=pooling)
         write_report(checkpoint, folder, checks, layout=layout, dtype=dtype)
         write_model_card(folder)
     return checks
@@ -111,50 +108,6 @@ def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str,
     # safetensors creates files that only their owner can read; give them the mode of the other files.
     for path in folder.rglob("*.safetensors"):
         path.chmod((folder / "config.json").stat().st_mode)
-
-
-def modeling_source() -> bytes:
-    """Return the content of the modelling file for folders of the neobert layout."""
-    return (resources.files("megatron_neobert.huggingface") / MODELING_FILE).read_bytes()
-
-
-def write_sentence_transformers_files(folder: Path, layout: str, model: ModelConfig, *, max_seq_length: int) -> None:
-    """Write the files that `SentenceTransformer(folder)` reads.
-
-    A text's embedding is the mean of the last hidden states of its tokens, including [CLS] and [SEP], without padding.
-
-    Args:
-        layout: Determines the required version of transformers. A `neobert` folder must be loaded with
-            trust_remote_code=True.
-        max_seq_length: Tokens after which texts are truncated.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
-    # In the format of sentence-transformers 3, which version 6 reads too; version 3 cannot read that of version 6.
-    # No Normalize module: cosine similarity normalises by itself, and training for dot products needs the lengths.
-    modules = {"": "Transformer", "1_Pooling": "Pooling"}
-    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
-    pooling = {f"pooling_mode_{mode}": mode == "mean_tokens" for mode in modes}
-    files: dict[str, Any] = {
-        "modules.json": [
-            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
-            for number, (path, name) in enumerate(modules.items())
-        ],
-        "1_Pooling/config.json": {"word_embedding_dimension": model.hidden_size, **pooling, "include_prompt": True},
-        # The tokenizer lower-cases by itself where it should, so do_lower_case is false.
-        "sentence_bert_config.json": {"max_seq_length": max_seq_length, "do_lower_case": False},
-        "config_sentence_transformers.json": {
-            "model_type": "SentenceTransformer",
-            "prompts": {},
-            "default_prompt_name": None,
-            "similarity_fn_name": "cosine",
-            "requirements": {"transformers": _REMOTE_CODE if layout == "neobert" else _NATIVE},
-        },
-    }
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    for name, content in files.items():
-        _write_json(folder / name, content)
 
 
 def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks", *, layout: str, dtype: str) -> None:

@@ -218,7 +218,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
         MissingInputError: The model has no config.json or no tokenizer.json.
         ConversionError: A file of the model is a link out of its folder, or refers to something outside of it.
     """
-    from checkpoint_conversion.export import modeling_source
+    from megatron_neobert.huggingface.folder_files import modeling_source
 
     if not (model / "tokenizer.json").is_file():
         raise MissingInputError(f"{model} has no tokenizer.json, which users of the graph need; add it.")

@@ -1,13 +1,16 @@
 """Weights for another vocabulary, from which training continues.
 
-A token of the new vocabulary that the old one has, with the same text at the same place in a word, keeps its row of the
-embedding, of the decoder and of the decoder's bias. Any other token starts with the mean of the rows of the old tokens
-into which its text is divided. Special tokens keep the rows of their roles.
+A token of the new vocabulary that the old one has keeps its row of the embedding, of the decoder and of the decoder's
+bias. Two tokenizers of one kind are compared by token strings, others by text and place in a word. Any other token
+starts with the mean of the rows of the old tokens into which its text is divided. A token that is a part of a character
+starts with the mean of all rows. Special tokens keep the rows of their roles.
 
 Source: the initialization by means is that of FVT (arXiv 2402.09977).
 """
 
 import json
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +22,8 @@ from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.text import parse_json
 
 _WORD_MARK = "▁"  # of SentencePiece and Metaspace
+_REPLACEMENT = "\ufffd"  # decoded from bytes that are not a whole character
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte in SentencePiece's vocabularies
 
 
 @dataclass(frozen=True)
@@ -51,30 +56,44 @@ class VocabularyMap:
 
 def map_vocabulary(old: Tokenizer, new: Tokenizer) -> VocabularyMap:
     """Return the old tokens of each new token."""
-    known = {surface: token for token, surface in enumerate(_surfaces(old.backend)) if token not in old.special_ids}
+    # Parts of characters, of which byte-level vocabularies have hundreds, have no text; their token strings differ.
+    is_same_kind = _kind(old.backend) == _kind(new.backend)
+    name: Callable[[Backend], Sequence[object]] = _token_strings if is_same_kind else _surfaces
+    known = {key: token for token, key in enumerate(name(old.backend)) if token not in old.special_ids}
+    new_names = name(new.backend)
     roles = {token: old.special_tokens[role] for role, token in new.special_tokens.items()}
     surfaces = _surfaces(new.backend)
     # A word-piece tokenizer divides words, so it needs no space before the text.
     texts = [f" {text}" if begins_word else text for text, begins_word in surfaces]
     encoded = old.encode_batch(texts)
     old_ids, at, copied = [], 0, 0
-    for token, (surface, length) in enumerate(zip(surfaces, encoded.lengths.tolist(), strict=True)):
+    for token, (text, length) in enumerate(zip(texts, encoded.lengths.tolist(), strict=True)):
         ids = [number for number in encoded.ids[at : at + length].tolist() if number != old.unk_id]
         at += length
-        same = roles.get(token, known.get(surface))
+        same = roles.get(token, known.get(new_names[token]))
         copied += same is not None
-        old_ids.append(ids if same is None else [same])
+        is_part = _REPLACEMENT in text or _BYTE.fullmatch(text.strip())
+        old_ids.append([same] if same is not None else [] if is_part else ids)
     return VocabularyMap(old_ids, copied)
+
+
+def _token_strings(backend: Backend) -> list[str]:
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def _kind(backend: Backend) -> tuple[bool, str | None]:
+    """Return whether token strings are bytes, and WordPiece's prefix of a token that continues a word."""
+    state = parse_json(backend.to_str())
+    prefix = state["model"].get("continuing_subword_prefix") if state["model"]["type"] == "WordPiece" else None
+    return '"ByteLevel"' in json.dumps(state["pre_tokenizer"]), prefix
 
 
 def _surfaces(backend: Backend) -> list[tuple[str, bool]]:
     """Return the text of each token, and whether it begins a word."""
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    state = parse_json(backend.to_str())
-    prefix = state["model"].get("continuing_subword_prefix") if state["model"]["type"] == "WordPiece" else None
-    is_byte_level = '"ByteLevel"' in json.dumps(state["pre_tokenizer"])
+    is_byte_level, prefix = _kind(backend)
     surfaces = []
-    for token in sorted(vocabulary, key=vocabulary.__getitem__):
+    for token in _token_strings(backend):
         if prefix is not None:
             surfaces.append((token.removeprefix(prefix), not token.startswith(prefix)))
             continue

@@ -2,8 +2,9 @@
 
 A dataset is a file NAME.csv, NAME.jsonl or NAME.parquet, or a folder NAME with the splits train, and optionally
 validation and test. Its columns are `text`, optionally `text2` for the second text of a pair, and `label`: the name or
-the number of a class. Missing splits are taken from the training set by a hash of the text: a tenth for validation, and
-of a single file another tenth for the test. Equal texts therefore stay together, and new rows move no old ones.
+the number of a class, equal in all formats (`1` is `1.0`, `true` is `True`). Missing splits are taken from the training
+set by a hash of the text: a tenth for validation, and of a single file another tenth for the test. Equal texts
+therefore stay together, and new rows move no old ones.
 
 The protocol is GLUE's. The validation set chooses the step and the point by accuracy. Each run evaluates its best
 weights once on the test set, if there is one. OUTPUT/NAME/classify/DATASET has the ledger, the best weights, and
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from sklearn import metrics
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation.data import columns_of, digest_of, read_split
+from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, to_text
 from megatron_neobert.evaluation.fine_tune import Scores, resolve_device
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
@@ -36,11 +37,13 @@ from megatron_neobert.evaluation.plots import save_figure
 from megatron_neobert.evaluation.sequence import Rows, SequenceTask
 from megatron_neobert.evaluation.sweep import GRIDS, Sweep, best_weights, last_sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
+from megatron_neobert.text import listed
 
 _TEXTS, _LABEL = ("text", "text2"), "label"
 _COLUMNS = (*_TEXTS, _LABEL)
 _SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 _ENDINGS = (".csv", ".jsonl", ".parquet")
+_WHOLE_FLOAT = re.compile(r"^(-?(?:0|[1-9]\d*))\.0+$")
 _MOST_NUMBERED_CLASSES = 20  # of a confusion matrix; the numbers of more classes would overlap
 
 
@@ -55,15 +58,19 @@ class ClassifyTask(SequenceTask):
         return replace(rows, labels=[self.labels.index(label) for label in rows.labels])
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
-        """Return accuracy, and the mean over the classes of F1, of predictions [rows, classes]."""
+        """Return accuracy, and the mean of F1 over all classes of the head, of predictions [rows, classes].
+
+        F1 of a class that no row has and no prediction names is 0.
+        """
         # -1 is no class: outputs that are not finite count as wrong.
         predicted = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
-        macro_f1 = metrics.f1_score(labels, predicted, average="macro", zero_division=0.0)
+        classes = range(len(self.labels))
+        macro_f1 = metrics.f1_score(labels, predicted, labels=classes, average="macro", zero_division=0.0)
         return {"accuracy": float(metrics.accuracy_score(labels, predicted)), "macro_f1": float(macro_f1)}
 
 
 def evaluate(options: ClassifyOptions) -> Path:
-    """Execute the runs that no earlier command has finished. After each dataset, write its figure and the results.
+    """Execute the runs that no earlier command has finished. After each dataset, write the results; then all figures.
 
     Return OUTPUT/MODEL, the folder with classify.json and .md. Raises the errors of `run_sweep`, and before
     the first run MissingInputError or DataError if the data cannot be used.
@@ -86,6 +93,8 @@ def evaluate(options: ClassifyOptions) -> Path:
         data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
         grid = GRIDS[options.grid].replace(options)
         run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
+    # After all runs, because it initializes CUDA, and each run chooses its GPU before that.
+    for task in tasks:
         draw_confusion(task, folder / "classify" / quote(task.name, safe=""), options)
     return folder
 
@@ -114,7 +123,8 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
 
     Raises:
         MissingInputError: There is no such file, and no folder with a training set.
-        DataError: A file is damaged, has no rows, lacks a column, or a row has no text or no named label.
+        DataError: A file is damaged, has no rows or lacks a column; a row has no text or no named label; or a split has
+            no class of the training set.
     """
     folder = data_dir / name
     if folder.is_dir():
@@ -131,7 +141,15 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
     if missing := [split for split in needed if split not in tables]:
         tables |= _divide(tables["train"], missing, folder)
     columns = [name for name in _COLUMNS if name != "text2" or name in tables["train"].column_names]
-    return {split: _to_rows(tables[split], columns, f"{folder}: {split}") for split in _SPLIT_NAMES if split in tables}
+    parts = {split: _to_rows(tables[split], columns, f"{folder}: {split}") for split in _SPLIT_NAMES if split in tables}
+    classes = set(parts["train"].labels)
+    for split, part in parts.items():
+        if classes.isdisjoint(part.labels):
+            raise DataError(
+                f"{folder}: {split} has the labels {listed(sorted(set(part.labels)))}, and train has none of them, but "
+                f"{listed(sorted(classes))}; write the same names in all splits."
+            )
+    return parts
 
 
 def _divide(rows: Dataset, splits: Sequence[str], where: Path) -> dict[str, Dataset]:
@@ -153,18 +171,18 @@ def _to_rows(rows: Dataset, columns: Sequence[str], where: str) -> Rows:
     values = columns_of(rows, columns, where)
     if classes:
         values[-1] = [classes[label] if label in range(len(classes)) else None for label in values[-1]]
-    texts = [[_to_text(value) for value in column] for column in values]
+    texts = [[to_text(value) for value in column] for column in values]
+    if not classes:
+        texts[-1] = list(map(_canonical, texts[-1]))
     for column, cells in zip(columns, texts, strict=True):
         if "" in cells:
             raise DataError(f"{where} row {cells.index('')} has no {column}; write one text or number.")
     return Rows(texts[:-1], texts[-1], digest_of(rows, columns))
 
 
-def _to_text(value: Any) -> str:
-    """Return a cell as text, "1" for 1 and 1.0. A cell without a value, or with several, is empty."""
-    if value is None or isinstance(value, (list, dict)) or value != value:  # NaN
-        return ""
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+def _canonical(label: str) -> str:
+    """Return the same text for each spelling of a number or a boolean: 1 for 1.0, and true for True."""
+    return label.lower() if label.lower() in ("true", "false") else _WHOLE_FLOAT.sub(r"\1", label)
 
 
 # --- the figure

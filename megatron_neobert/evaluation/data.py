@@ -17,7 +17,6 @@ import pyarrow
 import yaml
 from huggingface_hub import DatasetCard
 from pyarrow import csv, parquet
-from pyarrow import json as arrow_json
 
 from megatron_neobert.errors import DataError, NeoBERTError, short_reason
 from megatron_neobert.runtime.atomic_files import read_text
@@ -26,7 +25,6 @@ from megatron_neobert.text import parse_json
 _CARDS = ("README.md", ".huggingface.yaml")  # files whose data_files `datasets` follows
 _TABLES = (".parquet", ".jsonl", ".csv")
 _TAGGED = ("", ".txt", ".conll", ".bio", ".iob", ".iob2", ".tsv")
-_JSON_BLOCK_BYTES = 64 << 20  # also the limit of a line
 _ROWS_PER_HASH = 10_000
 
 T = TypeVar("T")
@@ -95,7 +93,8 @@ def read_split(
 
     Args:
         names: Names under which the split may be stored, the preferred one first.
-        texts: Columns that are read as strings even if a CSV file has numbers there.
+        texts: Columns whose cells are read with `to_text`, so that a value is the same string in every format. Classes
+            that a saved data set or a Parquet file names stay numbers.
         tagged: Instead of CSV, read CoNLL text from NAME, NAME.txt, .conll, .bio, .iob, .iob2 or .tsv.
     """
     if not folder.is_dir():
@@ -105,7 +104,8 @@ def read_split(
             for ending in _TABLES[: 2 if tagged else None]:
                 pattern = re.compile(rf"{re.escape(name)}(-\d+-of-\d+)?{re.escape(ending)}")
                 if files := sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)):
-                    return datasets.Dataset(pyarrow.concat_tables([_read_table(path, texts) for path in files]))
+                    tables = [_read_table(path, texts) for path in files]
+                    return datasets.Dataset(pyarrow.concat_tables(tables, promote_options="default"))
             if tagged and (file := next((p for end in _TAGGED if (p := folder / f"{name}{end}").is_file()), None)):
                 return _read_tagged_text(file)
             if (folder / name / "dataset_info.json").is_file():
@@ -121,9 +121,42 @@ def _read_table(path: Path, texts: Sequence[str]) -> pyarrow.Table:
         if path.suffix == ".parquet":
             return parquet.read_table(path)
         if path.suffix == ".jsonl":
-            return arrow_json.read_json(path, read_options=arrow_json.ReadOptions(block_size=_JSON_BLOCK_BYTES))
+            rows = list(read_json_lines(path))
+            columns = {
+                name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)
+            }
+            columns |= {name: [to_text(cell) for cell in columns[name]] for name in texts if name in columns}
+            return pyarrow.table(columns)
         types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
         return csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=types)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the object of each line with the types that JSON has: a string that looks like a date is a string.
+
+    Empty lines are skipped. Raises DataError with the number of a line that is not a JSON object, or is not UTF-8.
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = parse_json(line.decode("utf-8-sig")) if line.strip() else None
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, line {number}: cannot be read ({short_reason(error)}); write one JSON object."
+                ) from error
+            if isinstance(row, dict):
+                yield row
+            elif line.strip():
+                raise DataError(f"{path}, line {number}: {row!r:.80} is not a JSON object; write one.")
+
+
+def to_text(value: Any) -> str:
+    """Return a cell as text, "1" for 1 and 1.0, "true" for True, and "" for a cell without a value or with several."""
+    if value is None or isinstance(value, (list, dict)) or value != value:  # NaN
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def columns_of(rows: datasets.Dataset, names: Sequence[str], where: str) -> list[list[Any]]:

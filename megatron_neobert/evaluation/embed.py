@@ -36,25 +36,26 @@ from megatron_neobert.errors import ConfigError, OutputError
 from megatron_neobert.evaluation.data import digest_of
 from megatron_neobert.evaluation.embed_batches import PairCollator, PlannedBatchSampler, SamplingPlan
 from megatron_neobert.evaluation.embed_data import (
+    VALIDATION,
     ContrastiveConfig,
     DatasetSource,
     TrainingSettings,
     find_local,
     load_pairs,
     read_config,
+    without_held_out,
 )
 from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import ContrastiveOptions
 from megatron_neobert.evaluation.report import write_page
-from megatron_neobert.huggingface.checks import refuse_outside
+from megatron_neobert.huggingface.folder_files import restore_files, write_module_files
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
 from megatron_neobert.runtime.own_files import RECORD, claim_folder, create_folder, delete_folder, is_own_folder
 from megatron_neobert.text import parse_json
 
-_VALIDATION = "validation"
-_SCORE = f"eval_{_VALIDATION}_cosine_ndcg@10"  # in the trainer's history
+_SCORE = f"eval_{VALIDATION}_cosine_ndcg@10"  # in the trainer's history
 
 
 def finetune(options: ContrastiveOptions) -> None:
@@ -77,8 +78,11 @@ def finetune(options: ContrastiveOptions) -> None:
     model_fingerprint = fingerprint(model)
     paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
-    held_out = [path for ending in ("parquet", "jsonl") if (path := options.data_dir / f"validation.{ending}").exists()]
+    endings = ("parquet", "jsonl")
+    held_out = [path for ending in endings if (path := options.data_dir / f"{VALIDATION}.{ending}").exists()]
     validation = load_pairs(held_out[0], limit=options.limit) if held_out else None
+    if validation is not None:
+        pairs = {key: without_held_out(dataset, validation, key) for key, dataset in pairs.items()}
     settings = {
         "model": model_fingerprint,
         **msgspec.structs.asdict(training),
@@ -180,9 +184,13 @@ class _Trainer(SentenceTransformerTrainer):
 
 
 def build_prompts(sources: Mapping[str, DatasetSource], training: TrainingSettings) -> dict[str, dict[str, str]]:
-    """Return the prompt of each dataset and column: instruction and separator. Empty for `instructions: none`."""
+    """Return the prompt of each dataset and column: instruction and separator. Empty for `instructions: none`.
+
+    The prompt of an empty instruction is empty.
+    """
     columns = {"none": (), "query": ("query",), "both": ("query", "document")}[training.instructions]
-    prompts = {key: source.instruction + training.separator for key, source in sources.items()}
+    instructions = {key: source.instruction for key, source in sources.items()}
+    prompts = {key: text + training.separator if text.strip() else "" for key, text in instructions.items()}
     return {key: dict.fromkeys(columns, prompt) for key, prompt in prompts.items() if columns}
 
 
@@ -216,7 +224,7 @@ def build_evaluator(pairs: datasets.Dataset, prompts: Mapping[str, str]) -> Info
         {query: query for query in relevant},
         {document: document for document in documents},
         relevant,
-        name=_VALIDATION,
+        name=VALIDATION,
         write_csv=False,
         query_prompt=prompts.get("query"),
         corpus_prompt=prompts.get("document"),
@@ -312,21 +320,19 @@ def train(
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
     """Write the model to the folder `final`, whole or not at all. It has our record, by which it may be replaced.
 
-    The modeling code is copied from `source`, the folder before fine-tuning. Truncation and padding of a fast tokenizer
-    are switched off, in `model` too.
+    Tokenizer and code are those of `source`, the folder before fine-tuning.
     """
     temporary = temporary_path(final)
     create_folder(temporary)
-    # A fast tokenizer would save the truncation and padding of its last call.
-    if model.tokenizer.is_fast:
-        model.tokenizer.backend_tokenizer.no_truncation()
-        model.tokenizer.backend_tokenizer.no_padding()
     model.save_pretrained(str(temporary), create_model_card=False)
-    # Users without this project need the modeling code. It is copied and never run here.
-    config = parse_json((source / "config.json").read_text(encoding="utf-8"))
-    for name in {str(path).split("--")[-1].split(".")[0] for path in config.get("auto_map", {}).values()}:
-        if (source / f"{name}.py").is_file():
-            refuse_outside(source / f"{name}.py", source)
-            shutil.copyfile(source / f"{name}.py", temporary / f"{name}.py")
+    restore_files(temporary, source)
+    pooling: Any = model[1]
+    write_module_files(
+        temporary,
+        max_seq_length=int(model.max_seq_length or model.tokenizer.model_max_length),
+        pooling=pooling.get_config_dict(),
+        more_modules=[type(module).__name__ for module in list(model)[2:]],
+        prompts={name: prompt or "" for name, prompt in model.prompts.items()},
+    )
     delete_folder(final)
     temporary.replace(final)

@@ -18,13 +18,15 @@ import yaml
 from msgspec import Meta, Struct, field
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, short_reason, yaml_reason
-from megatron_neobert.evaluation.data import reading
+from megatron_neobert.evaluation.data import read_json_lines, reading, to_text
 from megatron_neobert.evaluation.options import SHORTEST_INPUT
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 _Count = Annotated[int, Meta(ge=1)]
 _Positive = Annotated[float, Meta(gt=0)]
 _Columns = str | tuple[str, ...]
+
+VALIDATION = "validation"  # file name of the held-out pairs
 
 
 class TrainingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +84,10 @@ class ContrastiveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     datasets: Annotated[dict[Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$")], DatasetSource], Meta(min_length=1)]
     training: TrainingSettings = field(default_factory=TrainingSettings)
 
+    def __post_init__(self) -> None:
+        if VALIDATION in self.datasets:
+            raise ValueError(f"datasets: {VALIDATION} is the name of the held-out pairs; rename the dataset")
+
 
 def read_config(path: Path) -> ContrastiveConfig:
     """Read and validate the YAML file of contrastive fine-tuning.
@@ -133,17 +139,21 @@ def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
     if not sys.stderr.isatty():  # every update of a bar would be a line of the log
         datasets.disable_progress_bars()
     with reading(path):
-        read = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
         # Keyed by content, because the library's key (name, size and time of the file) may be equal for changed files.
         cache = Path(datasets.config.HF_DATASETS_CACHE) / "pairs" / sha256_of(path)
-        rows: Any = read(str(path), cache_dir=str(cache))
-        if missing := {"query", "positive"} - set(rows.column_names):
-            raise DataError(
-                f"{path} has the columns {', '.join(rows.column_names)}, but no {', '.join(sorted(missing))}; "
-                "rename the columns."
-            )
-        pairs = rows.map(_clean, remove_columns=rows.column_names, features=_FEATURES)
-        pairs = pairs.filter(lambda query, positive: bool(query and positive), input_columns=["query", "positive"])
+        if path.suffix == ".parquet":
+            table: Any = datasets.Dataset.from_parquet(str(path), cache_dir=str(cache))
+            _require_columns(path, table.column_names)
+            rows: Any = table.map(_clean, remove_columns=table.column_names, features=_FEATURES)
+        else:
+            # Not the library's reader: it infers types from the first block, which later lists or dates do not fit.
+            try:
+                rows = datasets.Dataset.from_generator(
+                    _read_json_pairs, features=_FEATURES, gen_kwargs={"path": path}, cache_dir=str(cache)
+                )
+            except datasets.exceptions.DatasetGenerationError as error:
+                raise error.__cause__ or error from None
+        pairs = rows.filter(lambda query, positive: bool(query and positive), input_columns=["query", "positive"])
     if len(pairs) < len(rows):
         print(f"{path.stem}: dropped {len(rows) - len(pairs):,} of {len(rows):,} rows without a pair", file=sys.stderr)
     if not len(pairs):
@@ -151,9 +161,43 @@ def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
     return pairs if limit is None else pairs.select(range(min(limit, len(pairs))))
 
 
+def without_held_out(pairs: datasets.Dataset, held_out: datasets.Dataset, name: str) -> datasets.Dataset:
+    """Return the pairs that have no query of the held-out pairs as query or positive; print how many were dropped.
+
+    Documents may be shared, as in every retrieval corpus. Raises DataError if no pair is left; `name` is for messages.
+    """
+    queries = set(held_out["query"])
+    kept = pairs.filter(
+        lambda query, positive: query not in queries and positive not in queries, input_columns=["query", "positive"]
+    )
+    if dropped := len(pairs) - len(kept):
+        print(f"{name}: dropped {dropped:,} of {len(pairs):,} pairs with a held-out query", file=sys.stderr)
+    if not len(kept):
+        raise DataError(f"{name}: every pair has a query of the file {VALIDATION}; use other pairs for validation.")
+    return kept
+
+
+def _read_json_pairs(path: Path) -> Iterator[dict[str, Any]]:
+    names: dict[str, None] = {}
+    for row in read_json_lines(path):
+        names |= dict.fromkeys(row)
+        yield _clean(row)
+    _require_columns(path, list(names))
+
+
+def _require_columns(path: Path, names: Sequence[str]) -> None:
+    if missing := {"query", "positive"} - set(names):
+        raise DataError(
+            f"{path} has the columns {', '.join(names)}, but no {', '.join(sorted(missing))}; rename the columns."
+        )
+
+
 def _clean(row: dict[str, Any]) -> dict[str, Any]:
-    query, positive = ((row[name] or "").strip() for name in ("query", "positive"))
-    texts = [text.strip() for text in row.get("negatives") or () if text is not None]
+    query, positive = (to_text(row.get(name)).strip() for name in ("query", "positive"))
+    negatives = row.get("negatives") or []
+    if not isinstance(negatives, list):
+        raise TypeError(f"negatives is {negatives!r:.80}, not a list of texts")
+    texts = [to_text(text).strip() for text in negatives]
     negatives = list(dict.fromkeys(text for text in texts if text not in ("", query, positive)))
     return {"query": query, "positive": positive, "negatives": negatives}
 

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from megatron_neobert.errors import ConfigError, print_warnings_as_sentences, short_reason
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import FineTuneOptions
+from megatron_neobert.huggingface.folder_files import restore_files
 from megatron_neobert.runtime.atomic_files import saving_weights
 from megatron_neobert.runtime.jobs import JobOptions, run_jobs
 from megatron_neobert.runtime.own_files import create_folder
@@ -129,6 +130,7 @@ def fine_tune(run: Run) -> Outcome:
     # A model folder needs no pickle, and no state of the trainer, which has the paths of this machine.
     for name in ("training_args.bin", "trainer_state.json"):
         (Path(checkpoint) / name).unlink()
+    restore_files(Path(checkpoint), run.start)
     Path(checkpoint).rename(run.folder / WEIGHTS)
     return Outcome(
         scores=scores,

@@ -79,6 +79,8 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
             f"{folder}: {name} {reason}{more}; {auto_class} would have random weights there. Fetch the folder again, "
             "or name a folder whose config.json and head match its weights."
         )
+    # Legal settings of config.json, for which a model returns more than the one output that is used here.
+    model.config.output_hidden_states = model.config.output_attentions = False
     return model.to(options.device).eval()
 
 
@@ -146,6 +148,8 @@ def choose_device(device: torch.device | str | None) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"--device {device}: torch has no such device; give cpu, cuda or cuda:1.") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not supported; give cpu, cuda or cuda:1.")
     if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
         raise ConfigError(f"--device {device}: torch sees {gpus} GPUs; give cpu, or use a machine with a GPU.")
     return chosen

@@ -42,7 +42,7 @@ from megatron_neobert.evaluation.models import (
     load_sentence_transformer,
     load_tokenizer,
 )
-from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, load_task
+from megatron_neobert.evaluation.mteb_tasks import choose_tasks, digest_of_files, flatten, folder_of, load_task
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import model_name
@@ -64,6 +64,8 @@ def evaluate(options: MtebOptions) -> None:
     # Under mteb's protocol some classifiers do not converge, and scikit-learn warns for each of them.
     warnings.filterwarnings("ignore", module=r"sklearn\.")
     tasks = choose_tasks(options.benchmark, options.tasks, options.languages)
+    if options.instructions == "none" and options.prompt_style != "prefix":
+        raise ConfigError("--prompt-style has no effect without --instructions; give a YAML file of instructions.")
     prompts, digest = dict[str, str](), "those of the folder"
     if options.instructions != "none":
         path, tokenizer = find_config(options.instructions), load_tokenizer(options.model)
@@ -95,14 +97,18 @@ def evaluate(options: MtebOptions) -> None:
 def build_units(tasks: Sequence[AbsTask], data_dir: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ledger unit of each task by the task's name. The value is None if the task has no stored data.
 
+    The unit has a hash of the stored files, because the files of a revision can change after they were fetched. Raises
+    DataError if the data has a pipe, a socket or a device, or refers to data elsewhere.
+
     A ledger unit is a dictionary of everything that a score depends on, including the entries of `common`.
     """
     units: dict[str, Any] = {}
     for task in tasks:
         name = task.metadata.name
         about = {"task": name, "splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
-        about |= {"data": task.metadata.revision, "mteb": mteb.__version__}
-        units[name] = {**common, **about} if folder_of(data_dir, task).is_dir() else None
+        about |= {"revision": task.metadata.revision, "mteb": mteb.__version__}
+        folder = folder_of(data_dir, task)
+        units[name] = {**common, **about, "data": digest_of_files(folder)} if folder.is_dir() else None
     return units
 
 
@@ -189,7 +195,7 @@ def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: 
             raise ConfigError("--prompt-style paper needs a tokenizer with [SEP] and [CLS]; use --prompt-style prefix.")
         end = f"{tokenizer.sep_token} {first}"
     for name, text in [item for section in sections.values() for item in section.items()]:
-        prompts[name] = text + end if text else ""
+        prompts[name] = text + end if text.strip() else ""
         prompts[f"{name}-document"] = prompts[name] if style == "paper" else ""
     return prompts
 

@@ -7,6 +7,7 @@ and splits.
 """
 
 import copy
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from megatron_neobert.errors import ConfigError, suggestion
 from megatron_neobert.evaluation.data import reading
 from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
-from megatron_neobert.runtime.atomic_files import sync_to_disk, temporary_path
+from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk, temporary_path
 from megatron_neobert.runtime.own_files import RECORD, create_folder
 
 
@@ -34,10 +35,12 @@ def choose_tasks(benchmark: str, names: Sequence[str], languages: Sequence[str])
 
     Raises:
         ConfigError: mteb has no such benchmark, task or language, or a name is repeated, or names are given together
-            with a benchmark that is not the default.
+            with a benchmark that is not the default, or languages without names.
     """
     if names and benchmark != MTEB_PAPER:
         raise ConfigError(f"--benchmark {benchmark} and --tasks {' '.join(names)} exclude each other; remove one.")
+    if not names and list(languages) not in ([], ["eng"]):
+        raise ConfigError(f"--languages {' '.join(languages)} has no effect without --tasks; name tasks, or remove it.")
     # Tasks are copied, because mteb returns the same objects to every caller.
     if not names:
         try:
@@ -82,6 +85,18 @@ def _get_task(name: str, languages: Sequence[str]) -> AbsTask:
 def folder_of(data_dir: Path, task: AbsTask) -> Path:
     """Return the folder of a task's data, of the revision that the installed mteb uses."""
     return data_dir / task.metadata.name / str(task.metadata.revision)
+
+
+def digest_of_files(folder: Path) -> str:
+    """Return 16 hex digits of a hash over names and contents of all files of a task's data.
+
+    Raises DataError if the folder has a pipe, a socket or a device, or refers to data elsewhere.
+    """
+    with reading(folder):
+        # Not the folder .cache, in which huggingface_hub notes times of downloads.
+        names = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+        lines = [f"{name} {sha256_of(names[name])}\n" for name in sorted(names) if name.parts[0] != ".cache"]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def store_task(data_dir: Path, task: AbsTask) -> None:

@@ -1,9 +1,10 @@
 """Named-entity recognition of one model: a sweep on every dataset.
 
 A dataset is a folder with the splits train, validation and optionally test, as CoNLL text, Parquet or a saved dataset.
-Tags are O, or B-, I-, E- or S- followed by the entity type; seqeval detects the scheme. The first token of a word has
-its tag as a label, and other tokens have none. Words without a token, or beyond the longest input, are predicted as O.
-Scores are seqeval's precision, recall and F1 over entities: both boundaries and the type must match.
+Tags are O, or B-, I-, E- or S- followed by the entity type. The first token of a word has its tag as a label, and other
+tokens have none. Words without a token, or beyond the longest input, are predicted as O. Scores are seqeval's
+precision, recall and F1 over entities: both boundaries and the type must match. seqeval's default mode is used, which
+reads tags of all schemes like the script conlleval: an I- tag after O or after another type begins an entity.
 
 The protocol is GLUE's, with one evaluation per epoch. The validation set chooses the step and the point. Each run
 evaluates its best weights once on the test set, if there is one. OUTPUT/NAME/ner/DATASET has the ledger and the best

@@ -111,7 +111,7 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
     """Execute the runs that the ledger lacks, print progress on stderr, and write the finished sweep.
 
     Of the runs of this sweep, only the best so far keeps its weights; the weights of the others are deleted. The best
-    run of the last finished sweep keeps its weights, too.
+    run of the last finished sweep keeps its weights, too, and stays the best if no run of this sweep is better.
     """
     folder = ledger.path.parent
     units = {point: {**sweep.common_unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
@@ -133,9 +133,13 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
             with suppress(OSError):
                 delete_folder(folder / RUNS / key)
         show_progress(f"{name} {count}/{len(units)}", run, outcome)
+    # The same command with a narrower grid may find weights of a point outside of it, and no others.
+    candidates = list(keys.values())
+    if kept in ledger.lines and sweep.common_unit.items() <= ledger.lines[kept]["unit"].items():
+        candidates.append(kept)
     content = {
         "model": sweep.common_unit["model"],
-        "kept": _best_key(ledger, keys.values()),
+        "kept": _best_key(ledger, candidates),
         "result": summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}),
         "settings": {
             "protocol": sweep.common_unit["protocol"],

@@ -35,7 +35,8 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
     Raises:
         MissingInputError: There is no config.json.
         ConversionError: A file refers to code, weights or a model outside of the folder; the folder has a pipe, a
-            socket or a device; a JSON file is invalid; or config.json has more than 10,000 labels.
+            socket or a device; a JSON file is invalid; or config.json has more than 10,000 labels or a value of a wrong
+            type.
     """
     config_path, index_path = folder / "config.json", folder / INDEX
     if not config_path.exists():
@@ -47,6 +48,7 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ConversionError(f"{path} is a pipe, a socket or a device, and only files are read. Remove it.")
     config = read_object(config_path)
+    _check_types(config_path, config)
     for key in _ATTENTION_KEYS:
         if config.get(key) not in (None, *attention):
             raise ConversionError(
@@ -86,6 +88,24 @@ def refuse_outside(path: Path, folder: Path) -> None:
             f"{path} is a link to {target}, and files outside of the model's folder are not copied. Replace the link "
             "by its file, or remove it."
         )
+
+
+def _check_types(path: Path, config: dict[str, Any]) -> None:
+    """Raise ConversionError for a value that makes transformers, or the model much later, raise almost any error."""
+    for key, value in config.items():
+        if key.endswith("_config"):
+            is_valid, expected = isinstance(value, dict), "an object"
+        elif key.endswith("_token_id"):
+            ids = value if isinstance(value, list) else [value]
+            is_valid, expected = all(type(number) is int for number in ids), "a whole number"
+        elif key == "max_position_embeddings":
+            is_valid, expected = type(value) is int, "a whole number"
+        elif key.endswith("_eps"):
+            is_valid, expected = type(value) in (int, float), "a number"
+        else:
+            continue
+        if value is not None and not is_valid:
+            raise ConversionError(f"{path}: {key} is {quote(value)}, but must be {expected}. Correct the value.")
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

@@ -38,12 +38,12 @@ FILES_OF_OUTPUT = (
 def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
     """Return the folder of a model that a flag gives as a local folder, or as OWNER/NAME[@REVISION] of the Hub.
 
-    A path that exists is never taken for a name. Files that the Hub's cache lacks are downloaded: configs, safetensors
-    and tokenizers, and no code or pickles. Raises MissingInputError if there is no such model, or no network and no
-    cached model, or no file `holding` in the folder.
+    A path that exists, or whose first part does, is never taken for a name. Files that the Hub's cache lacks are
+    downloaded: configs, safetensors and tokenizers, and no code or pickles. Raises MissingInputError if there is no
+    such model, or no network and no cached model, or no file `holding` in the folder.
     """
     folder, name = model, re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", str(model))
-    if name and not model.exists():
+    if name and not model.exists() and not Path(model.parts[0]).exists():
         from huggingface_hub import snapshot_download  # slow to import
 
         # A folder with an adapter is refused, and an ONNX export keeps the license.

@@ -25,6 +25,7 @@ LAYERS = {
     "megatron_neobert.huggingface": Layer(0, "huggingface"),  # exported without the rest of the package
     "megatron_neobert.huggingface.auto_classes": Layer(1, "huggingface"),  # not exported
     "megatron_neobert.huggingface.checks": Layer(2, "huggingface"),
+    "megatron_neobert.huggingface.folder_files": Layer(2, "huggingface"),
     "megatron_neobert.huggingface.hub": Layer(2, "huggingface"),
     "megatron_neobert.text": Layer(0, "errors"),
     "megatron_neobert.errors": Layer(0, "errors"),

@@ -19,11 +19,11 @@ from unit.huggingface.tiny_neobert import FlashKernel
 from checkpoint_conversion.checkpoint import model_shape
 from checkpoint_conversion.compare import Checks
 from checkpoint_conversion.config_json import FolderSpec, build_config
-from checkpoint_conversion.export import write_sentence_transformers_files
 from megatron_neobert.config.schema import CheckpointConfig, DataConfig, PhaseChange, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConversionError
 from megatron_neobert.huggingface.auto_classes import register_neobert
+from megatron_neobert.huggingface.folder_files import write_module_files
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 # Keys of the published config.json that do not describe the model.
@@ -191,7 +191,9 @@ def test_texts_are_embedded_without_padding_if_flash_attention_is_there(exported
 
 @pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.57.3")])
 def test_versions_of_transformers_that_do_not_support_the_layout_are_refused(tmp_path: Path, layout: str, oldest: str):
-    write_sentence_transformers_files(tmp_path, layout, MODEL, max_seq_length=64)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": layout}))
+    pooling = {"embedding_dimension": 32, "pooling_mode": "mean", "include_prompt": True}
+    write_module_files(tmp_path, max_seq_length=64, pooling=pooling)
     settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
     supported = SpecifierSet(settings["requirements"]["transformers"]["specifier"])
     versions = ("4.47.1", "4.56.2", "4.57.3", "5.2.0", "5.3.0", "5.23.0")

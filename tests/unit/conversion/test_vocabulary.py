@@ -1,6 +1,7 @@
 """Weights for another vocabulary: equal tokens keep their rows, and others start as the mean of the old tokens."""
 
 import pytest
+import sentencepiece
 import tokenizers
 import torch
 from safetensors.torch import load_file
@@ -33,6 +34,21 @@ def write_byte_level(folder, words):
     return load_tokenizer(folder / "tokenizer.json")
 
 
+def write_sentencepiece(folder):
+    """Write a BPE model with a token for each byte."""
+    lines = ["the cat sat on the mat", "cats größer 字"] * 50
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "small"),
+        model_type="bpe",
+        byte_fallback=True,
+        vocab_size=320,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder / "small.model"
+
+
 def test_tokens_keep_their_rows_or_start_as_the_mean_of_the_old_tokens_of_their_text(tmp_path):
     old = write_word_pieces(tmp_path / "old", OLD)
     words = ["[UNK]", "[PAD]", "[MASK]", "[CLS]", "[SEP]", "sunday", "cat", "##s", "day", "Cats", "rain"]
@@ -60,6 +76,27 @@ def test_words_keep_their_rows_between_word_pieces_and_byte_level_tokens(tmp_pat
     vocabulary = map_vocabulary(*((pieces, byte_level) if direction == "to bytes" else (byte_level, pieces)))
     for word in ("the", "cat", "sun"):
         assert vocabulary.old_ids[new.token_to_id(new_mark + word)] == [old.token_to_id(old_mark + word)]
+
+
+@pytest.mark.parametrize("kind", ["word pieces", "bytes", "bytes of a SentencePiece"])
+def test_vocabulary_maps_onto_itself(tmp_path, kind):
+    """Parts of characters of a byte-level vocabulary all decode to the same replacement character."""
+    if kind == "word pieces":
+        tokenizer = write_word_pieces(tmp_path / kind, OLD)
+    elif kind == "bytes":
+        tokenizer = write_byte_level(tmp_path / kind, ["世界", "größer", "cats", "\N{GRINNING FACE}", "नमस्ते"])
+    else:
+        tokenizer = load_tokenizer(write_sentencepiece(tmp_path))
+    size = tokenizer.backend.get_vocab_size()
+    vocabulary = map_vocabulary(tokenizer, tokenizer)
+    assert vocabulary.old_ids == [[token] for token in range(size)]
+    assert (vocabulary.copied, vocabulary.unknown) == (size, 0)
+
+
+def test_part_of_a_character_takes_no_row_of_another_token(tmp_path):
+    old = write_word_pieces(tmp_path / "pieces", [*OLD, "\N{REPLACEMENT CHARACTER}"])
+    new = write_byte_level(tmp_path / "bytes", ["cat"])
+    assert map_vocabulary(old, new).old_ids[new.backend.token_to_id("Ġ") - 1] == []
 
 
 def test_model_with_the_same_vocabulary_in_another_order_is_the_same_model(exported, tmp_path):

@@ -11,6 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from sklearn import metrics
+from unit.evaluation.contrastive_inputs import write_jsonl
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import DataError, MissingInputError
@@ -63,6 +64,31 @@ def test_labels_may_be_names_numbers_or_classes_of_the_hub_and_a_row_may_have_tw
     assert (pairs["validation"].texts, pairs["validation"].labels) == ([["the"], ["cat"]], ["1"])
     assert list(pairs) == ["train", "validation"]
     assert read_dataset(tmp_path, "hub")["test"].labels == [ANIMAL, THING] * 20
+
+
+def test_labels_like_dates_numbers_and_booleans_have_one_name_in_all_formats(tmp_path):
+    labels = ["2024-01-01", "1.0", "True", "2024-01-01T00:00:00Z"]
+    write_csv(tmp_path / "mine" / "train.csv", [("cat", label) for label in labels])
+    values = ["2024-01-01", 1, True, "2024-01-01T00:00:00Z"]
+    write_jsonl(tmp_path / "mine" / "validation.jsonl", [{"text": "2024-02-01", "label": value} for value in values])
+    splits = read_dataset(tmp_path, "mine")
+    assert splits["train"].labels == splits["validation"].labels == ["2024-01-01", "1", "true", "2024-01-01T00:00:00Z"]
+    assert splits["validation"].texts == [["2024-02-01"] * 4]
+
+
+def test_split_without_a_class_of_the_training_set_is_refused(tmp_path):
+    write_csv(tmp_path / "mine" / "train.csv", [("cat", ANIMAL), ("mat", THING)])
+    write_csv(tmp_path / "mine" / "validation.csv", [("cat", "Animal")])
+    with pytest.raises(DataError, match="validation has the labels Animal, and train has none of them, but animal, "):
+        read_dataset(tmp_path, "mine")
+
+
+def test_macro_f1_is_the_mean_over_all_classes_of_the_head():
+    task, labels = ClassifyTask("mine", ("train", "validation"), ("accuracy",), ("a", "b", "c", "d")), np.array([0, 1])
+    logits = np.eye(4)[[0, 1]]
+    assert task.score(logits, labels) == {"accuracy": 1.0, "macro_f1": 0.5}
+    logits[1] = np.nan
+    assert task.score(logits, labels)["macro_f1"] == 0.25, "an output that is not a number adds no class"
 
 
 def test_labels_and_texts_are_equal_in_all_formats(tmp_path):

@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from commands import largest_file
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import modules
 from transformers import BertForMaskedLM
 from unit.evaluation.contrastive_inputs import (
     INSTRUCTIONS,
@@ -24,10 +26,11 @@ from megatron_neobert.errors import ConfigError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetune, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
-from megatron_neobert.evaluation.embed_data import TrainingSettings, read_config
+from megatron_neobert.evaluation.embed_data import DatasetSource, TrainingSettings, read_config
 from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer, load_tokenizer
 from megatron_neobert.evaluation.options import ContrastiveOptions
+from megatron_neobert.evaluation.sentence_modules import check_modules
 
 PAIRS = make_pairs(6, negatives=3, seed=9)
 
@@ -152,6 +155,11 @@ def test_instruction_precedes_the_texts_that_the_setting_names(inputs, setting, 
         assert [text.startswith("similar :") for text in texts] == [expected] * len(texts)
 
 
+def test_prompt_of_an_empty_instruction_is_empty(inputs):
+    sources = {"SMALL": DatasetSource(divisor=1, instruction=" ")}
+    assert build_prompts(sources, TrainingSettings()) == {"SMALL": {"query": ""}}
+
+
 def test_final_folder_loads_in_sentence_transformers_with_a_prompt_per_dataset(trained):
     model = SentenceTransformer(str(trained), device="cpu")
     assert {key: model.prompts[key] for key in INSTRUCTIONS} == {key: f"{text} " for key, text in INSTRUCTIONS.items()}
@@ -213,6 +221,41 @@ def test_final_folder_of_other_settings_or_data_is_not_replaced(inputs, trained,
     with pytest.raises(OutputError, match="was made with other settings or data"):
         train(inputs, output, seed=1)
     assert fingerprint(trained) == before
+
+
+def test_final_folder_has_the_files_of_older_libraries_and_the_tokenizer_of_the_model(inputs, tmp_path):
+    """Earlier versions of sentence-transformers have no sentence_transformers.base, those of transformers no
+    TokenizersBackend."""
+    model = load_sentence_transformer(inputs / "bert", max_length=16)
+    model.append(modules.Dense(32, 8)).append(modules.Normalize())
+    model[1].pooling_mode = ("cls", "max")
+    model.prompts = {"query": "find : "}
+    save_final(model, inputs / "bert", tmp_path / "final")
+    listed = json.loads((tmp_path / "final" / "modules.json").read_text())
+    assert [entry["type"].rpartition(".") for entry in listed] == [
+        ("sentence_transformers.models", ".", name) for name in ("Transformer", "Pooling", "Dense", "Normalize")
+    ]
+    pooling = json.loads((tmp_path / "final" / "1_Pooling" / "config.json").read_text())
+    assert [name for name, chosen in pooling.items() if chosen is True] == [
+        "pooling_mode_cls_token",
+        "pooling_mode_max_tokens",
+        "include_prompt",
+    ]
+    dense = json.loads((tmp_path / "final" / "2_Dense" / "config.json").read_text())
+    assert dense.keys() == {"in_features", "out_features", "bias", "activation_function"}
+    names = ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    assert all((tmp_path / "final" / name).read_bytes() == (inputs / "bert" / name).read_bytes() for name in names)
+    check_modules(tmp_path / "final")
+
+
+def test_final_folder_gives_the_embeddings_of_the_trained_model(inputs, tmp_path):
+    model = load_sentence_transformer(inputs / "bert", max_length=16).eval()
+    model.append(modules.Dense(32, 8)).append(modules.Normalize())
+    save_final(model, inputs / "bert", tmp_path / "final")
+    loaded = SentenceTransformer(str(tmp_path / "final"), device="cpu", local_files_only=True)
+    texts = [" ".join(pair["query"] for pair in PAIRS), PAIRS[0]["query"]]
+    assert loaded.max_seq_length == 16 < len(texts[0].split())
+    np.testing.assert_allclose(loaded.encode(texts), model.encode(texts), atol=1e-6)  # measured: equal
 
 
 def test_weights_are_float32_even_if_the_folder_has_bfloat16(inputs, tmp_path):

@@ -13,7 +13,14 @@ from unit.evaluation.contrastive_inputs import make_pairs, write_card, write_jso
 
 from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.evaluation.embed_batches import PlannedBatchSampler, SamplingPlan, distinct_batches
-from megatron_neobert.evaluation.embed_data import DatasetSource, fetch_pairs, find_local, load_pairs, read_config
+from megatron_neobert.evaluation.embed_data import (
+    DatasetSource,
+    fetch_pairs,
+    find_local,
+    load_pairs,
+    read_config,
+    without_held_out,
+)
 
 PAIRS = make_pairs(7, negatives=2, seed=5)
 RECIPE = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
@@ -45,6 +52,7 @@ def test_recipe_has_the_papers_settings_and_datasets():
             "datasets: {KEY: {divisor: 1, instruction: a, hub: b, retrieval: true, query: c}}",
             "retrieval: true has fixed columns",
         ),
+        ("datasets: {validation: {divisor: 1, instruction: a}}", "validation is the name of the held-out pairs"),
         *((text, r"run\.yaml") for text in ("", "training: {}", "a: [", "training: {}\ndatasets: {}", "\x00")),
     ],
 )
@@ -80,11 +88,37 @@ def test_rows_without_a_pair_and_empty_or_repeated_negatives_are_dropped(tmp_pat
     assert "KEY: dropped 2 of 3 rows" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("early", [{"negatives": None}, {}, {"negatives": []}, {"meta": None}])
+def test_json_lines_have_the_types_of_json_wherever_a_value_is_in_the_file(tmp_path, early):
+    """The library's reader took the types of the first 10 MB, and read dates as times."""
+    late = {"query": "2024-01-01", "positive": 1.0, "negatives": ["2024-01-02"], "meta": {"a": 1}}
+    many = ({"query": f"q{number}", "positive": "p" * 11_000, **early} for number in range(1_000))
+    write_jsonl(tmp_path / "KEY.jsonl", [*many, late])
+    pairs = load_pairs(tmp_path / "KEY.jsonl")
+    assert len(pairs) == 1_001
+    assert pairs[-1] == {"query": "2024-01-01", "positive": "1", "negatives": ["2024-01-02"]}
+
+
+def test_training_pairs_with_a_held_out_query_are_dropped_and_shared_documents_are_kept(capfd):
+    held_out = make([("q1", "p1"), ("q2", "p2")])
+    pairs = make([("q1", "p9"), ("p9", "q2"), ("q3", "p1"), ("q4", "p4")])
+    assert without_held_out(pairs, held_out, "KEY")["query"] == ["q3", "q4"]
+    assert "KEY: dropped 2 of 4 pairs with a held-out query" in capfd.readouterr().err
+    with pytest.raises(DataError, match="KEY: every pair has a query of the file validation"):
+        without_held_out(held_out, held_out, "KEY")
+
+
+def make(pairs):
+    return datasets.Dataset.from_list([{"query": query, "positive": text, "negatives": []} for query, text in pairs])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("KEY.jsonl", b'{"title": "a", "positive": "b"}', "has the columns title, positive, but no query"),
-        ("KEY.jsonl", b'{"query": "a", "positive": 1}', "cannot be read"),
+        ("KEY.jsonl", b'{"query": "a", "positive": "b", "negatives": "c"}', "negatives is 'c', not a list"),
+        ("KEY.jsonl", b'{"query": "a", "positive": "b"}\n["a", "b"]', r"line 2: \['a', 'b'\] is not a JSON object"),
+        ("KEY.jsonl", b'{"query": "a", "positive": "b"}\n{"query": "\xff"}', "line 2: cannot be read .*utf-8"),
         ("KEY.parquet", b"PAR1 and no more", r"KEY\.parquet cannot be read"),
     ],
 )
@@ -116,7 +150,7 @@ def test_columns_are_read_by_their_paths(tmp_path):
     ("row", "message"),
     [
         ({"title": "a", "body": "b", "wrong": []}, "KeyError: 'question'"),
-        ({"question": ["a"], "answers": [{"text": "b"}], "wrong": []}, "AttributeError: 'list' object has no"),
+        ({"question": ["a"], "answers": [{"text": "b"}], "wrong": []}, "no row has a query and a positive"),
         ({"question": "a", "answers": [{"text": "b"}]}, "KeyError: 'wrong'"),
         ({"question": "", "answers": [{"text": "b"}], "wrong": []}, "no row has a query and a positive"),
     ],

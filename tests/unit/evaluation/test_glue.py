@@ -104,6 +104,17 @@ def test_other_settings_are_measured_separately_and_leave_earlier_weights_and_or
     assert record_of(options)["results"]["tasks"]["sst2"]["kept"] is None
 
 
+def test_narrower_grid_keeps_the_weights_of_the_best_point_outside_of_it(inputs):
+    rates = (3e-3, 1e-12)
+    options = build_options(inputs, "sst2", output="narrower", learning_rate=rates)
+    assert len(run(options)) == 2
+    weights = weights_of(options, "sst2")
+    best = ledger_of(options, "sst2").lines[weights.parent.name]["unit"]["point"]["learning_rate"]
+    assert run(dataclasses.replace(options, learning_rate=tuple({*rates} - {best}))) == []
+    assert weights_of(options, "sst2") == weights
+    assert record_of(options)["results"]["tasks"]["sst2"]["kept"] == str(weights)
+
+
 def test_run_of_a_model_that_has_changed_since_the_sweep_began_is_not_recorded(inputs, tmp_path, monkeypatch):
     model = shutil.copytree(inputs / "model", tmp_path / "model")
     options = dataclasses.replace(build_options(inputs, "rte", seeds=(0, 1)), model=model, output=tmp_path / "output")

@@ -1,5 +1,6 @@
 """MTEB: tasks from stored data, the encoder, instructions, kept scores and their means."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,7 +86,7 @@ def test_stored_task_has_the_same_scores_as_a_task_that_mteb_loads(name, encoder
 
 def test_data_of_another_revision_is_missing(hub, tmp_path):
     (task,) = stored("BIOSSES", data_dir=tmp_path)
-    assert build_units([task], tmp_path, {})["BIOSSES"]["data"] == task.metadata.revision
+    assert build_units([task], tmp_path, {})["BIOSSES"]["revision"] == task.metadata.revision
     folder_of(tmp_path, task).rename(tmp_path / "BIOSSES" / "older")
     assert build_units([task], tmp_path, {}) == {"BIOSSES": None}
 
@@ -97,7 +98,7 @@ def test_data_that_refers_to_other_files_is_refused(hub, tmp_path):
         load_task(tmp_path, task)
 
 
-def test_score_is_kept_until_settings_change(encoder, hub, tmp_path, capsys):
+def test_score_is_kept_until_settings_or_files_of_the_data_change(encoder, hub, tmp_path, capsys):
     def is_kept(encoder, **protocol):
         run(encoder, stored_task, tmp_path, **protocol)
         return "(kept)" in capsys.readouterr().out
@@ -106,6 +107,11 @@ def test_score_is_kept_until_settings_change(encoder, hub, tmp_path, capsys):
     assert not is_kept(encoder)
     assert is_kept(None), "no encoder is needed"
     assert not is_kept(encoder, dtype="bfloat16")
+    path = folder_of(tmp_path, stored_task[0]) / "test.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    write_jsonl(path, [row | {"score": 4.0 - row["score"]} for row in rows])
+    assert not is_kept(encoder), "the same revision, with other files"
+    assert is_kept(None)
 
 
 def test_score_that_is_not_a_number_is_missing(encoder, hub, tmp_path):

@@ -12,6 +12,7 @@ from huggingface_hub.errors import GatedRepoError
 from huggingface_hub.utils import filter_repo_objects
 from unit.evaluation.pseudo_perplexity_models import make_texts, write_model
 
+from megatron_neobert.errors import MissingInputError
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.huggingface.hub import find_model
 
@@ -49,6 +50,14 @@ def test_cached_model_is_evaluated_without_network_and_its_results_have_its_name
     assert str(offline / COMMITS["v1"]) in errors
     record = json.loads((tmp_path / "out" / "tiny" / "pseudo_perplexity.json").read_text())
     assert record["model"] == {"name": "tiny", "fingerprint": fingerprint(offline / COMMITS["v1"])}
+
+
+def test_misspelt_folder_in_a_local_folder_is_no_name_of_the_hub(offline, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab").mkdir()
+    with pytest.raises(MissingInputError, match="lab/tiny") as error:
+        find_model("--model", Path("lab/tiny"))
+    assert "Hub" not in str(error.value)
 
 
 def test_conversion_reads_names_of_the_hub(offline, tmp_path):

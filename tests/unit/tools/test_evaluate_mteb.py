@@ -81,9 +81,11 @@ def test_scores_of_other_settings_are_kept_beside_each_other(tmp_path, evaluate)
     ("arguments", "code", "reason"),
     [
         (("--instructions", "nothing.yaml"), 66, "--instructions nothing.yaml: no such file"),
+        (("--prompt-style", "paper"), 2, "--prompt-style has no effect without --instructions"),
+        (("--languages", "deu"), 2, "--languages deu has no effect without --tasks"),
         (("--device", "cuda:99"), 2, "--device cuda:99: torch sees "),
     ],
 )
-def test_unknown_files_and_devices_are_refused(arguments, code, reason, evaluate):
+def test_unknown_files_and_devices_and_options_without_effect_are_refused(arguments, code, reason, evaluate):
     ended, _, errors = evaluate(*arguments)
     assert ended == code and reason in errors

@@ -1,0 +1,124 @@
+"""Tokenizer, code and module files of the folders that users load without this project: exports and fine-tuned models.
+
+transformers 5 and sentence-transformers 6 write files that their previous versions cannot read (TokenizersBackend,
+sentence_transformers.base), and arguments of the call that loaded the model. Fine-tuning changes no tokenizer, so the
+files of the folder before it are written again, and module files have the format of sentence-transformers 3.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_neobert.huggingface.checks import MODELING_FILE, read_object, refuse_outside
+from megatron_neobert.huggingface.hub import TOKENIZER_FILES
+
+_TOKENIZER_FILES = (
+    *TOKENIZER_FILES,
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_MODULES = "modules.json"
+# Requirements that sentence-transformers checks, by model type. Its old versions ignore them: transformers before 5.3
+# then refuses EuroBERT, but computes a LlamaModel with causal attention.
+_NATIVE = {"specifier": ">=5.3", "reason": "Older versions do not know this architecture as an encoder."}
+_REQUIREMENTS = {
+    "eurobert": _NATIVE,
+    "llama": _NATIVE,
+    "neobert": {"specifier": ">=4.57", "reason": "modeling_neobert.py is not tested with older ones."},
+}
+# Names of the pooling modes in versions 3 to 5, and in version 6.
+_POOLING = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "max_tokens": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean_tokens": "weightedmean",
+    "lasttoken": "lasttoken",
+}
+
+
+def modeling_source() -> bytes:
+    """Return the content of the modelling file for folders of the neobert layout."""
+    return (resources.files("megatron_neobert.huggingface") / MODELING_FILE).read_bytes()
+
+
+def restore_files(folder: Path, source: Path) -> None:
+    """Replace the tokenizer files in the folder of a fine-tuned model by those of `source`, the folder it started from.
+
+    If auto_map of config.json names modeling_neobert.py, this package's version is written; other code is copied. No
+    code is run. Raises OSError if a file cannot be written, and ConversionError if a file is a link out of `source`.
+    """
+    for name in (*_TOKENIZER_FILES, "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+        if name in _TOKENIZER_FILES and (source / name).is_file():
+            refuse_outside(source / name, source)
+            shutil.copyfile(source / name, folder / name)
+    auto_map = read_object(source / "config.json").get("auto_map")
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    for name in {str(path).split("--")[-1].split(".")[0] + ".py" for path in values}:
+        if name == MODELING_FILE:
+            (folder / name).write_bytes(modeling_source())
+        elif (source / name).is_file() and name == Path(name).name:
+            refuse_outside(source / name, source)
+            shutil.copyfile(source / name, folder / name)
+
+
+def write_module_files(
+    folder: Path,
+    *,
+    max_seq_length: int,
+    pooling: Mapping[str, Any],
+    more_modules: Sequence[str] = (),
+    prompts: Mapping[str, str] | None = None,
+) -> None:
+    """Write the files that `SentenceTransformer(folder)` reads, except the weights of Dense layers.
+
+    Args:
+        folder: Has config.json. A `neobert` folder must be loaded with trust_remote_code=True.
+        max_seq_length: Tokens after which texts are truncated.
+        pooling: Configuration of the pooling in the format of version 6.
+        more_modules: Classes after the pooling, Dense or Normalize.
+        prompts: Prompts by name.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    modules = ["Transformer", "Pooling", *more_modules]
+    paths = ["", *(f"{number}_{name}" for number, name in enumerate(modules[1:], 1))]
+    chosen = pooling["pooling_mode"]
+    modes = (chosen,) if isinstance(chosen, str) else chosen
+    model_type = read_object(folder / "config.json").get("model_type")
+    requirement = _REQUIREMENTS.get(model_type) if isinstance(model_type, str) else None
+    files: dict[str, Any] = {
+        # No Normalize module in exports: cosine similarity normalises by itself, and dot products need the lengths.
+        _MODULES: [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for number, (path, name) in enumerate(zip(paths, modules, strict=True))
+        ],
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": pooling["embedding_dimension"],
+            **{f"pooling_mode_{old}": new in modes for old, new in _POOLING.items()},
+            "include_prompt": pooling["include_prompt"],
+        },
+        # The tokenizer lower-cases by itself where it should, so do_lower_case is false.
+        "sentence_bert_config.json": {"max_seq_length": max_seq_length, "do_lower_case": False},
+        "config_sentence_transformers.json": {
+            "model_type": "SentenceTransformer",
+            "prompts": dict(prompts or {}),
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+            **({"requirements": {"transformers": requirement}} if requirement else {}),
+        },
+    }
+    for path, name in zip(paths, modules, strict=True):
+        (folder / path).mkdir(exist_ok=True)
+        if name == "Dense":  # version 3 passes every key to the constructor
+            content = read_object(folder / path / "config.json")
+            files[f"{path}/config.json"] = {k: v for k, v in content.items() if not k.startswith("module_")}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
