@@ -6,9 +6,10 @@ the number of a class, equal in all formats (`1` is `1.0`, `true` is `True`). Mi
 set by a hash of the text: a tenth for validation, and of a single file another tenth for the test. Equal texts
 therefore stay together, and new rows move no old ones.
 
-The protocol is GLUE's. The validation set chooses the step and the point by accuracy. Each run evaluates its best
-weights once on the test set, if there is one. OUTPUT/NAME/classify/DATASET has the ledger, the best weights, and
-confusion.png: which class was predicted for the rows of each class. OUTPUT/NAME/classify.json and .md have the results.
+The protocol is GLUE's, with one evaluation per epoch and, where the model's class has the choice, a head on the mean of
+the token states. The validation set chooses the step and the point by accuracy. Each run evaluates its best weights
+once on the test set, if there is one. OUTPUT/NAME/classify/DATASET has the ledger, the best weights, and confusion.png:
+which class was predicted for the rows of each class. OUTPUT/NAME/classify.json and .md have the results.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 import numpy as np
@@ -51,7 +52,11 @@ _MOST_NUMBERED_CLASSES = 20  # of a confusion matrix; the numbers of more classe
 class ClassifyTask(SequenceTask):
     """Classification of one dataset."""
 
+    # The accuracy can stay that of guessing for hundreds of steps, so with GLUE's interval a run could end too early.
+    eval_strategy = "epoch"
     last_split_pattern = "test_{}"
+    # docs/evaluation.md has the measurements. Classes without this setting, such as BERT's, keep their pooling.
+    changes: ClassVar[dict[str, Any]] = {"classifier_pooling": "mean"}
 
     def read(self, split: str, options: FineTuneOptions) -> Rows:
         rows = read_dataset(options.data_dir, self.name)[split]

@@ -10,7 +10,6 @@ has one prompt per dataset.
 
 import gc
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence

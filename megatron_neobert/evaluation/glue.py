@@ -48,6 +48,7 @@ class GlueTask(SequenceTask):
     row_counts: tuple[int, ...]  # by split; MNLI's mismatched split included
     starts_from_mnli: bool = False
 
+    eval_strategy = "steps"
     last_split_pattern = "{}_mismatched"
 
     def read(self, split: str, options: FineTuneOptions) -> Rows:

@@ -43,7 +43,8 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
 
     Args:
         auto_class: Name of a class of transformers, such as AutoModelForMaskedLM.
-        changes: Settings that replace those of config.json, such as num_labels.
+        changes: Settings that replace those of config.json, such as num_labels. Settings that the model's class lacks
+            are ignored.
 
     Raises:
         MissingInputError: The folder does not exist or has no config.json.
@@ -51,9 +52,11 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
             weight is missing or has another shape than in config.json.
     """
     check_folder(folder, attention=_ATTENTION)
-    if options.attention is not None:
-        changes["attn_implementation"] = options.attention
     with loading(folder, auto_class):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        changes = {name: value for name, value in changes.items() if hasattr(config, name)}
+        if options.attention is not None:
+            changes["attn_implementation"] = options.attention
         model, info = getattr(transformers, auto_class).from_pretrained(
             folder,
             dtype=options.dtype,

@@ -243,21 +243,26 @@ def fine_tuning(records: Sequence[Record], output: Path) -> list[str]:
 def _best_points(records: Sequence[Record]) -> list[str]:
     """Return Markdown blocks: the best point of each task, and a warning if models have other settings.
 
-    The column "weights kept" names the weights of the best single run, which may belong to another point.
+    Seeds and steps are those of the best point's runs. The column "weights kept" names the weights of the best single
+    run, which may belong to another point.
     """
     rows, settings_of = [], dict[str, list[dict[str, Any]]]()  # task -> settings of each model
     for record in records:
         for task, result in record.results["tasks"].items():
             metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
             point = [f"{result['best_point'][name]:g}" for name in ("batch_size", "learning_rate", "weight_decay")]
-            cost = [" ".join(map(str, result["seeds"])), str(result["points"]), f"{result['seconds'] / 3600:.2f}"]
+            by_seed = [" ".join(map(str, result[name])) for name in ("seeds", "best_steps", "steps")]
+            cost = [*by_seed, str(result["points"]), f"{result['seconds'] / 3600:.2f}"]
             score, weights = _percent(result["score"]), result["kept"] or "–"
             rows.append([record.model.name, task, score, metrics, *point, *cost, weights])
         for task, settings in record.settings.items():
             compared = {name: settings.get(name) for name in ("grid", "seeds", "data")}
             settings_of.setdefault(task, []).append(settings["protocol"] | compared)
-    header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "points")
-    return [table((*header, "hours", "weights kept"), rows), *_differences(*settings_of.values())]
+    header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "best step")
+    return [
+        table((*header, "last step", "points", "hours", "weights kept"), rows),
+        *_differences(*settings_of.values()),
+    ]
 
 
 def mteb(records: Sequence[Record], output: Path) -> list[str]:

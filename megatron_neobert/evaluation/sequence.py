@@ -1,13 +1,13 @@
 """Tasks whose rows are a text or a pair of texts with one label: the head, the encoding of rows, and predictions.
 
-transformers chooses the classification head by model type. Our exports have a dense layer on the first token, then tanh
-and dropout (neobert) or GELU without dropout (eurobert), then the output layer.
+transformers chooses the classification head by model type. Our exports have a dense layer on the first token or on the
+mean of the tokens, then tanh and dropout (neobert) or GELU without dropout (eurobert), then the output layer.
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import transformers
@@ -38,7 +38,7 @@ class SequenceTask(Task):
     labels: tuple[str, ...]  # names of the classes; empty for a regression
 
     collator = transformers.DataCollatorWithPadding
-    eval_strategy = "steps"
+    changes: ClassVar[dict[str, Any]] = {}  # of the settings in config.json, as in `load_model`
 
     @property
     def is_regression(self) -> bool:
@@ -67,6 +67,7 @@ class SequenceTask(Task):
             folder,
             "AutoModelForSequenceClassification",
             options,
+            **self.changes,
             num_labels=len(self.labels) or 1,
             **({} if self.is_regression else names),
             # Explicit, because the config of a fine-tuned folder may name another type.

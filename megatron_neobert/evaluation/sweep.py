@@ -230,6 +230,8 @@ def summarise(outcomes: Mapping[Point, Outcome]) -> Result:
         },
         "best_point": best_point,
         "seeds": [run.seed for run in runs],
+        "best_steps": [outcomes[run].best_step for run in runs],
+        "steps": [outcomes[run].steps for run in runs],  # until each run ended
         "points": len(by_point),  # without seeds
         "seconds": sum(outcome.seconds for outcome in outcomes.values()),  # of all runs
     }

@@ -44,6 +44,7 @@ PUBLISHED_MODEL = {
     "decoder_init_range": 0.02,
     "classifier_init_range": 0.02,
     "classifier_dropout": 0.1,  # in classification heads; the encoder has no dropout
+    "classifier_pooling": "cls",  # what a head for whole texts reads: "cls" the first token, "mean" all tokens
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
@@ -55,7 +56,8 @@ class NeoBERTConfig(PretrainedConfig):
 
     `max_position_embeddings` (`max_length` in published folders) is the longest document that the model was trained
     for. Longer documents cause a warning only.
-    Raises ValueError if rotary angles are scaled, or if heads do not divide the hidden size into even widths.
+    Raises ValueError if rotary angles are scaled, heads do not divide the hidden size into even widths, or the pooling
+    is unknown.
     """
 
     model_type = "neobert"
@@ -81,6 +83,8 @@ class NeoBERTConfig(PretrainedConfig):
                 f"hidden_size {hidden_size}, num_attention_heads {heads}, dim_head {width}: hidden_size must be "
                 "num_attention_heads x dim_head, and dim_head even. Change one of them, or remove dim_head."
             )
+        if settings["classifier_pooling"] not in ("cls", "mean"):
+            raise ValueError(f"classifier_pooling {settings['classifier_pooling']!r} is unknown; use 'cls' or 'mean'.")
         # A folder saved as one class can be loaded as any other. Paths with "--" are code of other repositories.
         auto_map = settings.get("auto_map") or {}
         local = {name: path for name, path in AUTO_MAP.items() if "--" not in str(auto_map.get(name))}
@@ -201,7 +205,7 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         input_ids and inputs_embeds are given, or if attention_mask or cu_seqlens is invalid.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kwargs)
-        logits = self.compute_logits(outputs.last_hidden_state, kwargs)
+        logits = self.compute_logits(outputs.last_hidden_state, {**kwargs, "attention_mask": attention_mask})
         loss = None if labels is None else self.compute_loss(logits, labels.to(logits.device), kwargs)
         return self.finish(self.output_class, outputs, return_dict, loss=loss, logits=logits)
 
@@ -325,9 +329,9 @@ NeoBERTLMHead = NeoBERTForMaskedLM  # the published name, in the auto_map of old
 
 
 class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
-    """NeoBERT with a head on the first token of each document: dropout, linear, tanh, dropout, linear.
+    """NeoBERT with a head on the pooled tokens of each document: dropout, linear, tanh, dropout, linear.
 
-    Logits have the shape [documents, c].
+    The published model pools the first token. Logits have the shape [documents, c].
     """
 
     output_class = modeling_outputs.SequenceClassifierOutput
@@ -342,9 +346,12 @@ class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):
         self.post_init()
 
     def compute_logits(self, hidden_bsh: Tensor, inputs: dict[str, Any]) -> Tensor:
-        starts = find_documents(inputs)
-        first_bh = hidden_bsh[:, 0] if starts is None else hidden_bsh[0, starts[:-1].long()]
-        return self.classifier(self.dropout(torch.tanh(self.dense(self.dropout(first_bh)))))
+        starts, mask_bs = find_documents(inputs), inputs["attention_mask"]
+        if self.config.classifier_pooling == "mean":
+            pooled_bh = average_documents(hidden_bsh, starts, mask_bs)
+        else:
+            pooled_bh = hidden_bsh[:, 0] if starts is None else hidden_bsh[0, starts[:-1].long()]
+        return self.classifier(self.dropout(torch.tanh(self.dense(self.dropout(pooled_bh)))))
 
     def compute_loss(self, logits: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         kind: Any = self.config.problem_type
@@ -386,6 +393,19 @@ def find_documents(inputs: dict[str, Any]) -> Tensor | None:
     """Return the starts of documents in a packed sequence, from either of their two names."""
     starts = inputs.get("cu_seqlens")
     return inputs.get("cu_seq_lens_q") if starts is None else starts
+
+
+def average_documents(hidden_bsh: Tensor, starts: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+    """Return the mean token state of each document [documents, h]: of a packed sequence, or of each row's tokens."""
+    if starts is not None:
+        token_s, starts = torch.arange(hidden_bsh.shape[1], device=hidden_bsh.device), starts.to(hidden_bsh.device)
+        chosen = ((token_s >= starts[:-1, None]) & (token_s < starts[1:, None]))[None]  # [1, documents, s]
+    elif attention_mask is not None:
+        chosen = (attention_mask != 0)[:, None]  # [b, 1, s]
+    else:
+        return hidden_bsh.mean(dim=1)
+    weights = chosen / chosen.sum(dim=-1, keepdim=True)
+    return (weights.to(hidden_bsh.dtype) @ hidden_bsh).flatten(0, 1)
 
 
 def build_rotation(positions_bs: Tensor, config: PretrainedConfig) -> Rotation:

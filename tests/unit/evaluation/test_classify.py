@@ -1,5 +1,6 @@
 """Classification of a user's own texts: formats, parts by hash, and a whole evaluation with its figure."""
 
+import json
 import math
 import random
 from pathlib import Path
@@ -10,6 +11,8 @@ import datasets
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
+import transformers
 from sklearn import metrics
 from unit.evaluation.contrastive_inputs import write_jsonl
 from unit.evaluation.pseudo_perplexity_models import write_model
@@ -17,7 +20,8 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation import classify
 from megatron_neobert.evaluation.classify import ClassifyTask, evaluate, find_datasets, read_dataset
-from megatron_neobert.evaluation.ledger import read_record
+from megatron_neobert.evaluation.glue import TASKS
+from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.options import ClassifyOptions
 
@@ -151,6 +155,36 @@ def test_files_without_labels_or_with_too_few_rows_are_refused(tmp_path, header,
         read_dataset(tmp_path, "other")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "first_token"),
+    [("neobert", {}), ("EuroBert", {"classifier_pooling": "bos"}), ("ModernBert", {"classifier_pooling": "cls"})],
+)
+def test_head_reads_the_mean_of_the_tokens_and_a_saved_folder_keeps_it(tmp_path, kind, first_token):
+    folder = write_model(tmp_path / "model", kind)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("classifier_pooling", None)
+    (folder / "config.json").write_text(json.dumps(config | first_token))
+    task = ClassifyTask("cats", ("train", "validation"), ("accuracy",), (ANIMAL, THING))
+    model = task.load(folder, LoadOptions())
+    text = load_tokenizer(folder)(["the cat sat on a mat", "the"], padding=True, return_tensors="pt")
+    alone = {name: values[1:, :3] for name, values in text.items()}  # the second text without its padding
+    logits = model(**text).logits
+    torch.testing.assert_close(model(**alone).logits, logits[1:], rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    saved = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(saved(**text).logits, logits)
+
+    def keep_first_token(module, inputs, outputs):
+        outputs.last_hidden_state[:, 1:] = 0
+
+    glue = TASKS["rte"].load(folder, LoadOptions())  # the control: its head reads the first token
+    for each, is_equal in ((model, False), (saved, False), (glue, True)):
+        expected = each(**text).logits
+        each.base_model.register_forward_hook(keep_first_token)
+        assert torch.allclose(each(**text).logits, expected) == is_equal
+
+
 def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monkeypatch, capsys):
     name = "cats\x1b[31m"  # a terminal would print red text from here on
     write_model(tmp_path / "model", "Bert")
@@ -179,7 +213,11 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     scores = {name: value["mean"] for name, value in result["metrics"].items()}
     assert scores["test_accuracy"] == metrics.accuracy_score(expected, predicted) > 0.7
     assert scores["test_macro_f1"] == pytest.approx(metrics.f1_score(expected, predicted, average="macro"))
+    (line,) = Ledger(folder / "classify" / quote(name, safe="")).lines.values()
+    best, last = line["result"]["best_step"], line["result"]["steps"]
+    assert best % (last // options.epochs) == 0, "one evaluation per epoch"
     page = (folder / "classify.md").read_text()
+    assert "| seeds | best step | last step |" in page and f"| 0 | {best} | {last} |" in page
     assert "| cats" in page and "\x1b" not in "".join((page, *capsys.readouterr()))
     _, _, split, labels, of_figure = drawn.call_args.args
     matrices = [metrics.confusion_matrix(*each) for each in ((labels, of_figure), (expected, predicted))]

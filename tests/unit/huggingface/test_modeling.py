@@ -61,11 +61,17 @@ def test_sequence_classification_loss_follows_from_the_labels(num_labels: int, l
     assert model.config.problem_type == kind
 
 
-def test_sequence_classification_uses_the_first_token_of_every_document():
-    model = build_model(NeoBERTForSequenceClassification, num_labels=3)
+@pytest.mark.parametrize(
+    ("settings", "pool"),
+    [({}, lambda state_sh: state_sh[0]), ({"classifier_pooling": "mean"}, lambda state_sh: state_sh.mean(0))],
+    ids=["default", "mean"],
+)
+def test_sequence_classification_pools_the_first_token_or_the_mean_of_every_document(settings: Any, pool: Any):
+    model = build_model(NeoBERTForSequenceClassification, num_labels=3, **settings)
     expected = model(**BATCH).logits
-    first = model.model(**BATCH).last_hidden_state[:, 0]
-    assert torch.allclose(expected, model.classifier(model.dense(first).tanh()))
+    pooled = torch.stack([pool(model.model(document[None]).last_hidden_state[0]) for document in DOCUMENTS])
+    assert gap(expected, model.classifier(model.dense(pooled).tanh())) < 1e-5
+    assert gap(model(DOCUMENTS[0][None]).logits, expected[:1]) < 1e-5
     row = pack(DOCUMENTS)
     assert gap(model(**row).logits, expected) < 1e-5
     assert gap(model(row["input_ids"], cu_seq_lens_q=row["cu_seqlens"]).logits, expected) < 1e-5
