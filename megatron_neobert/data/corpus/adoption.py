@@ -128,9 +128,7 @@ class _MegatronIndex:
             self.documents += int(np.count_nonzero(document_lengths))
             self.empty += int(np.count_nonzero(document_lengths == 0))
         if not self.documents:
-            raise DataError(
-                f"{files.idx}: all {self.empty:,} documents are empty; a corpus needs at least one document"
-            )
+            raise DataError(f"{files.idx}: {self.empty:,} documents, all empty; a corpus needs one document or more")
 
     def document_lengths(self) -> Iterator[NDArray[np.int64]]:
         """Yield the number of tokens of each document, in consecutive arrays. An empty document has 0."""
