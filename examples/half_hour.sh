@@ -34,7 +34,7 @@ unset 'files[-1]'
 
 train() {
     bash "$repository/examples/pretrain_neobert.sh" --config "$config" --data-path "$run/corpus_content_document" \
-        --tokenizer-model "$tokenizer" "$@"
+        --tokenizer-model "$tokenizer" --async-save "$@"
 }
 iterations=$(sed -n 's/^ *train_iters: *\([0-9]*\).*/\1/p' "$config")
 stage "Training: $iterations iterations, with a stop halfway"

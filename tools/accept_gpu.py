@@ -22,10 +22,9 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, not an installed package
 
@@ -48,7 +47,8 @@ gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps({"GPU": gpu, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}))"""
 
 
-class Result(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True)
+class Result:
     """Content of phases/NAME.json."""
 
     status: Literal["passed", "failed", "not run"]
@@ -136,7 +136,7 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
         commands=phase.commands,
         machine=machine,
     )
-    content = json.dumps(msgspec.to_builtins(result), indent=1)
+    content = json.dumps(asdict(result), indent=1)
     replace_file(phase.output / "phases" / f"{phase.name}.json", content + "\n")
 
 
@@ -145,11 +145,13 @@ def read_results(output: Path, machine: dict[str, str]) -> dict[str, dict[str, A
 
     A damaged result is left out, so that its phase runs again.
     """
+    import msgspec
+
     results = {}
     for name in PHASES:
         with suppress(OSError, ValueError, TypeError, msgspec.ValidationError):
             content = parse_json(read_text(output / "phases" / f"{name}.json"))
-            result = msgspec.to_builtins(msgspec.convert(content, Result))
+            result = asdict(msgspec.convert(content, Result))
             if result["machine"] == machine:
                 results[name] = result
     return results

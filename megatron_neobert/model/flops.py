@@ -38,12 +38,15 @@ def count_parameters(model: ModelConfig, *, vocab_size: int) -> ParameterCount:
     )
 
 
-def training_flops_per_token(settings: Settings, *, vocab_size: int, document_tokens: float) -> float:
+def training_flops_per_token(
+    settings: Settings, *, vocab_size: int, document_tokens: float, predicted_share: float | None = None
+) -> float:
     """Return the floating-point operations of forward and backward per token. Recomputation is not counted.
 
     Args:
         document_tokens: Length of a token's document, averaged over all tokens. Ignored for the layout "concatenated",
             in which a token attends to its whole packed sequence.
+        predicted_share: Share of the tokens that are predicted. None: as the settings say.
     """
     model, data = settings.model, settings.data
     attended_tokens = data.seq_length if data.batch_layout == "concatenated" else document_tokens
@@ -51,7 +54,7 @@ def training_flops_per_token(settings: Settings, *, vocab_size: int, document_to
         attended_tokens /= 2  # a token attends to the tokens before it
     matrices = model.num_layers * _matrix_weights(model)
     attention = model.num_layers * 4 * attended_tokens * model.hidden_size
-    head = data.predicted_share * 2 * vocab_size * model.hidden_size
+    head = (data.predicted_share if predicted_share is None else predicted_share) * 2 * vocab_size * model.hidden_size
     return 3 * (2 * matrices + attention + head)
 
 

@@ -185,11 +185,13 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
     control = LoopControl(stop=stop, failure=_describe_divergence(run), is_last=iteration == training.train_iters)
     is_saved = control.ends or _is_due(iteration, checkpoint.save_interval)
     validates = not (control.stop or control.failure) and _validation_is_due(run)
+    # Losses of two objectives have no common mean, and the next phase has another cost per token.
+    ends_phase = phase_at(run.settings, iteration).last == iteration
     return replace(
         control,
         validates=validates,
         saves=is_saved and checkpoint.save is not None,
-        logs=is_saved or validates or _is_due(iteration, run.settings.logging.log_interval),
+        logs=is_saved or validates or ends_phase or _is_due(iteration, run.settings.logging.log_interval),
     )
 
 

@@ -92,6 +92,7 @@ class Monitor:
         """
         self.sums = MetricSums()
         self.iterations = self.updates = 0  # updates are iterations that were not skipped
+        self.predicted_tokens = 0.0  # of skipped iterations, too
         self.capacity_tokens = 0  # token capacity of these iterations
         self.largest_memory_mib = 0  # over all ranks
         self.waited_seconds = 0.0
@@ -133,6 +134,7 @@ class Monitor:
     def add(self, result: StepResult, state: TrainState) -> None:
         """Add a step to the interval. Log a skipped update, and leave out its loss. `state` includes the step."""
         sums = result.sums
+        self.predicted_tokens += sums.masked_tokens
         if result.skip_reason is None:
             self.updates += 1
         else:
@@ -207,7 +209,10 @@ class Monitor:
         settings, sums = phase_at(self.settings, state.iteration).settings, self.sums
         seconds = time.perf_counter() - self.started_seconds
         flops_per_token = training_flops_per_token(
-            settings, vocab_size=self.vocab_size, document_tokens=sums.attended_pairs / max(sums.tokens, 1)
+            settings,
+            vocab_size=self.vocab_size,
+            document_tokens=sums.attended_pairs / max(sums.tokens, 1),
+            predicted_share=self.predicted_tokens / max(sums.tokens, 1),
         )
         tflops = sums.tokens * flops_per_token / seconds / world_size() / 1e12
         values: dict[str, float] = {

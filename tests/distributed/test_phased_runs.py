@@ -57,6 +57,18 @@ def test_run_resumes_bit_for_bit_within_phases_and_at_their_ends(phased, case, c
     assert (first.seed, second) == (0, first._replace(seed=1)), "the corpus is read again, with another seed"
 
 
+def test_interval_of_the_log_ends_with_a_phase(settings):
+    """Its loss is the mean of one objective: that of a run which logs each iteration."""
+    phase = PhaseChange(after_iters=2, objective="mlm")
+    losses = {}
+    for name, interval in (("each", 1), ("all", 100)):
+        run = settings(name, data={"objective": "clm"}, training={"phases": (phase,)})
+        train_on_ranks(run.with_section("logging", log_interval=interval).with_section("checkpoint", save_interval=100))
+        losses[name] = read_metrics(str(run.checkpoint.save))
+    assert list(losses["all"]) == [2, 6]
+    assert losses["all"][2] == pytest.approx((losses["each"][1] + losses["each"][2]) / 2, rel=1e-2)
+
+
 def test_run_with_two_phases_equals_two_runs_with_continue_from(settings, tiny_corpus, capfd):
     """Like the stages of the paper: the second has longer sequences and another blend."""
     blend = ("1", tiny_corpus.prefix, "1", f"{tiny_corpus.prefix}:min=20")

@@ -5,8 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
-
 from megatron_neobert.text import parse_json
 from tools.acceptance.phase import Failed, Phase, expect_small
 
@@ -73,6 +71,8 @@ def write_data(folder: Path, shards: Path) -> Path:
 
     The label of a sentence says whether it has the word "the". The second text of a pair is the rest of the first one.
     """
+    import pyarrow.parquet
+
     count = sum(ROWS.values())
     texts = pyarrow.parquet.ParquetDataset(shards).read(columns=["content"])["content"].to_pylist()
     passages = [words[at : at + 36] for words in map(str.split, texts) for at in range(0, len(words) - 35, 36)][:count]

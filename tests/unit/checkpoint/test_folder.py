@@ -57,7 +57,7 @@ def save_files(save: Path, iteration: int, content: str = "content") -> Path:
 def test_leftover_of_a_crash_that_cannot_be_deleted_does_not_prevent_the_same_save(tmp_path, monkeypatch):
     final = iteration_folder(tmp_path, 1)
     left = prepare_folder(final)
-    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint_files, "delete_folder", lambda *_: None)
     assert prepare_folder(final).name == f"{left.name}.2"
     monkeypatch.undo()
     assert prepare_folder(final) == left

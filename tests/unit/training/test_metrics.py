@@ -54,6 +54,21 @@ def test_tokens_of_a_skipped_step_count_and_its_loss_does_not(tmp_path):
     assert line["skipped_iterations"] == 1
 
 
+def test_operations_are_those_of_the_tokens_that_were_predicted(tmp_path, monkeypatch):
+    """Each token more that is predicted costs 3 x 2 x vocabulary x width, in skipped iterations, too."""
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    operations = []
+    for masked, skip_reason in ((10, None), (11, None), (11, "gradient norm nan")):
+        monitor = start(tmp_path / str(len(operations)))
+        monitor.add(result(masked=masked, skip_reason=skip_reason), state_of(1))
+        monitor.started_seconds = next(clock)
+        monitor.close_interval(state_of(1), lr=1e-4, grad_norm=1.0)
+        operations.append(recorded(monitor)[-1]["tflops_per_rank"] * 1e12)
+    assert operations[1] - operations[0] == pytest.approx(6 * 1000 * 768)
+    assert operations[2] == operations[1]
+
+
 def test_interval_with_skipped_steps_only_has_no_loss(tmp_path, capsys):
     monitor = start(tmp_path)
     monitor.add(result(NAN, skip_reason="loss nan, gradient norm nan"), state_of(1, skipped=1, in_a_row=1))
