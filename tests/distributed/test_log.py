@@ -52,7 +52,7 @@ def before_each_step(act) -> None:
 
 
 class Plain(NamedTuple):
-    """A run of one rank, and for each batch its tokens and pairs of tokens that attend to each other."""
+    """A run of one rank, and for each batch its tokens, predicted tokens, and pairs that attend to each other."""
 
     save: Path
     batches: list[dict[str, int]]
@@ -64,8 +64,9 @@ def plain(build, tmp_path_factory) -> Plain:
 
     def note(run, batches):
         pairs = sum(int((batch.cu_seqlens_n.diff() ** 2).sum()) for batch in batches.micro_batches)
+        predicted = sum(int((batch.labels_m >= 0).sum()) for batch in batches.micro_batches)
         with notes.open("a") as stream:
-            stream.write(json.dumps({"tokens": batches.real_tokens, "pairs": pairs}) + "\n")
+            stream.write(json.dumps({"tokens": batches.real_tokens, "pairs": pairs, "predicted": predicted}) + "\n")
 
     run = build()
     train_on_ranks(run, prepare=lambda: before_each_step(note))
@@ -80,7 +81,10 @@ def test_every_layout_logs_the_operations_and_packing_efficiency_of_its_document
     operations = read_metrics(run.checkpoint.save, "tflops_per_rank")
     vocab_size = load_tokenizer(Path(run.data.tokenizer_model)).vocab_size
     for iteration, batch in enumerate(plain.batches, start=1):
-        planned = training_flops_per_token(run, vocab_size=vocab_size, document_tokens=batch["pairs"] / batch["tokens"])
+        document_tokens, predicted_share = (batch[name] / batch["tokens"] for name in ("pairs", "predicted"))
+        planned = training_flops_per_token(
+            run, vocab_size=vocab_size, document_tokens=document_tokens, predicted_share=predicted_share
+        )
         assert operations[iteration] * 1e12 / rates[iteration] == pytest.approx(planned)
     efficiencies = read_metrics(run.checkpoint.save, "fill")
     capacity = GLOBAL_BATCH_SIZE * SEQ_LENGTH
