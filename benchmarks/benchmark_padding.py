@@ -9,7 +9,6 @@ same products per token. All classes take the same batches in turns. Lengths are
 """
 
 import argparse
-import contextlib
 import math
 import random
 import statistics
@@ -17,11 +16,10 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, before an installed package
 
-from benchmarks.shared import SIGMA, describe_machine, in_turns, print_table, write_figures
+from benchmarks.shared import SIGMA, describe_machine, in_turns, positive, print_table, write_figures
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import run_command
 
@@ -36,49 +34,40 @@ def main() -> int:
     add = parser.add_argument
     add("--device", default="cpu", help="torch device (%(default)s)")
     add("--dtype", default="float32", help="type of weights and activations (%(default)s)")
-    add("--num-layers", type=int, metavar="N", help="default: 4 on the CPU, else 28")
-    add("--hidden-size", type=int, metavar="N", help="multiple of 64; default: 256 on the CPU, else 768")
-    add("--long-rows", type=int, metavar="N", help="documents per RefinedWeb batch; default: 8 on the CPU, else 32")
-    add("--rounds", type=int, default=5, metavar="N", help="turns of each class; the table has medians (%(default)s)")
+    add("--num-layers", type=positive, metavar="N", help="default: 4 on the CPU, else 28")
+    add("--hidden-size", type=positive, metavar="N", help="multiple of 64; default: 256 on the CPU, else 768")
+    add("--rounds", type=positive, default=5, metavar="N", help="turns of each class; the table has medians")
     add("--output", type=Path, metavar="FILE", help="write all figures as JSON to this file")
     arguments = parser.parse_args()
-    on_cpu = arguments.device == "cpu"
-    layers, hidden = arguments.num_layers or (4 if on_cpu else 28), arguments.hidden_size or (256 if on_cpu else 768)
-    models = build_models(arguments, layers, hidden)
-    rows = {"RefinedWeb": arguments.long_rows or (8 if on_cpu else 32), "GLUE": 32}
+    layers, hidden, long_rows = (4, 256, 8) if arguments.device == "cpu" else (28, 768, 32)
+    models = build_models(arguments, arguments.num_layers or layers, arguments.hidden_size or hidden)
+    rows = {"RefinedWeb": long_rows, "GLUE": 32}
     table = [line for name in LENGTHS for line in measure(models, name, rows[name], arguments)]
     print_table(table)
-    figures = {"machine": describe_machine(("torch", "transformers")), "layers": layers, "hidden": hidden}
-    write_figures(arguments.output, {**figures, "dtype": arguments.dtype, "table": table})
+    write_figures(arguments.output, {"machine": describe_machine(("torch", "transformers")), "table": table})
     return 0
 
 
 def build_models(arguments: argparse.Namespace, layers: int, hidden: int) -> dict[str, Any]:
     """Return a classifier per name; the two of NeoBERT are the same object."""
     import torch
-    import transformers
+    import transformers as hf
 
     from megatron_neobert.huggingface.modeling_neobert import NeoBERTConfig, NeoBERTForSequenceClassification
 
-    heads = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
-    common: dict[str, Any] = {**heads, "vocab_size": VOCABULARY, "max_position_embeddings": 1024, "pad_token_id": 0}
-    gated, ends = 8 * hidden // 3, {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-    kinds = {
-        UNPADDED: (NeoBERTForSequenceClassification, NeoBERTConfig(**common, intermediate_size=4 * hidden)),
-        "EuroBERT": (
-            transformers.EuroBertForSequenceClassification,
-            transformers.EuroBertConfig(
-                **common, **ends, mask_token_id=4, num_key_value_heads=hidden // 64, intermediate_size=gated
-            ),
-        ),
+    heads, wide, gated = hidden // 64, 4 * hidden, 8 * hidden // 3
+    common: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    common |= {"vocab_size": VOCABULARY, "max_position_embeddings": 1024, "pad_token_id": 0}
+    ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    eurobert = hf.EuroBertConfig(**common, **ids, mask_token_id=4, num_key_value_heads=heads, intermediate_size=gated)
+    kinds: dict[str, tuple[Any, Any]] = {
+        UNPADDED: (NeoBERTForSequenceClassification, NeoBERTConfig(**common, intermediate_size=wide)),
+        "EuroBERT": (hf.EuroBertForSequenceClassification, eurobert),
         "ModernBERT": (
-            transformers.ModernBertForSequenceClassification,
-            transformers.ModernBertConfig(**common, **ends, intermediate_size=gated),
+            hf.ModernBertForSequenceClassification,
+            hf.ModernBertConfig(**common, **ids, intermediate_size=gated),
         ),
-        "BERT": (
-            transformers.BertForSequenceClassification,
-            transformers.BertConfig(**common, intermediate_size=4 * hidden),
-        ),
+        "BERT": (hf.BertForSequenceClassification, hf.BertConfig(**common, intermediate_size=wide)),
     }
     torch.manual_seed(0)
     if arguments.device == "cpu":
@@ -116,6 +105,8 @@ def measure(models: dict[str, Any], lengths: str, rows: int, arguments: argparse
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-6) for name, model in models.items()}
     rates: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in models}
 
+    choices: dict[bool, Any] = {True: lambda *_: False, False: modeling_neobert.may_unpad}
+
     def forward(name: str, batch: dict[str, Any]) -> None:
         with torch.no_grad():
             models[name].eval()(**batch)
@@ -127,23 +118,23 @@ def measure(models: dict[str, Any], lengths: str, rows: int, arguments: argparse
 
     for number, name in in_turns(models, rounds=rounds):
         batch = batches[number - 1]
-        replaced = {"may_unpad": lambda *_: False} if name == PADDED else {}
-        with mock.patch.multiple(modeling_neobert, **replaced) if replaced else contextlib.nullcontext():
-            for step, speeds in zip((forward, train), rates[name], strict=True):
-                wait()
-                start = clock()
-                step(name, batch)
-                wait()
-                speeds.append(int(batch["attention_mask"].sum()) / (clock() - start))
+        modeling_neobert.may_unpad = choices[name == PADDED]
+        for step, speeds in zip((forward, train), rates[name], strict=True):
+            wait()
+            start = clock()
+            step(name, batch)
+            wait()
+            speeds.append(int(batch["attention_mask"].sum()) / (clock() - start))
+    modeling_neobert.may_unpad = choices[False]
     padding = statistics.mean(1 - batch["attention_mask"].float().mean().item() for batch in batches)
     print(f"{lengths}: {rows} documents per batch, {100 * padding:.0f} % padding", flush=True)
     table = []
     for name, both in rates.items():
         line: dict[str, Any] = {"lengths": lengths, "class": name}
-        for step, speeds, base in zip(("forward", "training"), both, rates[PADDED], strict=True):
+        for label, speeds, base in zip(("forward", "training"), both, rates[PADDED], strict=True):
             counted, padded = speeds[WARM_UP:], base[WARM_UP:]
-            line[f"{step}, tokens/s"] = statistics.median(counted)
-            line[f"x {step}"] = statistics.median(a / b for a, b in zip(counted, padded, strict=True))
+            line[f"{label}, tokens/s"] = statistics.median(counted)
+            line[f"x {label}"] = statistics.median(a / b for a, b in zip(counted, padded, strict=True))
         table.append(line)
     return table
 

@@ -273,22 +273,22 @@ class NeoBERT(NeoBERTPreTrainedModel):
         implementation = "eager" if with_weights else self.config._attn_implementation or "eager"
 
         cu_seqlens = find_documents({**kwargs, "cu_seqlens": cu_seqlens})
-        packing = mask_bs = token_t = None
+        packing = mask_bs = None
         if cu_seqlens is not None:
             longest = kwargs.get("max_length_q") if max_seqlen is None else max_seqlen
             packing = pack(hidden_bsh, cu_seqlens, longest, attention_mask)
-            if position_ids is None:
-                position_ids = torch.arange(length, device=hidden_bsh.device)
-                position_ids = position_ids - packing.starts[number_documents(packing.starts, length)]
-        else:
+        elif attention_mask is not None:
             mask_bs = find_padding(attention_mask, hidden_bsh)
-            if position_ids is None:
-                position_ids = torch.arange(length, device=hidden_bsh.device)
+        if position_ids is None:
+            position_ids = torch.arange(length, device=hidden_bsh.device)
+            if packing is not None:
+                position_ids = position_ids - packing.starts[number_documents(packing.starts, length)]
         position_ids = position_ids.view(-1, length)
+        embedded_bsh, token_t, shape = hidden_bsh, None, hidden_bsh.shape[:2]
         if mask_bs is not None and may_unpad(implementation, hidden_bsh, self.config):
             packing, token_t = unpad(mask_bs)
             hidden_bsh = hidden_bsh.flatten(0, 1)[token_t][None]
-            position_ids = position_ids.expand(mask_bs.shape).flatten()[token_t][None]
+            position_ids = position_ids.expand(shape).flatten()[token_t][None]
         longest = length if packing is None else packing.longest
         if not is_tracing() and longest > self.config.max_position_embeddings:
             logger.warning_once(
@@ -297,17 +297,17 @@ class NeoBERT(NeoBERTPreTrainedModel):
             )
         rotation = build_rotation(position_ids, self.config)
         attend, mask, options = choose_attention(implementation, mask_bs, packing, hidden_bsh, self.config)
-        states, weights = [hidden_bsh], []
+        states, weights = [], []
         for block in self.transformer_encoder:
             hidden_bsh, block_weights = block(hidden_bsh, rotation, attend, mask, options)
             states += [hidden_bsh] if with_states else []
             weights += [block_weights] if with_weights else []
         states = [*states[:-1], self.layer_norm(hidden_bsh)]
         if token_t is not None:
-            states = [restore_padding(state, token_t, mask_bs.shape) for state in states]
+            states = [restore_padding(state, token_t, shape) for state in states]
         hidden_bsh = states[-1]
         outputs = modeling_outputs.BaseModelOutput(
-            hidden_states=tuple(states) if with_states else None,
+            hidden_states=(embedded_bsh, *states) if with_states else None,
             attentions=tuple(weights) if with_weights else None,
         )
         return self.finish(modeling_outputs.BaseModelOutput, outputs, return_dict, last_hidden_state=hidden_bsh)
@@ -454,13 +454,8 @@ def number_documents(starts_n: Tensor, length: int) -> Tensor:
     return torch.searchsorted(starts_n[1:].contiguous(), token_s, right=True)
 
 
-def find_padding(attention_mask: Tensor | None, hidden_bsh: Tensor) -> Tensor | None:
-    """Return attention_mask as True at tokens, [b, s], or None if it has no padding.
-
-    Raises ValueError if attention_mask is neither [b, s] nor None.
-    """
-    if attention_mask is None:
-        return None
+def find_padding(attention_mask: Tensor, hidden_bsh: Tensor) -> Tensor | None:
+    """Return a mask that is True at tokens, or None without padding. Raise ValueError if the mask is not [b, s]."""
     rows, length = hidden_bsh.shape[:2]
     if attention_mask.shape != (rows, length):
         raise ValueError(
@@ -472,14 +467,13 @@ def find_padding(attention_mask: Tensor | None, hidden_bsh: Tensor) -> Tensor | 
 
 
 def may_unpad(implementation: str, hidden_bsh: Tensor, config: PretrainedConfig) -> bool:
-    """Return True if the blocks are faster without padding, and nobody asks for the weights of padded attention.
+    """Return True if the blocks compute a padded batch as a packed sequence.
 
-    On a GPU, that takes a kernel for packed sequences; one kernel per document is slower than padding there. Tracing
-    needs shapes that do not depend on the values of the mask.
+    Tracing needs shapes that do not depend on the values of the mask. A GPU without a kernel for packed sequences would
+    launch one kernel per document.
     """
-    if is_tracing() or "flash" in implementation:
-        return not is_tracing()
-    return implementation == "sdpa" and (hidden_bsh.device.type == "cpu" or has_packed_kernel(hidden_bsh, config))
+    fast = "flash" in implementation or hidden_bsh.device.type == "cpu" or has_packed_kernel(hidden_bsh, config)
+    return not is_tracing() and fast and ("flash" in implementation or implementation == "sdpa")
 
 
 def has_packed_kernel(hidden_bsh: Tensor, config: PretrainedConfig) -> bool:
@@ -494,7 +488,7 @@ def has_packed_kernel(hidden_bsh: Tensor, config: PretrainedConfig) -> bool:
 
 
 def unpad(mask_bs: Tensor) -> tuple[Packing, Tensor]:
-    """Return the rows of a batch as documents without padding, and the indices of their tokens in the flattened batch."""
+    """Return the rows of a batch as documents without padding, and the indices of their tokens in the flat batch."""
     lengths = mask_bs.sum(1).tolist()
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=mask_bs.device)
     return Packing(starts, max(lengths), lengths), mask_bs.flatten().nonzero()[:, 0]
@@ -507,18 +501,13 @@ def restore_padding(hidden_1th: Tensor, token_t: Tensor, shape: torch.Size) -> T
 
 
 def choose_attention(
-    implementation: str,
-    mask_bs: Tensor | None,
-    packing: Packing | None,
-    hidden_bsh: Tensor,
-    config: PretrainedConfig,
+    implementation: str, mask_bs: Tensor | None, packing: Packing | None, hidden_bsh: Tensor, config: PretrainedConfig
 ) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
     """Return an attention function, its mask, and its keyword arguments.
 
-    The function is `attend_eagerly`, or that of transformers for `implementation`, or for "sdpa" one that computes each
-    document alone, if the batch is packed and the kernel or the host knows the documents. The mask is True where a query
-    may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to [b, n, s, s]. With None, every query
-    attends to all tokens, or to those of its document if the keyword arguments have the documents.
+    With "sdpa", each packed document is computed alone if the kernel or the host has their lengths. The mask is True
+    where a query may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to [b, n, s, s]. With None,
+    every query attends to all tokens, or to those of its document if the keyword arguments have the documents.
     """
     rows, length = hidden_bsh.shape[:2]
     attend = attend_eagerly if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
@@ -551,8 +540,10 @@ def attend_packed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, starts: Tensor, longest: int, **_: Any
 ) -> tuple[Tensor, None]:
     """Return the context [1, s, n, d] of packed documents by torch's kernel, which scales by the root of the width."""
-    heads = [heads_bnsd[0].transpose(0, 1) for heads_bnsd in (query, key, value)]
-    return varlen_attn(*heads, starts, starts, longest, longest)[None], None
+    heads = (heads_bnsd[0].transpose(0, 1) for heads_bnsd in (query, key, value))
+    arguments: Any = (*heads, starts, starts, longest, longest)
+    context_snd: Any = varlen_attn(*arguments)
+    return context_snd[None], None
 
 
 def attend_by_document(
