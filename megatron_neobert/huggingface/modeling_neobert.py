@@ -2,7 +2,8 @@
 
 Parameter names and conventions are those of the published checkpoint. A batch is either padded (`attention_mask`) or
 one packed sequence of several documents (`cu_seqlens`), which never attend to each other, whatever the attention
-implementation. There are no buffers: rotary angles are computed in fp32 in every forward, so that casts and lazy
+implementation. The blocks compute a padded batch as a packed sequence, without its padding, where `may_unpad` is True.
+There are no buffers: rotary angles are computed in fp32 in every forward, so that casts and lazy
 loading cannot change them.
 
 Shapes: `b` rows, `s` positions, `h` hidden, `n` heads, `d` head width, `v` vocabulary, `c` classes.
@@ -11,7 +12,8 @@ Source: arXiv 2502.19587 section 3.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,11 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_outputs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None  # type: ignore[assignment]
 
 IGNORED_LABEL = -100
 AUTO_MAP = {
@@ -96,8 +103,7 @@ class Packing(NamedTuple):
 
     starts: Tensor  # int32: 0, ..., s
     longest: int  # tokens of the longest document, or more
-    document_s: Tensor  # document number of each token
-    position_s: Tensor  # position of each token in its document
+    lengths: list[int] | None  # tokens of each document, if the host has read them
 
 
 class Rotation(NamedTuple):
@@ -138,18 +144,14 @@ class EncoderBlock(GradientCheckpointingLayer):
         self.ffn = SwiGLU(config)
 
     def forward(
-        self, hidden_bsh: Tensor, rotation: Rotation, implementation: str, mask: Any, options: dict[str, Any]
+        self, hidden_bsh: Tensor, rotation: Rotation, attend: Callable[..., Any], mask: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the block's output [b, s, h] and, with `implementation` "eager", the attention weights [b, n, s, s].
+        """Return the block's output [b, s, h] and, with eager attention, the attention weights [b, n, s, s].
 
-        Args:
-            implementation: "eager", or a key of transformers' ALL_ATTENTION_FUNCTIONS.
-            mask: First result of `build_mask` for this implementation.
-            options: Second result of `build_mask`.
+        `attend`, `mask` and `options` are the results of `choose_attention`.
         """
         heads_bsnd = self.qkv(self.attention_norm(hidden_bsh)).unflatten(-1, (self.config.num_attention_heads, -1))
         query, key, value = heads_bsnd.transpose(1, 2).chunk(3, dim=-1)
-        attend = attend_eagerly if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         query, key = rotate_pairs(query, rotation), rotate_pairs(key, rotation)
         scaling = self.config.dim_head**-0.5
         context_bsnd, weights = attend(self, query, key, value, mask, scaling=scaling, is_causal=False, **options)
@@ -270,31 +272,46 @@ class NeoBERT(NeoBERTPreTrainedModel):
             raise ValueError("input_ids and inputs_embeds: give exactly one of them.")
         hidden_bsh = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
         length = hidden_bsh.shape[1]
+        with_weights = self.config.output_attentions if output_attentions is None else output_attentions
+        with_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        implementation = "eager" if with_weights else self.config._attn_implementation or "eager"
+
         cu_seqlens = find_documents({**kwargs, "cu_seqlens": cu_seqlens})
-        longest = kwargs.get("max_length_q") if max_seqlen is None else max_seqlen
-        packing = None if cu_seqlens is None else pack(hidden_bsh, cu_seqlens, longest, attention_mask)
+        packing = mask_bs = None
+        if cu_seqlens is not None:
+            longest = kwargs.get("max_length_q") if max_seqlen is None else max_seqlen
+            packing = pack(hidden_bsh, cu_seqlens, longest, attention_mask)
+        elif attention_mask is not None:
+            mask_bs = find_padding(attention_mask, hidden_bsh)
+        if position_ids is None:
+            position_ids = torch.arange(length, device=hidden_bsh.device)
+            if packing is not None:
+                position_ids = position_ids - packing.starts[number_documents(packing.starts, length)]
+        position_ids = position_ids.view(-1, length)
+        embedded_bsh, token_t, shape = hidden_bsh, None, hidden_bsh.shape[:2]
+        if mask_bs is not None and may_unpad(implementation, hidden_bsh, self.config):
+            packing, token_t = unpad(mask_bs)
+            hidden_bsh = hidden_bsh.flatten(0, 1)[token_t][None]
+            position_ids = position_ids.expand(shape).flatten()[token_t][None]
         longest = length if packing is None else packing.longest
         if not is_tracing() and longest > self.config.max_position_embeddings:
             logger.warning_once(
                 f"A document has {longest} tokens, more than max_position_embeddings "
                 f"{self.config.max_position_embeddings}, for which the model was trained."
             )
-        if position_ids is None:
-            position_ids = torch.arange(length, device=hidden_bsh.device) if packing is None else packing.position_s
-        rotation = build_rotation(position_ids.view(-1, length), self.config)
-
-        with_weights = self.config.output_attentions if output_attentions is None else output_attentions
-        with_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        implementation = "eager" if with_weights else self.config._attn_implementation or "eager"
-        mask, options = build_mask(implementation, attention_mask, packing, hidden_bsh)
-        states, weights = [hidden_bsh], []
+        rotation = build_rotation(position_ids, self.config)
+        attend, mask, options = choose_attention(implementation, mask_bs, packing, hidden_bsh, self.config)
+        states, weights = [], []
         for block in self.transformer_encoder:
-            hidden_bsh, block_weights = block(hidden_bsh, rotation, implementation, mask, options)
+            hidden_bsh, block_weights = block(hidden_bsh, rotation, attend, mask, options)
             states += [hidden_bsh] if with_states else []
             weights += [block_weights] if with_weights else []
-        hidden_bsh = self.layer_norm(hidden_bsh)
+        states = [*states[:-1], self.layer_norm(hidden_bsh)]
+        if token_t is not None:
+            states = [restore_padding(state, token_t, shape) for state in states]
+        hidden_bsh = states[-1]
         outputs = modeling_outputs.BaseModelOutput(
-            hidden_states=(*states[:-1], hidden_bsh) if with_states else None,
+            hidden_states=(embedded_bsh, *states) if with_states else None,
             attentions=tuple(weights) if with_weights else None,
         )
         return self.finish(modeling_outputs.BaseModelOutput, outputs, return_dict, last_hidden_state=hidden_bsh)
@@ -435,7 +452,7 @@ def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attenti
         raise ValueError(f"cu_seqlens with {rows} rows: a packed sequence has one row. Use shape (1, tokens).")
     if attention_mask is not None and (is_tracing() or not bool((attention_mask != 0).all())):
         raise ValueError("attention_mask and cu_seqlens: a packed sequence has no padding. Remove one of them.")
-    longest = max_seqlen or length
+    longest, lengths = max_seqlen or length, None
     # To read a tensor of another device, the host waits until the device has finished all its work.
     if not is_tracing() and (max_seqlen is None or cu_seqlens.device.type == "cpu"):
         starts = cu_seqlens.tolist()
@@ -448,51 +465,114 @@ def pack(hidden_bsh: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, attenti
         longest = max(lengths)
         if max_seqlen is not None and max_seqlen < longest:
             raise ValueError(f"max_seqlen {max_seqlen}: the longest document in cu_seqlens has {longest} tokens.")
-    starts_n = cu_seqlens.to(hidden_bsh.device, torch.int32)
-    token_s = torch.arange(length, device=hidden_bsh.device, dtype=torch.int32)
-    document_s = torch.searchsorted(starts_n[1:].contiguous(), token_s, right=True)
-    return Packing(starts_n, longest, document_s, token_s - starts_n[document_s])
+    return Packing(cu_seqlens.to(hidden_bsh.device, torch.int32), longest, lengths)
 
 
-def build_mask(
-    implementation: str, attention_mask: Tensor | None, packing: Packing | None, hidden_bsh: Tensor
-) -> tuple[Any, dict[str, Any]]:
-    """Return the mask in the format of an attention implementation, and keyword arguments for its function.
+def number_documents(starts_n: Tensor, length: int) -> Tensor:
+    """Return the document number of each of the `length` tokens of a packed sequence."""
+    token_s = torch.arange(length, device=starts_n.device, dtype=torch.int32)
+    return torch.searchsorted(starts_n[1:].contiguous(), token_s, right=True)
 
-    The mask is True where a query may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to
-    [b, n, s, s]. With None, every query attends to all tokens, except for flash with `packing`: there, the keyword
-    arguments separate the documents. With `packing`, attention_mask is ignored. Without `packing`, raise ValueError if
-    attention_mask is neither [b, s] nor None.
+
+def find_padding(attention_mask: Tensor, hidden_bsh: Tensor) -> Tensor | None:
+    """Return a mask that is True at tokens, or None without padding. Raise ValueError if the mask is not [b, s]."""
+    rows, length = hidden_bsh.shape[:2]
+    if attention_mask.shape != (rows, length):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, but must have one value per token: "
+            f"({rows}, {length})."
+        )
+    mask_bs = (attention_mask != 0).to(hidden_bsh.device)
+    return None if not is_tracing() and bool(mask_bs.all()) else mask_bs
+
+
+def may_unpad(implementation: str, hidden_bsh: Tensor, config: PretrainedConfig) -> bool:
+    """Return True if the blocks compute a padded batch as a packed sequence.
+
+    Tracing needs shapes that do not depend on the values of the mask. A GPU without a kernel for packed sequences would
+    launch one kernel per document.
+    """
+    fast = "flash" in implementation or hidden_bsh.device.type == "cpu" or has_packed_kernel(hidden_bsh, config)
+    return not is_tracing() and fast and ("flash" in implementation or implementation == "sdpa")
+
+
+def has_packed_kernel(hidden_bsh: Tensor, config: PretrainedConfig) -> bool:
+    """Return True if torch's kernel for packed sequences computes these heads: on CUDA, in 16 bits, torch 2.10."""
+    device = hidden_bsh.device
+    if varlen_attn is None or device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden_bsh.dtype
+    width_fits = config.dim_head % 8 == 0 and config.dim_head <= 256
+    new_enough = torch.cuda.get_device_capability(device) >= (8, 0)
+    return width_fits and new_enough and dtype in (torch.bfloat16, torch.float16)
+
+
+def unpad(mask_bs: Tensor) -> tuple[Packing, Tensor]:
+    """Return the rows of a batch as documents without padding, and the indices of their tokens in the flat batch."""
+    lengths = mask_bs.sum(1).tolist()
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=mask_bs.device)
+    return Packing(starts, max(lengths), lengths), mask_bs.flatten().nonzero()[:, 0]
+
+
+def restore_padding(hidden_1th: Tensor, token_t: Tensor, shape: torch.Size) -> Tensor:
+    """Return hidden states of a packed sequence in the padded batch [b, s] that `unpad` read, 0 at padding."""
+    flat = hidden_1th.new_zeros(shape.numel(), hidden_1th.shape[-1])
+    return flat.index_copy(0, token_t.to(flat.device), hidden_1th[0]).unflatten(0, shape)
+
+
+def choose_attention(
+    implementation: str, mask_bs: Tensor | None, packing: Packing | None, hidden_bsh: Tensor, config: PretrainedConfig
+) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+    """Return an attention function, its mask, and its keyword arguments.
+
+    With "sdpa", each packed document is computed alone if the kernel or the host has their lengths. The mask is True
+    where a query may attend: [b, s] for flash, a BlockMask for flex, else broadcastable to [b, n, s, s]. With None,
+    every query attends to all tokens, or to those of its document if the keyword arguments have the documents.
     """
     rows, length = hidden_bsh.shape[:2]
-    mask = None
-    if attention_mask is not None and packing is None:
-        if attention_mask.shape != (rows, length):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, but must have one value per token: "
-                f"({rows}, {length})."
-            )
-        mask = attention_mask != 0
-        if not is_tracing() and bool(mask.all()):
-            mask = None  # kernels are faster without a mask
-    if "flash" in implementation:
-        if packing is None:
-            return mask, {}
+    attend = attend_eagerly if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    if packing is None:
+        if mask_bs is None or "flash" in implementation:
+            return attend, mask_bs, {}
+    elif "flash" in implementation:
         starts, longest = packing.starts, packing.longest
-        # These arguments separate the documents; no mask is needed.
         lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
-        return None, lengths
-    if implementation == "flex_attention" and (mask is not None or packing is not None):
+        return attend, None, lengths
+    elif implementation == "sdpa" and not is_tracing() and has_packed_kernel(hidden_bsh, config):
+        return attend_packed, None, {"starts": packing.starts, "longest": packing.longest}
+    elif implementation == "sdpa" and packing.lengths is not None:
+        return attend_by_document, None, {"lengths": packing.lengths}
+    document_s = None if packing is None else number_documents(packing.starts, length)
+    if implementation == "flex_attention":
 
         def may_attend(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            if packing is not None:
-                return packing.document_s[query] == packing.document_s[key]
-            return mask[row, key]  # type: ignore[index]
+            if document_s is not None:
+                return document_s[query] == document_s[key]
+            return mask_bs[row, key]  # type: ignore[index]
 
-        return create_block_mask(may_attend, rows, None, length, length, hidden_bsh.device), {}
-    if packing is not None:
-        return (packing.document_s[:, None] == packing.document_s)[None, None], {}
-    return None if mask is None else mask[:, None, None], {}
+        return attend, create_block_mask(may_attend, rows, None, length, length, hidden_bsh.device), {}
+    if document_s is not None:
+        return attend, (document_s[:, None] == document_s)[None, None], {}
+    return attend, mask_bs[:, None, None], {}  # type: ignore[index]
+
+
+def attend_packed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, starts: Tensor, longest: int, **_: Any
+) -> tuple[Tensor, None]:
+    """Return the context [1, s, n, d] of packed documents by torch's kernel, which scales by the root of the width."""
+    heads = (heads_bnsd[0].transpose(0, 1) for heads_bnsd in (query, key, value))
+    arguments: Any = (*heads, starts, starts, longest, longest)
+    context_snd: Any = varlen_attn(*arguments)
+    return context_snd[None], None
+
+
+def attend_by_document(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, lengths: list[int], **_: Any
+) -> tuple[Tensor, None]:
+    """Return the context [1, s, n, d] of packed documents, with one call of torch's attention per document."""
+    documents = zip(*(heads_bnsd.split(lengths, dim=2) for heads_bnsd in (query, key, value)), strict=True)
+    contexts = [F.scaled_dot_product_attention(*document) for document in documents]
+    return torch.cat(contexts, dim=2).transpose(1, 2), None
 
 
 def attend_eagerly(

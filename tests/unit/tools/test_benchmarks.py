@@ -137,6 +137,18 @@ def test_a_packed_step_is_timed_without_other_layouts_and_profiled(tmp_path):
 
 
 @pytest.mark.slow
+def test_every_class_is_timed_forward_and_in_training_on_both_kinds_of_lengths(tmp_path):
+    file = tmp_path / "figures.json"
+    small = ("--num-layers", 1, "--hidden-size", 64, "--rounds", 1)
+    code, _, complaints = run("benchmarks/benchmark_padding.py", *small, "--output", file)
+    assert code == 0, complaints
+    table = json.loads(file.read_text())["table"]
+    assert [row["lengths"] for row in table] == ["RefinedWeb"] * 5 + ["GLUE"] * 5
+    assert [row["x training"] for row in table if row["class"] == "neobert, padded"] == [1, 1]
+    assert all(row["forward, tokens/s"] > 0 and row["training, tokens/s"] > 0 for row in table)
+
+
+@pytest.mark.slow
 def test_every_loader_prepares_batches_of_the_requested_size(tmp_path):
     """300 documents with a mean of 640 tokens, in rows of 256."""
     file = tmp_path / "figures.json"
