@@ -9,7 +9,7 @@ from commands import REPOSITORY
 
 MAXIMUM_LINES = 400
 # All classes of an export are in one file, which is exported alone.
-LONGEST_OF_NAME = {"megatron_neobert/huggingface/modeling_neobert.py": 600}
+LONGEST_OF_NAME = {"megatron_neobert/huggingface/modeling_neobert.py": 610}
 MAXIMUM_BYTES = 1_000_000
 
 # Written so that this file does not match itself.
