@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver, get_context
@@ -22,6 +23,7 @@ from torch.distributed import TCPStore
 from megatron_neobert.runtime.store import serve_store
 
 _SERVERS: dict[str, forkserver.ForkServer] = {}
+_STARTING = threading.Lock()
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
 
 
@@ -94,17 +96,19 @@ def clean_environment() -> dict[str, str]:
 
 def use_server(preload: str = "preloaded") -> None:
     """Starts it where that is needed; multiprocessing knows one, by these two names."""
-    server = _SERVERS.setdefault(preload, forkserver.ForkServer())
-    forkserver.ensure_running = server.ensure_running
-    forkserver.connect_to_new_process = server.connect_to_new_process
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    server.set_forkserver_preload([preload])
-    server.ensure_running()
-    if path is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = path
+    # Tests start commands in several threads, and each would restore the PYTHONPATH that another has set.
+    with _STARTING:
+        server = _SERVERS.setdefault(preload, forkserver.ForkServer())
+        forkserver.ensure_running = server.ensure_running
+        forkserver.connect_to_new_process = server.connect_to_new_process
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        server.set_forkserver_preload([preload])
+        server.ensure_running()
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 class _Call:
