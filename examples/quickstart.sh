@@ -65,13 +65,13 @@ run "$folder/model" "$python" -m megatron_neobert convert megatron-to-hf \
 
 stage "7/7 Fill-mask" 'transformers.pipeline("fill-mask"): the three most probable tokens'
 HF_HUB_OFFLINE=1 "$python" - "$folder" <<'END'
-import json
 import math
 import sys
 import warnings
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
+from megatron_neobert.inspection.plot import read_run, series
 from transformers import pipeline
 from transformers.utils import logging
 
@@ -88,9 +88,8 @@ for sentence in (
     answers = ", ".join(f"{answer['token_str']} {answer['score']:.2f}" for answer in fill_mask(sentence, top_k=3))
     print(f"   {sentence}  ->  {answers}")
 
-lines = [json.loads(line) for line in (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
-losses = [line["loss"] for line in lines if "loss" in line]
-validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
+run = read_run(folder / "checkpoints", name="quickstart")
+(_, losses), (_, validation) = series(run, "loss"), series(run, "validation_loss")
 vocab_size = len(fill_mask.tokenizer)
 print("\n== Summary")
 print(f"   loss         {losses[0]:.2f} -> {losses[-1]:.2f} nats per masked token, {validation[-1]:.2f} on held-out documents;")

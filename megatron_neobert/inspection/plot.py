@@ -58,7 +58,7 @@ def plot(options: PlotOptions) -> None:
     """Draw the curves of runs by iteration: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
 
     `options.metrics` selects other curves. Validation values are points in the colour of their run. The figure is
-    OUTPUT/curves.png. Iterations that a resumed run repeated are drawn once, with their later values.
+    OUTPUT/curves.png. Values after the checkpoint from which a run resumed are drawn only as far as it logged them again.
 
     Raises:
         MissingInputError, DataError: A run has no log, or no values in it yet.
@@ -87,8 +87,8 @@ def plot(options: PlotOptions) -> None:
 def read_run(path: Path, *, name: str) -> RunLog:
     """Return the log of a run. Lines that cannot be read are dropped.
 
-    A run that resumes repeats the iterations after its last checkpoint. The repeated lines replace the earlier ones. A
-    line that was cut is dropped, even if the next start appended a whole line to it.
+    A start of the run drops all values after the checkpoint from which it resumed. A line that was cut is dropped, even
+    if the next start appended a whole line to it.
 
     Args:
         path: Folder of the run (its --save), or the log file.
@@ -104,8 +104,11 @@ def read_run(path: Path, *, name: str) -> RunLog:
             f"{path} {problem}; name the folder given to --save. A run writes its log there from the first interval on."
         )
     values: dict[int, dict[str, float]] = {}
-    for entry in map(_parse, file.read_text(encoding="utf-8", errors="replace").split("\n")):
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
+        entry, is_start = _parse(line)
         iteration = int(entry.pop("iteration", -1))
+        if is_start:
+            values = {logged: old for logged, old in values.items() if logged <= iteration}
         if entry:
             values[iteration] = {**values.get(iteration, {}), **entry}
     if not values:
@@ -116,21 +119,25 @@ def read_run(path: Path, *, name: str) -> RunLog:
     return RunLog(name, dict(sorted(values.items())))
 
 
-def _parse(line: str) -> dict[str, float]:
-    """Return the numbers of a log line by name, including "iteration"; {} if the line has no valid iteration."""
+def _parse(line: str) -> tuple[dict[str, float], bool]:
+    """Return the numbers of a log line by name, and whether it marks a start of the run.
+
+    The numbers include "iteration"; without a valid iteration, there are none.
+    """
     try:
         content = parse_json(line[max(line.rfind(_LINE_START), 0) :])
     except ValueError:
-        return {}
+        return {}, False
     iteration = content.get("iteration") if isinstance(content, dict) else None
     if type(iteration) is not int or not 0 <= iteration <= _LARGEST:
-        return {}
+        return {}, False
     limits = {int: _LARGEST, float: _LARGEST_VALUE}  # a comparison with NaN is False
-    return {
+    numbers = {
         name: value
         for name, value in content.items()
         if _NAME.fullmatch(name) and type(value) in limits and abs(value) <= limits[type(value)]
     }
+    return numbers, content.get("start") is True
 
 
 def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> None:

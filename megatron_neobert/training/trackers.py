@@ -1,6 +1,7 @@
 """Trackers of logged values: SAVE/metrics.jsonl, TensorBoard, and optionally Weights & Biases. Only rank 0 uses them.
 
-A resumed run appends to metrics.jsonl. It repeats the iterations after its checkpoint, and readers use the later lines.
+A resumed run appends to metrics.jsonl, first a line with `start` and the iteration of its checkpoint. Readers then drop
+the values after this iteration, because the run repeats these iterations or goes back to take another course.
 The id of a run at Weights & Biases is stored in the save folder, so that the same command resumes the same run. A
 tracker that fails is reported once, and training continues.
 """
@@ -40,19 +41,14 @@ class Trackers:
         self.save = None if settings.checkpoint.save is None else Path(settings.checkpoint.save)
         self.log = log
         self.failed: set[str] = set()  # trackers that could not be written to
+        self._append({"iteration": iteration, "start": True})
         self.tensorboard = _open_tensorboard(settings, iteration)
         self.wandb = None if settings.logging.wandb_project is None else start_wandb(settings)
 
     def record(self, iteration: int, values: Mapping[str, float], *, cursor: Any) -> None:
         """Write the values to all trackers, except values that are not finite. Failures are logged, not raised."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
-        if self.save is not None:
-            with self._logging_failures(str(self.save / _RECORD)):
-                now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-                # inspection/plot.py finds lines by "iteration" as their first key.
-                line = {"iteration": iteration, "cursor": asdict(cursor), **values, "time": now}
-                with open_own(self.save / _RECORD) as stream:
-                    stream.write(f"{json.dumps(line)}\n".encode())
+        self._append({"iteration": iteration, "cursor": asdict(cursor), **values})
         if self.tensorboard is not None:
             with self._logging_failures(self.tensorboard.log_dir):
                 for name, value in values.items():
@@ -60,6 +56,13 @@ class Trackers:
         if self.wandb is not None and "W&B" not in self.failed:
             with self._logging_failures("W&B"):
                 self.wandb.log({"iteration": iteration, **values})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl. inspection/plot.py finds lines by "iteration" as their first key."""
+        if self.save is not None:
+            with self._logging_failures(str(self.save / _RECORD)), open_own(self.save / _RECORD) as stream:
+                now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+                stream.write(f"{json.dumps({**line, 'time': now})}\n".encode())
 
     @contextmanager
     def _logging_failures(self, tracker: str) -> Iterator[None]:

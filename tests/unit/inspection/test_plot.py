@@ -22,6 +22,10 @@ def skip(iteration, count):
     return json.dumps({"iteration": iteration, "cursor": {}, "skipped_iterations": count}) + "\n"
 
 
+def start(iteration):
+    return json.dumps({"iteration": iteration, "start": True, "time": "2030-01-01"}) + "\n"
+
+
 def read(tmp_path, *lines):
     (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     return read_run(tmp_path, name="r")
@@ -36,11 +40,12 @@ def test_lines_of_one_iteration_are_merged(tmp_path):
     assert series(run, "validation_loss") == ([20], [3.0])
 
 
-def test_iterations_that_a_resumed_run_repeats_replace_the_earlier_ones(tmp_path):
-    before = [interval(10, 5.0), interval(20, 4.0), validation(20), interval(30, 3.0)]
-    run = read(tmp_path, *before, interval(20, 4.5), validation(20, 2.5), interval(30, 3.5))
-    assert series(run, "loss") == ([10, 20, 30], [5.0, 4.5, 3.5])
-    assert series(run, "validation_loss") == ([20], [2.5])
+def test_a_run_that_went_back_in_place_shows_nothing_of_the_abandoned_iterations(tmp_path):
+    before = [start(0), interval(10, 5.0), interval(20, 4.0), validation(20), interval(25), interval(30, 3.0)]
+    run = read(tmp_path, *before, interval(20)[:-30] + start(10), interval(20, 4.5))
+    assert run.values.keys() == {10, 20}
+    assert series(run, "loss") == ([10, 20], [5.0, 4.5])
+    assert series(run, "validation_loss") == ([], [])
 
 
 def test_a_line_that_is_being_written_or_was_cut_is_dropped_and_the_rest_is_read(tmp_path):

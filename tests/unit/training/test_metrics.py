@@ -34,7 +34,7 @@ def start(tmp_path: Path, *, iteration: int = 0) -> Monitor:
 
 def recorded(monitor: Monitor) -> list[dict]:
     path = Path(monitor.settings.checkpoint.save) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in map(json.loads, path.read_text().splitlines()) if "start" not in line]
 
 
 def state_of(iteration: int, *, skipped: int = 0, in_a_row: int = 0) -> TrainState:
@@ -140,7 +140,9 @@ def test_tensorboard_has_the_finite_values_of_the_record_in_groups(tmp_path):
         "validation/loss_web": 4.0,
     }
     assert found == {tag: [(7, value)] for tag, value in tags.items()}
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()).items() >= {"loss": 2.5, "iteration": 7}.items()
+    first, line = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first.items() >= {"iteration": 0, "start": True}.items()
+    assert line.items() >= {"loss": 2.5, "iteration": 7}.items()
 
 
 @pytest.mark.parametrize("is_pipe", [True, False])
