@@ -29,15 +29,12 @@ from megatron_neobert.text import parse_json
 # Header keys of torch.distributed.checkpoint for the offsets of boxes. The shape of the whole tensor is added.
 # Source: torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING, _OFFSETS, _SHAPE = "DCP_SHARDING_INFO", "saved_offsets", "shape"
-_MOST_LEVELS = 20  # of the optimizer's values, which have four
 _LARGEST_COUNT = 1 << 62  # leaves room for additions in an int64
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 # Prefixes of the names of weights in the optimizer's state.
 OPTIMIZER_STATE = "optimizer.state."
 MAIN_WEIGHTS = "optimizer.state.param."
-# Runs without the distributed optimizer used the second name in earlier versions.
-_ALL_MAIN_WEIGHTS = (MAIN_WEIGHTS, "optimizer.state.fp32_param.")
 
 
 class Box(NamedTuple):
@@ -93,7 +90,7 @@ class StoredTensors:
                 ) from error
         for name, stored in self._boxes.items():
             boxes = [box for _, box in stored]
-            self.shapes[name] = boxes[0].whole or _smallest_shape(boxes)
+            self.shapes[name] = boxes[0].whole
             if not _make_up(boxes, self.shapes[name]):
                 raise CheckpointError(
                     f"{folder}: the shards of {name} do not add up to its shape {self.shapes[name]}; use another "
@@ -108,10 +105,10 @@ class StoredTensors:
             sharding = parse_json((file.metadata() or {})[_SHARDING])
             for name in file.keys():  # noqa: SIM118  not a dict
                 stored = file.get_slice(name)
-                offsets, shape = tuple(sharding[name][_OFFSETS]), tuple(stored.get_shape())
-                whole = tuple(sharding[name].get(_SHAPE, ()))  # earlier versions do not store it
+                offsets, whole = (tuple(sharding[name][key]) for key in (_OFFSETS, _SHAPE))
+                shape = tuple(stored.get_shape())
                 is_valid = all(type(number) is int and number >= 0 for number in (*offsets, *whole))
-                if not is_valid or len(offsets) != len(shape) or len(whole) not in (0, len(shape)):
+                if not is_valid or not len(offsets) == len(shape) == len(whole):
                     raise ValueError(f"{name} of shape {shape} begins at {offsets!r:.80} of {whole!r:.80}")
                 box = Box(offsets, shape, whole)
                 dtype = _DTYPES[stored.get_dtype()]
@@ -124,8 +121,8 @@ class StoredTensors:
 
     def main_name(self, name: str) -> str:
         """Return the name of the fp32 main weights of a weight, or the same name if there are none."""
-        names = (prefix + name for prefix in _ALL_MAIN_WEIGHTS if prefix + name in self.shapes)
-        return next((main for main in names if self.shapes[main] == self.shapes.get(name)), name)
+        main = MAIN_WEIGHTS + name
+        return main if main in self.shapes and self.shapes[main] == self.shapes.get(name) else name
 
     def read(self, name: str, into: Tensor, *, offsets: Sequence[int], is_padded: bool = False) -> None:
         """Copy a slice of a stored tensor into `into`, whose shape is the slice's size, and convert to its dtype.
@@ -181,12 +178,6 @@ class StoredTensors:
         return tensor
 
 
-def _smallest_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Return the shape of the smallest tensor that has these boxes."""
-    stops = [[start + size for start, size in zip(box.offsets, box.shape, strict=True)] for box in boxes]
-    return tuple(map(max, zip(*stops, strict=True)))
-
-
 def _make_up(boxes: Sequence[Box], whole: Sequence[int]) -> bool:
     """Return whether every element of a tensor of shape `whole` is in exactly one box."""
     # As Python numbers, because a product of hostile shapes does not fit into an int64.
@@ -203,28 +194,17 @@ def _make_up(boxes: Sequence[Box], whole: Sequence[int]) -> bool:
     )
 
 
-def write_train_state(folder: Path, state: TrainState, optimizer: dict[str, Any] | None = None) -> None:
-    """Write train_state.json.
-
-    Args:
-        optimizer: Values of megatron.core's optimizer state that are not tensors. None for a checkpoint without
-            optimizer state.
-    """
-    content = {"progress": asdict(state)} | ({} if optimizer is None else {"optimizer": optimizer})
-    (folder / TRAIN_STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-
-
-def _is_flat(value: Any, *, levels: int) -> bool:
-    """Return whether lists and dicts are nested at most `levels` deep."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels >= 0 and all(_is_flat(item, levels=levels - 1) for item in inner)
-
-
 class SavedState(NamedTuple):
     """Content of train_state.json."""
 
     state: TrainState
-    optimizer: dict[str, Any] | None  # None in a checkpoint without optimizer state
+    optimizer_steps: int | None  # updates that Adam has made; None in a checkpoint without optimizer state
+
+
+def write_train_state(folder: Path, state: TrainState, *, optimizer_steps: int | None = None) -> None:
+    """Write train_state.json. The arguments are the fields of SavedState."""
+    content = {"progress": asdict(state), "optimizer_steps": optimizer_steps}
+    (folder / TRAIN_STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def read_train_state(folder: Path) -> SavedState:
@@ -237,16 +217,14 @@ def read_train_state(folder: Path) -> SavedState:
     try:
         content = parse_json(read_text(path))
         state = msgspec.convert(content["progress"], TrainState)
-        optimizer = msgspec.convert(content.get("optimizer"), dict[str, Any] | None)
-        for name, count in (vars(state) | vars(state.cursor)).items():
+        steps = msgspec.convert(content["optimizer_steps"], int | None)
+        for name, count in (vars(state) | vars(state.cursor) | {"optimizer_steps": steps}).items():
             if isinstance(count, int) and not 0 <= count < _LARGEST_COUNT:
                 raise ValueError(f"{name} is {count}, which is not a valid count")
-        if not _is_flat(optimizer, levels=_MOST_LEVELS):
-            raise ValueError("nested too deeply")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another checkpoint.") from error
     except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: not written by neobert ({short_reason(error)}); use another checkpoint."
         ) from error
-    return SavedState(state, optimizer)
+    return SavedState(state, steps)

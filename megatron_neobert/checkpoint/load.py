@@ -72,8 +72,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     Collective: all ranks.
     """
     saved_settings = read_record(folder / "settings.yaml")
-    train_state, optimizer = read_train_state(folder)
-    weights_only = optimizer is None
+    train_state, optimizer_steps = read_train_state(folder)
+    weights_only = optimizer_steps is None
     stream = run.training_stream
     saved = SavedRun(
         folder=folder,
@@ -84,25 +84,24 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         read_corpora=train_state.read_corpora,
         weights_only=weights_only,
     )
-    refuse_unfit_checkpoint(saved, run.settings, stream.identities, stream.corpora, has_new_data=has_new_data)
+    refuse_unfit_checkpoint(saved, run.settings, stream.hashes, stream.corpora, has_new_data=has_new_data)
     refuse_other_tokenizer(folder, load_tokenizer(folder / "tokenizer"), run.tokenizer)
-    step = None if optimizer is None else _step_of(optimizer, folder)
     stored = _broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
     _on_all_ranks(lambda: _read_tensors(run, stored, with_moments=not weights_only))
     if run.settings.parallel.use_distributed_optimizer:
         run.model.start_param_sync(force_sync=True)  # gathers the weights, of which each rank has read its part
-    if step is not None:
+    if not weights_only:
         for group in run.optimizer.param_groups:
             if "betas" in group:  # Muon does not count steps
-                group["step"] = step
+                group["step"] = optimizer_steps
     compared = saved_settings, run.settings
     if has_new_data:  # the phases of the other run do not matter, only its settings at this iteration
         phase = phase_at(run.settings, train_state.iteration)
         compared = phase_at(saved_settings, train_state.iteration).settings, phase.settings
-        cursor = stream.cursor_in(phase, train_state.cursor, compared[0], identity=train_state.corpus_sha256)
+        cursor = stream.cursor_in(phase, train_state.cursor, compared[0], corpus_sha256=train_state.corpus_sha256)
         train_state = replace(train_state, cursor=cursor)
-    identities = stream.identities_at(train_state.iteration)
-    run.state = replace(train_state, corpus_sha256=identities[0], first_corpus_sha256=stream.identities[0][0])
+    corpus_sha256 = stream.hash_at(train_state.iteration)
+    run.state = replace(train_state, corpus_sha256=corpus_sha256, first_corpus_sha256=stream.hashes[0])
     run.scheduler.step(increment=run.state.iteration)  # the learning rate depends on the iteration only
     if is_rank_zero():
         if has_new_data:
@@ -111,8 +110,6 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
                 start = f"continue in epoch {cursor.epoch}, window {cursor.window}, after {cursor.row} packed sequences"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {start}", flush=True)
-        elif train_state.corpus_sha256 != identities[0]:
-            print(f"{folder} does not record document boundaries, and is taken to be of this corpus", flush=True)
         for warning in continue_warnings(saved, run.settings, stream.corpora):
             print(f"warning: {warning}", flush=True)
         for change in changes(*compared, weights_only=weights_only):
@@ -133,34 +130,6 @@ def _read_tensors(run: Run, stored: StoredTensors, *, with_moments: bool) -> Non
                 stored.read(name, data, offsets=box.offsets, is_padded=is_padded)
         if part.has_main:
             part.weight.copy_(part.main)
-
-
-def _step_of(optimizer: dict[str, Any], folder: Path) -> int:
-    """Return the number of updates that Adam has made. Nothing else of the stored values is used.
-
-    Args:
-        optimizer: Values of the optimizer that are not tensors.
-
-    Raises:
-        CheckpointError: The values are not those of an optimizer.
-    """
-    try:
-        steps = {step for group in _groups(optimizer) if (step := group.get("step")) is not None}
-        if not all(isinstance(step, (int, float)) for step in steps):
-            raise TypeError(f"step is {steps!r:.40}, which is not a number")
-        return int(max(steps, default=0))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{folder}: its optimizer state does not fit this model ({type(error).__name__}: {error}); use another "
-            "checkpoint."
-        ) from error
-
-
-def _groups(optimizer: dict[str, Any]) -> list[Any]:
-    """Return the parameter groups. In earlier versions they are one or two levels deeper, by optimizer."""
-    if "param_groups" in optimizer:
-        return list(optimizer["param_groups"])
-    return [group for value in optimizer.values() if isinstance(value, dict) for group in _groups(value)]
 
 
 def _find_in(settings: Settings, load: str) -> Path | None:

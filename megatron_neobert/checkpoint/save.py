@@ -40,7 +40,7 @@ class _Pending:
     """A checkpoint that is being written."""
 
     state: TrainState
-    optimizer: dict[str, Any]  # optimizer values that are not tensors, the same on all ranks
+    optimizer_steps: int  # updates that Adam has made
     # Records of this rank's files, once its thread has written them; None if this rank has no tensors to write.
     file: Future[dict[str, FileRecord]] | None
 
@@ -95,8 +95,8 @@ class Saver:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             file = thread.submit(_write, path, copies)
             thread.shutdown(wait=False)
-        groups = [{name: group[name] for name in group if name != "params"} for group in run.optimizer.param_groups]
-        self._pending = _Pending(run.state, {"param_groups": groups}, file)
+        steps = max((int(group["step"]) for group in run.optimizer.param_groups if "step" in group), default=0)
+        self._pending = _Pending(run.state, steps, file)
         if config.async_save:
             self.log(f"saving {self._final} in the background")
         else:
@@ -157,7 +157,7 @@ class Saver:
         if (problem := next((problem for _, problem in results if problem is not None), None)) is not None:
             return problem
         try:
-            write_train_state(self._temporary, pending.state, pending.optimizer)
+            write_train_state(self._temporary, pending.state, optimizer_steps=pending.optimizer_steps)
             write_record(run.settings, self._temporary / "settings.yaml")
             run.tokenizer.save_tokenizer_files(
                 self._temporary / "tokenizer", model_max_length=run.settings.model.max_position_embeddings

@@ -44,14 +44,14 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
             corpus_sha256=str(progress["corpus_sha256"]),
             first_corpus_sha256=str(progress["first_corpus_sha256"]),
             read_corpora=msgspec.convert(progress["read_corpora"], list[ReadCorpus]),
-            weights_only=state.get("optimizer") is None,
+            weights_only=state["optimizer_steps"] is None,
         )
     except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     load = settings.checkpoint.load
     has_new_data = load is None or not list_checkpoints(Path(load))
-    identities, corpora = [each.identities for each in inputs], [each.corpora for each in inputs]
-    refuse_unfit_checkpoint(saved, settings, identities, corpora, has_new_data=has_new_data)
+    hashes, corpora = [each.sha256 for each in inputs], [each.corpora for each in inputs]
+    refuse_unfit_checkpoint(saved, settings, hashes, corpora, has_new_data=has_new_data)
     refuse_other_tokenizer(folder, tokenizer, inputs[0].tokenizer)
 
 

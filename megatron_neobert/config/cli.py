@@ -31,21 +31,6 @@ FIRST = (
 _LARGEST_FILE_BYTES = 1 << 18
 _MOST_GPUS = 1_000_000
 _MOST_PHASES = 100  # each phase is checked and planned like a run
-# Settings of earlier versions, which the record of a run can contain. The first changed the result of a run and are
-# fixed to one value now. The others are ignored, because they may differ when a run resumes.
-_NOW_FIXED = {"muon_momentum": 0.95}
-_NOW_IGNORED = {
-    *("allow_changed", "attention_bounds", "check_for_nan"),
-    *("check_weight_hash_across_dp_replicas_interval", "cross_entropy_fusion_impl"),
-    *("cross_entropy_loss_fusion", "first_last_layers_bf16", "fp8_amax_compute_algo"),
-    *("fp8_amax_history_len", "fp8_margin", "fp8_param_gather", "gradient_accumulation_fusion"),
-    *("loss_spike_sigma", "loss_spike_window", "max_skipped_iters"),
-    *("num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16"),
-    *("num_layers_per_virtual_pipeline_stage", "object_storage_cache_gb", "overlap_param_gather"),
-    *("probe_data_path", "profile_step_end", "profile_step_start", "recompute_method"),
-    *("recompute_num_layers", "resume", "save_initial", "sequence_parallel", "tensorboard_dir"),
-    *("tokenizer_type", "wandb_exp_name"),
-}
 
 
 def _read_counts(values: list[str]) -> tuple[int, ...]:
@@ -105,7 +90,7 @@ def parse_command_line(arguments: list[str], *, world_size: int, record: Path | 
     if config is not None:
         problems += _merge_file(find_config(config), values)
     elif record is not None:
-        problems += _merge_file(record, values, is_record=True)
+        problems += _merge_file(record, values)
     for name, text in texts.items():
         problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
     settings = _build(values)  # invalid values have been reported, and are replaced by their defaults
@@ -145,19 +130,15 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def read_settings(path: Path, *, is_record: bool = False) -> Settings:
+def read_settings(path: Path) -> Settings:
     """Return the settings of a YAML file. Each value is checked for its type only.
-
-    Args:
-        is_record: The file was written by a run. Settings of earlier versions are then ignored, except `muon_momentum`,
-            which must be 0.95.
 
     Raises:
         ConfigError: The file has problems, such as unknown settings. The error lists all of them.
         MissingInputError: The file does not exist.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    if problems := _merge_file(path, values, is_record=is_record):
+    if problems := _merge_file(path, values):
         raise ConfigError(problems)
     return _build(values)
 
@@ -182,7 +163,7 @@ def read_record(path: Path) -> Settings:
     Raise CheckpointError if the file does not exist, is damaged, or has invalid values.
     """
     try:
-        settings = read_settings(path, is_record=True)
+        settings = read_settings(path)
         if problems := find_record_problems(settings):
             raise ConfigError(problems)
         return settings
@@ -211,10 +192,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: bool = False) -> list[str]:
+def _merge_file(path: Path, values: dict[str, dict[str, Any]]) -> list[str]:
     """Add the settings of a YAML file to `values[section][name]`, and return error messages about the file.
 
-    Raise MissingInputError if there is no such file. With `is_record`, most settings of earlier versions are ignored.
+    Raise MissingInputError if there is no such file.
     """
     if not path.is_file():
         if path.is_dir():
@@ -242,16 +223,7 @@ def _merge_file(path: Path, values: dict[str, dict[str, Any]], *, is_record: boo
         else:
             for key, value in (entries or {}).items():
                 name = _name_of(key)
-                source = f"{path}: {section}.{name}"
-                if is_record and name in _NOW_FIXED and value != _NOW_FIXED[name]:
-                    problems.append(
-                        f"{source} was {excerpt(value)}, and this version supports {_NOW_FIXED[name]} only."
-                    )
-                    continue
-                # Earlier versions had a switch of this name; now it is a range of iterations.
-                was_switch = name == "profile" and isinstance(value, bool)
-                if not (is_record and (name in _NOW_FIXED or name in _NOW_IGNORED or was_switch)):
-                    problems += _assign(values, section, name, value, source=source)
+                problems += _assign(values, section, name, value, source=f"{path}: {section}.{name}")
     return problems
 
 

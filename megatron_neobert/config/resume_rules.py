@@ -91,7 +91,7 @@ class SavedRun:
 def refuse_unfit_checkpoint(
     saved: SavedRun,
     now: Settings,
-    identities: Sequence[tuple[str, str]],
+    hashes: Sequence[str],
     corpora: Sequence[Mapping[str, str]],
     *,
     has_new_data: bool,
@@ -100,7 +100,7 @@ def refuse_unfit_checkpoint(
 
     Args:
         now: Settings of the run that starts.
-        identities: Hashes of the data of each phase, as this and earlier versions compute them.
+        hashes: Hash of the data of each phase, see TrainState.corpus_sha256.
         corpora: Corpora of each phase: hash of the documents -> prefix.
         has_new_data: The checkpoint is of the run in --continue-from, so this run may have other data.
 
@@ -119,14 +119,14 @@ def refuse_unfit_checkpoint(
             "--continue-from and new folders as --save and --load."
         )
     if has_new_data:
-        _refuse_repeated_batches(saved, now, identities, corpora)
+        _refuse_repeated_batches(saved, now, hashes, corpora)
         return
     _refuse_changed_past(saved, now)
     for recorded, phase in ((saved.corpus_sha256, new_phase), (saved.first_corpus_sha256, resolve_phases(now)[0])):
-        if recorded not in identities[phase.number]:
+        if recorded != hashes[phase.number]:
             raise CheckpointError(
                 f"{folder} was trained on the corpus with sha256 {recorded[:12]}, but --data-path "
-                f"{' '.join(phase.settings.data.data_path)} has {identities[phase.number][0][:12]}. Give the corpus, "
+                f"{' '.join(phase.settings.data.data_path)} has {hashes[phase.number][:12]}. Give the corpus, "
                 f"min, max, where and drop of that run; or, {_AS_NEW_RUN}."
             )
 
@@ -145,7 +145,7 @@ def _refuse_changed_past(saved: SavedRun, now: Settings) -> None:
 
 
 def _refuse_repeated_batches(
-    saved: SavedRun, now: Settings, identities: Sequence[tuple[str, str]], corpora: Sequence[Mapping[str, str]]
+    saved: SavedRun, now: Settings, hashes: Sequence[str], corpora: Sequence[Mapping[str, str]]
 ) -> None:
     """Raise ConfigError if a run that continues another one trains no iteration, or reads batches for a second time.
 
@@ -159,7 +159,7 @@ def _refuse_repeated_batches(
             "this run continues counting; raise it by the iterations that you want to train."
         )
     old, new = phase_at(saved.settings, iteration).settings, phase_at(now, iteration)
-    continues = saved.corpus_sha256 in identities[new.number] and order_settings(old) == order_settings(new.settings)
+    continues = saved.corpus_sha256 == hashes[new.number] and order_settings(old) == order_settings(new.settings)
     read = {(each.documents_sha256, each.seed) for each in saved.read_corpora}
     for phase in resolve_phases(now)[new.number :]:
         seed = phase.settings.training.seed

@@ -107,10 +107,10 @@ def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None
     batches = build_training_stream(settings, inputs)
     if checkpoint is not None:
         saved = read_train_state(checkpoint).state
-        if saved.corpus_sha256 not in (identities := batches.identities_at(saved.iteration)):
+        if saved.corpus_sha256 != (sha256 := batches.hash_at(saved.iteration)):
             raise CheckpointError(
                 f"{checkpoint} was trained on the corpus with sha256 {saved.corpus_sha256[:12]}, --data-path names a "
-                f"corpus with {identities[0][:12]}. Name the corpus that the checkpoint was trained on."
+                f"corpus with {sha256[:12]}. Name the corpus that the checkpoint was trained on."
             )
         batches = replace(batches, iteration=saved.iteration, cursor=saved.cursor)
     stream, packed, _ = next(batches.from_iteration(iteration).global_batches())

@@ -58,7 +58,7 @@ def plot(options: PlotOptions) -> None:
     """Draw the curves of runs by iteration: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
 
     `options.metrics` selects other curves. Validation values are points in the colour of their run. The figure is
-    OUTPUT/curves.png. Values after the checkpoint from which a run resumed are drawn only as far as it logged them again.
+    OUTPUT/curves.png. Values after the checkpoint from which a run resumed are those that it logged afterwards.
 
     Raises:
         MissingInputError, DataError: A run has no log, or no values in it yet.

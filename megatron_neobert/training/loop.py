@@ -286,7 +286,7 @@ def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> Tra
     return replace(
         run.state,
         iteration=iteration,
-        corpus_sha256=run.training_stream.identities_at(iteration)[0],
+        corpus_sha256=run.training_stream.hash_at(iteration),
         cursor=batches.cursor_after,
         read_corpora=tuple(dict.fromkeys((*run.state.read_corpora, *read))),
         consumed_samples=run.state.consumed_samples + phase.settings.training.global_batch_size,

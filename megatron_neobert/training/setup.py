@@ -39,7 +39,7 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     inputs = open_phases(settings)
     held_out = (source for sources in inputs[0].validation.values() for source in sources)
     contents = {
-        "sha256 of --data-path": [phase.identities[0] for phase in inputs],
+        "sha256 of --data-path": [phase.sha256 for phase in inputs],
         "sha256 of validation data": [source.corpus.manifest.documents_sha256 for source in held_out],
     }
     device = distributed.initialize(settings, contents=contents)
@@ -81,7 +81,7 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *,
         validation_streams={
             name: replace(training_stream.streams[0], sources=sources) for name, sources in validation.items()
         },
-        state=TrainState(corpus_sha256=inputs[0].identities[0], first_corpus_sha256=inputs[0].identities[0]),
+        state=TrainState(corpus_sha256=inputs[0].sha256, first_corpus_sha256=inputs[0].sha256),
         graph=GraphedSchedule() if uses_graph else None,
     )
 

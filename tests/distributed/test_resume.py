@@ -11,7 +11,7 @@ import pytest
 from processes import run_command, run_on_ranks
 from ranks import load_and_save, quick_only, read_metrics, train_on_ranks
 from reliability.states import assert_same_state
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from security.hostile import seal
 from test_layouts import CP2, DP2_OVERLAP, PP2, TP2, largest_relative_gap
 from tests_tiny import ITERATIONS, tiny_settings
@@ -19,10 +19,8 @@ from tolerances import LAYOUT_LOSS
 from torch.multiprocessing import ProcessRaisedException
 from training_command import SCRIPT, flags_of
 
-from megatron_neobert.checkpoint.contents import StoredTensors
 from megatron_neobert.checkpoint.folder import list_checkpoints
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import open_inputs
 from megatron_neobert.model import initialization
 from megatron_neobert.training import loop
 
@@ -202,46 +200,6 @@ def test_dry_run_refuses_a_checkpoint_like_a_real_start(settings, stopped, tiny_
     ended = run_command("megatron_neobert.launch", SCRIPT, *flags_of(run), "--dry-run")
     assert ended.code == code, ended.output
     assert message in ended.output
-
-
-def test_checkpoint_of_a_version_without_hashed_document_bounds_resumes_with_a_note(settings, tiny_corpus, capfd):
-    run = settings("run", training={"exit_interval": 1})
-    train_on_ranks(run)
-    (folder,) = list_checkpoints(Path(run.checkpoint.save))
-    state = json.loads((folder / "train_state.json").read_text())
-    identity, old_identity = open_inputs(run.data).identities
-    assert state["progress"]["corpus_sha256"] == identity != old_identity
-    state["progress"]["corpus_sha256"] = old_identity
-    (folder / "train_state.json").write_text(json.dumps(state))
-    seal(folder)
-    train_on_ranks(run)
-    assert f"{folder} does not record document boundaries" in capfd.readouterr().out
-    newest = list_checkpoints(Path(run.checkpoint.save))[0]
-    assert json.loads((newest / "train_state.json").read_text())["progress"]["corpus_sha256"] == identity
-
-
-@pytest.mark.parametrize("parallel", [{}, pytest.param(WHOLE, marks=pytest.mark.slow)])
-def test_checkpoint_of_a_version_that_gathered_the_optimizer_state_resumes_bit_for_bit(settings, parallel):
-    bf16 = {"bf16": True}
-    uninterrupted = settings("uninterrupted", parallel=parallel, training=bf16)
-    train_on_ranks(uninterrupted)
-    run = settings("run", parallel=parallel, training={**bf16, "exit_interval": STOP})
-    train_on_ranks(run)
-    (folder,) = list_checkpoints(Path(run.checkpoint.save))
-    stored = StoredTensors(folder)
-    tensors = {name: stored.read_whole(name) for name in stored.shapes}
-    if parallel == WHOLE:
-        tensors = {name.replace("state.param.", "state.fp32_param."): tensor for name, tensor in tensors.items()}
-    for path in folder.glob("rank_*"):
-        path.unlink()
-    offsets = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
-    save_file(tensors, folder / "rank_00000.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
-    state = json.loads((folder / "train_state.json").read_text())
-    state["optimizer"] = {"optimizer": state["optimizer"], "param_state_sharding_type": "fully_reshardable"}
-    (folder / "train_state.json").write_text(json.dumps(state))
-    seal(folder)
-    train_on_ranks(run)
-    assert read_metrics(run.checkpoint.save) == read_metrics(uninterrupted.checkpoint.save)
 
 
 def test_run_continues_from_the_given_checkpoint_or_the_newest_one(settings):

@@ -43,12 +43,6 @@ NO_COMMAND: tuple[str, ...] = ()
 SENTENCE_TRANSFORMERS = ("evaluate mteb", "finetune")
 
 
-def forge_optimizer(change: Callable[[dict[str, Any]], object]) -> Spoil:
-    return edit_json(
-        "iter_*/train_state.json", lambda state: change(state["optimizer"].get("optimizer", state["optimizer"]))
-    )
-
-
 def link_elsewhere(path: Path, canary: Canary) -> None:
     path.rename(canary.mark.parent / path.name)
     path.symlink_to(canary.mark.parent / path.name)
@@ -59,7 +53,9 @@ def change_offsets(change: Callable[[dict[str, Any]], object]) -> Spoil:
 
     def edit(path: Path, canary: Canary) -> None:
         tensors = load_file(path)
-        sharding: dict[str, Any] = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+        sharding: dict[str, Any] = {
+            name: {"saved_offsets": [0] * tensor.dim(), "shape": list(tensor.shape)} for name, tensor in tensors.items()
+        }
         change(sharding)
         save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(sharding)})
 
@@ -70,7 +66,7 @@ def add_extra_state(path: Path, canary: Canary) -> None:
     """Write bytes that megatron.core 0.16.1 unpickles when Transformer Engine's modules load them."""
     state = torch.frombuffer(bytearray(pickle.dumps(canary)), dtype=torch.uint8)
     name = "decoder.layers.0.self_attention.linear_qkv._extra_state"
-    sharding = json.dumps({name: {"saved_offsets": [0]}})
+    sharding = json.dumps({name: {"saved_offsets": [0], "shape": list(state.shape)}})
     save_file({name: state}, path / "rank_00001.safetensors", metadata={"DCP_SHARDING_INFO": sharding})
 
 
@@ -307,9 +303,8 @@ HOSTILE = (
         f"training:\n  seed: !!python/object/apply:os.mkdir [{canary.mark}]\n".encode()))),
     Hostile("checkpoint", "huge iteration", edit_json(
         "iter_*/train_state.json", lambda state: state["progress"].update(iteration=10**400))),
-    Hostile("checkpoint", "groups as text", forge_optimizer(lambda state: state.update(param_groups="all")), TRAINING),
-    *(Hostile("checkpoint", f"step of a group as {type(step).__name__}", forge_optimizer(
-        lambda state, step=step: state["param_groups"][0].update(step=step)), TRAINING) for step in ("2", {})),
+    Hostile("checkpoint", "steps of the optimizer as text", edit_json(
+        "iter_*/train_state.json", lambda state: state.update(optimizer_steps="2"))),
     Hostile("checkpoint", "format of megatron.core", each(
         "iter_*", change=lambda path, canary: (path / ".metadata").write_bytes(pickle.dumps(canary)))),
     *(Hostile("checkpoint", f"tensors at offset {offset}", change_offsets(

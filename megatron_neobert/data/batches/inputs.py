@@ -17,7 +17,6 @@ from megatron_neobert.data.batches.order import SplitPart, split_documents
 from megatron_neobert.data.batches.windows import BatchSettings, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list
-from megatron_neobert.data.corpus.format import Manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.stream import is_url
@@ -38,9 +37,7 @@ class Inputs:
     training: tuple[Source, ...]
     # By name of the validation curve. Empty if --split has no share for validation and there is no --valid-data-path.
     validation: dict[str, tuple[Source, ...]]
-    # Hashes of --data-path: equal for the same documents in the same proportions, under any path. The second hash is
-    # for checkpoints of earlier versions, which did not hash the boundaries of documents.
-    identities: tuple[str, str]
+    sha256: str  # of --data-path: equal for the same documents in the same proportions, under any path
     description: list[str]  # one line per component of --data-path
 
     @property
@@ -81,10 +78,7 @@ def open_inputs(data: DataConfig) -> Inputs:
         tokenizer=tokenizer,
         training=training,
         validation=validation,
-        identities=(
-            _identity(components, training, lambda manifest: manifest.documents_sha256),
-            _identity(components, training, lambda manifest: manifest.sha256),
-        ),
+        sha256=_hash(components, training),
         description=[
             _describe(component, source, data) for component, source in zip(components, training, strict=True)
         ],
@@ -189,15 +183,15 @@ def _choose(
     return chosen
 
 
-def _identity(components: Sequence[Component], sources: Sequence[Source], hash_of: Callable[[Manifest], str]) -> str:
-    """Return a SHA-256 (hex) of the corpora, filters and weights; for one corpus without filters, its `hash_of`."""
+def _hash(components: Sequence[Component], sources: Sequence[Source]) -> str:
+    """Return a SHA-256 (hex) of documents, filters and weights; for one corpus without filters, of its documents."""
     if len(components) == 1 and not components[0].is_filtered:
-        return hash_of(sources[0].corpus.manifest)
+        return sources[0].corpus.manifest.documents_sha256
     lines = []
     for weight, component, source in zip(whole_weights(components), components, sources, strict=True):
         corpus = source.corpus
-        # The format of this line must not change, so that checkpoints of earlier versions resume.
-        line = f"{weight} {hash_of(corpus.manifest)} {component.minimum} {component.maximum}"
+        # Checkpoints store the hash, so the format of this line must not change.
+        line = f"{weight} {corpus.manifest.documents_sha256} {component.minimum} {component.maximum}"
         for path in component.drop:
             line += f" {read_drop_list(Path(path), corpus)[0].mask_sha256}"
         if source.bits_sha256:

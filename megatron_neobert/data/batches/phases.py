@@ -29,30 +29,29 @@ class TrainingStream:
     """
 
     settings: Settings
-    identities: tuple[tuple[str, str], ...]  # Inputs.identities of each phase
+    hashes: tuple[str, ...]  # Inputs.sha256 of each phase
     corpora: tuple[dict[str, str], ...]  # Inputs.corpora of each phase
     streams: tuple[BatchStream, ...]  # batches of each phase, from the start of its documents
     iteration: int = 0  # iterations that are done
     cursor: Cursor = Cursor()  # noqa: RUF009  frozen; position after these iterations
 
-    def identities_at(self, iteration: int) -> tuple[str, str]:
-        """Return the hashes of the --data-path of an iteration, see Inputs.identities."""
-        return self.identities[phase_at(self.settings, iteration).number]
+    def hash_at(self, iteration: int) -> str:
+        """Return the hash of the --data-path of an iteration, see Inputs.sha256."""
+        return self.hashes[phase_at(self.settings, iteration).number]
 
-    def cursor_in(self, phase: Phase, cursor: Cursor, previous: Settings, *, identity: str) -> Cursor:
+    def cursor_in(self, phase: Phase, cursor: Cursor, previous: Settings, *, corpus_sha256: str) -> Cursor:
         """Return the cursor at which `phase` begins, after batches of another phase or run that ended at `cursor`.
 
-        If the documents (compared by `identity`), weights, split, seed or block size differ, return the start of the
-        data, `Cursor()`. If only `seq_length`, `long_documents` or `batch_layout` differ, return the start of the next
-        unread window. Otherwise return `cursor`.
+        If documents or weights (compared by `corpus_sha256`), split, seed or block size differ, return the start of
+        the data, `Cursor()`. If only `seq_length`, `long_documents` or `batch_layout` differ, return the start of the
+        next unread window. Otherwise return `cursor`.
 
         Args:
             cursor: Position after the previous batches.
             previous: Settings of the previous batches, with phases resolved.
-            identity: Hash of the data of the previous batches, see Inputs.identities.
+            corpus_sha256: Hash of the data of the previous batches.
         """
-        has_other_data = identity not in self.identities[phase.number]
-        if has_other_data or order_settings(previous) != order_settings(phase.settings):
+        if corpus_sha256 != self.hashes[phase.number] or order_settings(previous) != order_settings(phase.settings):
             return Cursor()
         if _packing_settings(previous) != _packing_settings(phase.settings):
             stream = self.streams[phase.number]
@@ -68,8 +67,8 @@ class TrainingStream:
         done, cursor, previous = self.iteration, self.cursor, phase_at(self.settings, self.iteration)
         for phase in resolve_phases(self.settings)[previous.number :]:
             if phase != previous:
-                identity = self.identities[previous.number][0]
-                cursor = self.cursor_in(phase, cursor, previous.settings, identity=identity)
+                previous_sha256 = self.hashes[previous.number]
+                cursor = self.cursor_in(phase, cursor, previous.settings, corpus_sha256=previous_sha256)
             stream = replace(self.streams[phase.number], cursor=cursor)
             for packed, cursor in islice(stream.global_batches(), None if phase.last is None else phase.last - done):
                 yield stream, packed, cursor
@@ -108,5 +107,5 @@ def build_training_stream(settings: Settings, inputs: list[Inputs], *, fixed_sha
         )
         for phase, phase_inputs in zip(resolve_phases(settings), inputs, strict=True)
     ]
-    identities = tuple(phase_inputs.identities for phase_inputs in inputs)
-    return TrainingStream(settings, identities, tuple(phase_inputs.corpora for phase_inputs in inputs), tuple(streams))
+    hashes = tuple(phase_inputs.sha256 for phase_inputs in inputs)
+    return TrainingStream(settings, hashes, tuple(phase_inputs.corpora for phase_inputs in inputs), tuple(streams))

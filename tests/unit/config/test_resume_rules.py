@@ -101,8 +101,8 @@ def start(
         read_corpora=[ReadCorpus(*each, split="99,1") for each in read],
         weights_only=saved.get("weights_only", False),
     )
-    identities, corpora = [(name, "of no version") for name in hashes], [{name[0]: f"prefix {name}"} for name in hashes]
-    refuse_unfit_checkpoint(run, now, identities, corpora, has_new_data=True)
+    corpora = [{name[0]: f"prefix {name}"} for name in hashes]
+    refuse_unfit_checkpoint(run, now, hashes, corpora, has_new_data=True)
 
 
 TO_B = (PhaseChange(after_iters=20, data_path=("B",)),)
@@ -154,9 +154,9 @@ def test_resuming_in_a_later_phase_keeps_settings_and_documents_of_the_first_pha
         weights_only=False,
     )
     corpora = [{"a": "A"}, {"b": "B"}]
-    refuse_unfit_checkpoint(saved, before, [("a", ""), ("b", "")], corpora, has_new_data=False)
+    refuse_unfit_checkpoint(saved, before, ["a", "b"], corpora, has_new_data=False)
     with pytest.raises(CheckpointError, match=message):
-        refuse_unfit_checkpoint(saved, now, [(identity, ""), ("b", "")], corpora, has_new_data=False)
+        refuse_unfit_checkpoint(saved, now, [identity, "b"], corpora, has_new_data=False)
 
 
 def warnings_of(now: Settings, *, split: str = "99,1", train_iters: int = 100) -> str:

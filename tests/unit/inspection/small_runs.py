@@ -39,7 +39,7 @@ def write_checkpoint(save: Path, settings: Settings, *, iteration: int, cursor: 
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     write_record(settings, folder / "settings.yaml")
-    progress = {"corpus_sha256": open_inputs(settings.data).identities[0], "iteration": iteration, "cursor": cursor}
-    (folder / "train_state.json").write_text(json.dumps({"progress": progress, "optimizer": {}}))
+    progress = {"corpus_sha256": open_inputs(settings.data).sha256, "iteration": iteration, "cursor": cursor}
+    (folder / "train_state.json").write_text(json.dumps({"progress": progress, "optimizer_steps": iteration}))
     (folder / "MANIFEST.json").touch()
     return folder

@@ -97,13 +97,6 @@ def test_an_iteration_before_the_first_checkpoint_of_a_continued_run_is_refused(
         open_iteration(None, 11, ["--config", str(folder / "settings.yaml")])
 
 
-def test_settings_of_a_run_of_an_earlier_version_are_read(corpora, tmp_path):
-    record = write_checkpoint(tmp_path, settings_of(corpora), iteration=10, cursor={}) / "settings.yaml"
-    record.write_text(record.read_text() + "  tensorboard_dir: null\n")  # a setting that is ignored now
-    settings, _ = open_iteration(tmp_path, 11, ["--seed", "3"])
-    assert settings == settings_of(corpora).with_section("training", seed=3)
-
-
 # --- a batch as text: predicted tokens are marked, and control characters are escaped
 
 

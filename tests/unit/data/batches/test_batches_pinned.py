@@ -1,4 +1,4 @@
-"""Batches of one corpus equal those of earlier versions, so that their checkpoints resume with the same batches."""
+"""Batches of one corpus do not change with the version, so that the checkpoints of releases resume with them."""
 
 import hashlib
 from itertools import islice
@@ -43,7 +43,7 @@ def digest(stream: BatchStream) -> tuple[Cursor, str]:
         ("chunk", BERT, (2, 0, 4551), "bd513a1f16d1617c5bc1510f7bbcddbf45ea66c1ea710f3de0315cc0673ab755"),
     ],
 )
-def test_batches_of_one_corpus_are_those_of_version_0_1(long_documents, masking, cursor, expected):
+def test_batches_of_one_corpus_are_those_of_the_first_release(long_documents, masking, cursor, expected):
     settings = batch_settings(
         seq_length=128, micro_batch_size=4, global_batch_size=64, long_documents=long_documents, masking=masking
     )

@@ -1,4 +1,4 @@
-"""Inputs of a run: a corpus that is split, a corpus for validation, blends, drop lists, and their identities."""
+"""Inputs of a run: a corpus that is split, a corpus for validation, blends, drop lists, and their hashes."""
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ def test_the_identity_of_a_blend_depends_on_contents_weights_and_limits_but_not_
     place.run("copy", inputs=(str(place.inputs / "run.jsonl"),))
 
     def identity(*data_path):
-        return open_inputs(settings(place, *data_path, split="1")).identities
+        return open_inputs(settings(place, *data_path, split="1")).sha256
 
     blend = identity("0.2", path, "0.8", f"{path}:min=50")
     assert blend == identity("1", copy, "4", f"{path}:min=50")
@@ -112,7 +112,7 @@ def test_an_expression_is_part_of_the_identity_by_the_documents_it_chooses(place
     corpus = place.corpus()
     write_attributes(corpus.prefix, {"score": [number % 7 for number in range(len(corpus))]})
     whole, chosen, chosen_alike, fewer = (
-        open_inputs(settings(place, f"{prefix(place)}{end}", split="1")).identities
+        open_inputs(settings(place, f"{prefix(place)}{end}", split="1")).sha256
         for end in ("", ":where=score>=3", ":where=not score<3", ":where=score>=4")
     )
     assert chosen == chosen_alike and len({whole, chosen, fewer}) == 3
@@ -130,10 +130,10 @@ def test_a_drop_list_is_part_of_the_identity_by_its_content_and_not_by_its_path(
     lists = {"none": (), "some": (1, 2), "others": (1, 3), "moved": (1, 2)}
     paths = {"whole": prefix(place), **{name: drop(place, *numbers, name=name) for name, numbers in lists.items()}}
     inputs = {name: open_inputs(settings(place, path, split="1")) for name, path in paths.items()}
-    identities = {name: opened.identities for name, opened in inputs.items()}
+    hashes = {name: opened.sha256 for name, opened in inputs.items()}
     assert numbers(inputs["some"].training[0]) == [n for n in range(len(place.corpus())) if n not in (1, 2)]
-    assert identities.pop("moved") == identities["some"]
-    assert len(set(identities.values())) == 4
+    assert hashes.pop("moved") == hashes["some"]
+    assert len(set(hashes.values())) == 4
 
 
 def test_drop_lists_that_are_missing_drop_everything_or_belong_to_another_corpus_are_refused(place):
