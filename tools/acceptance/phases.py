@@ -40,9 +40,8 @@ assert layer.weight.grad.isfinite().all()"""
 
 
 def check_environment(phase: Phase) -> None:
-    """Check packages, driver and limits of the machine, and compute a product and a sum on the GPU."""
-    flags = ("--gpu-test",) if phase.device == "cuda" else ()
-    phase.run("check", "-m", "megatron_neobert", "check", "environment", "--save", phase.output, *flags)
+    """Check packages, kernels and disk of the machine."""
+    phase.run("check", "-m", "megatron_neobert", "check", "environment", "--save", phase.output)
 
 
 def check_first_step(phase: Phase) -> None:
