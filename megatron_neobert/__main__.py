@@ -5,8 +5,6 @@ function takes. `neobert --help` imports none of these functions. argcomplete co
 after: eval "$(register-python-argcomplete neobert)".
 """
 
-from __future__ import annotations  # `check environment` runs on older Pythons too
-
 import argparse
 import importlib
 import os
@@ -152,7 +150,7 @@ def _complete() -> None:
 
 
 def start() -> None:
-    """Run the console script `neobert`; setup.py names this function."""
+    """Run the console script `neobert`; pyproject.toml names this function."""
     run_command(main)
 
 

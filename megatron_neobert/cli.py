@@ -4,8 +4,6 @@ Every command of `neobert` is a frozen dataclass of options and a function that 
 are reported together. Standard library only, so that `--help` is fast and works where no package is installed.
 """
 
-from __future__ import annotations  # `neobert check environment` runs on older Pythons too
-
 import argparse
 import inspect
 import math

@@ -4,8 +4,6 @@ A terminal executes escape sequences, and format characters can reverse or hide 
 escapes both. It keeps the two joiners, which many scripts and emoji need, and letters that merely look alike.
 """
 
-from __future__ import annotations  # `neobert check environment` runs on older Pythons too
-
 import json
 import re
 import unicodedata

@@ -2,8 +2,8 @@
 
     neobert check environment [--save runs/first]
 
-Prints the versions, the kernels that training would choose, and problems with a remedy. Exit code 0: training can start.
-69: it cannot, or would not use the GPUs. `python -m torch.utils.collect_env` lists the rest. The command needs no package.
+Prints versions, the kernels that training would choose, and problems with a remedy. `python -m torch.utils.collect_env`
+lists the rest. Exit code 0: training can start. 69: it cannot, or would not use the GPUs. Needs no package.
 
 Everything that imports torch runs in another process, because a compiled library that does not match torch can kill it.
 """

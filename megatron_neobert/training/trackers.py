@@ -61,7 +61,7 @@ class Trackers:
         """Append a line to metrics.jsonl. inspection/plot.py finds lines by "iteration" as their first key."""
         if self.save is not None:
             with self._logging_failures(str(self.save / _RECORD)), open_own(self.save / _RECORD) as stream:
-                now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                 stream.write(f"{json.dumps({**line, 'time': now})}\n".encode())
 
     @contextmanager

@@ -1,6 +1,5 @@
 """`neobert check environment` on this machine, with a broken torch, and with each conflict that it detects."""
 
-import ast
 import os
 import platform
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import pytest
 from commands import ENVIRONMENT, REPOSITORY, run
 
-from megatron_neobert.commands import environment as check_environment
 from megatron_neobert.commands.environment import Finding, folder_findings, package_findings
 from megatron_neobert.runtime.environment import installed_packages
 
