@@ -99,7 +99,7 @@ def _measure_rank(rank: int, settings: Any, rounds: int, figures: Path) -> None:
         return sha256_of(path)
 
     run = build_run(settings, *join(settings))
-    saver, steps = Saver(run, log=lambda text: None), run.training_stream.steps()
+    saver, steps = Saver(run, log=lambda text: None), run.training_stream.rank_batches()
     rows = []
     for _ in range(rounds):
         row: dict[str, float] = {}

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,11 +160,9 @@ def steps_in_each_layout(run: Any, seq_length: int, arguments: argparse.Namespac
     from benchmarks.step_layouts import passes_in_each_layout
 
     micro, total = batch_sizes(seq_length, arguments)
-    stream = run.training_stream.streams[0]
-    settings = replace(stream.settings, seq_length=seq_length, micro_batch_size=micro, global_batch_size=total)
-    # The model does not depend on the length.
-    stream = replace(stream, settings=settings)
-    for _, batches in zip(range(arguments.rounds + 1), stream.steps(), strict=False):
+    sizes = {"seq_length": seq_length, "micro_batch_size": micro, "global_batch_size": total}
+    stream = run.training_stream.with_batch_settings(**sizes)  # the model does not depend on the length
+    for _, batches in zip(range(arguments.rounds + 1), stream.rank_batches(), strict=False):
         yield passes_in_each_layout(batches, arguments.micro_batch_tokens)
 
 

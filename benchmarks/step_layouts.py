@@ -10,7 +10,7 @@ from torch import Tensor
 from checkpoint_conversion.checkpoint import load_into_megatron, model_shape, reference_config
 from checkpoint_conversion.mapping import NEOBERT, to_internal
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+from megatron_neobert.data.batches.batch import MicroBatch, RankBatches
 from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceNeoBERT, mlm_loss
 from megatron_neobert.state import Run
 
@@ -55,14 +55,14 @@ class Reference:
         run.optimizer.reload_model_params()
 
 
-def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[str, Any]:
+def passes_in_each_layout(batches: RankBatches, capacity_per_pass: int) -> dict[str, Any]:
     """Return the documents of a step in three layouts, and the length of each document.
 
     Documents are padded to the longest of the step. A pass has as many padded documents as fit into `capacity_per_pass`
     tokens, at least one.
 
     Returns:
-        "lengths": tokens of each document. "packed": `batches`, unchanged. "padded": StepBatches with one document per
+        "lengths": tokens of each document. "packed": `batches`, unchanged. "padded": RankBatches with one document per
         row. "reference": list of `Padded`, inputs of the reference model.
     """
     documents = split_documents(batches.micro_batches)
@@ -77,7 +77,7 @@ def passes_in_each_layout(batches: StepBatches, capacity_per_pass: int) -> dict[
     }
 
 
-def split_documents(micro_batches: list[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
+def split_documents(micro_batches: list[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
     """Return token ids and labels of every document, int64 [s]. Labels are IGNORED_LABEL except at masked tokens."""
     tokens: list[Tensor] = []
     labels: list[Tensor] = []
@@ -102,14 +102,14 @@ def to_padded(documents: list[tuple[Tensor, Tensor]], width: int) -> Padded:
     return tokens_bs, torch.arange(width) < lengths_b[:, None], labels_bs
 
 
-def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> PackedBatch:
-    """Convert a result of `to_padded` to a PackedBatch, in which the padding of each row is a separate document."""
+def one_document_per_row(tokens_bs: Tensor, present_bs: Tensor, labels_bs: Tensor) -> MicroBatch:
+    """Convert a result of `to_padded` to a MicroBatch, in which the padding of each row is a separate document."""
     rows, width = tokens_bs.shape
     starts_b = torch.arange(rows) * width
     bounds = torch.cat([starts_b, starts_b + present_bs.sum(1), torch.tensor([rows * width])])
     labels_t = labels_bs.flatten()
     positions_m = (labels_t != IGNORED_LABEL).nonzero().squeeze(1)
-    return PackedBatch(
+    return MicroBatch(
         tokens_t=tokens_bs.flatten(),
         labels_m=labels_t[positions_m],
         masked_positions_m=positions_m,

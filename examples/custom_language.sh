@@ -20,7 +20,7 @@ project=$(dirname "${BASH_SOURCE[0]}")/..
 input=$1 output=$2
 shift 2
 PYTHON=${PYTHON:-$(bash "$project/tools/prepare_environment.sh")}
-export PYTHON # for stage1.sh
+export PYTHON # for pretrain_neobert.sh
 key=${TEXT_KEY:-content}
 corpus=$output/corpus_${key}_document
 mkdir -p "$output"
@@ -36,4 +36,5 @@ run "$corpus.json" "$PYTHON" -m megatron_neobert preprocess --input "$input" \
     --output-prefix "$output/corpus" --text-key "$key" --tokenizer-model "$output/tokenizer" \
     --workers "${WORKERS:-$(nproc)}" --resume
 "$PYTHON" -m megatron_neobert validate "$corpus"
-exec bash "$project/examples/stage1.sh" "$corpus" "$output/tokenizer" "$output/run" "$@"
+exec bash "$project/examples/pretrain_neobert.sh" --config neobert_stage1 --data-path "$corpus" \
+    --tokenizer-model "$output/tokenizer" --save "$output/run" --load "$output/run" "$@"

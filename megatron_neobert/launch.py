@@ -27,7 +27,7 @@ from megatron_neobert.checkpoint.folder import check_folders
 from megatron_neobert.checkpoint.start import refuse_full_disk, refuse_unfit_start
 from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import open_phases
+from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.errors import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED_EARLY,
@@ -79,14 +79,14 @@ def main() -> int:
     world_size = node.nodes * nproc
     command = parse_command_line(arguments, world_size=world_size)
     settings = command.settings
-    inputs = open_phases(settings)
+    opened = open_phases(settings)
     check_folders(settings.checkpoint)
-    refuse_unfit_start(settings, inputs)
-    refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
+    refuse_unfit_start(settings, opened)
+    refuse_full_disk(settings, vocab_size=opened[0].tokenizer.vocab_size)
     if command.dry_run:
         from megatron_neobert.planning.plan import print_plan
 
-        return print_plan(settings, inputs, command.plan, world_size=command.world_size)
+        return print_plan(settings, opened, command.plan, world_size=command.world_size)
     if world_size == 1:
         # Block stop signals until the rank has installed its handlers: after execv, a signal would kill the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)

@@ -34,11 +34,11 @@ def main() -> int:
 
     command = parse_command_line(sys.argv[1:], world_size=world_size())
     if command.dry_run:
-        from megatron_neobert.data.batches.inputs import open_phases
+        from megatron_neobert.data.batches.corpora import open_phases
         from megatron_neobert.planning.plan import print_plan
 
-        inputs = open_phases(command.settings)
-        return print_plan(command.settings, inputs, command.plan, world_size=command.world_size)
+        opened = open_phases(command.settings)
+        return print_plan(command.settings, opened, command.plan, world_size=command.world_size)
     from megatron_neobert.runtime.watcher import Watcher
 
     with Watcher(limit_seconds=60.0 * command.settings.parallel.distributed_timeout_minutes) as watcher:

@@ -1,6 +1,6 @@
 """Types that the training loop carries from one iteration to the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,7 @@ import torch
 
 from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.phases import TrainingStream
+from megatron_neobert.data.batches.corpora import OpenedCorpora
 from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
@@ -105,17 +105,21 @@ class Run:
 
     settings: Settings
     device: torch.device
-    tokenizer: Tokenizer
+    opened: Sequence[OpenedCorpora]  # corpora of each phase
     model: Any  # this rank's pipeline stage, in megatron.core's DistributedDataParallel
     optimizer: Any  # megatron.core's MegatronOptimizer
     scheduler: Any  # megatron.core's OptimizerParamScheduler, counting iterations
-    training_stream: TrainingStream  # starts at the first packed sequence; the loop continues at `state.cursor`
+    training_stream: BatchStream  # starts at the first packed sequence; the loop continues at `state.cursor`
     validation_streams: dict[str, BatchStream]  # name of the curve -> batches
     state: TrainState
     graph: Any = None  # GraphedSchedule of training/cuda_graph.py, or None without a CUDA graph
     tick: Callable[[], None] = lambda: None  # called before each micro-batch, to report progress to the watcher
     has_gradients: Callable[[], None] = lambda: None  # called when this rank has its gradients, before they are reduced
     read_status: Callable[[], RankStatus] = RankStatus  # called once per step, returns the status of this rank
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.opened[0].tokenizer
 
     @property
     def unwrapped_model(self) -> "NeoBERTModel":

@@ -25,6 +25,7 @@ from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import SavedRun, changes, continue_warnings, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.stream import order_key
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError
@@ -74,7 +75,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     saved_settings = read_record(folder / "settings.yaml")
     train_state, optimizer_steps = read_train_state(folder)
     weights_only = optimizer_steps is None
-    stream = run.training_stream
+    hashes, corpora = [each.sha256 for each in run.opened], [each.corpora for each in run.opened]
     saved = SavedRun(
         folder=folder,
         settings=saved_settings,
@@ -84,7 +85,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         read_corpora=train_state.read_corpora,
         weights_only=weights_only,
     )
-    refuse_unfit_checkpoint(saved, run.settings, stream.hashes, stream.corpora, has_new_data=has_new_data)
+    refuse_unfit_checkpoint(saved, run.settings, hashes, corpora, has_new_data=has_new_data)
     refuse_other_tokenizer(folder, load_tokenizer(folder / "tokenizer"), run.tokenizer)
     stored = _broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
     _on_all_ranks(lambda: _read_tensors(run, stored, with_moments=not weights_only))
@@ -94,14 +95,13 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         for group in run.optimizer.param_groups:
             if "betas" in group:  # Muon does not count steps
                 group["step"] = optimizer_steps
-    compared = saved_settings, run.settings
+    compared, phase = (saved_settings, run.settings), phase_at(run.settings, train_state.iteration)
     if has_new_data:  # the phases of the other run do not matter, only its settings at this iteration
-        phase = phase_at(run.settings, train_state.iteration)
         compared = phase_at(saved_settings, train_state.iteration).settings, phase.settings
-        cursor = stream.cursor_in(phase, train_state.cursor, compared[0], corpus_sha256=train_state.corpus_sha256)
+        order = order_key(compared[0], corpus_sha256=train_state.corpus_sha256)
+        cursor = run.training_stream.phases[phase.number].start_after(order, train_state.cursor)
         train_state = replace(train_state, cursor=cursor)
-    corpus_sha256 = stream.hash_at(train_state.iteration)
-    run.state = replace(train_state, corpus_sha256=corpus_sha256, first_corpus_sha256=stream.hashes[0])
+    run.state = replace(train_state, corpus_sha256=hashes[phase.number], first_corpus_sha256=hashes[0])
     run.scheduler.step(increment=run.state.iteration)  # the learning rate depends on the iteration only
     if is_rank_zero():
         if has_new_data:
@@ -110,7 +110,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
                 start = f"continue in epoch {cursor.epoch}, window {cursor.window}, after {cursor.row} packed sequences"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {start}", flush=True)
-        for warning in continue_warnings(saved, run.settings, stream.corpora):
+        for warning in continue_warnings(saved, run.settings, corpora):
             print(f"warning: {warning}", flush=True)
         for change in changes(*compared, weights_only=weights_only):
             print(f"changed since {folder}: {change}", flush=True)

@@ -10,7 +10,7 @@ from megatron_neobert.checkpoint.folder import TRAIN_STATE, iteration_of, leftov
 from megatron_neobert.config.cli import read_record
 from megatron_neobert.config.resume_rules import ReadCorpus, SavedRun, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import CheckpointConfig, Settings
-from megatron_neobert.data.batches.inputs import Inputs
+from megatron_neobert.data.batches.corpora import OpenedCorpora
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, NeoBERTError, SaveError
 from megatron_neobert.model.flops import checkpoint_bytes
@@ -18,13 +18,13 @@ from megatron_neobert.runtime.atomic_files import existing_parent, read_text
 from megatron_neobert.text import in_bytes, parse_json
 
 
-def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
+def refuse_unfit_start(settings: Settings, opened: Sequence[OpenedCorpora]) -> None:
     """Check that settings, data and tokenizer fit the newest checkpoint of --load, or else of --continue-from.
 
     Tensors are not read. A damaged checkpoint is not checked, because loading skips it and may use an older one.
 
     Args:
-        inputs: Data of each phase of the run.
+        opened: Data of each phase of the run.
 
     Raises:
         CheckpointError, ConfigError: The checkpoint is of another model, data order, corpus or tokenizer.
@@ -50,9 +50,9 @@ def refuse_unfit_start(settings: Settings, inputs: Sequence[Inputs]) -> None:
         return
     load = settings.checkpoint.load
     has_new_data = load is None or not list_checkpoints(Path(load))
-    hashes, corpora = [each.sha256 for each in inputs], [each.corpora for each in inputs]
+    hashes, corpora = [each.sha256 for each in opened], [each.corpora for each in opened]
     refuse_unfit_checkpoint(saved, settings, hashes, corpora, has_new_data=has_new_data)
-    refuse_other_tokenizer(folder, tokenizer, inputs[0].tokenizer)
+    refuse_other_tokenizer(folder, tokenizer, opened[0].tokenizer)
 
 
 def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:

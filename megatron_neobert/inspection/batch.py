@@ -23,7 +23,7 @@ from megatron_neobert.text import percent, visible
 
 if TYPE_CHECKING:  # slow to import
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-    from megatron_neobert.inspection.global_batch import GlobalBatch, Segment
+    from megatron_neobert.inspection.global_batch import RebuiltBatch, Segment
 
 _LEGEND = {
     "[MASK->word]": "predicted; the model sees [MASK]",
@@ -78,7 +78,7 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
             print(textwrap.fill(text, columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
 
 
-def describe(batch: "GlobalBatch", segments: "list[Segment]") -> list[str]:
+def describe(batch: "RebuiltBatch", segments: "list[Segment]") -> list[str]:
     """Return the statistics of a global batch as lines: packing, documents and predicted tokens."""
     data, training = batch.settings.data, batch.settings.training
     lengths = [len(segment.input_ids_s) for segment in segments]

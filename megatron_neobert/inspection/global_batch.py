@@ -18,11 +18,10 @@ from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, 
 from megatron_neobert.config.cli import parse_command_line, read_record
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings
-from megatron_neobert.data.batches.inputs import open_phases
-from megatron_neobert.data.batches.packing import PackedSequences
-from megatron_neobert.data.batches.phases import build_training_stream
-from megatron_neobert.data.batches.stream import PackedBatch
-from megatron_neobert.data.batches.windows import IGNORED_LABEL, Cursor, Source
+from megatron_neobert.data.batches.batch import GlobalBatch, MicroBatch, RankPosition
+from megatron_neobert.data.batches.corpora import open_phases
+from megatron_neobert.data.batches.stream import build_stream
+from megatron_neobert.data.batches.windows import IGNORED_LABEL
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
 
@@ -31,15 +30,13 @@ _ONE_RANK = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-siz
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
-    """Micro-batches of all ranks in one iteration."""
+class RebuiltBatch:
+    """The global batch of an iteration, and the micro-batches of all ranks."""
 
     settings: Settings  # in force in this iteration, with phases resolved
     tokenizer: Tokenizer
-    sources: tuple[Source, ...]
-    cursor: Cursor  # start of the batch
-    packed: PackedSequences  # of all micro-batches
-    micro_batches: list[PackedBatch]
+    batch: GlobalBatch
+    micro_batches: list[MicroBatch]
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple
     return replace(settings, checkpoint=CheckpointConfig(), logging=LoggingConfig()), checkpoint
 
 
-def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None) -> GlobalBatch:
+def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None) -> RebuiltBatch:
     """Build the global batch of an iteration, without a model. Iterations count from 1.
 
     Args:
@@ -103,25 +100,25 @@ def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None
         DataError, StorageError: A corpus or the tokenizer is damaged or cannot be read.
         CheckpointError: The checkpoint is damaged, or was trained on another corpus.
     """
-    inputs = open_phases(settings)
-    batches = build_training_stream(settings, inputs)
+    opened, phase = open_phases(settings), phase_at(settings, iteration)
+    stream = build_stream(settings, opened)
     if checkpoint is not None:
         saved = read_train_state(checkpoint).state
-        if saved.corpus_sha256 != (sha256 := batches.hash_at(saved.iteration)):
+        if saved.corpus_sha256 != (sha256 := opened[phase_at(settings, saved.iteration).number].sha256):
             raise CheckpointError(
                 f"{checkpoint} was trained on the corpus with sha256 {saved.corpus_sha256[:12]}, --data-path names a "
                 f"corpus with {sha256[:12]}. Name the corpus that the checkpoint was trained on."
             )
-        batches = replace(batches, iteration=saved.iteration, cursor=saved.cursor)
-    stream, packed, _ = next(batches.from_iteration(iteration).global_batches())
-    phase = phase_at(settings, iteration).settings
-    return GlobalBatch(phase, inputs[0].tokenizer, stream.sources, stream.cursor, packed, list(stream.build(packed)))
+        stream = replace(stream, iteration=saved.iteration, cursor=saved.cursor)
+    batch = stream.global_batch(iteration)
+    micro_batches = batch.for_rank(RankPosition()).micro_batches
+    return RebuiltBatch(phase.settings, opened[0].tokenizer, batch, micro_batches)
 
 
-def read_segments(batch: GlobalBatch) -> Iterator[Segment]:
+def read_segments(rebuilt: RebuiltBatch) -> Iterator[Segment]:
     """Yield all segments of a global batch in order, with their tokens and labels."""
-    size = batch.settings.training.micro_batch_size
-    for number, micro_batch in enumerate(batch.micro_batches):
+    batch, size = rebuilt.batch, rebuilt.settings.training.micro_batch_size
+    for number, micro_batch in enumerate(rebuilt.micro_batches):
         packed = batch.packed.take(number * size, (number + 1) * size)
         tokens_t = micro_batch.tokens_t.numpy()
         labels_t = np.full(len(tokens_t), IGNORED_LABEL)

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_neobert.config.phases import Phase, resolve_phases
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs, batch_settings
+from megatron_neobert.data.batches.corpora import OpenedCorpora, to_batch_settings
 from megatron_neobert.data.batches.windows import count_windows, documents_in_window, pack_window
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.planning.memory import RankMemory, plan_memory
@@ -36,7 +36,7 @@ class Forecast:
     """Figures of one phase, without the iterations that are done."""
 
     phase: Phase  # with the remaining iterations; `last` is `first` - 1 if none remain
-    inputs: Inputs
+    opened: OpenedCorpora
     sample: IterationSample
     memory: RankMemory
     flops: float  # per iteration
@@ -48,29 +48,29 @@ class Forecast:
 
 
 def forecast_phases(
-    settings: Settings, inputs: Sequence[Inputs], *, done: int, world_size: int, windows: int = _MOST_WINDOWS
+    settings: Settings, opened: Sequence[OpenedCorpora], *, done: int, world_size: int, windows: int = _MOST_WINDOWS
 ) -> list[Forecast]:
     """Return the figures of the phases that remain after `done` iterations, or of the last phase if none remains."""
     end, phases, forecasts = settings.training.train_iters, resolve_phases(settings), []
     remaining = [phase for phase in phases if phase.first <= end and (phase.last is None or phase.last > done)]
     for phase in remaining or phases[-1:]:
-        phase_inputs, sizes = inputs[phase.number], {"vocab_size": inputs[phase.number].tokenizer.vocab_size}
-        sample = sample_iteration(phase.settings, phase_inputs, windows=windows)
+        corpora, sizes = opened[phase.number], {"vocab_size": opened[phase.number].tokenizer.vocab_size}
+        sample = sample_iteration(phase.settings, corpora, windows=windows)
         per_token = training_flops_per_token(phase.settings, document_tokens=sample.attended_tokens, **sizes)
         memory = plan_memory(phase.settings, world_size=world_size, **sizes)
         first, last = max(phase.first, done + 1), end if phase.last is None else min(phase.last, end)
         phase = replace(phase, first=first, last=max(last, first - 1))
-        forecasts.append(Forecast(phase, phase_inputs, sample, memory, per_token * sample.tokens))
+        forecasts.append(Forecast(phase, corpora, sample, memory, per_token * sample.tokens))
     return forecasts
 
 
-def sample_iteration(settings: Settings, inputs: Inputs, *, windows: int = _MOST_WINDOWS) -> IterationSample:
+def sample_iteration(settings: Settings, opened: OpenedCorpora, *, windows: int = _MOST_WINDOWS) -> IterationSample:
     """Pack the first `windows` windows (blocks of documents) of epoch 0, and return averages per iteration.
 
     Only lengths are read, which takes milliseconds. A shorter epoch is packed as a whole; the first windows of a longer
     epoch or of a blend are a random sample, because documents are shuffled.
     """
-    batch, sources = batch_settings(settings, inputs.tokenizer), inputs.training
+    batch, sources = to_batch_settings(settings, opened.tokenizer), opened.training
     sequences, squares, offered_tokens, text_tokens = 0, 0, 0, 0
     documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
     for window in range(min(count_windows(sources, batch), windows)):

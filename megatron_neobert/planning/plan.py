@@ -14,7 +14,7 @@ from typing import Any
 from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs
+from megatron_neobert.data.batches.corpora import OpenedCorpora
 from megatron_neobert.model.flops import checkpoint_bytes, count_parameters
 from megatron_neobert.model.gpus import GPUS, find_gpu
 from megatron_neobert.planning.forecast import Forecast, forecast_phases
@@ -47,17 +47,17 @@ _SHOWN_MFU = (0.15, 0.25, MFU)  # 15 % is that of the paper's run
 
 
 def start_warnings(
-    settings: Settings, inputs: Sequence[Inputs], *, world_size: int, cpu_cores: int | None
+    settings: Settings, opened: Sequence[OpenedCorpora], *, world_size: int, cpu_cores: int | None
 ) -> list[str]:
     """Return the plan's warnings about the data of a fresh run, and about an iteration of over a minute on a CPU.
 
     Only first windows are sampled, which the run reads at its start anyway.
 
     Args:
-        inputs: Data of each phase.
+        opened: Data of each phase.
         cpu_cores: Number of cores of a run on the CPU; None for a run on GPUs.
     """
-    forecasts = forecast_phases(settings, inputs, done=0, world_size=world_size, windows=1)
+    forecasts = forecast_phases(settings, opened, done=0, world_size=world_size, windows=1)
     lines = [
         line for each in forecasts for line in (*iteration_lines(each, world_size=world_size), *corpus_lines(each))
     ]
@@ -71,14 +71,14 @@ def start_warnings(
     return list(dict.fromkeys(warnings))
 
 
-def print_plan(settings: Settings, inputs: Sequence[Inputs], options: PlanOptions, *, world_size: int) -> int:
+def print_plan(settings: Settings, opened: Sequence[OpenedCorpora], options: PlanOptions, *, world_size: int) -> int:
     """Print the plan of a run on `world_size` ranks and return exit code 0. `settings` must fit this number of ranks.
 
     Args:
-        inputs: Data of each phase.
+        opened: Data of each phase.
     """
-    vocab_size, done = inputs[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
-    forecasts = forecast_phases(settings, inputs, done=done, world_size=world_size)
+    vocab_size, done = opened[0].tokenizer.vocab_size, first_iteration(settings.checkpoint)
+    forecasts = forecast_phases(settings, opened, done=done, world_size=world_size)
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
     sections = [
         ("model", [model_line(settings, vocab_size)]),
@@ -152,7 +152,7 @@ def corpus_lines(forecast: Forecast) -> list[str]:
     sample, iterations = forecast.sample, forecast.iterations
     lines = [
         f"{percent(tokens, digits=2)} of the tokens, about {approximate(epochs * iterations)} epochs of {line}"
-        for line, tokens, epochs in zip(forecast.inputs.description, sample.token_shares, sample.epochs, strict=True)
+        for line, tokens, epochs in zip(forecast.opened.description, sample.token_shares, sample.epochs, strict=True)
     ]
     if (most := max(sample.epochs) * iterations) > _MANY_EPOCHS:
         lines.append(

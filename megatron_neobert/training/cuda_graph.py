@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+from megatron_neobert.data.batches.batch import MicroBatch, RankBatches
 from megatron_neobert.state import Run
 from megatron_neobert.training.step import run_schedule
 
@@ -29,12 +29,12 @@ class GraphedSchedule:
     """
 
     def __init__(self) -> None:
-        self._inputs: list[PackedBatch] = []
+        self._inputs: list[MicroBatch] = []
         self._reports: list[Tensor] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_warm = False
 
-    def __call__(self, run: Run, batches: StepBatches) -> list[Tensor]:
+    def __call__(self, run: Run, batches: RankBatches) -> list[Tensor]:
         """Run forward and backward, and return the reports of `run_schedule`, which the next call overwrites.
 
         Collective: all ranks.
@@ -59,20 +59,20 @@ class GraphedSchedule:
         """Free the graph and its memory. NCCL cannot destroy a group while a graph holds its collectives."""
         self._inputs, self._reports, self._graph, self._is_warm = [], [], None, False
 
-    def _fits(self, batches: list[PackedBatch]) -> bool:
+    def _fits(self, batches: list[MicroBatch]) -> bool:
         return [_shapes(batch) for batch in batches] == [_shapes(target) for target in self._inputs] and all(
             len(batch.cu_seqlens_n) <= len(target.cu_seqlens_n)
             for batch, target in zip(batches, self._inputs, strict=True)
         )
 
-    def _allocate(self, batches: list[PackedBatch], device: torch.device) -> None:
+    def _allocate(self, batches: list[MicroBatch], device: torch.device) -> None:
         self.free()
         bounds = max(len(batch.cu_seqlens_n) for batch in batches)
         for batch in batches:
             empty = batch.map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
             self._inputs.append(replace(empty, cu_seqlens_n=empty.cu_seqlens_n.new_empty(bounds)))
 
-    def _capture(self, run: Run, inputs: StepBatches) -> torch.cuda.CUDAGraph:
+    def _capture(self, run: Run, inputs: RankBatches) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # Layers switch between these states of the random number generator although they draw no number.
         for state in get_cuda_rng_tracker().get_states().values():
@@ -94,12 +94,12 @@ def mark_weights_as_updated(run: Run) -> None:
         group.param_gather_dispatched = False
 
 
-def _shapes(batch: PackedBatch) -> tuple:
+def _shapes(batch: MicroBatch) -> tuple:
     """Return what must be equal in all steps of a graph."""
     return batch.max_seqlen, batch.is_causal, len(batch.tokens_t), len(batch.labels_m)
 
 
-def copy_batch(batch: PackedBatch, target: PackedBatch) -> None:
+def copy_batch(batch: MicroBatch, target: MicroBatch) -> None:
     """Copy the tensors of a micro-batch to those of `target`, which has more empty documents at the end."""
     for name in ("tokens_t", "labels_m", "masked_positions_m"):
         getattr(target, name).copy_(getattr(batch, name), non_blocking=True)

@@ -1,30 +1,35 @@
 """Python's garbage collection between steps, on all ranks at once."""
 
 import gc
-from collections.abc import Iterable, Iterator
-
-from megatron_neobert.data.batches.stream import StepBatches
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 # A collection takes 0.5 ms once the objects of the first step are frozen, and 0.65 s before (28 layers, on CPU). A step
 # on CPU leaves no cycles, so ten steps bound the memory that cycles of other libraries hold.
 _INTERVAL_STEPS = 10
 
 
-def collected_together(steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-    """Yield the same steps, and collect garbage after the first step and after every tenth step from there.
+@contextmanager
+def collecting_together() -> Iterator[Callable[[], None]]:
+    """Context manager: yield a function to call after each step, which collects garbage after steps 1, 11, 21, ...
 
     Python itself would collect at other steps on each rank, and each time all ranks would wait for one of them. Objects
-    that exist after the first step are exempt from later collections, until the iterator ends.
+    that exist after the first step are exempt from later collections, until the context ends.
     """
+    steps = itertools.count()
+
+    def collect_after_step() -> None:
+        step = next(steps)
+        if step % _INTERVAL_STEPS == 0:
+            gc.collect()
+        if step == 0:
+            # Not earlier, because the loader has forked its workers now, and they need collections of their own.
+            gc.disable()
+            gc.freeze()
+
     try:
-        for number, step in enumerate(steps):
-            yield step
-            if number % _INTERVAL_STEPS == 0:
-                gc.collect()
-            if number == 0:
-                # Not earlier, because the loader has forked its workers now, and they need collections of their own.
-                gc.disable()
-                gc.freeze()
+        yield collect_after_step
     finally:
         gc.unfreeze()
         gc.enable()

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import os
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,8 +18,8 @@ from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.batches.batch import RankBatches
 from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
-from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.errors import EXIT_INTERRUPTED, EXIT_STOPPED_EARLY, DivergenceError
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.kernels import choose_kernels, engine_attention
@@ -29,9 +29,9 @@ from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.runtime.signals import reason_to_stop, requested_stop
 from megatron_neobert.runtime.watcher import Watcher
 from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
-from megatron_neobert.training.garbage import collected_together
+from megatron_neobert.training.garbage import collecting_together
 from megatron_neobert.training.metrics import Monitor
-from megatron_neobert.training.profile import profiled
+from megatron_neobert.training.profile import profiling
 from megatron_neobert.training.setup import build_run, join
 from megatron_neobert.training.step import share_status, train_step, validation_step
 
@@ -60,13 +60,13 @@ def run_training(settings: Settings, watcher: Watcher) -> int:
     with claim(settings.checkpoint.save if is_rank_zero() else None):
         check_folders(settings.checkpoint)  # again: a run that held the lock may have saved its first checkpoint
         watcher.mark("joining the other ranks")
-        inputs, device = join(settings)
+        opened, device = join(settings)
         watcher.mark("checking the disk")
-        refuse_full_disk(settings, vocab_size=inputs[0].tokenizer.vocab_size)
+        refuse_full_disk(settings, vocab_size=opened[0].tokenizer.vocab_size)
         watcher.mark("building the model")
         found = find_checkpoint(settings)
         # Drawing takes a second per 100 M parameters.
-        run = build_run(settings, inputs, device, draws_weights=found is None)
+        run = build_run(settings, opened, device, draws_weights=found is None)
         run.tick = watcher.tick
         watcher.mark("loading")
         if found is not None:
@@ -78,7 +78,7 @@ def run_training(settings: Settings, watcher: Watcher) -> int:
         lines = [choose_kernels(settings).summary]
         if found is None:
             cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else None
-            lines += start_warnings(settings, inputs, world_size=world_size(), cpu_cores=cores)
+            lines += start_warnings(settings, opened, world_size=world_size(), cpu_cores=cores)
         for line in lines:
             monitor.log(textwrap.fill(line, 80, subsequent_indent="  "))
         with monitor, named_worker_deaths():
@@ -107,37 +107,39 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
     if control.ends:
         saver.finish()
         return _exit_code(run, monitor, control)
-    watcher.mark("waiting for data", run.state.iteration + 1)
     attention: str | None = None
-    steps = monitor.clocked(profiled(_training_batches(run), run, log=monitor.log))
-    for batches in collected_together(steps):
-        for change in run.settings.training.phases:
-            if change.after_iters == run.state.iteration:
-                monitor.log(f"a phase begins with iteration {run.state.iteration + 1}: {change.flags}")
-        watcher.mark("training", run.state.iteration + 1)
-        learning_rate = run.optimizer.param_groups[0]["lr"]
-        result = train_step(run, batches)
-        run.state = _state_after_step(run, batches, result)
-        monitor.add(result, run.state)
-        # Transformer Engine chooses its kernel in the first step.
-        if attention != (attention := engine_attention()):
-            monitor.log(f"Transformer Engine computes attention by {attention}")
-        control = _control_after_step(run, result)
-        # Publish a checkpoint once all ranks have written it in the background.
-        if not result.status.is_saving:
-            saver.finish()
-        if control.logs:
-            run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
-        if control.validates:
-            control = _validate(run, monitor, saver, watcher, control)
-        if control.saves:
-            watcher.mark("saving", run.state.iteration)
-            saver.save()
-        if control.ends:
-            break
-        if control.saves or control.validates:
-            monitor.start_interval()
-        watcher.mark("waiting for data", run.state.iteration + 1)
+    with collecting_together() as collect_garbage, profiling(run, log=monitor.log) as end_profiled_step:
+        loader = _open_loader(run)
+        while not control.ends:
+            watcher.mark("waiting for data", run.state.iteration + 1)
+            with monitor.waiting():
+                batches = next(loader)
+            for change in run.settings.training.phases:
+                if change.after_iters == run.state.iteration:
+                    monitor.log(f"a phase begins with iteration {run.state.iteration + 1}: {change.flags}")
+            watcher.mark("training", run.state.iteration + 1)
+            learning_rate = run.optimizer.param_groups[0]["lr"]
+            result = train_step(run, batches)
+            run.state = _state_after_step(run, batches, result)
+            monitor.add(result, run.state)
+            # Transformer Engine chooses its kernel in the first step.
+            if attention != (attention := engine_attention()):
+                monitor.log(f"Transformer Engine computes attention by {attention}")
+            control = _control_after_step(run, result)
+            # Publish a checkpoint once all ranks have written it in the background.
+            if not result.status.is_saving:
+                saver.finish()
+            if control.logs:
+                run.state = monitor.close_interval(run.state, lr=learning_rate, grad_norm=result.grad_norm)
+            if control.validates:
+                control = _validate(run, monitor, saver, watcher, control)
+            if control.saves:
+                watcher.mark("saving", run.state.iteration)
+                saver.save()
+            if control.saves or control.validates:
+                monitor.start_interval()
+            collect_garbage()
+            end_profiled_step()
     saver.finish()
     if control.stop is None and run.settings.checkpoint.save is None:
         monitor.log("warning: the trained weights are lost, because no --save was given")
@@ -212,7 +214,7 @@ def _validate(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher, contro
     validation = (
         (name, batches)
         for name, stream in run.validation_streams.items()
-        for batches in islice(stream.with_objective(objective).steps(), training.eval_iters)
+        for batches in islice(stream.with_batch_settings(objective=objective).rank_batches(), training.eval_iters)
     )
     sums: dict[str, MetricSums] = {}
     stop: str | None = None
@@ -258,7 +260,7 @@ def _exit_code(run: Run, monitor: Monitor, control: LoopControl) -> int:
     return EXIT_STOPPED_EARLY if is_saved else EXIT_INTERRUPTED
 
 
-def _training_batches(run: Run) -> Iterable[StepBatches]:
+def _open_loader(run: Run) -> Iterator[RankBatches]:
     state, data = run.state, run.settings.data
     stream = replace(run.training_stream, iteration=state.iteration, cursor=state.cursor)
     if data.dataloader_type == "dali":
@@ -276,17 +278,18 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
     )
 
 
-def _state_after_step(run: Run, batches: StepBatches, result: StepResult) -> TrainState:
+def _state_after_step(run: Run, batches: RankBatches, result: StepResult) -> TrainState:
     """Return the train state after a step, with or without an update. `consumed_tokens` is not updated here."""
     iteration = run.state.iteration + 1
     phase = phase_at(run.settings, iteration)
     skipped = int(result.skip_reason is not None)
     seed, split = phase.settings.training.seed, phase.settings.data.share_of_data_path
-    read = (ReadCorpus(sha256, seed, split) for sha256 in run.training_stream.corpora[phase.number])
+    opened = run.opened[phase.number]
+    read = (ReadCorpus(sha256, seed, split) for sha256 in opened.corpora)
     return replace(
         run.state,
         iteration=iteration,
-        corpus_sha256=run.training_stream.hash_at(iteration),
+        corpus_sha256=opened.sha256,
         cursor=batches.cursor_after,
         read_corpora=tuple(dict.fromkeys((*run.state.read_corpora, *read))),
         consumed_samples=run.state.consumed_samples + phase.settings.training.global_batch_size,

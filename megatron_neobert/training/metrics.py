@@ -7,7 +7,8 @@ once. Its tokens are counted, and its loss is left out of all averages.
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import psutil
@@ -15,7 +16,6 @@ import torch
 
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
@@ -113,15 +113,13 @@ class Monitor:
         if is_rank_zero():
             print(text, flush=True)
 
-    def clocked(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-        """Yield the same steps. Add to `waited_seconds` how long each step took to become available."""
-        started = time.perf_counter()
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager around the wait for a batch: start the step's clock, and add the wait to the interval's."""
         self.clock.start()
-        for step in steps:
-            self.waited_seconds += time.perf_counter() - started
-            yield step
-            started = time.perf_counter()
-            self.clock.start()
+        started = time.perf_counter()
+        yield
+        self.waited_seconds += time.perf_counter() - started
 
     def used_memory_mib(self) -> int:
         """Return this rank's memory in MiB: on GPU, the allocated peak since the last call; on CPU, the current use."""

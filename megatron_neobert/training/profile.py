@@ -1,20 +1,23 @@
 """Profile of some iterations: a trace of torch's profiler, on GPUs with Megatron's NVTX ranges."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.core.utils import configure_nvtx_profiling
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from megatron_neobert.data.batches.stream import StepBatches
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
 
 _WARM_UP = 1  # iterations before the trace, so that the start of the profiler is not in the trace
 
 
-def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], None]) -> Iterator[StepBatches]:
-    """Yield the same steps. On rank 0, write a trace of the iterations in --profile to SAVE/profile.
+@contextmanager
+def profiling(run: Run, *, log: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Context manager: write a trace of the iterations in --profile to SAVE/profile, on rank 0.
+
+    Yields a function to call after each step.
 
     If this start resumes within these iterations, only the remaining ones are traced. The first iteration of a start is
     never traced. Failures to write the trace are logged.
@@ -23,7 +26,7 @@ def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], Non
     first, last = run.settings.logging.profiled_iterations or (0, 0)
     first = max(first, done + 1 + _WARM_UP)
     if first > last or not is_rank_zero():
-        yield from steps
+        yield lambda: None
         return
     on_gpu = run.device.type == "cuda"
     configure_nvtx_profiling(on_gpu)
@@ -43,6 +46,4 @@ def profiled(steps: Iterable[StepBatches], run: Run, *, log: Callable[[str], Non
     iterations = schedule(skip_first=skipped, wait=0, warmup=_WARM_UP, active=last - first + 1, repeat=1)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities, schedule=iterations, on_trace_ready=write) as profiler:
-        for step in steps:
-            yield step
-            profiler.step()
+        yield profiler.step

@@ -10,8 +10,9 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import Inputs, open_phases
-from megatron_neobert.data.batches.phases import build_training_stream
+from megatron_neobert.data.batches.batch import RankPosition
+from megatron_neobert.data.batches.corpora import OpenedCorpora, open_phases
+from megatron_neobert.data.batches.stream import BatchStream, build_stream
 from megatron_neobert.model.kernels import choose_kernels
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
@@ -22,7 +23,7 @@ from megatron_neobert.training.cuda_graph import GraphedSchedule
 from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 
 
-def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
+def join(settings: Settings) -> tuple[list[OpenedCorpora], torch.device]:
     """Open the data, join the process group, and return the data of each phase and the device of this rank.
 
     From then on, a stop signal ends the run after the current iteration.
@@ -36,29 +37,32 @@ def join(settings: Settings) -> tuple[list[Inputs], torch.device]:
     Collective: all ranks.
     """
     # First, because errors in the data are the same on all ranks, and found without waiting for the other ranks.
-    inputs = open_phases(settings)
-    held_out = (source for sources in inputs[0].validation.values() for source in sources)
+    opened = open_phases(settings)
+    held_out = (source for sources in opened[0].validation.values() for source in sources)
     contents = {
-        "sha256 of --data-path": [phase.sha256 for phase in inputs],
+        "sha256 of --data-path": [phase.sha256 for phase in opened],
         "sha256 of validation data": [source.corpus.manifest.documents_sha256 for source in held_out],
     }
     device = distributed.initialize(settings, contents=contents)
     finish_iteration_at_signals()
-    return inputs, device
+    return opened, device
 
 
-def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *, draws_weights: bool = True) -> Run:
+def build_run(
+    settings: Settings, opened: list[OpenedCorpora], device: torch.device, *, draws_weights: bool = True
+) -> Run:
     """Build this rank's run from the results of `join`, at iteration 0. Collective: all ranks.
 
     Args:
         draws_weights: False leaves zeros, for a run that a checkpoint is loaded into.
     """
-    training_stream = build_training_stream(settings, inputs, fixed_shapes=torch.cuda.is_available()).on_rank(
+    rank = RankPosition(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
+    training_stream = replace(build_stream(settings, opened, pads_to_capacity=torch.cuda.is_available()), rank=rank)
     uses_graph = graph_obstacle(settings, on_cuda=device.type == "cuda") is None
     if uses_graph:
         # A graph cannot be captured on the default stream, nor if gradients are accumulated there. Autograd accumulates
@@ -66,22 +70,23 @@ def build_run(settings: Settings, inputs: list[Inputs], device: torch.device, *,
         torch.cuda.set_stream(torch.cuda.Stream(device))
     # Validation uses the settings and documents of the first phase in all phases, so that a curve is comparable. Only
     # the objective changes with the phase.
-    validation = inputs[0].validation if settings.training.eval_iters else {}
-    tokenizer = inputs[0].tokenizer
-    model = build_model(settings, device, vocab_size=tokenizer.vocab_size, draws_weights=draws_weights)
+    validation = opened[0].validation if settings.training.eval_iters else {}
+    vocab_size = opened[0].tokenizer.vocab_size
+    model = build_model(settings, device, vocab_size=vocab_size, draws_weights=draws_weights)
     optimizer = build_optimizer(settings, model)
     run = Run(
         settings=settings,
         device=device,
-        tokenizer=tokenizer,
+        opened=opened,
         model=model,
         optimizer=optimizer,
         scheduler=build_scheduler(settings, optimizer),
         training_stream=training_stream,
         validation_streams={
-            name: replace(training_stream.streams[0], sources=sources) for name, sources in validation.items()
+            name: BatchStream((replace(training_stream.phases[0], sources=sources),), rank=rank)
+            for name, sources in validation.items()
         },
-        state=TrainState(corpus_sha256=inputs[0].sha256, first_corpus_sha256=inputs[0].sha256),
+        state=TrainState(corpus_sha256=opened[0].sha256, first_corpus_sha256=opened[0].sha256),
         graph=GraphedSchedule() if uses_graph else None,
     )
 

@@ -19,14 +19,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+from megatron_neobert.data.batches.batch import MicroBatch, RankBatches
 from megatron_neobert.state import MetricSums, RankStatus, Run, StepResult
 from megatron_neobert.training.optimizer import update_weights
 
 _SUMS = len(fields(MetricSums))
 
 
-def train_step(run: Run, batches: StepBatches) -> StepResult:
+def train_step(run: Run, batches: RankBatches) -> StepResult:
     """Train on one global batch: forward, backward, and the update unless it is skipped. Collective: all ranks.
 
     A skipped update only steps the scheduler. `run.state` does not change.
@@ -52,7 +52,7 @@ def skip_reason(sums: MetricSums, grad_norm: float) -> str | None:
     return None if is_finite else f"loss {sums.mean_loss:.4f}, gradient norm {grad_norm:.3f}"
 
 
-def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Tensor]:
+def compute_gradients(run: Run, batches: RankBatches) -> tuple[list[Tensor], Tensor]:
     """Run forward and backward over this rank's micro-batches, from zero gradients.
 
     Returns:
@@ -70,7 +70,7 @@ def compute_gradients(run: Run, batches: StepBatches) -> tuple[list[Tensor], Ten
 
 
 @torch.no_grad()
-def validation_step(run: Run, batches: StepBatches) -> StepResult:
+def validation_step(run: Run, batches: RankBatches) -> StepResult:
     """Return the loss sums of one validation batch. Collective: all ranks."""
     reports = run_schedule(run, batches, forward_only=True)
     return _gather_results(run, _sum_reports(reports, batches, run.device))
@@ -112,7 +112,7 @@ def _gather_results(run: Run, sums: Tensor, grad_norm: Tensor | None = None) -> 
     return StepResult(totals, largest, grad_norm=sum(columns[_SUMS]) / ranks, compute_us=compute_us)
 
 
-def run_schedule(run: Run, batches: StepBatches, *, forward_only: bool = False) -> list[Tensor]:
+def run_schedule(run: Run, batches: RankBatches, *, forward_only: bool = False) -> list[Tensor]:
     """Run Megatron's schedule over this rank's micro-batches: forward, and backward unless `forward_only`.
 
     Returns:
@@ -132,7 +132,7 @@ def run_schedule(run: Run, batches: StepBatches, *, forward_only: bool = False) 
     )
 
 
-def _sum_reports(reports: list[Tensor], batches: StepBatches, device: torch.device) -> Tensor:
+def _sum_reports(reports: list[Tensor], batches: RankBatches, device: torch.device) -> Tensor:
     """Return MetricSums of this rank: fp64, [5], in the order of the fields; zeros without reports.
 
     Args:
@@ -146,7 +146,7 @@ def _sum_reports(reports: list[Tensor], batches: StepBatches, device: torch.devi
     return torch.cat([total[:3], tokens, total[3:]])
 
 
-def _forward_step(run: Run, data: Iterator[PackedBatch], model: torch.nn.Module) -> tuple:
+def _forward_step(run: Run, data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple:
     run.tick()
     batch = next(data).to(run.device, non_blocking=True)
     predicted = batch.masked_positions_m, batch.labels_m
@@ -154,7 +154,7 @@ def _forward_step(run: Run, data: Iterator[PackedBatch], model: torch.nn.Module)
     return output, partial(_compute_loss, batch)
 
 
-def _compute_loss(batch: PackedBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_loss(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the loss of a micro-batch, as Megatron's loss function.
 
     Returns:

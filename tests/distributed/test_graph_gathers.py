@@ -14,7 +14,7 @@ import pytest
 from megatron.core.distributed import param_and_grad_buffer
 from ranks import read_metrics, train_on_ranks
 
-from megatron_neobert.data.batches.stream import StepBatches
+from megatron_neobert.data.batches.batch import RankBatches
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
 from megatron_neobert.training import cuda_graph, loop, setup
@@ -28,7 +28,7 @@ GATHERS: Counter[str] = Counter()  # all-gathers of weights in this process
 class EmulatedGraph:
     """A captured step on a CPU. Capturing computes what the first call of `replay` would compute."""
 
-    def __init__(self, schedule: cuda_graph.GraphedSchedule, run: Run, inputs: StepBatches) -> None:
+    def __init__(self, schedule: cuda_graph.GraphedSchedule, run: Run, inputs: RankBatches) -> None:
         self.schedule, self.run, self.inputs = schedule, run, inputs
         before = GATHERS.total()
         schedule._reports = run_schedule(run, inputs)
@@ -58,7 +58,7 @@ def use_emulated_graph(folder: Path, *, marks_weights: bool = True) -> None:
             with (folder / name).open("a") as file:
                 file.write(f"{gathers}\n")
 
-    def capture(schedule: cuda_graph.GraphedSchedule, run: Run, inputs: StepBatches) -> EmulatedGraph:
+    def capture(schedule: cuda_graph.GraphedSchedule, run: Run, inputs: RankBatches) -> EmulatedGraph:
         graph = EmulatedGraph(schedule, run, inputs)
         note("captured", graph.gathers)
         return graph
@@ -68,7 +68,7 @@ def use_emulated_graph(folder: Path, *, marks_weights: bool = True) -> None:
         run.graph = cuda_graph.GraphedSchedule()
         return run
 
-    def counted_validation(run: Run, batches: StepBatches) -> Any:
+    def counted_validation(run: Run, batches: RankBatches) -> Any:
         before = GATHERS.total()
         result = validate(run, batches)
         note("validated", GATHERS.total() - before)
@@ -84,13 +84,13 @@ def use_emulated_graph(folder: Path, *, marks_weights: bool = True) -> None:
     cuda_graph.GraphedSchedule._capture = capture
     if not marks_weights:
         cuda_graph.mark_weights_as_updated = lambda run: None
-    use_fixed_shapes()
+    use_padding_to_capacity()
 
 
-def use_fixed_shapes() -> None:
+def use_padding_to_capacity() -> None:
     """Build batches as on CUDA. Otherwise each step has other shapes, and no graph fits twice."""
-    build = setup.build_training_stream
-    setup.build_training_stream = lambda settings, inputs, **_: build(settings, inputs, fixed_shapes=True)
+    build = setup.build_stream
+    setup.build_stream = lambda settings, inputs, **_: build(settings, inputs, pads_to_capacity=True)
 
 
 def counts(folder: Path, name: str) -> list[int]:
@@ -114,7 +114,7 @@ def run(settings: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
 # Each iteration: a validation is between the first step and the captured one. Each fourth: after replays only.
 @pytest.mark.parametrize("eval_interval", [1, 4])
 def test_captured_step_and_validations_gather_all_weights_and_give_the_losses_without_a_graph(run, eval_interval):
-    expected = run("eager", eval_interval, lambda _: use_fixed_shapes())
+    expected = run("eager", eval_interval, lambda _: use_padding_to_capacity())
     graphed = run("graph", eval_interval, use_emulated_graph)
     for metric in ("loss", "grad_norm", "validation_loss"):
         assert read_metrics(graphed, metric) == read_metrics(expected, metric)

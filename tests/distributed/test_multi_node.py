@@ -24,7 +24,7 @@ from tolerances import LAYOUT_LOSS
 from torch.multiprocessing import ProcessRaisedException
 from training_command import BASH, SCRIPT, environment, flags_of, free_port, start
 
-from megatron_neobert.data.batches.inputs import open_phases
+from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.runtime.store import serve_store
 from megatron_neobert.training import setup
 

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.shared import write_corpus
 from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
-from megatron_neobert.data.batches.inputs import open_phases
-from megatron_neobert.data.batches.stream import PackedBatch
+from megatron_neobert.data.batches.batch import MicroBatch
+from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.kernels import check_hardware
 from megatron_neobert.runtime import distributed
@@ -52,7 +52,7 @@ def train(settings: Settings, **compute: Any) -> list[float]:
         pytest.skip(str(error))
     run = build_run(settings, open_phases(settings), torch.device("cuda", torch.cuda.current_device()))
     losses = []
-    for size, batches in zip(BATCH_SIZES, run.training_stream.streams[0].steps(), strict=False):
+    for size, batches in zip(BATCH_SIZES, run.training_stream.rank_batches(), strict=False):
         step = replace(batches, micro_batches=batches.micro_batches[: size // 2])
         losses += [call(run, step).sums.mean_loss for call in (train_step, validation_step)]
     if run.graph is not None:
@@ -64,7 +64,7 @@ def copying_once() -> Callable[..., None]:
     """Return `copy_batch` for a test, which copies to each target only once."""
     copy, seen = cuda_graph.copy_batch, []
 
-    def copy_first(batch: PackedBatch, target: PackedBatch) -> None:
+    def copy_first(batch: MicroBatch, target: MicroBatch) -> None:
         if not any(target is other for other in seen):
             copy(batch, target)
             seen.append(target)

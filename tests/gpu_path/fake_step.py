@@ -257,7 +257,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+    from megatron_neobert.data.batches.batch import MicroBatch, RankBatches
     from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels, engine_attention
     from megatron_neobert.planning.memory import plan_stage
@@ -273,7 +273,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("without_patches"):
         remove_patches(device)
     if case.get("mixes_devices"):
-        PackedBatch.to = lambda batch, device, **options: replace(batch, tokens_t=batch.tokens_t.to(device, **options))
+        MicroBatch.to = lambda batch, device, **options: replace(batch, tokens_t=batch.tokens_t.to(device, **options))
     tokens = SEQUENCES * SEQ_LENGTH // settings.parallel.context_parallel_size
     masked = masked_capacity(tokens, probability=settings.data.predicted_share)
     results = []
@@ -289,7 +289,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         run: Any = Run(
             settings=settings,
             device=device,
-            tokenizer=None,  # type: ignore[arg-type]
+            opened=(),
             model=model,
             optimizer=optimizer,
             scheduler=build_scheduler(settings, optimizer),
@@ -298,7 +298,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             state=TrainState(corpus_sha256=""),
         )
         batches = [
-            PackedBatch(
+            MicroBatch(
                 tokens_t=torch.zeros(tokens, dtype=torch.int64),
                 labels_m=torch.zeros(masked, dtype=torch.int64),
                 masked_positions_m=torch.zeros(masked, dtype=torch.int64),
@@ -308,10 +308,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             )
             for _ in range(MICRO_BATCHES)
         ]
-        results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+        results.append(step.train_step(run, RankBatches(batches, None)))  # type: ignore[arg-type]
         CENSUS.clear()
         with collectives, counted_passes(schedules) as passes:
-            results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
+            results.append(step.train_step(run, RankBatches(batches, None)))  # type: ignore[arg-type]
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
         state = {}
         if case.get("counts_state"):

@@ -24,7 +24,7 @@ IS_OLDEST_LINE = package_info.__version__.startswith("0.16")
 LAYERS = 2
 WAIT = {"cuda to cpu: training/step.py _gather_results": 1}
 COPIES = {
-    "cpu to cuda: batches/stream.py <lambda>": 2 * 4,  # micro-batches, tensors of a PackedBatch
+    "cpu to cuda: batches/batch.py <lambda>": 2 * 4,  # micro-batches, tensors of a MicroBatch
     "cpu to cuda: training/step.py _gather_results": 1,
 }
 TWO_OF_EACH = {

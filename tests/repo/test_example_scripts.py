@@ -15,7 +15,7 @@ from security.good_inputs import write_eurobert
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *REPOSITORY.glob("tools/*.sh"), REPOSITORY / ".ci" / "run"])
 WITH_HELP = ["examples/quickstart.sh", "examples/speedrun.sh", "tools/prepare_environment.sh"]
-WITH_USAGE = ["stage1", "single_gpu", "eight_gpus", "stage2", "continue_pretraining", "custom_language", "glue", "mteb"]
+WITH_USAGE = ["continue_pretraining", "custom_language", "glue", "mteb"]
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 
 
@@ -62,16 +62,7 @@ def test_script_has_a_help_text_and_refuses_wrong_arguments_with_exit_code_2(scr
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("stage1.sh", 4), ("single_gpu.sh", 1), ("eight_gpus.sh", 8)])
-def test_stage_1_plans_the_ranks_of_its_script(script, ranks, tiny_corpus, tmp_path):
-    variables = {"NPROC_PER_NODE": "4"} if script == "stage1.sh" else {}
-    words = (tiny_corpus.prefix, tiny_corpus.tokenizer, "run", "--dry-run", "--seq-length", "512")
-    plan = succeed(script, *words, cwd=tmp_path, **variables)
-    assert f"{ranks} data-parallel" in plan
-    assert f"2,048 packed sequences x 512 tokens = {2048 * 512:,} tokens" in plan, "the recipe, overridden by the flag"
-
-
-def test_continued_pre_training_converts_once_and_stage_2_starts_from_a_checkpoint(tiny_corpus, tmp_path):
+def test_continued_pre_training_converts_once(tiny_corpus, tmp_path):
     published = write_eurobert(
         tmp_path / "published", Path(tiny_corpus.tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=48, num_key_value_heads=4, head_dim=8,
@@ -84,12 +75,6 @@ def test_continued_pre_training_converts_once_and_stage_2_starts_from_a_checkpoi
     again = succeed("continue_pretraining.sh", *words, cwd=tmp_path)
     assert "converting" in plan and "converting" not in again
     assert (tmp_path / "run.start" / "latest_checkpointed_iteration.txt").stat().st_mtime_ns == written
-
-    words = (tiny_corpus.prefix, tiny_corpus.tokenizer, "run.start", "stage2", *TINY.split(), "--ffn-hidden-size", 48)
-    shorter = ("--data-path", 0.5, tiny_corpus.prefix, 0.5, f"{tiny_corpus.prefix}:min=32")  # no document has 1,024
-    plan = succeed("stage2.sh", *words, *shorter, "--dry-run", cwd=tmp_path)
-    assert "512 packed sequences x 4,096 tokens" in plan
-    assert "min=1024" in start("stage2.sh", *words, "--dry-run", cwd=tmp_path).stderr, "the blend of the paper"
 
 
 def test_custom_language_prepares_raw_text_and_skips_finished_steps(tmp_path):

@@ -19,7 +19,7 @@ from unit.data.small_corpus import random_documents, write_corpus
 from megatron_neobert.config.cli import PlanOptions, parse_command_line, read_settings
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.data.batches.inputs import open_phases
+from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import EXIT_STOPPED_EARLY
 from megatron_neobert.model.flops import count_parameters

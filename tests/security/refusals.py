@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_neobert.checkpoint.folder import check_folders
 from megatron_neobert.config.cli import parse_command_line
-from megatron_neobert.data.batches.inputs import open_inputs
+from megatron_neobert.data.batches.corpora import open_corpora
 from megatron_neobert.errors import EXIT_IO_ERROR, ConfigError, NeoBERTError
 
 _LIMIT_SECONDS = 300  # a call that does not hang takes one or two
@@ -63,5 +63,5 @@ def assert_refused(call: Callable[[], Any], exit_code: int, *words: str) -> None
 def start_checks(*arguments: str) -> None:
     """Run the checks that precede a training run."""
     settings = parse_command_line(list(arguments), world_size=1).settings
-    open_inputs(settings.data)
+    open_corpora(settings.data)
     check_folders(settings.checkpoint)

@@ -19,48 +19,40 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_neobert.data.batches.stream import PackedBatch, StepBatches
+from megatron_neobert.data.batches.batch import MicroBatch, RankBatches
+from megatron_neobert.data.batches.stream import BatchStream
 from megatron_neobert.errors import ConfigError, NeoBERTError, WorkerError, short_reason
 
 _PREFETCHED_MICRO_BATCHES = 2  # one in training, one being copied
-_TENSORS = tuple(field.name for field in fields(PackedBatch) if field.type is torch.Tensor)
+_TENSORS = tuple(field.name for field in fields(MicroBatch) if field.type is torch.Tensor)
 
 
-class Stream(Protocol):
-    """Source of steps: a BatchStream or a TrainingStream."""
-
-    def steps(self, *, first: int = 0, every: int = 1) -> Iterator[StepBatches]:
-        """Yield steps first, first + every, ..., without end."""
-
-
-class _Steps(IterableDataset[StepBatches]):
-    def __init__(self, stream: Stream) -> None:
+class _WorkerBatches(IterableDataset[RankBatches]):
+    def __init__(self, stream: BatchStream) -> None:
         self.stream = stream
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the steps of a worker, then its error as a value: DataLoader would raise the error as a traceback."""
+        """Yield the batches of a worker, then its error as a value: DataLoader would raise the error as a traceback."""
         worker = get_worker_info()
-        if worker is None:
-            yield from self.stream.steps()
-            return
+        assert worker is not None
         try:
-            yield from self.stream.steps(first=worker.id, every=worker.num_workers)
+            yield from self.stream.rank_batches(first=worker.id, every=worker.num_workers)
         except NeoBERTError as error:
             yield error
 
 
-def _raise_errors(steps: Iterator[Any]) -> Iterator[StepBatches]:
-    for step in steps:
-        if isinstance(step, NeoBERTError):
-            raise step
-        yield step
+def _raise_errors(batches: Iterator[Any]) -> Iterator[RankBatches]:
+    for batch in batches:
+        if isinstance(batch, NeoBERTError):
+            raise batch
+        yield batch
 
 
 @contextmanager
@@ -80,21 +72,24 @@ def named_worker_deaths() -> Iterator[None]:
         ) from error
 
 
-def build_loader(stream: Stream, *, num_workers: int) -> Iterator[StepBatches]:
-    """Start the workers, and return an endless iterator over the steps of `stream`, in order.
+def build_loader(stream: BatchStream, *, num_workers: int) -> Iterator[RankBatches]:
+    """Start the workers, and return an endless iterator over the rank batches of `stream`, in order.
 
     Tensors are on the CPU, in pinned memory if CUDA is available. The workers end with this process or when the
-    iterator is deleted. With num_workers 0, this process builds each step when it is requested.
+    iterator is deleted. With num_workers 0, this process builds each rank batch when it is requested.
 
     Raises:
-        NeoBERTError: Raised by the iterator at the first step that could not be built.
+        NeoBERTError: Raised by the iterator at the first batch that could not be built.
         RuntimeError: Raised while the iterator is used: a worker was killed. `named_worker_deaths` converts this error.
     """
+    if not num_workers:
+        batches = stream.rank_batches()
+        return map(RankBatches.pin_memory, batches) if torch.cuda.is_available() else batches
     loader = DataLoader(
-        _Steps(stream),
+        _WorkerBatches(stream),
         batch_size=None,
         num_workers=num_workers,
-        worker_init_fn=partial(_detach_worker, parent=os.getpid()) if num_workers else None,
+        worker_init_fn=partial(_detach_worker, parent=os.getpid()),
         pin_memory=torch.cuda.is_available(),
     )
     return _raise_errors(iter(loader))
@@ -132,24 +127,24 @@ def _exit_with_parent(parent: int) -> None:
 
 # Batches travel from worker to trainer as bytes. torch's default puts every tensor into shared memory, which takes a
 # file descriptor each (4 per micro-batch, often limited to 1,024 in all) and space in /dev/shm (64 MiB in a container).
-def _reduce_packed_batch(batch: PackedBatch) -> tuple[Any, tuple[Any, ...]]:
+def _reduce_micro_batch(batch: MicroBatch) -> tuple[Any, tuple[Any, ...]]:
     arrays = {name: getattr(batch, name).numpy() for name in _TENSORS}
     others = {name: value for name, value in vars(batch).items() if name not in arrays}
-    return _rebuild_packed_batch, (arrays, others)
+    return _rebuild_micro_batch, (arrays, others)
 
 
-def _rebuild_packed_batch(arrays: dict[str, NDArray[Any]], others: dict[str, Any]) -> PackedBatch:
+def _rebuild_micro_batch(arrays: dict[str, NDArray[Any]], others: dict[str, Any]) -> MicroBatch:
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return PackedBatch(**tensors, **others)
+    return MicroBatch(**tensors, **others)
 
 
-ForkingPickler.register(PackedBatch, _reduce_packed_batch)
+ForkingPickler.register(MicroBatch, _reduce_micro_batch)
 
 
 # --- DALI
 
 
-def build_dali_loader(stream: Stream, *, num_workers: int, device: torch.device) -> Iterator[StepBatches]:
+def build_dali_loader(stream: BatchStream, *, num_workers: int, device: torch.device) -> Iterator[RankBatches]:
     """Return an iterator over the same steps as `build_loader`, with their tensors on `device`.
 
     The device is the CPU or a GPU with an index. The tensors of a step stay valid for as long as the caller keeps them.
@@ -170,11 +165,11 @@ def build_dali_loader(stream: Stream, *, num_workers: int, device: torch.device)
     return _copy_ahead(build_loader(stream, num_workers=num_workers), device)
 
 
-def _copy_ahead(steps: Iterator[StepBatches], device: torch.device) -> Iterator[StepBatches]:
+def _copy_ahead(steps: Iterator[RankBatches], device: torch.device) -> Iterator[RankBatches]:
     from nvidia.dali import Pipeline, fn
 
     # Steps whose tensors are in the pipeline. Their other fields wait here.
-    in_flight: deque[StepBatches] = deque()
+    in_flight: deque[RankBatches] = deque()
 
     def next_tensors() -> Iterator[list[list[NDArray[Any]]]]:
         for step in steps:

@@ -3,8 +3,8 @@
 All ranks pack the same windows alike, which reads only lengths. The documents of a window follow from its number and
 the settings. A `Cursor` points to the next unread packed sequence; resuming there costs the packing of one window.
 
-With `BatchSettings.fixed_shapes`, kernels and memory can be planned once for all micro-batches: masked positions are
-padded to a capacity that practically every micro-batch stays below, eight standard deviations above the mean. A
+With `BatchSettings.pads_to_capacity`, kernels and memory can be planned once for all micro-batches: masked positions
+are padded to a capacity that practically every micro-batch stays below, eight standard deviations above the mean. A
 micro-batch that exceeds the capacity is padded to its next multiple. Documents are padded to one of a few numbers, the
 same in all micro-batches of a global batch. With CUDA graphs, all ranks must capture a collective in the same step, so
 no rank may have a shape of its own.
@@ -59,7 +59,7 @@ class BatchSettings:
     objective: Literal["mlm", "clm"] = "mlm"
     batch_layout: BatchLayout = "packed"
     document_block_size: int = 1  # neighbouring documents that are shuffled as one block
-    fixed_shapes: bool = False  # pad arrays to the same shape in every micro-batch, cu_seqlens_n to one of a few
+    pads_to_capacity: bool = False  # pad arrays to the same shape in every micro-batch, cu_seqlens_n to one of a few
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -170,13 +170,13 @@ def _order_of(source: Source, settings: BatchSettings, *, window_documents: int,
 
 
 def masked_capacity(tokens: int, *, probability: float) -> int:
-    """Return the number of masked positions that `tokens` tokens are padded to with fixed shapes."""
+    """Return the number of masked positions that `tokens` tokens are padded to."""
     deviation = math.sqrt(tokens * probability * (1 - probability))
     return _round_up(tokens * probability + _DEVIATIONS * deviation, _MASKED_MULTIPLE)
 
 
 def document_capacity(documents: int) -> int:
-    """Return the number that a micro-batch of `documents` documents, dummies included, is padded to with fixed shapes.
+    """Return the number that a micro-batch of `documents` documents, dummies included, is padded to.
 
     A power of two from 32 to 512, or a multiple of 512.
     """

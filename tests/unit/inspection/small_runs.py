@@ -7,7 +7,7 @@ from unit.data.small_corpus import random_documents, write_corpus, write_vocabul
 
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import DataConfig, ModelConfig, OptimizerConfig, Settings, TrainingConfig
-from megatron_neobert.data.batches.inputs import open_inputs
+from megatron_neobert.data.batches.corpora import open_corpora
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 RED, REVERSED = "\x1b[31mred", "\u202edesrever"
@@ -39,7 +39,7 @@ def write_checkpoint(save: Path, settings: Settings, *, iteration: int, cursor: 
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     write_record(settings, folder / "settings.yaml")
-    progress = {"corpus_sha256": open_inputs(settings.data).sha256, "iteration": iteration, "cursor": cursor}
+    progress = {"corpus_sha256": open_corpora(settings.data).sha256, "iteration": iteration, "cursor": cursor}
     (folder / "train_state.json").write_text(json.dumps({"progress": progress, "optimizer_steps": iteration}))
     (folder / "MANIFEST.json").touch()
     return folder

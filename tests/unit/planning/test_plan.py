@@ -12,8 +12,8 @@ from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import windows
-from megatron_neobert.data.batches.inputs import batch_settings, open_inputs, open_phases
-from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.corpora import open_corpora, open_phases
+from megatron_neobert.data.batches.stream import build_stream
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.forecast import sample_iteration
@@ -37,10 +37,10 @@ def test_the_sample_has_the_epochs_documents_and_tokens_of_the_batches(data, tin
     """The corpus has several windows and is read for two epochs."""
     monkeypatch.setattr(windows, "WINDOW_DOCUMENTS", 128)
     settings = tiny_settings(tiny_corpus, data={"seq_length": 64, **data}, training=ONE_SEQUENCE)
-    inputs = open_inputs(settings.data)
+    inputs = open_corpora(settings.data)
     sample = sample_iteration(settings, inputs)
     iterations, tokens, squares = 0, 0, 0
-    for step in BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer)).steps():
+    for step in build_stream(settings, [inputs]).rank_batches():
         iterations += 1
         (batch,) = step.micro_batches
         tokens += batch.real_tokens
@@ -66,15 +66,15 @@ def test_the_plan_of_a_blend_has_the_shares_and_epochs_of_its_batches(tiny_corpu
     monkeypatch.setattr(windows, "WINDOW_DOCUMENTS", 64)
     blend = ("0.75", tiny_corpus.prefix, "0.25", f"{tiny_corpus.prefix}:min=20")
     settings = tiny_settings(tiny_corpus, data={"data_path": blend}, training=ONE_SEQUENCE)
-    inputs = open_inputs(settings.data)
+    inputs = open_corpora(settings.data)
     sample = sample_iteration(settings, inputs)
     sequences, tokens_c, documents_c = 0, np.zeros(2), np.zeros(2)
-    for packed, cursor in BatchStream(inputs.training, batch_settings(settings, inputs.tokenizer)).global_batches():
-        segments = packed.segments
+    for batch in build_stream(settings, [inputs]).global_batches():
+        segments = batch.packed.segments
         sequences += 1
         documents_c += np.bincount(segments.components_n, minlength=2)
         tokens_c += np.bincount(segments.components_n, weights=segments.packed_lengths_n, minlength=2)
-        if cursor.window == 8:
+        if batch.cursor_after.window == 8:
             break
     assert sample.token_shares == tuple(tokens_c / tokens_c.sum())
     assert sample.packing_efficiency == pytest.approx(tokens_c.sum() / (sequences * settings.data.seq_length))
@@ -94,7 +94,7 @@ def plan_of(settings: Settings, capsys: Any, *, world_size: int = 1) -> str:
 
 def test_the_time_on_a_gpu_is_flops_divided_by_the_rate_at_the_stated_mfu(tiny_corpus, capsys):
     settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 10**9})
-    sample = sample_iteration(settings, open_inputs(settings.data))
+    sample = sample_iteration(settings, open_corpora(settings.data))
     flops = training_flops_per_token(
         settings, vocab_size=tiny_corpus.vocab_size, document_tokens=sample.attended_tokens
     )
@@ -109,7 +109,7 @@ def test_the_time_on_a_gpu_is_flops_divided_by_the_rate_at_the_stated_mfu(tiny_c
 @pytest.mark.parametrize(("epochs", "warns"), [(4.0, 0), (27.0, 1)])
 def test_the_plan_has_the_epochs_and_warns_of_many(epochs, warns, tiny_corpus, capsys):
     settings = tiny_settings(tiny_corpus, training={"global_batch_size": 2, "micro_batch_size": 1})
-    (share,) = sample_iteration(settings, open_inputs(settings.data)).epochs  # per iteration
+    (share,) = sample_iteration(settings, open_corpora(settings.data)).epochs  # per iteration
     settings = settings.with_section("training", train_iters=round(epochs / share))
     plan = " ".join(plan_of(settings, capsys).split())
     assert f"about {approximate(epochs)} epochs of" in plan
@@ -120,7 +120,7 @@ def test_a_start_has_the_warnings_of_the_plan_and_the_time_of_a_long_iteration_o
     """The iteration is of a model of 13 billion parameters."""
     model = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 40}
     settings = tiny_settings(tiny_corpus, data={"seq_length": 16}, training={"train_iters": 10**6}, model=model)
-    inputs = [open_inputs(settings.data)]
+    inputs = [open_corpora(settings.data)]
     warnings = start_warnings(settings, inputs, world_size=1, cpu_cores=2)
     subjects = ("% of the tokens are never read", "documents are read up to")
     assert len(warnings) == 3 and all(map(str.__contains__, warnings, (*subjects, "per iteration at an assumed 50")))
@@ -128,7 +128,7 @@ def test_a_start_has_the_warnings_of_the_plan_and_the_time_of_a_long_iteration_o
     assert all(warning in plan for warning in warnings[:2])
     assert start_warnings(settings, inputs, world_size=1, cpu_cores=None) == warnings[:2]
     calm = tiny_settings(tiny_corpus, data={"split": "100"})
-    assert start_warnings(calm, [open_inputs(calm.data)], world_size=1, cpu_cores=1) == []
+    assert start_warnings(calm, [open_corpora(calm.data)], world_size=1, cpu_cores=1) == []
 
 
 def test_the_plan_has_the_held_out_documents_and_warns_if_many_tokens_are_truncated(tiny_corpus, capsys):
@@ -163,7 +163,7 @@ def test_the_plan_of_phases_has_the_figures_of_each_phase_and_their_sums(tiny_co
         lines = plan_of(alone, capsys).splitlines()
         (tokens,) = [line.split(": ")[1] for line in lines if "tokens of documents" in line]
         assert f"iterations {first:,} to {last:,}: {tokens}" in plan
-        efficiency = percent(sample_iteration(alone, open_inputs(alone.data)).packing_efficiency, digits=2)
+        efficiency = percent(sample_iteration(alone, open_corpora(alone.data)).packing_efficiency, digits=2)
         assert f"packing efficiency {efficiency}" in plan
         runs.append(float(tokens.split()[0]))
     total = re.search(r"1,000 iterations: (\S+) tokens of documents", plan)

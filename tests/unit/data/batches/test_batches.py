@@ -10,17 +10,18 @@ import torch
 from unit.data.corpus.memory_corpus import (
     IDS,
     MemoryCorpus,
-    batch_settings,
     contents,
     first_epoch,
     micro_batches,
     original_ids,
+    ranks_of,
     stream_of,
+    stream_over,
 )
 
+from megatron_neobert.data.batches.batch import MicroBatch
 from megatron_neobert.data.batches.masking import MaskingScheme
 from megatron_neobert.data.batches.packing import Documents, concatenate_documents
-from megatron_neobert.data.batches.stream import BatchStream, PackedBatch, StepBatches
 from megatron_neobert.data.batches.windows import Cursor, Source
 from megatron_neobert.errors import CheckpointError
 
@@ -37,7 +38,7 @@ class Document(NamedTuple):
     masked: tuple[bool, ...]
 
 
-def documents_of(batch: PackedBatch) -> list[Document]:
+def documents_of(batch: MicroBatch) -> list[Document]:
     ids, input_ids = original_ids(batch), batch.tokens_t.tolist()
     masked = torch.zeros_like(batch.tokens_t).index_fill_(0, batch.masked_positions_m, 1).bool().tolist()
     bounds = [bound for bound in batch.cu_seqlens_n.tolist() if bound <= batch.real_tokens]
@@ -56,18 +57,18 @@ def sources(request, corpus, corpora) -> tuple[Source, ...]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("masking", [MaskingScheme(), BERT])
 def test_global_batches_do_not_depend_on_the_number_of_ranks(sources, ranks, masking):
-    stream = BatchStream(sources, batch_settings(masking=masking))
-    streams = [replace(stream, data_parallel_rank=rank, data_parallel_size=ranks) for rank in range(ranks)]
-    steps = list(islice(stream.steps(), 60))
+    stream = stream_over(sources, masking=masking)
+    streams = ranks_of(stream, ranks)
+    steps = list(islice(stream.rank_batches(), 60))
     assert len({(step.cursor_after.epoch, step.cursor_after.window) for step in steps}) > 8
-    for step, *steps_of_ranks in zip(steps, *(rank.steps() for rank in streams), strict=False):
+    for step, *steps_of_ranks in zip(steps, *(rank.rank_batches() for rank in streams), strict=False):
         assert {rank.cursor_after for rank in steps_of_ranks} == {step.cursor_after}
         merged = [steps_of_ranks[j % ranks].micro_batches[j // ranks] for j in range(4)]
         assert contents([replace(step, micro_batches=merged)]) == contents([step])
 
 
 def test_micro_batch_size_does_not_change_the_documents_and_masks_of_a_global_batch(corpus):
-    steps = [stream_of(corpus, micro_batch_size=size, masking=BERT).steps() for size in (1, 2, 8)]
+    steps = [stream_of(corpus, micro_batch_size=size, masking=BERT).rank_batches() for size in (1, 2, 8)]
     for steps_of_sizes in islice(zip(*steps, strict=True), 30):
         size_1, size_2, size_8 = (
             Counter(d for b in step.micro_batches for d in documents_of(b)) for step in steps_of_sizes
@@ -77,14 +78,14 @@ def test_micro_batch_size_does_not_change_the_documents_and_masks_of_a_global_ba
 
 
 def test_resuming_from_any_step_gives_the_batches_of_an_uninterrupted_run(sources):
-    stream = BatchStream(sources, batch_settings())
-    uninterrupted = list(islice(stream.steps(), 40))
+    stream = stream_over(sources)
+    uninterrupted = list(islice(stream.rank_batches(), 40))
     expected = contents(uninterrupted)
     assert len({(step.cursor_after.epoch, step.cursor_after.window) for step in uninterrupted}) > 4
     for stopped_after in range(1, 38):
         record = json.loads(json.dumps(asdict(uninterrupted[stopped_after - 1].cursor_after)))
         resumed = replace(stream, cursor=Cursor(**record))
-        assert contents(islice(resumed.steps(), 3)) == expected[stopped_after : stopped_after + 3]
+        assert contents(islice(resumed.rank_batches(), 3)) == expected[stopped_after : stopped_after + 3]
 
 
 @pytest.mark.parametrize("long_documents", ["truncate", "chunk"])
@@ -138,7 +139,7 @@ def test_clm_predicts_every_next_token_of_a_document_and_changes_no_token(corpus
 
 def test_a_corpus_of_one_short_document_fills_batches_with_one_document_per_packed_sequence():
     corpus = MemoryCorpus([5])
-    step = next(stream_of(corpus).steps())
+    step = next(stream_of(corpus).rank_batches())
     for batch in step.micro_batches:
         assert [document.ids for document in documents_of(batch)] == [tuple(corpus.document(0).tolist())] * 2
         # Two documents of 7 tokens, and 128 - 14 tokens of padding in dummy documents of at most 64.
@@ -150,7 +151,7 @@ def test_a_corpus_of_one_short_document_fills_batches_with_one_document_per_pack
 
 def test_the_cursor_after_the_last_packed_sequence_of_a_window_is_the_start_of_the_next_window():
     corpus = MemoryCorpus([62] * 100)  # windows of 40, 40 and 20 packed sequences
-    cursors = [step.cursor_after for step in islice(stream_of(corpus, global_batch_size=20).steps(), 5)]
+    cursors = [step.cursor_after for step in islice(stream_of(corpus, global_batch_size=20).rank_batches(), 5)]
     assert cursors == [Cursor(0, 0, 20), Cursor(0, 1, 0), Cursor(0, 1, 20), Cursor(0, 2, 0), Cursor(1, 0, 0)]
 
 
@@ -158,19 +159,20 @@ def test_the_cursor_after_the_last_packed_sequence_of_a_window_is_the_start_of_t
 def test_a_cursor_of_another_corpus_is_refused(corpus, cursor):
     message = f"at packed sequence {cursor.row} of window {cursor.window}, which these documents do not have"
     with pytest.raises(CheckpointError, match=message):
-        next(replace(stream_of(corpus), cursor=cursor).steps())
+        next(replace(stream_of(corpus), cursor=cursor).rank_batches())
 
 
 def test_this_ranks_documents_are_prefetched_four_steps_ahead_and_batches_do_not_change(corpus):
     corpus.is_remote = True
-    stream = replace(stream_of(corpus, document_block_size=10), data_parallel_rank=1, data_parallel_size=2)
+    _, stream = ranks_of(stream_of(corpus, document_block_size=10), 2)
     batches = list(islice(stream.global_batches(), 34))
-    for number, (step, (packed, cursor)) in enumerate(zip(stream.steps(), batches[:30], strict=False)):
+    for number, (step, batch) in enumerate(zip(stream.rank_batches(), batches[:30], strict=False)):
         # The first step prefetches five global batches, later steps one. This rank has micro-batches 1 and 3.
         prefetched = batches[:5] if number == 0 else [batches[number + 4]]
-        expected = [ahead.take(first, first + 2).segments.documents_n for ahead, _ in prefetched for first in (2, 6)]
+        taken = [ahead.packed.take(first, first + 2) for ahead in prefetched for first in (2, 6)]
+        expected = [packed.segments.documents_n for packed in taken]
         assert np.concatenate(corpus.prefetched).tolist() == np.concatenate(expected).tolist()
-        assert contents([step]) == contents([StepBatches(stream.build(packed), cursor)])
+        assert contents([step]) == contents([batch.for_rank(stream.rank)])
         corpus.prefetched.clear()
 
 

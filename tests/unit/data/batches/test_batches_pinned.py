@@ -5,10 +5,10 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings
+from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings, ranks_of
 
 from megatron_neobert.data.batches.masking import MaskingScheme
-from megatron_neobert.data.batches.stream import BatchStream
+from megatron_neobert.data.batches.stream import BatchPhase, BatchStream
 from megatron_neobert.data.batches.windows import Cursor, Source
 
 BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1)
@@ -25,7 +25,7 @@ def arithmetic_corpus() -> MemoryCorpus:
 def digest(stream: BatchStream) -> tuple[Cursor, str]:
     """Return the last cursor and the hash of every seventh of 420 steps, about three epochs."""
     content = hashlib.sha256()
-    for step in islice(stream.steps(), 0, 420, 7):
+    for step in islice(stream.rank_batches(), 0, 420, 7):
         content.update(repr(tuple(vars(step.cursor_after).items())).encode())
         for batch in step.micro_batches:
             for tensor in (batch.tokens_t, batch.labels_m, batch.masked_positions_m, batch.cu_seqlens_n):
@@ -48,6 +48,6 @@ def test_batches_of_one_corpus_are_those_of_the_first_release(long_documents, ma
         seq_length=128, micro_batch_size=4, global_batch_size=64, long_documents=long_documents, masking=masking
     )
     sources = (Source(arithmetic_corpus(), range(100, 8900)),)
-    stream = BatchStream(sources, settings, data_parallel_rank=1, data_parallel_size=2)
+    _, stream = ranks_of(BatchStream((BatchPhase(sources, settings),)), 2)
     assert IDS.special == (0, 1, 2, 3, 4)
     assert digest(stream) == (Cursor(*cursor), expected)

@@ -5,9 +5,9 @@ from itertools import islice
 
 import pytest
 import torch
-from unit.data.corpus.memory_corpus import micro_batches, stream_of
+from unit.data.corpus.memory_corpus import micro_batches, ranks_of, stream_of
 
-from megatron_neobert.data.batches.stream import PackedBatch
+from megatron_neobert.data.batches.batch import MicroBatch, RankPosition
 from megatron_neobert.data.batches.windows import IGNORED_LABEL, document_capacity
 
 
@@ -15,7 +15,10 @@ from megatron_neobert.data.batches.windows import IGNORED_LABEL, document_capaci
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shares_of_context_parallel_ranks_make_up_the_micro_batch(corpus, layout, ranks):
     whole = stream_of(corpus, batch_layout=layout)
-    streams = [replace(whole, context_parallel_rank=rank, context_parallel_size=ranks) for rank in range(ranks)]
+    streams = [
+        replace(whole, rank=RankPosition(context_parallel_rank=rank, context_parallel_size=ranks))
+        for rank in range(ranks)
+    ]
     size = 2 * 64 // ranks
     for batch, *shares in zip(*(micro_batches(stream, 30) for stream in (whole, *streams)), strict=True):
         assert torch.cat([share.tokens_t for share in shares]).equal(batch.tokens_t)
@@ -30,12 +33,14 @@ def test_shares_of_context_parallel_ranks_make_up_the_micro_batch(corpus, layout
 
 @pytest.mark.parametrize("layout", ["packed", "concatenated"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_with_fixed_shapes_all_batches_have_the_same_shapes_and_padding_is_marked(corpus, layout, ranks):
-    stream = replace(stream_of(corpus, micro_batch_size=4, batch_layout=layout), context_parallel_size=ranks)
+def test_batches_padded_to_capacity_have_the_same_shapes_and_padding_is_marked(corpus, layout, ranks):
+    stream = replace(
+        stream_of(corpus, micro_batch_size=4, batch_layout=layout), rank=RankPosition(context_parallel_size=ranks)
+    )
     varying = list(micro_batches(stream, 60))
-    fixed = list(micro_batches(replace(stream, settings=replace(stream.settings, fixed_shapes=True)), 60))
+    fixed = list(micro_batches(stream.with_batch_settings(pads_to_capacity=True), 60))
 
-    def shapes(batches: list[PackedBatch]) -> set[tuple[int, ...]]:
+    def shapes(batches: list[MicroBatch]) -> set[tuple[int, ...]]:
         return {(len(batch.tokens_t), len(batch.labels_m), len(batch.cu_seqlens_n)) for batch in batches}
 
     assert len(shapes(varying)) > 1
@@ -55,14 +60,15 @@ def test_with_fixed_shapes_all_batches_have_the_same_shapes_and_padding_is_marke
 
 def test_all_ranks_pad_a_step_to_the_same_number_of_documents(corpus):
     whole = stream_of(corpus, micro_batch_size=22, global_batch_size=88)
-    steps = list(islice(replace(whole, settings=replace(whole.settings, fixed_shapes=True)).steps(), 30))
+    steps = list(islice(whole.with_batch_settings(pads_to_capacity=True).rank_batches(), 30))
     numbers = [{len(batch.cu_seqlens_n) - 1 for batch in step.micro_batches} for step in steps]
-    documents = [len(batch.cu_seqlens_n) - 1 for step in islice(whole.steps(), 30) for batch in step.micro_batches]
+    documents = [
+        len(batch.cu_seqlens_n) - 1 for step in islice(whole.rank_batches(), 30) for batch in step.micro_batches
+    ]
     assert len({document_capacity(number) for number in documents}) > 1, "micro-batches alone need different numbers"
     assert all(len(of_step) == 1 for of_step in numbers)
-    ranks = [replace(whole, data_parallel_rank=rank, data_parallel_size=2) for rank in range(2)]
-    for stream in ranks:
-        own = replace(stream, settings=replace(stream.settings, fixed_shapes=True)).steps()
+    for stream in ranks_of(whole, 2):
+        own = stream.with_batch_settings(pads_to_capacity=True).rank_batches()
         for step, of_step in zip(own, numbers, strict=False):
             assert {len(batch.cu_seqlens_n) - 1 for batch in step.micro_batches} == of_step
 

@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import batch_settings
+from unit.data.corpus.memory_corpus import batch_settings, stream_over
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.stream import BatchStream
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
 def blend(corpora, *, weights=WEIGHTS, **settings) -> BatchStream:
     sources = tuple(Source(one, range(len(one.lengths)), weight) for one, weight in zip(corpora, weights, strict=True))
-    return BatchStream(sources, batch_settings(**settings))
+    return stream_over(sources, **settings)
 
 
 def documents_per_component(sources: tuple[Source, ...], window: int) -> np.ndarray:
@@ -30,7 +30,7 @@ def documents_per_component(sources: tuple[Source, ...], window: int) -> np.ndar
 @pytest.mark.parametrize("weights", [(1, 1), (1, 2, 2), (3, 7), (1, 999), (5, 3, 2, 30), (333, 667), (17,) * 9])
 def test_consecutive_windows_are_within_one_document_of_the_shares(corpora, weights):
     """Windows have exact shares if the sum of the weights is at most the window's 40 documents."""
-    sources = blend([corpora[0]] * len(weights), weights=weights).sources
+    sources = blend([corpora[0]] * len(weights), weights=weights).phases[0].sources
     period = sum(weights)
     size = 40 // period * period or 40
     counts = np.array([documents_per_component(sources, window) for window in range(60)])
@@ -46,8 +46,9 @@ def test_consecutive_windows_are_within_one_document_of_the_shares(corpora, weig
 def test_every_epoch_of_a_source_has_each_of_its_documents_once(corpora, block_size):
     stream = blend(corpora, global_batch_size=5, micro_batch_size=1, document_block_size=block_size)
     seen: list[dict[int, list[int]]] = [defaultdict(list) for _ in corpora]
-    for packed, _ in islice(stream.global_batches(), 200):
-        columns = (packed.segments.components_n, packed.segments.epochs_n, packed.segments.numbers_n)
+    for batch in islice(stream.global_batches(), 200):
+        segments = batch.packed.segments
+        columns = (segments.components_n, segments.epochs_n, segments.numbers_n)
         for component, epoch, number in zip(*(column.tolist() for column in columns), strict=True):
             seen[component][epoch].append(number)
     assert [max(epochs) for epochs in seen] == [2, 4, 3]  # 90, 120 and 150 documents at 1 : 2 : 2
@@ -59,11 +60,11 @@ def test_every_epoch_of_a_source_has_each_of_its_documents_once(corpora, block_s
 
 
 @pytest.mark.parametrize(("block_size", "expected"), [(1, "0248e945d748388a"), (16, "6313c69bf09bb38c")])
-def test_the_documents_of_a_window_are_those_of_earlier_versions(corpora, block_size, expected):
+def test_the_documents_of_a_window_are_those_of_the_first_release(corpora, block_size, expected):
     """Pinned: with another order, no checkpoint would resume with the documents that it has not read."""
     settings = batch_settings(document_block_size=block_size)
     content = hashlib.sha256()
     for window in (0, 1, 987_654):
-        documents = documents_in_window(blend(corpora).sources, settings, epoch=0, window=window)
+        documents = documents_in_window(blend(corpora).phases[0].sources, settings, epoch=0, window=window)
         content.update(documents.numbers_n.tobytes() + documents.epochs_n.tobytes())
     assert content.hexdigest()[:16] == expected

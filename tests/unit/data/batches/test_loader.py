@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from unit.data.child_processes import has_ended, wait_for
-from unit.data.corpus.memory_corpus import MemoryCorpus, batch_settings, bits_of, contents, stream_of, web_like_lengths
+from unit.data.corpus.memory_corpus import MemoryCorpus, bits_of, contents, stream_of, stream_over, web_like_lengths
 
 from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
 from megatron_neobert.data.batches.stream import BatchStream
@@ -32,7 +32,7 @@ def blend() -> BatchStream:
     corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
     kept = ChosenDocuments(bits_of(corpora[1].lengths >= 300), range(250))
     sources = (Source(corpora[0], range(200), 1), Source(corpora[1], range(250), 2), Source(corpora[1], kept, 2))
-    return BatchStream(sources, batch_settings(seq_length=256, document_block_size=16, fixed_shapes=True))
+    return stream_over(sources, seq_length=256, document_block_size=16, pads_to_capacity=True)
 
 
 @pytest.fixture(params=["torch", "dali"])
@@ -44,7 +44,7 @@ def load(request):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_steps_equal_those_of_the_stream_and_stay_valid_while_more_are_loaded(load, stream, num_workers):
-    expected = contents(islice(stream.steps(), 25))
+    expected = contents(islice(stream.rank_batches(), 25))
     assert len({len(labels) for _, batches in expected for _, (_, _, labels), *_ in batches}) > 1  # shapes vary
     assert contents(list(islice(load(stream, num_workers=num_workers), 25))) == expected
 
@@ -55,7 +55,7 @@ def test_a_loader_resumes_at_the_last_step_that_was_taken_not_at_what_workers_pr
     taken = list(islice(load(stream, num_workers=2), 4))
     resumed = replace(stream, cursor=taken[-1].cursor_after)
     actual = contents([*taken, *islice(load(resumed, num_workers=2), 5)])
-    assert actual == contents(islice(stream.steps(), 9))
+    assert actual == contents(islice(stream.rank_batches(), 9))
 
 
 def test_an_error_in_a_worker_keeps_its_class_and_message(load, stream):
@@ -86,7 +86,7 @@ def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(s
     subprocess.run(["kill", f"-{stop_signal}", str(worker.pid)], check=True)
     loaded += list(islice(steps, 9))
     assert worker.is_alive()
-    assert contents(loaded) == contents(islice(stream.steps(), 10))
+    assert contents(loaded) == contents(islice(stream.rank_batches(), 10))
     worker.terminate()  # as DataLoader ends a worker that does not answer
     worker.join(timeout=600)
     assert worker.exitcode == 0

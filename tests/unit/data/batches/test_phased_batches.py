@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from tests_tiny import tiny_settings
-from unit.data.corpus.memory_corpus import contents
+from unit.data.corpus.memory_corpus import contents, ranks_of
 
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import windows
-from megatron_neobert.data.batches.inputs import open_phases
+from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.data.batches.loader import build_loader
-from megatron_neobert.data.batches.phases import TrainingStream, build_training_stream
+from megatron_neobert.data.batches.stream import BatchStream, build_stream
 from megatron_neobert.data.batches.windows import Cursor
 
 ITERATIONS = 12
@@ -29,8 +29,8 @@ def settings_of(corpus: Any, *phases: PhaseChange, **data: Any) -> Settings:
     return tiny_settings(corpus, data={"seq_length": 64, **data}, training={**sizes, "phases": phases})
 
 
-def stream_of(settings: Settings) -> TrainingStream:
-    return build_training_stream(settings, open_phases(settings))
+def stream_of(settings: Settings) -> BatchStream:
+    return build_stream(settings, open_phases(settings))
 
 
 def all_changes(corpus: Any) -> tuple[PhaseChange, ...]:
@@ -47,37 +47,37 @@ def blend(corpus: Any) -> tuple[str, ...]:
     return ("1", corpus.prefix, "3", f"{corpus.prefix}:min=20")
 
 
-def documents_of(stream: TrainingStream, count: int) -> list[list[tuple[int, int]]]:
+def documents_of(stream: BatchStream, count: int) -> list[list[tuple[int, int]]]:
     """Return epoch and number of the documents of each iteration."""
     return [
-        list(zip(packed.segments.epochs_n.tolist(), packed.segments.numbers_n.tolist(), strict=True))
-        for _, packed, _ in islice(stream.global_batches(), count)
+        list(zip(batch.packed.segments.epochs_n.tolist(), batch.packed.segments.numbers_n.tolist(), strict=True))
+        for batch in islice(stream.global_batches(), count)
     ]
 
 
 def test_a_run_that_resumes_at_any_iteration_has_the_batches_of_an_uninterrupted_run(tiny_corpus):
     """Also between phases; iteration and cursor suffice."""
     stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
-    whole = list(islice(stream.steps(), ITERATIONS))
+    whole = list(islice(stream.rank_batches(), ITERATIONS))
     sizes = [(len(step.micro_batches), len(step.micro_batches[0].tokens_t)) for step in whole]
     assert sizes == [(2, 128)] * 4 + [(4, 128)] * 2 + [(8, 128)] * 6
     expected = contents(whole)
     for done in range(1, ITERATIONS):
         resumed = replace(stream, iteration=done, cursor=whole[done - 1].cursor_after)
-        assert contents(islice(resumed.steps(), ITERATIONS - done)) == expected[done:], done
-        assert contents(islice(stream.from_iteration(done + 1).steps(), 1)) == [expected[done]]
+        assert contents(islice(resumed.rank_batches(), ITERATIONS - done)) == expected[done:], done
+        assert contents([stream.global_batch(done + 1).for_rank(stream.rank)]) == [expected[done]]
 
 
 def test_worker_processes_build_the_same_batches_over_all_phases(tiny_corpus):
     stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
-    expected = contents(islice(stream.steps(), ITERATIONS))
+    expected = contents(islice(stream.rank_batches(), ITERATIONS))
     assert contents(islice(build_loader(stream, num_workers=2), ITERATIONS)) == expected
 
 
 def test_ranks_share_the_batches_of_every_phase(tiny_corpus):
     stream = stream_of(settings_of(tiny_corpus, *all_changes(tiny_corpus)))
-    whole = islice(stream.steps(), ITERATIONS)
-    ranks = [stream.on_rank(data_parallel_rank=rank, data_parallel_size=2).steps() for rank in range(2)]
+    whole = islice(stream.rank_batches(), ITERATIONS)
+    ranks = [rank.rank_batches() for rank in ranks_of(stream, 2)]
     for step, first, second in zip(whole, *ranks, strict=False):
         pairs = zip(first.micro_batches, second.micro_batches, strict=True)
         assert contents([step]) == contents([replace(step, micro_batches=list(chain(*pairs)))])
@@ -99,7 +99,7 @@ def test_masking_rate_and_batch_sizes_do_not_change_the_order_of_the_documents(t
 def test_after_a_change_of_seq_length_batches_begin_with_the_next_window(tiny_corpus):
     """The rest of the window is skipped, and no document is read twice."""
     stream = stream_of(settings_of(tiny_corpus, PhaseChange(after_iters=3, seq_length=128)))
-    cursors = [cursor for _, _, cursor in islice(stream.global_batches(), 4)]
+    cursors = [batch.cursor_after for batch in islice(stream.global_batches(), 4)]
     assert cursors[2].row > 0
     assert cursors[3] == Cursor(0, cursors[2].window + 1, 4)
     documents = documents_of(stream, 6)
@@ -110,6 +110,6 @@ def test_changed_data_begin_at_their_start_with_the_next_seed(tiny_corpus):
     stream = stream_of(settings_of(tiny_corpus, PhaseChange(after_iters=3, data_path=blend(tiny_corpus))))
     same_seed = settings_of(tiny_corpus, data_path=blend(tiny_corpus))
     next_seed = stream_of(same_seed.with_section("training", seed=1))
-    of_phase = contents(islice(stream.from_iteration(4).steps(), 3))
-    assert of_phase == contents(islice(next_seed.steps(), 3))
-    assert of_phase != contents(islice(stream_of(same_seed).steps(), 3)), "the comparison must depend on the seed"
+    of_phase = contents(islice(stream.rank_batches(), 3, 6))
+    assert of_phase == contents(islice(next_seed.rank_batches(), 3))
+    assert of_phase != contents(islice(stream_of(same_seed).rank_batches(), 3)), "the comparison depends on the seed"

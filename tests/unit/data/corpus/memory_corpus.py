@@ -1,6 +1,7 @@
 """A corpus in memory, its batches, and their content, for tests of code that reads batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -8,8 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_neobert.data.batches.batch import MicroBatch, RankBatches, RankPosition
 from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
-from megatron_neobert.data.batches.stream import BatchSettings, BatchStream, PackedBatch, Source, StepBatches
+from megatron_neobert.data.batches.stream import BatchPhase, BatchStream
+from megatron_neobert.data.batches.windows import BatchSettings, Source
 
 VOCABULARY = 1000
 UNKNOWN = 4
@@ -64,35 +67,46 @@ def batch_settings(**changes: Any) -> BatchSettings:
 
 def stream_of(corpus: MemoryCorpus, **settings: Any) -> BatchStream:
     """Return the batches of all documents of a corpus, for one rank, from the beginning."""
-    return BatchStream((Source(corpus, range(len(corpus.lengths))),), batch_settings(**settings))
+    return stream_over((Source(corpus, range(len(corpus.lengths))),), **settings)
 
 
-def micro_batches(stream: BatchStream, steps: int) -> Iterator[PackedBatch]:
-    for step in islice(stream.steps(), steps):
+def stream_over(sources: tuple[Source, ...], **settings: Any) -> BatchStream:
+    return BatchStream((BatchPhase(sources, batch_settings(**settings)),))
+
+
+def ranks_of(stream: BatchStream, size: int) -> list[BatchStream]:
+    """Return the stream of each of several data-parallel ranks."""
+    return [
+        replace(stream, rank=RankPosition(data_parallel_rank=rank, data_parallel_size=size)) for rank in range(size)
+    ]
+
+
+def micro_batches(stream: BatchStream, steps: int) -> Iterator[MicroBatch]:
+    for step in islice(stream.rank_batches(), steps):
         yield from step.micro_batches
 
 
-def first_epoch(corpus: MemoryCorpus, **settings: Any) -> Iterator[PackedBatch]:
+def first_epoch(corpus: MemoryCorpus, **settings: Any) -> Iterator[MicroBatch]:
     """Yield the packed sequences of the first epoch, one per micro-batch."""
-    for step in stream_of(corpus, micro_batch_size=1, global_batch_size=1, **settings).steps():
+    for step in stream_of(corpus, micro_batch_size=1, global_batch_size=1, **settings).rank_batches():
         yield from step.micro_batches
         if step.cursor_after.epoch:
             return
 
 
-def original_ids(batch: PackedBatch) -> list[int]:
+def original_ids(batch: MicroBatch) -> list[int]:
     """Return the ids of a batch before masking, without padding."""
     original = batch.tokens_t.clone()
     original[batch.masked_positions_m] = batch.labels_m
     return original[: batch.real_tokens].tolist()
 
 
-def contents(steps: Iterable[StepBatches]) -> list[Any]:
+def contents(steps: Iterable[RankBatches]) -> list[Any]:
     """Return everything that a rank trains on, and the cursor after each step, as values that can be compared."""
     return [(step.cursor_after, [_plain(batch) for batch in step.micro_batches]) for step in steps]
 
 
-def _plain(batch: PackedBatch) -> list[Any]:
+def _plain(batch: MicroBatch) -> list[Any]:
     return [
         (value.dtype, value.device.type, value.tolist()) if isinstance(value, torch.Tensor) else value
         for value in vars(batch).values()

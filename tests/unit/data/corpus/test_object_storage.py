@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from object_server import ObjectServer
-from unit.data.corpus.memory_corpus import batch_settings, contents
+from unit.data.corpus.memory_corpus import contents, stream_over
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_attributes, write_corpus
 
 from megatron_neobert.data.batches.loader import build_loader
-from megatron_neobert.data.batches.stream import BatchStream, Source
+from megatron_neobert.data.batches.windows import Source
 from megatron_neobert.data.corpus import object_storage
 from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder
 from megatron_neobert.data.corpus.attribute_columns import write_columns
@@ -59,7 +59,7 @@ def count_requests(server, suffix):
 
 
 def batches(corpus, *, steps=12, workers=0):
-    stream = BatchStream((Source(corpus, range(DOCUMENTS)),), batch_settings())
+    stream = stream_over((Source(corpus, range(DOCUMENTS)),))
     return contents(islice(build_loader(stream, num_workers=workers), steps))
 
 

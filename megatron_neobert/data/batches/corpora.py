@@ -30,8 +30,8 @@ _MASKING = {"all_mask": (1.0, 0.0), "bert": (0.8, 0.1)}
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Opened corpora and tokenizer of a run."""
+class OpenedCorpora:
+    """Opened corpora of one phase of a run, and its tokenizer."""
 
     tokenizer: Tokenizer
     training: tuple[Source, ...]
@@ -46,7 +46,7 @@ class Inputs:
         return {source.corpus.manifest.documents_sha256: str(source.corpus.prefix) for source in self.training}
 
 
-def open_inputs(data: DataConfig) -> Inputs:
+def open_corpora(data: DataConfig) -> OpenedCorpora:
     """Open corpora and tokenizer, and split the documents into training and validation.
 
     --split divides a corpus before filtering, so all components with this corpus hold out the same documents. Each part
@@ -74,7 +74,7 @@ def open_inputs(data: DataConfig) -> Inputs:
     entries = data.valid_data_path or ()
     for name, entry in zip(curve_names(entries), entries, strict=True):
         validation[name], _ = _split_sources(parse_data_path([entry], flag="--valid-data-path"), "100", open_corpus)
-    return Inputs(
+    return OpenedCorpora(
         tokenizer=tokenizer,
         training=training,
         validation=validation,
@@ -85,7 +85,7 @@ def open_inputs(data: DataConfig) -> Inputs:
     )
 
 
-def open_phases(settings: Settings) -> list[Inputs]:
+def open_phases(settings: Settings) -> list[OpenedCorpora]:
     """Return the opened inputs of each phase of a run, in order. Phases with the same --data-path share one object.
 
     Raise ConfigError for an invalid setting, MissingInputError for a missing path, DataError for a damaged or
@@ -93,11 +93,11 @@ def open_phases(settings: Settings) -> list[Inputs]:
     """
     data_of_phases = [phase.settings.data for phase in resolve_phases(settings)]
     data_by_path = {data.data_path: data for data in data_of_phases}
-    opened = {data_path: open_inputs(data) for data_path, data in data_by_path.items()}
+    opened = {data_path: open_corpora(data) for data_path, data in data_by_path.items()}
     return [opened[data.data_path] for data in data_of_phases]
 
 
-def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bool = False) -> BatchSettings:
+def to_batch_settings(settings: Settings, tokenizer: Tokenizer, *, pads_to_capacity: bool = False) -> BatchSettings:
     """Return the settings, including special token ids, that decide the batches of the phase with these `settings`."""
     mask_share, random_share = _MASKING[settings.data.mask_replacement]
     token_ids = TokenIds(
@@ -119,7 +119,7 @@ def batch_settings(settings: Settings, tokenizer: Tokenizer, *, fixed_shapes: bo
         seed=settings.training.seed,
         batch_layout=settings.data.batch_layout,
         document_block_size=settings.data.document_block_size,
-        fixed_shapes=fixed_shapes,
+        pads_to_capacity=pads_to_capacity,
     )
 
 

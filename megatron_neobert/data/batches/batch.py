@@ -1,0 +1,242 @@
+"""The batch of one iteration: packed sequences of all ranks (GlobalBatch), and one rank's share of them (RankBatches).
+
+All ranks pack the same sequences in the same order, which reads only lengths (stream.py). Each rank then reads, masks
+and lays out the tokens of its micro-batches. Ranks of the same replica of the model (tensor, pipeline, context) all do
+this work, which costs less than sending the result.
+
+Letters: `t` tokens of a micro-batch, `n` documents and dummy documents (plus one), `m` masked tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_neobert.data.batches.masking import mask_tokens
+from megatron_neobert.data.batches.packing import PackedSequences, Segments
+from megatron_neobert.data.batches.windows import (
+    IGNORED_LABEL,
+    BatchSettings,
+    Cursor,
+    Source,
+    document_capacity,
+    masked_capacity,
+    pad_to_capacity,
+)
+from megatron_neobert.data.corpus.reader import Corpus
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch: the documents of its packed sequences end to end, each [CLS] ... [SEP], then padding.
+
+    The padding is [PAD] tokens in dummy documents of at most max_seqlen tokens; usually one dummy is enough. Position
+    ids restart at every document, so they follow from cu_seqlens_n. In the concatenated layout, cu_seqlens_n treats a
+    whole packed sequence as one document. A context-parallel rank has a share of the tokens, but all of cu_seqlens_n.
+
+    With BatchSettings.pads_to_capacity, cu_seqlens_n is padded with empty documents, masked_positions_m with 0 and
+    labels_m with IGNORED_LABEL.
+    """
+
+    tokens_t: Tensor  # int64
+    labels_m: Tensor  # int64, original ids at the masked positions; with is_causal, the next tokens
+    masked_positions_m: Tensor  # int64 indices into tokens_t, increasing up to the padding
+    cu_seqlens_n: Tensor  # int32, from 0 to the token capacity; entries i and i + 1 bound document i
+    max_seqlen: int  # seq_length, not the longest document: attention kernels are chosen once
+    real_tokens: int  # entries of tokens_t outside dummy documents
+    is_causal: bool = False  # a token attends to the tokens before it and to itself
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MicroBatch":
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "MicroBatch":
+        """Return a copy in pinned memory."""
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """Return a copy with the results of `function` for all tensors."""
+        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class RankBatches:
+    """The micro-batches of one rank for one iteration."""
+
+    micro_batches: list[MicroBatch]
+    # Start of the next iteration, the same on every rank. A checkpoint stores it once this iteration is done.
+    cursor_after: Cursor
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of these micro-batches outside dummy documents."""
+        return sum(batch.real_tokens for batch in self.micro_batches)
+
+    def pin_memory(self) -> "RankBatches":
+        """Return a copy in pinned memory. torch's DataLoader calls this method."""
+        return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
+
+
+class RankPosition(NamedTuple):
+    """Position of a rank among those that share a global batch.
+
+    Micro-batch j of a global batch has packed sequences [j, j + 1) * micro_batch_size. Data-parallel rank d of D trains
+    on j = d, d + D, ..., so the set of micro-batches does not depend on D. Context-parallel rank c of C has tokens
+    [c, c + 1) * t / C of each. The rules of the settings ensure that these are whole numbers.
+    """
+
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    context_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Packed sequences of all ranks for one iteration. Their tokens have not been read."""
+
+    sources: tuple[Source, ...]
+    batch_settings: BatchSettings
+    packed: PackedSequences
+    cursor_after: Cursor
+
+    def for_rank(self, rank: RankPosition) -> RankBatches:
+        """Read, mask and lay out the micro-batches of a rank.
+
+        Raise DataError if a corpus is damaged, and StorageError if a remote corpus cannot be read.
+        """
+        documents = self._count_documents() if self.batch_settings.pads_to_capacity else 0
+        micro_batches = [self._build_micro_batch(packed, documents, rank) for packed in self._sequences_of(rank)]
+        return RankBatches(micro_batches, self.cursor_after)
+
+    def prefetch(self, rank: RankPosition) -> None:
+        """Start to fetch the documents of a rank from object storage, without waiting."""
+        for packed in self._sequences_of(rank):
+            for corpus, members in _group_by_corpus(self.sources, packed.segments):
+                corpus.prefetch(packed.segments.numbers_n[members])
+
+    def _sequences_of(self, rank: RankPosition) -> list[PackedSequences]:
+        """Return the packed sequences of each micro-batch of a rank."""
+        size = self.batch_settings.micro_batch_size
+        firsts = range(0, len(self.packed), size)[rank.data_parallel_rank :: rank.data_parallel_size]
+        return [self.packed.take(first, first + size) for first in firsts]
+
+    def _count_documents(self) -> int:
+        """Return the largest number of documents in a micro-batch of any rank, dummies included."""
+        settings = self.batch_settings
+        offsets = self.packed.offsets[:: settings.micro_batch_size]
+        ends_n = np.append(0, np.cumsum(self.packed.segments.packed_lengths_n))
+        unused = settings.tokens_per_micro_batch - np.diff(ends_n[offsets])
+        is_packed = settings.batch_layout == "packed"
+        documents = np.diff(offsets) if is_packed else np.full(len(unused), settings.micro_batch_size)
+        return int((documents + -(-unused // settings.seq_length)).max())
+
+    def _build_micro_batch(self, packed: PackedSequences, documents: int, rank: RankPosition) -> MicroBatch:
+        """Return a rank's share of a micro-batch, padded to `documents` documents if it is padded to capacity."""
+        settings, ranks = self.batch_settings, rank.context_parallel_size
+        batch = build_micro_batch(self.sources, packed, settings=settings)
+        capacity = settings.tokens_per_micro_batch
+        if ranks > 1:
+            batch = _take_tokens(batch, first=rank.context_parallel_rank * capacity // ranks, count=capacity // ranks)
+        if not settings.pads_to_capacity:
+            return batch
+        share = 1.0 if settings.objective == "clm" else settings.masking.probability
+        masked = masked_capacity(capacity // ranks, probability=share)
+        bounds = batch.cu_seqlens_n.numpy()
+        bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(documents), capacity)])
+        return replace(
+            batch,
+            labels_m=torch.from_numpy(pad_to_capacity(batch.labels_m.numpy(), masked, IGNORED_LABEL)),
+            masked_positions_m=torch.from_numpy(pad_to_capacity(batch.masked_positions_m.numpy(), masked, 0)),
+            cu_seqlens_n=torch.from_numpy(bounds),
+        )
+
+
+def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, settings: BatchSettings) -> MicroBatch:
+    """Read, mask and lay out micro_batch_size packed sequences on the CPU, without padding to capacities."""
+    ids, segments, capacity = settings.token_ids, packed.segments, settings.tokens_per_micro_batch
+    ends_n = np.cumsum(segments.packed_lengths_n)
+    starts_n = ends_n - segments.packed_lengths_n
+    text_starts_n = starts_n + segments.has_cls_n
+    real_tokens = int(ends_n[-1])
+
+    tokens_t = np.full(capacity, ids.pad, dtype=np.int64)
+    tokens_t[starts_n[segments.has_cls_n]] = ids.cls
+    tokens_t[ends_n[segments.has_sep_n] - 1] = ids.sep
+    _read_text(sources, segments, text_starts_n, tokens_t)
+
+    # Attention kernels rely on max_seqlen, so padding longer than that is several dummy documents.
+    dummy_starts = np.arange(real_tokens, capacity, settings.seq_length)
+    bounds = starts_n if settings.batch_layout == "packed" else starts_n[packed.offsets[:-1]]
+    if settings.objective == "clm":
+        # All tokens but the last one of each document.
+        positions_m = np.delete(np.arange(real_tokens), np.append(bounds[1:], real_tokens) - 1)
+        labels_m = tokens_t[positions_m + 1]
+    else:
+        # In the concatenated layout, a segment can consist of [CLS] or [SEP] alone.
+        has_text_n = segments.lengths_n > 0
+        masked = mask_tokens(
+            tokens_t,
+            segments[has_text_n],
+            text_starts_n[has_text_n],
+            scheme=settings.masking,
+            ids=ids,
+            seed=settings.seed,
+        )
+        tokens_t[masked.positions_m] = masked.replacements_m
+        positions_m, labels_m = masked.positions_m, masked.labels_m
+    return MicroBatch(
+        tokens_t=torch.from_numpy(tokens_t),
+        labels_m=torch.from_numpy(labels_m),
+        masked_positions_m=torch.from_numpy(positions_m),
+        cu_seqlens_n=torch.from_numpy(np.concatenate([bounds, dummy_starts, [capacity]]).astype(np.int32)),
+        max_seqlen=settings.seq_length,
+        real_tokens=real_tokens,
+        is_causal=settings.objective == "clm",
+    )
+
+
+def _group_by_corpus(sources: tuple[Source, ...], segments: Segments) -> list[tuple[Corpus, slice | NDArray[np.int64]]]:
+    """Return each corpus that has segments, and the indices of these segments. Sources of one corpus share an entry."""
+    corpora = list({id(source.corpus): source.corpus for source in sources}.values())
+    if len(corpora) == 1:
+        return [(corpora[0], slice(None))]
+    corpus_of_source = np.array([next(i for i, c in enumerate(corpora) if c is source.corpus) for source in sources])
+    corpus_n = corpus_of_source[segments.components_n]
+    return [(corpora[number], np.flatnonzero(corpus_n == number)) for number in np.unique(corpus_n).tolist()]
+
+
+def _read_text(
+    sources: tuple[Source, ...],
+    segments: Segments,
+    text_starts_n: NDArray[np.int64],
+    tokens_t: NDArray[np.int64],
+) -> None:
+    """Read the tokens of every segment i, and write them to `tokens_t` from index text_starts_n[i] on."""
+    for corpus, members in _group_by_corpus(sources, segments):
+        of_corpus = segments[members]
+        text = corpus.gather(of_corpus.numbers_n, of_corpus.starts_n, of_corpus.lengths_n)
+        read = 0
+        for start, length in zip(text_starts_n[members].tolist(), of_corpus.lengths_n.tolist(), strict=True):
+            tokens_t[start : start + length] = text[read : read + length]
+            read += length
+
+
+def _take_tokens(batch: MicroBatch, *, first: int, count: int) -> MicroBatch:
+    """Return tokens [first, first + count) of a micro-batch, which are the share of one context-parallel rank.
+
+    Masked positions count from `first`; cu_seqlens_n still describes the whole micro-batch.
+    """
+    positions = batch.masked_positions_m
+    inside = (positions >= first) & (positions < first + count)
+    return replace(
+        batch,
+        tokens_t=batch.tokens_t[first : first + count].clone(),
+        labels_m=batch.labels_m[inside],
+        masked_positions_m=positions[inside] - first,
+        real_tokens=min(max(batch.real_tokens - first, 0), count),
+    )
