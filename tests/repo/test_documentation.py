@@ -33,7 +33,7 @@ def anchors_on_github(page: Path) -> set[str]:
 def broken_links(page: Path, text: str) -> list[str]:
     broken = []
     without_code = re.sub(r"^```.*?^```|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
-    for link in re.findall(r"\]\(([^)\s]+)\)", without_code):
+    for link in re.findall(r'(?:\]\(|src="|srcset=")([^)"\s]+)[)"]', without_code):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if "://" not in link and (not target.is_file() or (anchor and anchor not in anchors_on_github(target))):
