@@ -32,7 +32,9 @@ def test_manifest_follows_the_schema_of_kubernetes(name):
 
 def test_job_ends_where_the_same_command_would_fail_again_and_restarts_for_free_after_a_stop():
     job = read_manifest("job")
-    codes = {rule["action"]: set(rule["onExitCodes"]["values"]) for rule in job["spec"]["podFailurePolicy"]["rules"][:2]}
+    codes = {
+        rule["action"]: set(rule["onExitCodes"]["values"]) for rule in job["spec"]["podFailurePolicy"]["rules"][:2]
+    }
     all_codes = {value.exit_code for value in vars(errors).values() if hasattr(value, "exit_code")} - {1}
     assert codes == {
         "FailJob": all_codes - {errors.EXIT_UNAVAILABLE, errors.EXIT_IO_ERROR},
