@@ -64,6 +64,7 @@ LAYERS = {
     "megatron_neobert.commands": Layer(8, "commands"),
     "megatron_neobert.launch": Layer(8, "commands"),
     "megatron_neobert.pretrain": Layer(8, "commands"),
+    "megatron_neobert.api": Layer(8, "api"),
     "megatron_neobert.__main__": Layer(9, "names"),
 }
 
