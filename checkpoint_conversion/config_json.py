@@ -1,10 +1,10 @@
-"""Write and read config.json of the three layouts.
+"""Write and read config.json of the two layouts.
 
 A written file states every convention that the function depends on (rotary base and style, epsilon, widths), also where
 the value is a default. A file that is read must state the conventions too; values that NeoBERT's layers cannot compute
 are refused with the reason.
 
-Source: transformers >= 5.3 models/eurobert and models/llama; chandar-lab/NeoBERT on the Hub, config.json and model.py.
+Source: transformers >= 5.3 models/eurobert; chandar-lab/NeoBERT on the Hub, config.json and model.py.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,6 @@ _NEOBERT_ROTARY_BASE = 10_000
 
 # Keys, their accepted values, and the reason. None among the values means that the key may be absent.
 _Demands = tuple[tuple[str, tuple[object, ...], str], ...]
-_LLAMA_LIKE: _Demands = (
-    ("hidden_act", ("silu", "swish"), "NeoBERT's feed-forward is SwiGLU, which gates with SiLU"),
-    ("attention_bias", (None, False), "NeoBERT's attention has no biases"),
-)
 _ALL_LAYOUTS: _Demands = (
     ("quantization_config", (None,), "quantized weights cannot be trained further, use the original model"),
     ("compression_config", (None,), "compressed weights cannot be trained further, use the original model"),
@@ -37,12 +33,10 @@ _ALL_LAYOUTS: _Demands = (
     ("tie_word_embeddings", (None, False, True), "true or false is needed"),
 )
 _DEMANDS: dict[str, _Demands] = {
-    "eurobert": (*_LLAMA_LIKE, ("mlp_bias", (None, False, True), "true or false is needed")),
-    "llama": (
-        *_LLAMA_LIKE,
-        ("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases"),
-        ("is_causal", (False,), "NeoBERT's attention is bidirectional; a Llama's is only if is_causal is false"),
-        ("use_bidirectional_attention", (None, True), "some software would compute causal attention"),
+    "eurobert": (
+        ("hidden_act", ("silu", "swish"), "NeoBERT's feed-forward is SwiGLU, which gates with SiLU"),
+        ("attention_bias", (None, False), "NeoBERT's attention has no biases"),
+        ("mlp_bias", (None, False, True), "true or false is needed"),
     ),
     "neobert": (
         ("hidden_act", (None, "swiglu", "SwiGLU"), "the feed-forward must be SwiGLU"),
@@ -93,8 +87,9 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
     if layout == "neobert":
         return neobert_config(spec)
     model, tokenizer = spec.shape.model, spec.tokenizer
-    theta = float(model.rotary_base)
-    shared = {
+    return {
+        "architectures": ["EuroBertForMaskedLM"],
+        "model_type": "eurobert",
         "dtype": spec.dtype_name,
         "vocab_size": spec.shape.vocab_size,
         "hidden_size": model.hidden_size,
@@ -107,36 +102,16 @@ def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
         "max_position_embeddings": model.max_position_embeddings,
         "initializer_range": _INIT_RANGE,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
         "pad_token_id": tokenizer.pad_id,
         "bos_token_id": tokenizer.cls_id,
         "eos_token_id": tokenizer.sep_id,
-    }
-    if layout == "eurobert":
-        return {
-            "architectures": ["EuroBertForMaskedLM"],
-            "model_type": "eurobert",
-            **shared,
-            "mlp_bias": True,  # without it EuroBERT's decoder has no bias
-            "mask_token_id": tokenizer.mask_id,
-            "classifier_pooling": "bos",
-        }
-    # Each of the two keys for bidirectional attention has readers that ignore the other. transformers >= 5.3 and vLLM
-    # read is_causal. Text Embeddings Inference reads use_bidirectional_attention, and the base of the rotary angles
-    # outside of rope_parameters.
-    # Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
-    return {
-        "architectures": ["LlamaModel"],
-        "model_type": "llama",
-        "is_causal": False,
-        "use_bidirectional_attention": True,
-        "rope_theta": theta,
-        **shared,
-        "mlp_bias": False,
-        "use_cache": False,
+        "mask_token_id": tokenizer.mask_id,
+        "mlp_bias": True,  # without it EuroBERT's decoder has no bias
+        "classifier_pooling": "bos",
     }
 
 

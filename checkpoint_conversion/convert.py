@@ -34,7 +34,7 @@ class ExportOptions:
 
     load: Path = option(help="folder given to training as --save", metavar="DIR")
     output: Path = option(help="folder to create", metavar="DIR")
-    layout: Literal["eurobert", "neobert", "llama"] = option(
+    layout: Literal["eurobert", "neobert"] = option(
         "eurobert",
         "layout of the output: eurobert needs no remote code; neobert has the published names",
         flag="--format",

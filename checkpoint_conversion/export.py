@@ -1,7 +1,7 @@
 """Write a checkpoint as a Hugging Face folder, compared with the reference model before it gets its final name.
 
 Layouts: `eurobert` uses the class of transformers that computes the same function; `neobert` has the published names
-and its own modelling file; `llama` has the encoder alone, for software that does not support the other two.
+and its own modelling file.
 """
 
 import json
@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
 
 import megatron_neobert
 from checkpoint_conversion.card import REPORT, write_model_card
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import FolderSpec, build_config
-from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, to_published
+from checkpoint_conversion.mapping import TABLES, to_published
 from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.phases import phase_at
-from megatron_neobert.huggingface.checks import MODELING_FILE, WEIGHTS
+from megatron_neobert.huggingface.checks import MODELING_FILE
 from megatron_neobert.huggingface.folder_files import modeling_source, write_module_files
 from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
 
@@ -96,17 +95,13 @@ def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str,
     rounded = {name: tensor.to(spec.dtype) for name, tensor in tensors.items()}
     weights = to_published(rounded, spec.shape, TABLES[layout])
     _write_json(folder / "config.json", config)
-    if layout == "llama":  # the class has no head
-        head = {name: weights.pop(name) for name in HEAD_NAMES}
-        (folder / HEAD_FOLDER).mkdir()
-        save_file(head, folder / HEAD_FOLDER / WEIGHTS, metadata={"format": "pt"})
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     if layout == "neobert":
         (folder / MODELING_FILE).write_bytes(modeling_source())
     longest = spec.model_max_length or spec.shape.model.max_position_embeddings
     spec.tokenizer.save_tokenizer_files(folder, model_max_length=longest)
     # safetensors creates files that only their owner can read; give them the mode of the other files.
-    for path in folder.rglob("*.safetensors"):
+    for path in folder.glob("*.safetensors"):
         path.chmod((folder / "config.json").stat().st_mode)
 
 

@@ -98,12 +98,7 @@ def load_for_task(folder: Path, task: str) -> Any:
     from checkpoint_conversion.config_json import read_model_config
     from megatron_neobert.evaluation.models import load_model
 
-    layout = read_model_config(check_folder(folder), folder / "config.json").layout
-    if task == "fill-mask" and layout == "llama":
-        raise ConversionError(
-            f"{folder} has the llama layout, whose model has no head for --task fill-mask; use --task "
-            "feature-extraction."
-        )
+    read_model_config(check_folder(folder), folder / "config.json")
     return load_model(folder, "AutoModelForMaskedLM" if task == "fill-mask" else "AutoModel", return_dict=True)
 
 

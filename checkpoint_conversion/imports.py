@@ -22,7 +22,6 @@ from torch import Tensor
 from checkpoint_conversion.checkpoint import model_shape, read_checkpoint, write_checkpoint
 from checkpoint_conversion.config_json import FolderConfig, read_model_config
 from checkpoint_conversion.mapping import (
-    HEAD_FOLDER,
     STRIP_PADDING,
     TABLES,
     ModelShape,
@@ -156,7 +155,7 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
         ConversionError: The weights do not fit config.json, cannot be converted exactly, or have no
             masked-language-model head.
     """
-    stored = map_weights(folder, config.layout)
+    stored = map_weights(folder)
     # Checked before tables are expanded, because config.json can state any number of layers.
     if config.model.num_layers > len(stored):
         raise ConversionError(
@@ -204,39 +203,26 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
 # --- files
 
 
-def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
-    """Memory-map the tensors of model.safetensors, or of the files in its index. A llama folder's head is included.
+def map_weights(folder: Path) -> dict[str, Tensor]:
+    """Memory-map the tensors of model.safetensors, or of the files in its index.
 
     Raises:
         MissingInputError: There are no weights, or a file in the index is missing.
-        ConversionError: The weights are pickled, a file is damaged, the index and the files contradict each other, or a
-            llama folder has no head.
+        ConversionError: The weights are pickled, a file is damaged, or the index and the files contradict each other.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
         raise ConversionError(f"{folder} has both {WEIGHTS} and {INDEX}; remove the file of another model.")
     if single.is_file():
-        tensors = map_file(single)
-    elif index.is_file():
-        tensors = map_shards(folder, read_weight_map(index))
-    elif pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
+        return map_file(single)
+    if index.is_file():
+        return map_shards(folder, read_weight_map(index))
+    if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise ConversionError(
             f"{folder}: the weights are pickled ({quote(pickles[0])}), and a pickle can run code. Load them with "
             f"torch.load(..., weights_only=True), and save the state dict as {WEIGHTS} with safetensors."
         )
-    else:
-        raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder with weights.")
-    if layout != "llama":
-        return tensors
-    if not (folder / HEAD_FOLDER / WEIGHTS).is_file():
-        raise ConversionError(
-            f"{folder}: there is no {HEAD_FOLDER}/{WEIGHTS}, so it holds no masked-language-model head (the lm_head of "
-            "Llama predicts the next token). Use a folder with the head, which pre-training needs."
-        )
-    head = map_file(folder / HEAD_FOLDER / WEIGHTS)
-    if duplicates := sorted(tensors.keys() & head.keys()):
-        raise ConversionError(f"{folder}: {quote(duplicates[0])} is in {HEAD_FOLDER} as well; remove one of them.")
-    return tensors | head
+    raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder with weights.")
 
 
 def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:

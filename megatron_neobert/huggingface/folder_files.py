@@ -23,12 +23,9 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
 )
 _MODULES = "modules.json"
-# Requirements that sentence-transformers checks, by model type. Its old versions ignore them: transformers before 5.3
-# then refuses EuroBERT, but computes a LlamaModel with causal attention.
-_NATIVE = {"specifier": ">=5.3", "reason": "Older versions do not know this architecture as an encoder."}
+# Requirements that sentence-transformers checks, by model type. Its old versions ignore them.
 _REQUIREMENTS = {
-    "eurobert": _NATIVE,
-    "llama": _NATIVE,
+    "eurobert": {"specifier": ">=5.3", "reason": "Older versions do not know this architecture."},
     "neobert": {"specifier": ">=4.57", "reason": "modeling_neobert.py is not tested with older ones."},
 }
 # Names of the pooling modes in versions 3 to 5, and in version 6.

@@ -189,7 +189,7 @@ def test_texts_are_embedded_without_padding_if_flash_attention_is_there(exported
     assert calls == [([0, 9, 13], (9, 9))] * MODEL.num_layers
 
 
-@pytest.mark.parametrize(("layout", "oldest"), [("llama", "5.3.0"), ("neobert", "4.57.3")])
+@pytest.mark.parametrize(("layout", "oldest"), [("eurobert", "5.3.0"), ("neobert", "4.57.3")])
 def test_versions_of_transformers_that_do_not_support_the_layout_are_refused(tmp_path: Path, layout: str, oldest: str):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": layout}))
     pooling = {"embedding_dimension": 32, "pooling_mode": "mean", "include_prompt": True}

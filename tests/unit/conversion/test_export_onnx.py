@@ -74,7 +74,7 @@ def test_written_tokenizer_and_graph_give_the_logits_of_transformers(graphs):
 
 @pytest.mark.slow  # the tests above do the same with the default layout
 @pytest.mark.parametrize(
-    ("layout", "task", "width"), [("neobert", "fill-mask", len(WORDS)), ("llama", "feature-extraction", 32)]
+    ("layout", "task", "width"), [("neobert", "fill-mask", len(WORDS)), ("eurobert", "feature-extraction", 32)]
 )
 def test_graph_of_each_layout_computes_the_model_for_any_batch_and_length(folder_of, tmp_path, layout, task, width):
     model, output = tool.load_for_task(folder_of(layout), task), tool.TASKS[task]
