@@ -148,14 +148,13 @@ def neobert_config(spec: FolderSpec) -> dict[str, Any]:
         "decoder_init_range": model.init_method_range,
         "classifier_init_range": _INIT_RANGE,
         "tie_word_embeddings": False,
-        "tokenizer_class": "PreTrainedTokenizerFast",  # pipelines of transformers 4.48 need it to find the tokenizer
         "pad_token_id": tokenizer.pad_id,
         "bos_token_id": tokenizer.cls_id,
         "eos_token_id": tokenizer.sep_id,
         "cls_token_id": tokenizer.cls_id,
         "sep_token_id": tokenizer.sep_id,
         "mask_token_id": tokenizer.mask_id,
-        "torch_dtype": spec.dtype_name,  # the only name in transformers 4.48
+        "torch_dtype": spec.dtype_name,
     }
 
 

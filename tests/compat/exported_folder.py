@@ -88,7 +88,9 @@ class Subject:
         return self.load_with_info(class_name, **options)[0]
 
     def tokenizer(self, folder: Path | None = None) -> Any:
-        return transformers.AutoTokenizer.from_pretrained(folder or self.folder, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(
+            folder or self.folder, trust_remote_code=False, local_files_only=True
+        )
 
     @cached_property
     def words(self) -> list[str]:
