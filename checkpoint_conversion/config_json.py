@@ -120,8 +120,6 @@ def neobert_config(spec: FolderSpec) -> dict[str, Any]:
 
     Raise ConversionError if the feed-forward width is not a multiple of 8.
     """
-    from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # imports transformers, which takes seconds
-
     model, tokenizer = spec.shape.model, spec.tokenizer
     if model.ffn_width % 8:
         raise ConversionError(
@@ -130,7 +128,6 @@ def neobert_config(spec: FolderSpec) -> dict[str, Any]:
         )
     return {
         "architectures": ["NeoBERTForMaskedLM"],
-        "auto_map": AUTO_MAP,
         "model_type": "neobert",
         "vocab_size": spec.shape.vocab_size,
         "hidden_size": model.hidden_size,

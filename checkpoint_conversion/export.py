@@ -4,7 +4,6 @@ Layouts: `eurobert` uses the class of transformers that computes the same functi
 and its own modelling file.
 """
 
-import json
 from dataclasses import asdict, fields
 from functools import partial
 from importlib.metadata import version
@@ -22,8 +21,7 @@ from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.mapping import TABLES, to_published
 from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.phases import phase_at
-from megatron_neobert.huggingface.checks import MODELING_FILE
-from megatron_neobert.huggingface.folder_files import modeling_source, write_module_files
+from megatron_neobert.huggingface.folder_files import write_config, write_json, write_module_files
 from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and an export without verification does not need it
@@ -94,10 +92,8 @@ def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str,
     config = {**build_config(layout, spec), "transformers_version": version("transformers")}
     rounded = {name: tensor.to(spec.dtype) for name, tensor in tensors.items()}
     weights = to_published(rounded, spec.shape, TABLES[layout])
-    _write_json(folder / "config.json", config)
+    write_config(folder, config)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-    if layout == "neobert":
-        (folder / MODELING_FILE).write_bytes(modeling_source())
     longest = spec.model_max_length or spec.shape.model.max_position_embeddings
     spec.tokenizer.save_tokenizer_files(folder, model_max_length=longest)
     # safetensors creates files that only their owner can read; give them the mode of the other files.
@@ -139,8 +135,4 @@ def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks",
             **{name: version(name) for name in ("torch", "transformers", "safetensors")},
         },
     }
-    _write_json(folder / REPORT, report)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / REPORT, report)

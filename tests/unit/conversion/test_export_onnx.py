@@ -77,16 +77,17 @@ def test_written_tokenizer_and_graph_give_the_logits_of_transformers(graphs):
     ("layout", "task", "width"), [("neobert", "fill-mask", len(WORDS)), ("eurobert", "feature-extraction", 32)]
 )
 def test_graph_of_each_layout_computes_the_model_for_any_batch_and_length(folder_of, tmp_path, layout, task, width):
-    model, output = tool.load_for_task(folder_of(layout), task), tool.TASKS[task]
-    tool.write_graphs(model, tmp_path / "onnx", task, int8=False)
+    model = tool.load_for_task(folder_of(layout), task)
+    tool.write_graphs(model, tmp_path / "onnx", int8=False)
     graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
     shapes = {
         value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in (*graph.input, *graph.output)
     }
-    sizes = ["batch", "sequence"]
+    sizes, output = shapes["input_ids"], "logits" if task == "fill-mask" else "last_hidden_state"
+    assert len({*sizes, "a number"}) == 3 and all(isinstance(size, str) for size in sizes), "two variable sizes"
     assert shapes == {"input_ids": sizes, "attention_mask": sizes, output: [*sizes, width]}
-    assert not [node for node in graph.node if node.op_type == "IsNaN"], "attention is traced in its eager form"
+    assert not [node for node in graph.node if node.op_type == "IsNaN"], "no check of rows that masks cannot cause"
 
 
 def test_graph_of_other_weights_is_refused_even_with_the_tolerance_of_8_bits(graphs):
@@ -112,27 +113,26 @@ def test_graph_that_treats_padding_differently_is_refused(graphs):
 
 
 def test_weights_above_the_limit_of_a_graph_are_in_a_file_beside_it(folder_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
+    monkeypatch.setattr(tool, "LARGEST_GRAPH_BYTES", 0)
     options = tool.OnnxOptions(model=folder_of("eurobert"), output=tmp_path / "graphs", int8=True)
     tool.export_onnx(options)  # runs both graphs
     graphs = ["model.onnx", "model.onnx.data", "model_quantized.onnx", "model_quantized.onnx.data"]
     assert sorted(path.name for path in (tmp_path / "graphs" / "onnx").iterdir()) == graphs
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_modeling_file_is_replaced_by_ours_or_left_out_with_its_auto_map(folder_of, tmp_path, is_ours):
+@pytest.mark.parametrize("module", ["modeling_neobert", "model", "owner/name--model"])
+def test_modeling_file_and_the_names_of_its_classes_are_ours_whatever_code_the_folder_has(folder_of, tmp_path, module):
     model = folder_of("neobert")
-    ours = (model / "modeling_neobert.py").read_text()
-    (model / "modeling_neobert.py").write_text("raise SystemExit('ran')")
-    if not is_ours:
-        config = json.loads((model / "config.json").read_text())
-        config["auto_map"] = {"AutoConfig": "model.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
-        (model / "config.json").write_text(json.dumps(config))
+    ours, expected = (model / "modeling_neobert.py").read_text(), json.loads((model / "config.json").read_text())
+    for name in ("modeling_neobert", "model"):
+        (model / f"{name}.py").write_text("raise SystemExit('ran')")
+    theirs = {"AutoConfig": f"{module}.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
+    (model / "config.json").write_text(json.dumps(expected | {"auto_map": theirs}))
     output = tmp_path / "output"
     output.mkdir()
     tool.copy_companions(model, output, "fill-mask")
-    assert [path.read_text() for path in output.glob("*.py")] == [ours] * is_ours
-    assert ("auto_map" in json.loads((output / "config.json").read_text())) == is_ours
+    assert {path.name: path.read_text() for path in output.glob("*.py")} == {"modeling_neobert.py": ours}
+    assert json.loads((output / "config.json").read_text()) == expected
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "config_sentence.json", "1_Pooling/config.json"])
