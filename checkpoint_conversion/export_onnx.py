@@ -7,10 +7,11 @@ limited to 2 GB. onnxruntime runs every graph on padded batches of other sizes t
 its final name only if the results agree with PyTorch. The full model needs a minute and 4 GB of memory.
 """
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,11 +210,11 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress log messages up to WARNING and Python warnings in a `with` block: the exporter's are harmless."""
+    """Suppress what the exporter prints, its Python warnings and log messages up to WARNING in a `with` block."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -18,6 +18,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from checkpoint_conversion import export_onnx as tool
 from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.huggingface.folder_files import restore_files
 
 TEXTS = ["the cat sat on a [MASK]", "the mat", "a cat sat on the [MASK] ."]
 
@@ -32,8 +33,8 @@ def folder_of(exported: Callable[..., Any], tmp_path: Path) -> Callable[[str], P
 def graphs(exported: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a folder of the eurobert layout, and the folder that the command wrote from it."""
     model, output = exported()[0], tmp_path_factory.mktemp("exported") / "graphs"
-    code, _, errors = run("export-onnx", "--model", model, "--output", output, "--int8")
-    assert (code, errors) == (0, "")
+    code, printed, errors = run("export-onnx", "--model", model, "--output", output, "--int8")
+    assert (code, errors) == (0, "") and "[torch.onnx]" not in printed
     return model, output
 
 
@@ -120,19 +121,32 @@ def test_weights_above_the_limit_of_a_graph_are_in_a_file_beside_it(folder_of, t
     assert sorted(path.name for path in (tmp_path / "graphs" / "onnx").iterdir()) == graphs
 
 
-@pytest.mark.parametrize("module", ["modeling_neobert", "model", "owner/name--model"])
-def test_modeling_file_and_the_names_of_its_classes_are_ours_whatever_code_the_folder_has(folder_of, tmp_path, module):
-    model = folder_of("neobert")
-    ours, expected = (model / "modeling_neobert.py").read_text(), json.loads((model / "config.json").read_text())
-    for name in ("modeling_neobert", "model"):
-        (model / f"{name}.py").write_text("raise SystemExit('ran')")
-    theirs = {"AutoConfig": f"{module}.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
-    (model / "config.json").write_text(json.dumps(expected | {"auto_map": theirs}))
-    output = tmp_path / "output"
+def write_fine_tuned(output: Path, model: Path) -> None:
+    shutil.copytree(model, output, ignore=shutil.ignore_patterns("*.py"))
+    restore_files(output, model)
+
+
+def write_beside_graph(output: Path, model: Path) -> None:
     output.mkdir()
     tool.copy_companions(model, output, "fill-mask")
+
+
+@pytest.mark.parametrize("module", ["modeling_neobert", "model", "owner/name--model"])
+@pytest.mark.parametrize("write", [write_fine_tuned, write_beside_graph])
+def test_code_of_a_written_folder_is_ours_and_chat_templates_are_left_out(folder_of, tmp_path, write, module):
+    model, output = folder_of("neobert"), tmp_path / "output"
+    names = ("config.json", "tokenizer_config.json")
+    config, tokenizer = (json.loads((model / name).read_text()) for name in names)
+    ours = (model / "modeling_neobert.py").read_text()
+    for name in ("modeling_neobert.py", "model.py", "chat_template.jinja"):
+        (model / name).write_text("raise SystemExit('ran')")
+    theirs = {"AutoConfig": f"{module}.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
+    (model / "config.json").write_text(json.dumps(config | {"auto_map": theirs}))
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": "{% x"}))
+    write(output, model)
     assert {path.name: path.read_text() for path in output.glob("*.py")} == {"modeling_neobert.py": ours}
-    assert json.loads((output / "config.json").read_text()) == expected
+    assert [json.loads((output / name).read_text()) for name in names] == [config, tokenizer]
+    assert not (output / "chat_template.jinja").exists()
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "config_sentence.json", "1_Pooling/config.json"])
