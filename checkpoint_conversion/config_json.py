@@ -76,82 +76,62 @@ class FolderSpec:
 
 
 def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
-    """Return the content of config.json for a layout.
-
-    Args:
-        layout: A name in mapping.TABLES.
+    """Return the content of config.json for a layout in mapping.TABLES. `neobert` has the published NeoBERT's keys.
 
     Raises:
         ConversionError: The layout is neobert, and the feed-forward width is not a multiple of 8.
     """
-    if layout == "neobert":
-        return neobert_config(spec)
-    model, tokenizer = spec.shape.model, spec.tokenizer
-    return {
-        "architectures": ["EuroBertForMaskedLM"],
-        "model_type": "eurobert",
-        "dtype": spec.dtype_name,
-        "vocab_size": spec.shape.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_width,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_attention_heads,
-        "head_dim": model.hidden_size // model.num_attention_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
-        "initializer_range": _INIT_RANGE,
-        "rms_norm_eps": model.norm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "pad_token_id": tokenizer.pad_id,
-        "bos_token_id": tokenizer.cls_id,
-        "eos_token_id": tokenizer.sep_id,
-        "mask_token_id": tokenizer.mask_id,
-        "mlp_bias": True,  # without it EuroBERT's decoder has no bias
-        "classifier_pooling": "bos",
-    }
-
-
-def neobert_config(spec: FolderSpec) -> dict[str, Any]:
-    """Return the content of config.json for the neobert layout, with the keys of the published NeoBERT.
-
-    Raise ConversionError if the feed-forward width is not a multiple of 8.
-    """
-    model, tokenizer = spec.shape.model, spec.tokenizer
-    if model.ffn_width % 8:
+    model, tokenizer, is_neobert = spec.shape.model, spec.tokenizer, layout == "neobert"
+    if is_neobert and model.ffn_width % 8:
         raise ConversionError(
             f"--ffn-hidden-size {model.ffn_width} is not a multiple of 8, which the neobert layout requires; use "
             "--format eurobert."
         )
-    return {
+    width, theta = model.hidden_size // model.num_attention_heads, float(model.rotary_base)
+    neobert = {
         "architectures": ["NeoBERTForMaskedLM"],
-        "model_type": "neobert",
+        "dim_head": width,
+        "intermediate_size": model.ffn_width * 3 // 2,  # the model's width is two thirds of it
+        # The published class reads max_length only, 1,024 without it. transformers 5 treats max_length as a setting of
+        # text generation, and saves max_position_embeddings only.
+        "max_length": model.max_position_embeddings,
+        "norm_eps": model.norm_epsilon,
+        "rope_theta": theta,
+        "embedding_init_range": model.init_method_range,
+        "decoder_init_range": model.init_method_range,
+        "classifier_init_range": _INIT_RANGE,
+        "cls_token_id": tokenizer.cls_id,
+        "sep_token_id": tokenizer.sep_id,
+        "torch_dtype": spec.dtype_name,
+    }
+    eurobert = {
+        "architectures": ["EuroBertForMaskedLM"],
+        "num_key_value_heads": model.num_attention_heads,
+        "head_dim": width,
+        "intermediate_size": model.ffn_width,
+        "hidden_act": "silu",
+        "initializer_range": _INIT_RANGE,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": True,  # without it EuroBERT's decoder has no bias
+        "classifier_pooling": "bos",
+        "dtype": spec.dtype_name,
+    }
+    return {
+        "model_type": layout,
         "vocab_size": spec.shape.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "dim_head": model.hidden_size // model.num_attention_heads,
-        "intermediate_size": model.ffn_width * 3 // 2,  # the model's width is two thirds of it
-        # The published class reads max_length only, 1,024 without it. transformers 5 treats max_length as a setting of
-        # text generation, and saves max_position_embeddings only.
         "max_position_embeddings": model.max_position_embeddings,
-        "max_length": model.max_position_embeddings,
-        "norm_eps": model.norm_epsilon,
-        "rope_theta": float(model.rotary_base),
-        "embedding_init_range": model.init_method_range,
-        "decoder_init_range": model.init_method_range,
-        "classifier_init_range": _INIT_RANGE,
         "tie_word_embeddings": False,
         "pad_token_id": tokenizer.pad_id,
         "bos_token_id": tokenizer.cls_id,
         "eos_token_id": tokenizer.sep_id,
-        "cls_token_id": tokenizer.cls_id,
-        "sep_token_id": tokenizer.sep_id,
         "mask_token_id": tokenizer.mask_id,
-        "torch_dtype": spec.dtype_name,
+        **(neobert if is_neobert else eurobert),
     }
 
 

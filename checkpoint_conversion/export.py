@@ -48,11 +48,6 @@ def export(
 
     Returns:
         Differences of the logits from those of the checkpoint in plain PyTorch, by input; empty if not `verified`.
-
-    Raises:
-        OutputError: The folder exists and is not empty, or cannot be created.
-        SaveError: A file cannot be written.
-        ConversionError: The layout cannot hold the model, or the written model differs. No output is left then.
     """
     torch_dtype, length = getattr(torch, dtype), checkpoint.trained_length
     spec = FolderSpec(checkpoint.shape, checkpoint.tokenizer, torch_dtype, model_max_length=length)
@@ -84,10 +79,6 @@ def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str,
     Args:
         layout: A name in mapping.TABLES.
         tensors: Weights under the internal names of mapping.py. They are rounded to the dtype of `spec`.
-
-    Raises:
-        ConversionError: The tensors do not fit the model or are not finite, or the layout cannot hold the model.
-        OSError, SafetensorError: A file cannot be written.
     """
     config = {**build_config(layout, spec), "transformers_version": version("transformers")}
     rounded = {name: tensor.to(spec.dtype) for name, tensor in tensors.items()}

@@ -59,14 +59,7 @@ class OnnxOptions:
 
 
 def export_onnx(options: OnnxOptions) -> None:
-    """Write a Hugging Face folder as ONNX and compare it with PyTorch.
-
-    Raises:
-        MissingInputError: The folder has no config.json or no tokenizer.json.
-        ConversionError: The model is not a NeoBERT, has no head for the task, or a graph differs from PyTorch.
-        OutputError, SaveError: The output exists, cannot be created or cannot be written.
-        ModuleNotFoundError: A package of the extra [onnx] is not installed.
-    """
+    """Write a Hugging Face folder as ONNX and compare it with PyTorch."""
     refuse_existing(options.output)  # before a minute of work
     source = find_model("--model", options.model)
     # Imported here so that a missing package is reported before the work.
@@ -87,12 +80,7 @@ def export_onnx(options: OnnxOptions) -> None:
 
 
 def load_for_task(folder: Path, task: str) -> Any:
-    """Load the model of a folder in fp32, with the masked-language-model head for fill-mask, else without a head.
-
-    Raises:
-        MissingInputError: The folder has no config.json.
-        ConversionError: The model is not a NeoBERT, has no such head, or cannot be loaded.
-    """
+    """Load the model of a folder in fp32, with the masked-language-model head for fill-mask, else without a head."""
     from checkpoint_conversion.config_json import read_model_config
     from megatron_neobert.evaluation.models import load_model
 
@@ -105,9 +93,6 @@ def write_graphs(model: Any, folder: Path, *, int8: bool) -> "dict[Path, Checks]
 
     Returns:
         For the path of each graph, differences from PyTorch's output by "rows x tokens" of a test batch.
-
-    Raises:
-        ConversionError: A graph cannot be run, or differs from PyTorch by more than its tolerance.
     """
     import torch
     from onnxruntime.quantization import QuantType
@@ -195,11 +180,7 @@ def copy_companions(model: Path, folder: Path, task: str) -> None:
     """Write config.json, the tokenizer and LICENSE of `model` to `folder`, the parent of the folder with the graphs.
 
     For feature extraction, also copy the modules of sentence-transformers (pooling, Dense), which need hidden states.
-    Code in `model` is never copied.
-
-    Raises:
-        MissingInputError: The model has no config.json or no tokenizer.json.
-        ConversionError: A file of the model is a link out of its folder, or refers to something outside of it.
+    Code in `model` is never copied. Raise MissingInputError if the model has no tokenizer.json.
     """
     if not (model / "tokenizer.json").is_file():
         raise MissingInputError(f"{model} has no tokenizer.json, which users of the graph need; add it.")

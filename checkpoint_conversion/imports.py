@@ -64,13 +64,6 @@ def import_folder(
 
     Returns:
         The content of the folder, and the differences between the two models' logits (empty if not `verified`).
-
-    Raises:
-        MissingInputError: `folder`, its config.json, tokenizer or weights are missing.
-        DataError: The tokenizer cannot be used.
-        ConversionError: The model is not a NeoBERT, or the checkpoint's model differs. No output is left then.
-        OutputError: The output exists, or cannot be created.
-        SaveError: A file cannot be written.
     """
     imported = read_folder(folder)
     if tokenizer is not None:
@@ -103,9 +96,8 @@ def read_folder(folder: Path) -> ImportedModel:
     Print a warning if config.json and the tokenizer have different mask tokens.
 
     Raises:
-        MissingInputError: The folder, its config.json, tokenizer or weights are missing.
-        ConversionError: The model is not a NeoBERT, or the files contradict each other.
-        DataError: The tokenizer cannot be used.
+        MissingInputError: The folder has no tokenizer.
+        ConversionError: The tokenizer has more ids than the embedding rows, or rows without an id are not zero.
     """
     content = check_folder(folder)
     config = read_model_config(content, folder / "config.json")
@@ -151,7 +143,6 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
         Tensors in fp32 or bf16 for all names in the layout's table, and notes on omitted and added tensors.
 
     Raises:
-        MissingInputError: A weight file is missing.
         ConversionError: The weights do not fit config.json, cannot be converted exactly, or have no
             masked-language-model head.
     """
@@ -207,8 +198,8 @@ def map_weights(folder: Path) -> dict[str, Tensor]:
     """Memory-map the tensors of model.safetensors, or of the files in its index.
 
     Raises:
-        MissingInputError: There are no weights, or a file in the index is missing.
-        ConversionError: The weights are pickled, a file is damaged, or the index and the files contradict each other.
+        MissingInputError: There are no weights.
+        ConversionError: The weights are pickled, or there are both a file and an index.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
@@ -230,7 +221,7 @@ def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]
 
     Raises:
         MissingInputError: A file is missing.
-        ConversionError: A file is damaged, or its tensors are not those in the index.
+        ConversionError: The tensors of the files are not those in the index.
     """
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(weight_map.values())):

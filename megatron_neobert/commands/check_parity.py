@@ -148,12 +148,12 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
     from checkpoint_conversion.mapping import TABLES
 
     torch.set_grad_enabled(False)
-    fp32, max_tokens = TOLERANCES[torch.float32], settings.model.max_position_embeddings
+    fp32 = TOLERANCES[torch.float32]
     reference, tensors, wrong = build_loud_reference(settings, vocab_size)
-    prompts = build_prompts(vocab_size, longest=max_tokens)
+    prompts = build_prompts(vocab_size, longest=settings.model.max_position_embeddings)
 
     source = LogitModel(
-        "reference", vocab_size, max_tokens, reference, reference.forward_packed, settings.model, reference.state_dict
+        "reference", vocab_size, reference, reference.forward_packed, settings.model, reference.state_dict
     )
 
     def megatron_logits(tokens_t: "Tensor", starts_n: "Tensor") -> "Tensor":

@@ -108,7 +108,7 @@ def test_import_with_a_wrong_mapping_is_refused(exported, tmp_path, monkeypatch)
         return tensors | {name: tensors[name].roll(len(tensors[name]) // 2, 0)}
 
     monkeypatch.setattr(imports, "to_internal", swap_gate_and_up)
-    with pytest.raises(ConversionError, match=r"the written checkpoint, padded: its logits differ"):
+    with pytest.raises(ConversionError, match=r"the written checkpoint differs from its source: padded, its logits"):
         import_folder(exported()[0], tmp_path / "imported")
     assert not list(tmp_path.glob("imported*"))
 
