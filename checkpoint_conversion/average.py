@@ -29,12 +29,8 @@ def average(options: AverageOptions) -> None:
     --continue-from, or as --load of `neobert convert`. The command needs the memory of two models.
 
     Raises:
-        MissingInputError: The folder has no checkpoint of --iteration, or fewer than --last up to it.
-        CheckpointError: A checkpoint is damaged or incomplete.
-        ConversionError: The checkpoints have different models or tokenizers, their layers are not NeoBERT's, or their
-            mean is not finite.
-        DataError: The tokenizer of a checkpoint cannot be used.
-        OutputError, SaveError: The output exists, cannot be created or cannot be written.
+        MissingInputError: The folder has fewer than --last checkpoints up to --iteration.
+        ConversionError: The checkpoints have different models or tokenizers, or their mean is not finite.
     """
     refuse_existing(options.output)  # before minutes of reading
     newest = iteration_of(latest_checkpoint(options.load, iteration=options.iteration))

@@ -28,7 +28,7 @@ def write_model_card(folder: Path) -> None:
     data = ModelCardData(
         license="unknown",
         library_name="transformers",
-        pipeline_tag="fill-mask" if facts["has_head"] else "feature-extraction",
+        pipeline_tag="fill-mask",
         tags=["neobert", "encoder", *pooled],
     )
     card = ModelCard.from_template(data, template_path=str(_TEMPLATE), model_id=MODEL_ID, **facts)
@@ -46,7 +46,6 @@ def read_facts(folder: Path) -> dict[str, Any]:
         "parameters": count_parameters(folder),
         "masked_text": json.dumps(f"Paris is the {tokenizer['mask_token']} of France.", ensure_ascii=False),
         "lowercase": tokenizer.get("do_lower_case") is True,
-        "has_head": config["model_type"] != "llama",
         "sentence_transformers": (folder / "modules.json").is_file(),
         **{name: report.get(name) or {} for name in ("source", "compared", "verification")},
         "versions": {name: versions[name] for name in ("torch", "transformers") if name in versions},

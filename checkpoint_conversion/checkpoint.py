@@ -61,10 +61,7 @@ class MegatronCheckpoint:
         return min(phase_at(self.settings, self.iteration).settings.data.seq_length, context)
 
     def build_reference(self, dtype: torch.dtype) -> ReferenceNeoBERT:
-        """Return the plain PyTorch model with these weights, rounded to `dtype` and stored in fp32, in evaluation mode.
-
-        Raise ConversionError if a weight is missing, has a shape that does not fit the settings, or is not finite.
-        """
+        """Return the plain PyTorch model in evaluation mode, with these weights rounded to `dtype`, stored in fp32."""
         rounded = {name: tensor.to(dtype).float() for name, tensor in self.tensors.items()}
         # Checks the weights before a model is built, because settings.yaml can ask for a model of any size.
         published = to_published(rounded, self.shape, NEOBERT)
@@ -100,10 +97,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     """Verify and read the checkpoint of `iteration` in a --save folder, or the newest if it is None.
 
     Raises:
-        MissingInputError: The folder has no such checkpoint.
-        CheckpointError: The checkpoint is damaged or incomplete.
         ConversionError: The checkpoint's layers are not NeoBERT's, or their number is not the number in its settings.
-        DataError: The tokenizer cannot be used.
     """
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
@@ -145,9 +139,6 @@ def write_checkpoint(
         save: Existing save folder.
         tensors: Weights under the internal names of mapping.py. They are stored in fp32.
         read_corpora: Corpora on which the weights were trained.
-
-    Raises:
-        OSError: The checkpoint cannot be written.
     """
     final = iteration_folder(save, 0)
     temporary = save / f".tmp-{final.name}"
@@ -166,7 +157,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the model's weights, each joined from the files of all ranks, under their names in the checkpoint.
 
     A weight that is stored in less than fp32 is replaced by its fp32 copy in the optimizer's state, if there is one.
-    Raise CheckpointError if a file is damaged, or if there are no weights.
+    Raise CheckpointError if there are no weights.
     """
     stored = StoredTensors(folder)
     names = [name for name in stored.shapes if not name.startswith("optimizer.")]

@@ -1,10 +1,10 @@
-"""Write and read config.json of the three layouts.
+"""Write and read config.json of the two layouts.
 
 A written file states every convention that the function depends on (rotary base and style, epsilon, widths), also where
 the value is a default. A file that is read must state the conventions too; values that NeoBERT's layers cannot compute
 are refused with the reason.
 
-Source: transformers >= 5.3 models/eurobert and models/llama; chandar-lab/NeoBERT on the Hub, config.json and model.py.
+Source: transformers >= 5.3 models/eurobert; chandar-lab/NeoBERT on the Hub, config.json and model.py.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,6 @@ _NEOBERT_ROTARY_BASE = 10_000
 
 # Keys, their accepted values, and the reason. None among the values means that the key may be absent.
 _Demands = tuple[tuple[str, tuple[object, ...], str], ...]
-_LLAMA_LIKE: _Demands = (
-    ("hidden_act", ("silu", "swish"), "NeoBERT's feed-forward is SwiGLU, which gates with SiLU"),
-    ("attention_bias", (None, False), "NeoBERT's attention has no biases"),
-)
 _ALL_LAYOUTS: _Demands = (
     ("quantization_config", (None,), "quantized weights cannot be trained further, use the original model"),
     ("compression_config", (None,), "compressed weights cannot be trained further, use the original model"),
@@ -37,12 +33,10 @@ _ALL_LAYOUTS: _Demands = (
     ("tie_word_embeddings", (None, False, True), "true or false is needed"),
 )
 _DEMANDS: dict[str, _Demands] = {
-    "eurobert": (*_LLAMA_LIKE, ("mlp_bias", (None, False, True), "true or false is needed")),
-    "llama": (
-        *_LLAMA_LIKE,
-        ("mlp_bias", (None, False), "NeoBERT's feed-forward has no biases"),
-        ("is_causal", (False,), "NeoBERT's attention is bidirectional; a Llama's is only if is_causal is false"),
-        ("use_bidirectional_attention", (None, True), "some software would compute causal attention"),
+    "eurobert": (
+        ("hidden_act", ("silu", "swish"), "NeoBERT's feed-forward is SwiGLU, which gates with SiLU"),
+        ("attention_bias", (None, False), "NeoBERT's attention has no biases"),
+        ("mlp_bias", (None, False, True), "true or false is needed"),
     ),
     "neobert": (
         ("hidden_act", (None, "swiglu", "SwiGLU"), "the feed-forward must be SwiGLU"),
@@ -82,105 +76,62 @@ class FolderSpec:
 
 
 def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
-    """Return the content of config.json for a layout.
-
-    Args:
-        layout: A name in mapping.TABLES.
+    """Return the content of config.json for a layout in mapping.TABLES. `neobert` has the published NeoBERT's keys.
 
     Raises:
         ConversionError: The layout is neobert, and the feed-forward width is not a multiple of 8.
     """
-    if layout == "neobert":
-        return neobert_config(spec)
-    model, tokenizer = spec.shape.model, spec.tokenizer
-    theta = float(model.rotary_base)
-    shared = {
-        "dtype": spec.dtype_name,
-        "vocab_size": spec.shape.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_width,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
+    model, tokenizer, is_neobert = spec.shape.model, spec.tokenizer, layout == "neobert"
+    if is_neobert and model.ffn_width % 8:
+        raise ConversionError(
+            f"--ffn-hidden-size {model.ffn_width} is not a multiple of 8, which the neobert layout requires; use "
+            "--format eurobert."
+        )
+    width, theta = model.hidden_size // model.num_attention_heads, float(model.rotary_base)
+    neobert = {
+        "architectures": ["NeoBERTForMaskedLM"],
+        "dim_head": width,
+        "intermediate_size": model.ffn_width * 3 // 2,  # the model's width is two thirds of it
+        # The published class reads max_length only, 1,024 without it. transformers 5 treats max_length as a setting of
+        # text generation, and saves max_position_embeddings only.
+        "max_length": model.max_position_embeddings,
+        "norm_eps": model.norm_epsilon,
+        "rope_theta": theta,
+        "embedding_init_range": model.init_method_range,
+        "decoder_init_range": model.init_method_range,
+        "classifier_init_range": _INIT_RANGE,
+        "cls_token_id": tokenizer.cls_id,
+        "sep_token_id": tokenizer.sep_id,
+        "torch_dtype": spec.dtype_name,
+    }
+    eurobert = {
+        "architectures": ["EuroBertForMaskedLM"],
         "num_key_value_heads": model.num_attention_heads,
-        "head_dim": model.hidden_size // model.num_attention_heads,
+        "head_dim": width,
+        "intermediate_size": model.ffn_width,
         "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
         "initializer_range": _INIT_RANGE,
         "rms_norm_eps": model.norm_epsilon,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "pad_token_id": tokenizer.pad_id,
-        "bos_token_id": tokenizer.cls_id,
-        "eos_token_id": tokenizer.sep_id,
+        "mlp_bias": True,  # without it EuroBERT's decoder has no bias
+        "classifier_pooling": "bos",
+        "dtype": spec.dtype_name,
     }
-    if layout == "eurobert":
-        return {
-            "architectures": ["EuroBertForMaskedLM"],
-            "model_type": "eurobert",
-            **shared,
-            "mlp_bias": True,  # without it EuroBERT's decoder has no bias
-            "mask_token_id": tokenizer.mask_id,
-            "classifier_pooling": "bos",
-        }
-    # Each of the two keys for bidirectional attention has readers that ignore the other. transformers >= 5.3 and vLLM
-    # read is_causal. Text Embeddings Inference reads use_bidirectional_attention, and the base of the rotary angles
-    # outside of rope_parameters.
-    # Source: huggingface/text-embeddings-inference@18ce33c backends/candle/src/models/llama.rs.
     return {
-        "architectures": ["LlamaModel"],
-        "model_type": "llama",
-        "is_causal": False,
-        "use_bidirectional_attention": True,
-        "rope_theta": theta,
-        **shared,
-        "mlp_bias": False,
-        "use_cache": False,
-    }
-
-
-def neobert_config(spec: FolderSpec) -> dict[str, Any]:
-    """Return the content of config.json for the neobert layout, with the keys of the published NeoBERT.
-
-    Raise ConversionError if the feed-forward width is not a multiple of 8.
-    """
-    from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # imports transformers, which takes seconds
-
-    model, tokenizer = spec.shape.model, spec.tokenizer
-    if model.ffn_width % 8:
-        raise ConversionError(
-            f"--ffn-hidden-size {model.ffn_width} is not a multiple of 8, which the neobert layout requires; use "
-            "--format eurobert."
-        )
-    return {
-        "architectures": ["NeoBERTForMaskedLM"],
-        "auto_map": AUTO_MAP,
-        "model_type": "neobert",
+        "model_type": layout,
         "vocab_size": spec.shape.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "dim_head": model.hidden_size // model.num_attention_heads,
-        "intermediate_size": model.ffn_width * 3 // 2,  # the model's width is two thirds of it
-        # The published class reads max_length only, 1,024 without it. transformers 5 treats max_length as a setting of
-        # text generation, and saves max_position_embeddings only.
         "max_position_embeddings": model.max_position_embeddings,
-        "max_length": model.max_position_embeddings,
-        "norm_eps": model.norm_epsilon,
-        "rope_theta": float(model.rotary_base),
-        "embedding_init_range": model.init_method_range,
-        "decoder_init_range": model.init_method_range,
-        "classifier_init_range": _INIT_RANGE,
         "tie_word_embeddings": False,
-        "tokenizer_class": "PreTrainedTokenizerFast",  # pipelines of transformers 4.48 need it to find the tokenizer
         "pad_token_id": tokenizer.pad_id,
         "bos_token_id": tokenizer.cls_id,
         "eos_token_id": tokenizer.sep_id,
-        "cls_token_id": tokenizer.cls_id,
-        "sep_token_id": tokenizer.sep_id,
         "mask_token_id": tokenizer.mask_id,
-        "torch_dtype": spec.dtype_name,  # the only name in transformers 4.48
+        **(neobert if is_neobert else eurobert),
     }
 
 

@@ -34,7 +34,7 @@ class ExportOptions:
 
     load: Path = option(help="folder given to training as --save", metavar="DIR")
     output: Path = option(help="folder to create", metavar="DIR")
-    layout: Literal["eurobert", "neobert", "llama"] = option(
+    layout: Literal["eurobert", "neobert"] = option(
         "eurobert",
         "layout of the output: eurobert needs no remote code; neobert has the published names",
         flag="--format",
@@ -75,13 +75,6 @@ def megatron_to_hf(options: ExportOptions) -> None:
     """Write a Megatron checkpoint as a Hugging Face folder and compare it with the reference model.
 
     The reference is a plain PyTorch model with the checkpoint's weights. --no-verification skips the comparison.
-
-    Raises:
-        MissingInputError: --load has no such checkpoint.
-        CheckpointError: The checkpoint is damaged or incomplete.
-        DataError: The tokenizer cannot be used.
-        ConversionError: The layout cannot hold the model, or the output differs from the reference.
-        OutputError, SaveError: The output exists, cannot be created or cannot be written.
     """
     from megatron_neobert.checkpoint.folder import latest_checkpoint
 
@@ -112,14 +105,7 @@ def megatron_to_hf(options: ExportOptions) -> None:
 
 
 def hf_to_megatron(options: ImportOptions) -> None:
-    """Write a Hugging Face folder as a checkpoint for --continue-from and compare it with the folder's model.
-
-    Raises:
-        MissingInputError: The folder has no config.json, tokenizer or weights.
-        DataError: The tokenizer cannot be used.
-        ConversionError: The folder's model is not a NeoBERT, or the checkpoint differs from the folder's model.
-        OutputError, SaveError: The output exists, cannot be created or cannot be written.
-    """
+    """Write a Hugging Face folder as a checkpoint for --continue-from and compare it with the folder's model."""
     start = time.monotonic()
     refuse_existing(options.output)
     options = replace(options, load=find_model("--load", options.load))
@@ -156,12 +142,7 @@ def verify(options: VerifyOptions) -> int:
 
     Both run in fp32 on the same fixed prompts. The logits of B, padded and packed, may differ from A's padded logits by
     --tolerance (default 1e-4) of A's largest logit. Settings that affect the function must be equal. Weights must be
-    equal bit for bit or, if --tolerance is given, within it.
-
-    Raises:
-        MissingInputError: A folder does not exist, or has no model.
-        CheckpointError, ConversionError: A model cannot be read, or the vocabularies differ in size.
-        DataError: The tokenizer of a checkpoint cannot be used.
+    equal bit for bit or, if --tolerance is given, within it. Vocabularies of different sizes raise ConversionError.
     """
     folders = find_model("A", options.first, holding=""), find_model("B", options.second, holding="")
     import torch
@@ -197,11 +178,6 @@ def load_side(folder: Path) -> "LogitModel":
     """Return the model of a Hugging Face folder, or of the newest checkpoint in a --save folder, in fp32.
 
     Biases that the files of a Hugging Face folder lack are zero.
-
-    Raises:
-        MissingInputError: The folder has no model.
-        CheckpointError, ConversionError: The model cannot be read.
-        DataError: The tokenizer of the checkpoint cannot be used.
     """
     from checkpoint_conversion.checkpoint import read_checkpoint
     from checkpoint_conversion.compare import build_logit_model, checkpoint_model

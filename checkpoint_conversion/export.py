@@ -1,10 +1,9 @@
 """Write a checkpoint as a Hugging Face folder, compared with the reference model before it gets its final name.
 
 Layouts: `eurobert` uses the class of transformers that computes the same function; `neobert` has the published names
-and its own modelling file; `llama` has the encoder alone, for software that does not support the other two.
+and its own modelling file.
 """
 
-import json
 from dataclasses import asdict, fields
 from functools import partial
 from importlib.metadata import version
@@ -13,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
 
 import megatron_neobert
 from checkpoint_conversion.card import REPORT, write_model_card
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import FolderSpec, build_config
-from checkpoint_conversion.mapping import HEAD_FOLDER, HEAD_NAMES, TABLES, to_published
+from checkpoint_conversion.mapping import TABLES, to_published
 from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.phases import phase_at
-from megatron_neobert.huggingface.checks import MODELING_FILE, WEIGHTS
-from megatron_neobert.huggingface.folder_files import modeling_source, write_module_files
+from megatron_neobert.huggingface.folder_files import write_config, write_json, write_module_files
 from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and an export without verification does not need it
@@ -51,11 +48,6 @@ def export(
 
     Returns:
         Differences of the logits from those of the checkpoint in plain PyTorch, by input; empty if not `verified`.
-
-    Raises:
-        OutputError: The folder exists and is not empty, or cannot be created.
-        SaveError: A file cannot be written.
-        ConversionError: The layout cannot hold the model, or the written model differs. No output is left then.
     """
     torch_dtype, length = getattr(torch, dtype), checkpoint.trained_length
     spec = FolderSpec(checkpoint.shape, checkpoint.tokenizer, torch_dtype, model_max_length=length)
@@ -87,26 +79,16 @@ def write_folder(folder: Path, layout: str, spec: FolderSpec, tensors: dict[str,
     Args:
         layout: A name in mapping.TABLES.
         tensors: Weights under the internal names of mapping.py. They are rounded to the dtype of `spec`.
-
-    Raises:
-        ConversionError: The tensors do not fit the model or are not finite, or the layout cannot hold the model.
-        OSError, SafetensorError: A file cannot be written.
     """
     config = {**build_config(layout, spec), "transformers_version": version("transformers")}
     rounded = {name: tensor.to(spec.dtype) for name, tensor in tensors.items()}
     weights = to_published(rounded, spec.shape, TABLES[layout])
-    _write_json(folder / "config.json", config)
-    if layout == "llama":  # the class has no head
-        head = {name: weights.pop(name) for name in HEAD_NAMES}
-        (folder / HEAD_FOLDER).mkdir()
-        save_file(head, folder / HEAD_FOLDER / WEIGHTS, metadata={"format": "pt"})
+    write_config(folder, config)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-    if layout == "neobert":
-        (folder / MODELING_FILE).write_bytes(modeling_source())
     longest = spec.model_max_length or spec.shape.model.max_position_embeddings
     spec.tokenizer.save_tokenizer_files(folder, model_max_length=longest)
     # safetensors creates files that only their owner can read; give them the mode of the other files.
-    for path in folder.rglob("*.safetensors"):
+    for path in folder.glob("*.safetensors"):
         path.chmod((folder / "config.json").stat().st_mode)
 
 
@@ -144,8 +126,4 @@ def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks",
             **{name: version(name) for name in ("torch", "transformers", "safetensors")},
         },
     }
-    _write_json(folder / REPORT, report)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / REPORT, report)

@@ -7,20 +7,20 @@ limited to 2 GB. onnxruntime runs every graph on padded batches of other sizes t
 its final name only if the results agree with PyTorch. The full model needs a minute and 4 GB of memory.
 """
 
-import json
+import io
 import logging
-import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_neobert.cli import option
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
-from megatron_neobert.huggingface.checks import MODELING_FILE, check_folder, refuse_outside
-from megatron_neobert.huggingface.hub import find_model
+from megatron_neobert.huggingface.checks import check_folder
+from megatron_neobert.huggingface.folder_files import copy_files, write_config
+from megatron_neobert.huggingface.hub import ALL_TOKENIZER_FILES, MODULE_FILES, find_model
 from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 if TYPE_CHECKING:  # --help answers without importing torch
@@ -28,7 +28,8 @@ if TYPE_CHECKING:  # --help answers without importing torch
 
     from checkpoint_conversion.compare import Checks
 
-TASKS = {"fill-mask": "logits", "feature-extraction": "last_hidden_state"}  # task -> name of the graph's output
+TASKS = ("fill-mask", "feature-extraction")
+LARGEST_GRAPH_BYTES = 3 << 29  # of weights in one file; protobuf is limited to 2 GB
 OPSET = 18  # version of ONNX's operators: the lowest that PyTorch exports, for the most runtimes
 INPUTS = ("input_ids", "attention_mask")
 
@@ -42,10 +43,6 @@ TOLERANCE, TOLERANCE_INT8 = 1e-4, 0.5
 _BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
 _TRACED_LENGTHS = (11, 5, 8)  # token counts of the traced batch, which has padding so that the mask is in the graph
 
-_COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "LICENSE")
-# sentence-transformers pools hidden states, which a fill-mask graph does not return.
-_MODULES = ("modules.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors", "*sentence*.json")
-
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxOptions:
@@ -56,32 +53,26 @@ class OnnxOptions:
     task: str = option(
         "fill-mask",
         "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state",
-        choices=tuple(TASKS),
+        choices=TASKS,
     )
     int8: bool = option(False, "also write model_quantized.onnx with 8-bit weights, and print its error")
 
 
 def export_onnx(options: OnnxOptions) -> None:
-    """Write a Hugging Face folder as ONNX and compare it with PyTorch.
-
-    Raises:
-        MissingInputError: The folder has no config.json or no tokenizer.json.
-        ConversionError: The model is not a NeoBERT, has no head for the task, or a graph differs from PyTorch.
-        OutputError, SaveError: The output exists, cannot be created or cannot be written.
-        ModuleNotFoundError: A package of the extra [onnx] is not installed.
-    """
+    """Write a Hugging Face folder as ONNX and compare it with PyTorch."""
     refuse_existing(options.output)  # before a minute of work
     source = find_model("--model", options.model)
     # Imported here so that a missing package is reported before the work.
     import onnx  # noqa: F401
     import onnxscript  # noqa: F401
+    import transformers.exporters  # noqa: F401
 
     from checkpoint_conversion.compare import to_table
 
     model = load_for_task(source, options.task)
     with build_folder(options.output) as folder:
         copy_companions(source, folder, options.task)
-        for path, batches in write_graphs(model, folder / "onnx", options.task, int8=options.int8).items():
+        for path, batches in write_graphs(model, folder / "onnx", int8=options.int8).items():
             size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
             print(f"{path.name}, {size / 1e6:.1f} MB, difference from PyTorch by rows x tokens:")
             print(f"{to_table(batches)}\n")
@@ -89,74 +80,52 @@ def export_onnx(options: OnnxOptions) -> None:
 
 
 def load_for_task(folder: Path, task: str) -> Any:
-    """Load the model of a folder in fp32, with the masked-language-model head for fill-mask, else without a head.
-
-    Raises:
-        MissingInputError: The folder has no config.json.
-        ConversionError: The model is not a NeoBERT, has no such head, or cannot be loaded.
-    """
+    """Load the model of a folder in fp32, with the masked-language-model head for fill-mask, else without a head."""
     from checkpoint_conversion.config_json import read_model_config
     from megatron_neobert.evaluation.models import load_model
 
-    layout = read_model_config(check_folder(folder), folder / "config.json").layout
-    if task == "fill-mask" and layout == "llama":
-        raise ConversionError(
-            f"{folder} has the llama layout, whose model has no head for --task fill-mask; use --task "
-            "feature-extraction."
-        )
+    read_model_config(check_folder(folder), folder / "config.json")
     return load_model(folder, "AutoModelForMaskedLM" if task == "fill-mask" else "AutoModel", return_dict=True)
 
 
-def write_graphs(model: Any, folder: Path, task: str, *, int8: bool) -> "dict[Path, Checks]":
+def write_graphs(model: Any, folder: Path, *, int8: bool) -> "dict[Path, Checks]":
     """Create `folder` and write model.onnx into it and, with `int8`, model_quantized.onnx. The folder must not exist.
 
     Returns:
         For the path of each graph, differences from PyTorch's output by "rows x tokens" of a test batch.
-
-    Raises:
-        ConversionError: A graph cannot be run, or differs from PyTorch by more than its tolerance.
     """
-    from onnxruntime.quantization import QuantType, quantize_dynamic
+    import torch
+    from onnxruntime.quantization import QuantType
+    from transformers import exporters
 
-    folder.mkdir()
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    config = exporters.OnnxConfig(dynamic_shapes=dict.fromkeys(INPUTS, axes), opset_version=OPSET)
+    # Signed weights are twice as fast as unsigned ones on processors with VNNI. They have 7 bits (reduce_range),
+    # because without VNNI sums of 8-bit products saturate: logits were wrong by 0.8 of the largest. Activations are
+    # quantized at run time.
+    weights = exporters.OnnxRuntimeDynamicConfig(per_channel=True, reduce_range=True, weight_type=QuantType.QInt8)
+    mask_bs = _mask(_TRACED_LENGTHS)
+    inputs: Any = dict(zip(INPUTS, (mask_bs.clone(), mask_bs), strict=True))
     plain, quantized = folder / "model.onnx", folder / "model_quantized.onnx"
-    trace(model, TASKS[task]).save(plain)
+    folder.mkdir()
+    with _quiet():
+        graph = exporters.OnnxExporter().export(model, inputs, config).program
+    save_graph(graph, plain)
     checks = {plain: check_graph(model, plain, tolerance=TOLERANCE)}
     if int8:
-        # Signed weights are twice as fast as unsigned ones on processors with VNNI. They have 7 bits (reduce_range),
-        # because without VNNI sums of 8-bit products saturate: logits were wrong by 0.8 of the largest. Activations are
-        # quantized at run time.
-        is_large = plain.with_name(f"{plain.name}.data").exists()
-        options = {"per_channel": True, "reduce_range": True, "use_external_data_format": is_large}
         with _quiet():
-            quantize_dynamic(plain, quantized, weight_type=QuantType.QInt8, **options)
+            graph = exporters.OnnxRuntimeQuantizer(weights).quantize(graph, inputs, exporters.ExportFormat.ONNX)
+        save_graph(graph, quantized)
         checks[quantized] = check_graph(model, quantized, tolerance=TOLERANCE_INT8)
     return checks
 
 
-def trace(model: Any, output: str) -> Any:
-    """Return the model as a torch.onnx.ONNXProgram for any batch size and length, with the single output `output`."""
-    import torch
+def save_graph(graph: Any, path: Path) -> None:
+    """Write an onnx_ir.Model, with weights of more than LARGEST_GRAPH_BYTES in a file beside it."""
+    import onnx_ir
 
-    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
-    mask_bs = _mask(_TRACED_LENGTHS)
-    previous = model.config._attn_implementation
-    # PyTorch's fused attention would become the same matrix products, with a check for rows of NaN at each softmax that
-    # the masks of this model cannot cause.
-    model.set_attn_implementation("eager")
-    with _quiet():
-        program = torch.onnx.export(
-            model,
-            kwargs=dict(zip(INPUTS, (mask_bs.clone(), mask_bs), strict=True)),
-            input_names=INPUTS,
-            output_names=[output],
-            dynamic_shapes=dict.fromkeys(INPUTS, axes),
-            opset_version=OPSET,
-            dynamo=True,
-            verbose=False,
-        )
-    model.set_attn_implementation(previous)
-    return program
+    weight_bytes = sum(weight.const_value.nbytes for weight in graph.graph.initializers.values())
+    onnx_ir.save(graph, path, external_data=f"{path.name}.data" if weight_bytes > LARGEST_GRAPH_BYTES else None)
 
 
 def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
@@ -210,40 +179,23 @@ def _mask(lengths: tuple[int, ...], *, longest: int = max(_TRACED_LENGTHS)) -> "
 def copy_companions(model: Path, folder: Path, task: str) -> None:
     """Write config.json, the tokenizer and LICENSE of `model` to `folder`, the parent of the folder with the graphs.
 
-    For feature extraction, also copy the modules of sentence-transformers (pooling, Dense). Code in `model` is never
-    copied. If auto_map of config.json names only modeling_neobert.py, this package's version is written. Otherwise the
-    new config.json has no auto_map.
-
-    Raises:
-        MissingInputError: The model has no config.json or no tokenizer.json.
-        ConversionError: A file of the model is a link out of its folder, or refers to something outside of it.
+    For feature extraction, also copy the modules of sentence-transformers (pooling, Dense), which need hidden states.
+    Code in `model` is never copied. Raise MissingInputError if the model has no tokenizer.json.
     """
-    from megatron_neobert.huggingface.folder_files import modeling_source
-
     if not (model / "tokenizer.json").is_file():
         raise MissingInputError(f"{model} has no tokenizer.json, which users of the graph need; add it.")
-    for pattern in (*_COMPANIONS, *(_MODULES if task == "feature-extraction" else ())):
-        for path in filter(Path.is_file, model.glob(pattern)):
-            refuse_outside(path, model)
-            target = folder / path.relative_to(model)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
-    config = check_folder(model)
-    module, auto_map = MODELING_FILE.removesuffix("py"), config.get("auto_map")
-    if isinstance(auto_map, dict) and all(str(name).startswith(module) for name in auto_map.values()):
-        (folder / MODELING_FILE).write_bytes(modeling_source())
-    else:
-        config.pop("auto_map", None)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    modules = MODULE_FILES if task == "feature-extraction" else ()
+    copy_files(model, folder, (*ALL_TOKENIZER_FILES, "LICENSE", *modules))
+    write_config(folder, check_folder(model))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress log messages up to WARNING and Python warnings in a `with` block: the exporter's are harmless."""
+    """Suppress what the exporter prints, its Python warnings and log messages up to WARNING in a `with` block."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -22,7 +22,6 @@ from torch import Tensor
 from checkpoint_conversion.checkpoint import model_shape, read_checkpoint, write_checkpoint
 from checkpoint_conversion.config_json import FolderConfig, read_model_config
 from checkpoint_conversion.mapping import (
-    HEAD_FOLDER,
     STRIP_PADDING,
     TABLES,
     ModelShape,
@@ -65,13 +64,6 @@ def import_folder(
 
     Returns:
         The content of the folder, and the differences between the two models' logits (empty if not `verified`).
-
-    Raises:
-        MissingInputError: `folder`, its config.json, tokenizer or weights are missing.
-        DataError: The tokenizer cannot be used.
-        ConversionError: The model is not a NeoBERT, or the checkpoint's model differs. No output is left then.
-        OutputError: The output exists, or cannot be created.
-        SaveError: A file cannot be written.
     """
     imported = read_folder(folder)
     if tokenizer is not None:
@@ -104,9 +96,8 @@ def read_folder(folder: Path) -> ImportedModel:
     Print a warning if config.json and the tokenizer have different mask tokens.
 
     Raises:
-        MissingInputError: The folder, its config.json, tokenizer or weights are missing.
-        ConversionError: The model is not a NeoBERT, or the files contradict each other.
-        DataError: The tokenizer cannot be used.
+        MissingInputError: The folder has no tokenizer.
+        ConversionError: The tokenizer has more ids than the embedding rows, or rows without an id are not zero.
     """
     content = check_folder(folder)
     config = read_model_config(content, folder / "config.json")
@@ -152,11 +143,10 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
         Tensors in fp32 or bf16 for all names in the layout's table, and notes on omitted and added tensors.
 
     Raises:
-        MissingInputError: A weight file is missing.
         ConversionError: The weights do not fit config.json, cannot be converted exactly, or have no
             masked-language-model head.
     """
-    stored = map_weights(folder, config.layout)
+    stored = map_weights(folder)
     # Checked before tables are expanded, because config.json can state any number of layers.
     if config.model.num_layers > len(stored):
         raise ConversionError(
@@ -204,39 +194,26 @@ def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor],
 # --- files
 
 
-def map_weights(folder: Path, layout: str) -> dict[str, Tensor]:
-    """Memory-map the tensors of model.safetensors, or of the files in its index. A llama folder's head is included.
+def map_weights(folder: Path) -> dict[str, Tensor]:
+    """Memory-map the tensors of model.safetensors, or of the files in its index.
 
     Raises:
-        MissingInputError: There are no weights, or a file in the index is missing.
-        ConversionError: The weights are pickled, a file is damaged, the index and the files contradict each other, or a
-            llama folder has no head.
+        MissingInputError: There are no weights.
+        ConversionError: The weights are pickled, or there are both a file and an index.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
         raise ConversionError(f"{folder} has both {WEIGHTS} and {INDEX}; remove the file of another model.")
     if single.is_file():
-        tensors = map_file(single)
-    elif index.is_file():
-        tensors = map_shards(folder, read_weight_map(index))
-    elif pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
+        return map_file(single)
+    if index.is_file():
+        return map_shards(folder, read_weight_map(index))
+    if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise ConversionError(
             f"{folder}: the weights are pickled ({quote(pickles[0])}), and a pickle can run code. Load them with "
             f"torch.load(..., weights_only=True), and save the state dict as {WEIGHTS} with safetensors."
         )
-    else:
-        raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder with weights.")
-    if layout != "llama":
-        return tensors
-    if not (folder / HEAD_FOLDER / WEIGHTS).is_file():
-        raise ConversionError(
-            f"{folder}: there is no {HEAD_FOLDER}/{WEIGHTS}, so it holds no masked-language-model head (the lm_head of "
-            "Llama predicts the next token). Use a folder with the head, which pre-training needs."
-        )
-    head = map_file(folder / HEAD_FOLDER / WEIGHTS)
-    if duplicates := sorted(tensors.keys() & head.keys()):
-        raise ConversionError(f"{folder}: {quote(duplicates[0])} is in {HEAD_FOLDER} as well; remove one of them.")
-    return tensors | head
+    raise MissingInputError(f"{folder}: neither {WEIGHTS} nor {INDEX}; name a folder with weights.")
 
 
 def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
@@ -244,7 +221,7 @@ def map_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]
 
     Raises:
         MissingInputError: A file is missing.
-        ConversionError: A file is damaged, or its tensors are not those in the index.
+        ConversionError: The tensors of the files are not those in the index.
     """
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(weight_map.values())):

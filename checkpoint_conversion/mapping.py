@@ -1,12 +1,12 @@
 """Names and shapes of weights: one table per published layout, read in both directions.
 
 Internal weights are those of the Megatron model: one tensor per layer, under the names in its checkpoints (Transformer
-Engine's names, whichever classes trained the model). Published weights have NeoBERT's names, or those of Hugging Face's
-EuroBERT or of a bidirectional Llama, which compute the same function.
+Engine's names, whichever classes trained the model). Published weights have NeoBERT's names, or the names of Hugging
+Face's EuroBERT, which computes the same function.
 
 Apart from names, three things differ: the padding of the vocabulary, fused matrices, and the rotary convention. NeoBERT
-pairs adjacent channels of a head; Megatron, EuroBERT and Llama pair channel j with channel j + d/2. Every rule moves
-values and computes none, so it is exact in both directions. This module neither reads nor writes files.
+pairs adjacent channels of a head; Megatron and EuroBERT pair channel j with channel j + d/2. Every rule moves values
+and computes none, so it is exact in both directions. This module neither reads nor writes files.
 
 Source: tests/parity/test_check_parity.py shows that the functions are equal, and that they differ under the wrong
 rotary convention.
@@ -26,8 +26,6 @@ from megatron_neobert.huggingface.checks import quote_names
 # Suffixes of the gate's and the value's half of SwiGLU's first matrix in a checkpoint.
 # Source: megatron.core transformer/mlp.py `apply_swiglu_sharded_factory`.
 _GATE, _VALUE = "_w", "_v"
-HEAD_FOLDER = "mlm_head"  # subfolder with the masked-language-model head of a llama folder
-HEAD_NAMES = ("decoder.weight", "decoder.bias")  # tensors in HEAD_FOLDER
 
 
 # --- sizes and rules
@@ -125,6 +123,9 @@ Table = tuple[Entry, ...]
 _ATTENTION = "decoder.layers.{i}.self_attention."
 _MLP = "decoder.layers.{i}.mlp."
 _NEOBERT_LAYER = "model.transformer_encoder.{i}."
+_EURO_LAYER = "model.layers.{i}."
+_QKV = tuple(f"{_EURO_LAYER}self_attn.{letter}_proj.weight" for letter in "qkv")
+_GATE_UP = tuple(f"{_EURO_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up"))
 
 
 # fmt: off
@@ -141,37 +142,22 @@ NEOBERT: Table = (
     Entry("output_layer.bias", "V", STRIP_PADDING, ("decoder.bias",), "v"),
 )
 
-
-def llama_like_table(prefix: str, head: str, *, has_biases: bool) -> Table:
-    """Return the table of the llama or the eurobert layout, which differ in prefixes and biases only.
-
-    Args:
-        prefix: Prefix of the encoder's names.
-        head: Prefix of the names of the masked-language-model head.
-        has_biases: The layout has feed-forward biases. NeoBERT has none, so only zeros can be converted.
-    """
-    layer = prefix + "layers.{i}."
-    qkv = tuple(f"{layer}self_attn.{letter}_proj.weight" for letter in "qkv")
-    gate_up = tuple(f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up"))
-    return (
-        Entry("embedding.word_embeddings.weight", "V h", STRIP_PADDING, (f"{prefix}embed_tokens.weight",), "v h"),
-        Entry(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{layer}input_layernorm.weight",), "h"),
-        Entry(f"{_ATTENTION}linear_qkv.weight", "3h h", SPLIT_HEADS, qkv, "h h"),
-        Entry(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{layer}self_attn.o_proj.weight",), "h h"),
-        Entry(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{layer}post_attention_layernorm.weight",), "h"),
-        Entry(f"{_MLP}linear_fc1.weight", "2f h", SPLIT_HALVES, gate_up, "f h", has_biases),
-        Entry(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{layer}mlp.down_proj.weight",), "h f", has_biases),
-        Entry("decoder.final_layernorm.weight", "h", COPY, (f"{prefix}norm.weight",), "h"),
-        Entry("output_layer.weight", "V h", STRIP_PADDING, (f"{head}.weight",), "v h"),
-        Entry("output_layer.bias", "V", STRIP_PADDING, (f"{head}.bias",), "v"),
-    )
-
-
-EUROBERT = llama_like_table("model.", "lm_head", has_biases=True)
-LLAMA = llama_like_table("", "decoder", has_biases=False)  # the class has no head; see HEAD_FOLDER
+# EuroBERT's feed-forward layers have biases, of which only zeros can be converted.
+EUROBERT: Table = (
+    Entry("embedding.word_embeddings.weight", "V h", STRIP_PADDING, ("model.embed_tokens.weight",), "v h"),
+    Entry(f"{_ATTENTION}linear_qkv.layer_norm_weight", "h", COPY, (f"{_EURO_LAYER}input_layernorm.weight",), "h"),
+    Entry(f"{_ATTENTION}linear_qkv.weight", "3h h", SPLIT_HEADS, _QKV, "h h"),
+    Entry(f"{_ATTENTION}linear_proj.weight", "h h", COPY, (f"{_EURO_LAYER}self_attn.o_proj.weight",), "h h"),
+    Entry(f"{_MLP}linear_fc1.layer_norm_weight", "h", COPY, (f"{_EURO_LAYER}post_attention_layernorm.weight",), "h"),
+    Entry(f"{_MLP}linear_fc1.weight", "2f h", SPLIT_HALVES, _GATE_UP, "f h", True),
+    Entry(f"{_MLP}linear_fc2.weight", "h f", COPY, (f"{_EURO_LAYER}mlp.down_proj.weight",), "h f", True),
+    Entry("decoder.final_layernorm.weight", "h", COPY, ("model.norm.weight",), "h"),
+    Entry("output_layer.weight", "V h", STRIP_PADDING, ("lm_head.weight",), "v h"),
+    Entry("output_layer.bias", "V", STRIP_PADDING, ("lm_head.bias",), "v"),
+)
 # fmt: on
 
-TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT, "llama": LLAMA}
+TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT}
 
 
 # --- conversion

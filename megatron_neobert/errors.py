@@ -33,7 +33,7 @@ LONGEST_REASON = 500  # characters of a library's message
 # Extra in pyproject.toml -> modules it installs. tests/repo/test_packaging.py compares both.
 MODULES_OF_EXTRAS = {
     "eval": ("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "seqeval", "accelerate"),
-    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "onnx": ("transformers.exporters", "onnx", "onnx_ir", "onnxscript", "onnxruntime"),
     "fast": ("nanotoken",),
     "sentencepiece": ("sentencepiece",),
     "warc": ("fastwarc", "resiliparse"),

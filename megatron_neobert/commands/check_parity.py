@@ -20,6 +20,7 @@ from megatron_neobert.cli import option
 from megatron_neobert.config.rules import find_record_problems
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.errors import ConfigError
+from megatron_neobert.runtime.atomic_files import replace_file
 
 if TYPE_CHECKING:  # --help must not import torch
     from torch import Tensor
@@ -120,7 +121,7 @@ def check_parity(options: ParityOptions) -> int:
                 unexpected.append(name)
             print(f"{name:<42} {gap.loss:8.1e} {gap.gradient:8.1e}  {gap.tensor}", flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        replace_file(options.json, json.dumps(figures, indent=2) + "\n")
     print(f"NOT as expected: {', '.join(unexpected)}" if unexpected else "as expected, including the controls")
     return 1 if unexpected else 0
 
@@ -147,12 +148,12 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
     from checkpoint_conversion.mapping import TABLES
 
     torch.set_grad_enabled(False)
-    fp32, max_tokens = TOLERANCES[torch.float32], settings.model.max_position_embeddings
+    fp32 = TOLERANCES[torch.float32]
     reference, tensors, wrong = build_loud_reference(settings, vocab_size)
-    prompts = build_prompts(vocab_size, longest=max_tokens)
+    prompts = build_prompts(vocab_size, longest=settings.model.max_position_embeddings)
 
     source = LogitModel(
-        "reference", vocab_size, max_tokens, reference, reference.forward_packed, settings.model, reference.state_dict
+        "reference", vocab_size, reference, reference.forward_packed, settings.model, reference.state_dict
     )
 
     def megatron_logits(tokens_t: "Tensor", starts_n: "Tensor") -> "Tensor":

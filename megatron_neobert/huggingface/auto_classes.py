@@ -45,7 +45,7 @@ def loading(folder: Path, class_name: str) -> Iterator[None]:
     except Exception as error:  # with an invalid config.json, transformers raises almost any exception
         raise ConversionError(
             f"{folder}: transformers cannot load it as {class_name} ({short_reason(error)}); use the version in "
-            "constraints.txt, or fetch the folder again."
+            "constraints.txt, fetch the folder again, or name a model that transformers has in this class."
         ) from error
     finally:
         huggingface_hub.constants.HF_HUB_OFFLINE = offline

@@ -1,34 +1,25 @@
-"""Tokenizer, code and module files of the folders that users load without this project: exports and fine-tuned models.
+"""Config, code, tokenizer and module files of the folders that users load without this project.
 
-transformers 5 and sentence-transformers 6 write files that their previous versions cannot read (TokenizersBackend,
-sentence_transformers.base), and arguments of the call that loaded the model. Fine-tuning changes no tokenizer, so the
-files of the folder before it are written again, and module files have the format of sentence-transformers 3.
+These are exports, ONNX exports and fine-tuned models. transformers 5 and sentence-transformers 6 write files that their
+previous versions cannot read (TokenizersBackend, sentence_transformers.base), and arguments of the call that loaded the
+model. Fine-tuning changes no tokenizer, so the files of the folder before it are written again, and module files have
+the format of sentence-transformers 3.
 """
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from megatron_neobert.huggingface.checks import MODELING_FILE, read_object, refuse_outside
-from megatron_neobert.huggingface.hub import TOKENIZER_FILES
+from megatron_neobert.huggingface.hub import ALL_TOKENIZER_FILES
 
-_TOKENIZER_FILES = (
-    *TOKENIZER_FILES,
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
 _MODULES = "modules.json"
-# Requirements that sentence-transformers checks, by model type. Its old versions ignore them: transformers before 5.3
-# then refuses EuroBERT, but computes a LlamaModel with causal attention.
-_NATIVE = {"specifier": ">=5.3", "reason": "Older versions do not know this architecture as an encoder."}
+# Requirements that sentence-transformers checks, by model type. Its old versions ignore them.
 _REQUIREMENTS = {
-    "eurobert": _NATIVE,
-    "llama": _NATIVE,
+    "eurobert": {"specifier": ">=5.3", "reason": "Older versions do not know this architecture."},
     "neobert": {"specifier": ">=4.57", "reason": "modeling_neobert.py is not tested with older ones."},
 }
 # Names of the pooling modes in versions 3 to 5, and in version 6.
@@ -42,30 +33,51 @@ _POOLING = {
 }
 
 
-def modeling_source() -> bytes:
-    """Return the content of the modelling file for folders of the neobert layout."""
-    return (resources.files("megatron_neobert.huggingface") / MODELING_FILE).read_bytes()
-
-
 def restore_files(folder: Path, source: Path) -> None:
     """Replace the tokenizer files in the folder of a fine-tuned model by those of `source`, the folder it started from.
 
-    If auto_map of config.json names modeling_neobert.py, this package's version is written; other code is copied. No
-    code is run. Raises OSError if a file cannot be written, and ConversionError if a file is a link out of `source`.
+    config.json is written as `write_config` does. Raises OSError if a file cannot be written, and ConversionError if a
+    file is a link out of `source`.
     """
-    for name in (*_TOKENIZER_FILES, "chat_template.jinja"):
+    for name in (*ALL_TOKENIZER_FILES, "chat_template.jinja"):
         (folder / name).unlink(missing_ok=True)
-        if name in _TOKENIZER_FILES and (source / name).is_file():
-            refuse_outside(source / name, source)
-            shutil.copyfile(source / name, folder / name)
-    auto_map = read_object(source / "config.json").get("auto_map")
-    values = auto_map.values() if isinstance(auto_map, dict) else ()
-    for name in {str(path).split("--")[-1].split(".")[0] + ".py" for path in values}:
-        if name == MODELING_FILE:
-            (folder / name).write_bytes(modeling_source())
-        elif (source / name).is_file() and name == Path(name).name:
-            refuse_outside(source / name, source)
-            shutil.copyfile(source / name, folder / name)
+    copy_files(source, folder, ALL_TOKENIZER_FILES)
+    write_config(folder, read_object(folder / "config.json"))
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json, in a `neobert` folder with this package's modelling file. It names no other code.
+
+    Raise OSError if a file cannot be written.
+    """
+    content = {key: value for key, value in config.items() if key != "auto_map"}
+    if config.get("model_type") == "neobert":
+        from megatron_neobert.huggingface.modeling_neobert import AUTO_MAP  # imports transformers, which takes seconds
+
+        content["auto_map"] = AUTO_MAP
+        modeling = resources.files("megatron_neobert.huggingface") / MODELING_FILE
+        (folder / MODELING_FILE).write_bytes(modeling.read_bytes())
+    write_json(folder / "config.json", content)
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """Copy the files of a model that match a pattern, in subfolders as well. Chat templates are programs, and left out.
+
+    Raise OSError if a file cannot be written, and ConversionError if a file is a link out of `source`.
+    """
+    for path in (path for pattern in patterns for path in source.glob(pattern) if path.is_file()):
+        refuse_outside(path, source)
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        if path.name == "tokenizer_config.json":
+            write_json(target, {key: value for key, value in read_object(path).items() if key != "chat_template"})
+        else:
+            shutil.copyfile(path, target)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, indented. Raise OSError if it cannot be written."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_module_files(
@@ -121,4 +133,4 @@ def write_module_files(
             content = read_object(folder / path / "config.json")
             files[f"{path}/config.json"] = {k: v for k, v in content.items() if not k.startswith("module_")}
     for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / name, content)

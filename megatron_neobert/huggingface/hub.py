@@ -17,20 +17,21 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "vocab.json",
 )
-# Patterns of every file that influences outputs. In subfolders, only the modules of sentence-transformers do: an ONNX
-# export beside the model does not change the fingerprint.
-FILES_OF_OUTPUT = (
-    "config.json",
-    "*.safetensors",
+ALL_TOKENIZER_FILES = (
     *TOKENIZER_FILES,
     "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "modules.json",
-    "[0-9]_*/config.json",
-    "[0-9]_*/model.safetensors",
-    "*sentence*.json",
+)
+MODULE_FILES = ("modules.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors", "*sentence*.json")
+# Patterns of every file that influences outputs. In subfolders, only the modules of sentence-transformers do: an ONNX
+# export beside the model does not change the fingerprint.
+FILES_OF_OUTPUT = (
+    "config.json",
+    "*.safetensors",
+    *ALL_TOKENIZER_FILES,
+    *MODULE_FILES,
     "model.safetensors.index.json",
 )
 

@@ -1,3 +1,5 @@
+# Copyright 2026 the megatron-neobert maintainers. Licensed under the Apache License, Version 2.0.
+# Origin: megatron_neobert/huggingface/modeling_neobert.py of the Python package megatron-neobert.
 """NeoBERT for transformers 4.57 to 5.23, in one file that is stored with the weights.
 
 Parameter names and conventions are those of the published checkpoint. A batch is either padded (`attention_mask`) or
@@ -340,9 +342,6 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
 
     def compute_loss(self, logits: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         return mean_token_loss(logits, labels, inputs.get("num_items_in_batch"))
-
-
-NeoBERTLMHead = NeoBERTForMaskedLM  # the published name, in the auto_map of older folders
 
 
 class NeoBERTForSequenceClassification(NeoBERTPreTrainedModel):

@@ -19,10 +19,6 @@ VERSION = Version(transformers.__version__)
 # Largest difference relative to the largest value, in fp32. The errors that checks detect are 0.1 or larger.
 TOLERANCE = 1e-4
 FIRST_NATIVE = Version("5.3")
-NATIVE = {
-    "eurobert": f"transformers {VERSION} does not know EuroBERT, which came with 5.3",
-    "llama": f"transformers {VERSION} ignores is_causal=false of a LlamaModel, which 5.3 honours",
-}
 CHECKS: dict[str, Callable[["Subject"], None]] = {}  # of export_checks.py, in its order
 
 
@@ -61,7 +57,8 @@ class Subject:
     @property
     def reason_against_models(self) -> str | None:
         """Reason why this version of transformers does not support the folder's models, or None if it does."""
-        return NATIVE.get(self.fields["model_type"]) if VERSION < FIRST_NATIVE else None
+        is_known = self.auto_map or VERSION >= FIRST_NATIVE
+        return None if is_known else f"transformers {VERSION} does not know EuroBERT, which came with {FIRST_NATIVE}"
 
     def has(self, class_name: str) -> bool:
         """Return whether this class exists for the layout, in the folder or in transformers."""
@@ -90,16 +87,10 @@ class Subject:
     def load(self, class_name: str, **options: Any) -> Any:
         return self.load_with_info(class_name, **options)[0]
 
-    @property
-    def main_class(self) -> str:
-        """Class of the masked language model, or of the backbone in layouts without one."""
-        return "AutoModelForMaskedLM" if self.has("AutoModelForMaskedLM") else "AutoModel"
-
-    def load_main(self, **options: Any) -> Any:
-        return self.load(self.main_class, **options)
-
     def tokenizer(self, folder: Path | None = None) -> Any:
-        return transformers.AutoTokenizer.from_pretrained(folder or self.folder, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(
+            folder or self.folder, trust_remote_code=False, local_files_only=True
+        )
 
     @cached_property
     def words(self) -> list[str]:
@@ -119,11 +110,6 @@ class Subject:
         texts = [self.text(tokens, start=3 * row) for row, tokens in enumerate(lengths)]
         encoded = self.tokenizer()(texts, padding=True, return_tensors="pt")
         return Batch(encoded["input_ids"], encoded["attention_mask"], lengths)
-
-
-def main_output(outputs: Any) -> Tensor:
-    """Return the logits, or the last hidden states of a model without a head."""
-    return outputs.logits if "logits" in outputs else outputs.last_hidden_state
 
 
 def expect_close(actual: Tensor, expected: Tensor, name: str) -> None:

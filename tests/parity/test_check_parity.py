@@ -23,10 +23,14 @@ SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    output = tmp_path_factory.mktemp("parity") / "figures.json"
+    folder = tmp_path_factory.mktemp("parity")
+    output, theirs = folder / "figures.json", folder / "theirs"
+    theirs.write_text("theirs")
+    output.symlink_to(theirs)
     result = run_command("megatron_neobert.__main__", "check", "parity", *SMALL, "--step", "--json", output)
     assert result.code == 0, result.output
     assert "as expected, including the controls" in result.output
+    assert theirs.read_text() == "theirs", "a link is replaced, not followed"
     return json.loads(output.read_text())
 
 

@@ -37,7 +37,7 @@ def change_a_bias(tensors):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (swap_queries_and_keys, r"logits differ from the source's by [\d.]+ of the largest, more than 0\.0001"),
+        (swap_queries_and_keys, r"logits differ by [\d.]+ of the largest, more than 0\.0001"),
         (change_a_bias, r"the exported model differs .*: 1 weights .* output_layer\.bias; nothing was written"),
         (lambda tensors: tensors.pop("lm_head.bias"), "lm_head.bias is not there"),
     ],
@@ -257,14 +257,6 @@ def test_changed_weight_is_not_equal_and_equal_within_a_larger_tolerance(saved, 
     code, output, _ = call("verify", saved.save, model)
     assert code == 1 and "NOT equal within 0.0001" in output
     assert call("verify", saved.save, model, "--tolerance", "2")[0] == 0
-
-
-def test_damaged_head_of_a_llama_folder_is_refused(exported):
-    folder, _ = exported(layout="llama")
-    damaged = shutil.copytree(folder, folder.with_name("damaged"))
-    (damaged / "mlm_head" / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(ConversionError, match=r"mlm_head/model\.safetensors: transformers cannot load it as a head"):
-        compare.load_logit_model(damaged)
 
 
 def test_comparison_covers_all_tokens_except_padding():

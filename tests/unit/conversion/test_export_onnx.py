@@ -18,6 +18,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from checkpoint_conversion import export_onnx as tool
 from megatron_neobert.errors import ConversionError, MissingInputError
+from megatron_neobert.huggingface.folder_files import restore_files
 
 TEXTS = ["the cat sat on a [MASK]", "the mat", "a cat sat on the [MASK] ."]
 
@@ -32,8 +33,8 @@ def folder_of(exported: Callable[..., Any], tmp_path: Path) -> Callable[[str], P
 def graphs(exported: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a folder of the eurobert layout, and the folder that the command wrote from it."""
     model, output = exported()[0], tmp_path_factory.mktemp("exported") / "graphs"
-    code, _, errors = run("export-onnx", "--model", model, "--output", output, "--int8")
-    assert (code, errors) == (0, "")
+    code, printed, errors = run("export-onnx", "--model", model, "--output", output, "--int8")
+    assert (code, errors) == (0, "") and "[torch.onnx]" not in printed
     return model, output
 
 
@@ -74,19 +75,20 @@ def test_written_tokenizer_and_graph_give_the_logits_of_transformers(graphs):
 
 @pytest.mark.slow  # the tests above do the same with the default layout
 @pytest.mark.parametrize(
-    ("layout", "task", "width"), [("neobert", "fill-mask", len(WORDS)), ("llama", "feature-extraction", 32)]
+    ("layout", "task", "width"), [("neobert", "fill-mask", len(WORDS)), ("eurobert", "feature-extraction", 32)]
 )
 def test_graph_of_each_layout_computes_the_model_for_any_batch_and_length(folder_of, tmp_path, layout, task, width):
-    model, output = tool.load_for_task(folder_of(layout), task), tool.TASKS[task]
-    tool.write_graphs(model, tmp_path / "onnx", task, int8=False)
+    model = tool.load_for_task(folder_of(layout), task)
+    tool.write_graphs(model, tmp_path / "onnx", int8=False)
     graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
     shapes = {
         value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in (*graph.input, *graph.output)
     }
-    sizes = ["batch", "sequence"]
+    sizes, output = shapes["input_ids"], "logits" if task == "fill-mask" else "last_hidden_state"
+    assert len({*sizes, "a number"}) == 3 and all(isinstance(size, str) for size in sizes), "two variable sizes"
     assert shapes == {"input_ids": sizes, "attention_mask": sizes, output: [*sizes, width]}
-    assert not [node for node in graph.node if node.op_type == "IsNaN"], "attention is traced in its eager form"
+    assert not [node for node in graph.node if node.op_type == "IsNaN"], "no check of rows that masks cannot cause"
 
 
 def test_graph_of_other_weights_is_refused_even_with_the_tolerance_of_8_bits(graphs):
@@ -112,27 +114,39 @@ def test_graph_that_treats_padding_differently_is_refused(graphs):
 
 
 def test_weights_above_the_limit_of_a_graph_are_in_a_file_beside_it(folder_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
+    monkeypatch.setattr(tool, "LARGEST_GRAPH_BYTES", 0)
     options = tool.OnnxOptions(model=folder_of("eurobert"), output=tmp_path / "graphs", int8=True)
     tool.export_onnx(options)  # runs both graphs
     graphs = ["model.onnx", "model.onnx.data", "model_quantized.onnx", "model_quantized.onnx.data"]
     assert sorted(path.name for path in (tmp_path / "graphs" / "onnx").iterdir()) == graphs
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_modeling_file_is_replaced_by_ours_or_left_out_with_its_auto_map(folder_of, tmp_path, is_ours):
-    model = folder_of("neobert")
-    ours = (model / "modeling_neobert.py").read_text()
-    (model / "modeling_neobert.py").write_text("raise SystemExit('ran')")
-    if not is_ours:
-        config = json.loads((model / "config.json").read_text())
-        config["auto_map"] = {"AutoConfig": "model.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
-        (model / "config.json").write_text(json.dumps(config))
-    output = tmp_path / "output"
+def write_fine_tuned(output: Path, model: Path) -> None:
+    shutil.copytree(model, output, ignore=shutil.ignore_patterns("*.py"))
+    restore_files(output, model)
+
+
+def write_beside_graph(output: Path, model: Path) -> None:
     output.mkdir()
     tool.copy_companions(model, output, "fill-mask")
-    assert [path.read_text() for path in output.glob("*.py")] == [ours] * is_ours
-    assert ("auto_map" in json.loads((output / "config.json").read_text())) == is_ours
+
+
+@pytest.mark.parametrize("module", ["modeling_neobert", "model", "owner/name--model"])
+@pytest.mark.parametrize("write", [write_fine_tuned, write_beside_graph])
+def test_code_of_a_written_folder_is_ours_and_chat_templates_are_left_out(folder_of, tmp_path, write, module):
+    model, output = folder_of("neobert"), tmp_path / "output"
+    names = ("config.json", "tokenizer_config.json")
+    config, tokenizer = (json.loads((model / name).read_text()) for name in names)
+    ours = (model / "modeling_neobert.py").read_text()
+    for name in ("modeling_neobert.py", "model.py", "chat_template.jinja"):
+        (model / name).write_text("raise SystemExit('ran')")
+    theirs = {"AutoConfig": f"{module}.NeoBERTConfig", "AutoModel": "modeling_neobert.NeoBERT"}
+    (model / "config.json").write_text(json.dumps(config | {"auto_map": theirs}))
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": "{% x"}))
+    write(output, model)
+    assert {path.name: path.read_text() for path in output.glob("*.py")} == {"modeling_neobert.py": ours}
+    assert [json.loads((output / name).read_text()) for name in names] == [config, tokenizer]
+    assert not (output / "chat_template.jinja").exists()
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "config_sentence.json", "1_Pooling/config.json"])

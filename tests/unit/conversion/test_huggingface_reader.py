@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from saved_model import SHAPE, WORDS, change_config
 from torch import Tensor
-from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaModel
+from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from checkpoint_conversion.imports import read_folder
 from checkpoint_conversion.mapping import EUROBERT, NEOBERT, to_internal, to_published
@@ -83,21 +83,6 @@ def test_eurobert_saved_by_transformers_is_read_with_the_tensors_that_it_implies
     assert any("filled with zeros" in note and "and 3 more" in note for note in imported.notes) == (not mlp_bias)
 
 
-def test_llama_saved_by_transformers_is_read_with_its_separate_head(tmp_path: Path):
-    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    model = LlamaModel(LlamaConfig(**sizes, num_attention_heads=2, is_causal=False))
-    model.save_pretrained(tmp_path)
-    add_tokenizer(tmp_path)
-    (tmp_path / "mlm_head").mkdir()
-    head = {"decoder.weight": torch.rand(len(WORDS), 16)}
-    save_file(head, tmp_path / "mlm_head" / "model.safetensors")
-    imported = read_folder(tmp_path)
-    assert imported.model.norm_epsilon == 1e-6  # Llama's, not NeoBERT's
-    expected = model.state_dict() | head | {"decoder.bias": torch.zeros(len(WORDS))}
-    assert imported.weights.keys() == expected.keys()
-    assert all(torch.equal(imported.weights[name], tensor) for name, tensor in expected.items())
-
-
 def test_rotary_tables_of_older_code_are_omitted_with_a_note(write: WriteFolder):
     def add(weights: dict[str, Tensor]) -> None:
         weights["model.freqs_cis"] = torch.zeros(64, 4, dtype=torch.complex64)
@@ -152,11 +137,6 @@ def remove(*names: str) -> Callable[[Path], object]:
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
-def add_second_decoder(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"decoder.bias": torch.zeros(len(WORDS))}, folder / "model.safetensors")
-
-
 def remove_shard(folder: Path) -> None:
     split_into_shards(folder)
     (folder / SECOND_SHARD).unlink()
@@ -173,8 +153,6 @@ def add_shards(folder: Path) -> None:
     [
         ("neobert", remove("config.json"), MissingInputError, "without config.json"),
         ("neobert", remove("vocab.txt", "tokenizer.json"), MissingInputError, "has no tokenizer; add the"),
-        ("llama", remove("mlm_head/model.safetensors"), ConversionError, "there is no mlm_head/model.safetensors"),
-        ("llama", add_second_decoder, ConversionError, "'decoder.bias' is in mlm_head as well"),
         ("neobert", remove_shard, MissingInputError, f"{SECOND_SHARD}: no such file, but {INDEX} lists it"),
         ("neobert", add_shards, ConversionError, f"has both model.safetensors and {INDEX}"),
         (

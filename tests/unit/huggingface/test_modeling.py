@@ -220,12 +220,10 @@ def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("remote_code", "only_remote_code")
-def test_folder_with_the_published_class_name_is_loaded(tmp_path: Path):
+def test_saved_folder_is_loaded_with_its_own_code_which_names_license_and_origin(tmp_path: Path):
     build_model().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    config["architectures"] = ["NeoBERTLMHead"]
-    config["auto_map"]["AutoModelForMaskedLM"] = "modeling_neobert.NeoBERTLMHead"
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = (tmp_path / "modeling_neobert.py").read_text(encoding="utf-8").split("import", maxsplit=1)[0]
+    assert "Apache License, Version 2.0" in head and "Python package megatron-neobert" in head
     model, info = transformers.AutoModelForMaskedLM.from_pretrained(
         tmp_path, trust_remote_code=True, local_files_only=True, output_loading_info=True
     )
