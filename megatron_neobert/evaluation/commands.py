@@ -84,9 +84,9 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 def evaluate_mteb(options: MtebOptions) -> None:
     """Evaluate an encoder on MTEB, without network access."""
     options = _prepare(options, f"{_FETCH} mteb --output DIR")
-    from megatron_neobert.evaluation.mteb import evaluate
+    from megatron_neobert.evaluation import mteb
 
-    evaluate(options)
+    mteb.evaluate_mteb(options)
 
 
 def finetune(options: ContrastiveOptions) -> None:
