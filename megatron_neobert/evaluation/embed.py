@@ -37,16 +37,16 @@ from megatron_neobert.evaluation.embed_batches import PairCollator, PlannedBatch
 from megatron_neobert.evaluation.embed_data import (
     VALIDATION,
     ContrastiveConfig,
-    DatasetSource,
+    DatasetSettings,
     TrainingSettings,
-    find_local,
+    find_pairs,
     load_pairs,
     read_config,
     without_held_out,
 )
 from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
-from megatron_neobert.evaluation.options import ContrastiveOptions
+from megatron_neobert.evaluation.options import EmbedderOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.folder_files import restore_files, write_module_files
 from megatron_neobert.huggingface.hub import model_name
@@ -57,7 +57,7 @@ from megatron_neobert.text import parse_json
 _SCORE = f"eval_{VALIDATION}_cosine_ndcg@10"  # in the trainer's history
 
 
-def finetune(options: ContrastiveOptions) -> None:
+def train_embedder(options: EmbedderOptions) -> None:
     """Fine-tune an encoder. Write OUTPUT/MODEL/MODEL-contrastive, and contrastive.json and .md next to that folder.
 
     A second call resumes an interrupted run from its newest checkpoint, and does not repeat a finished run. Checkpoints
@@ -69,19 +69,20 @@ def finetune(options: ContrastiveOptions) -> None:
         OutputError: The folder exists, but was made with other settings or data; or another command is writing.
         SaveError: The disk is full.
     """
-    config, model = read_config(find_config(options.config)), options.model
+    config, model = ContrastiveConfig(), options.model
+    if options.config is not None:
+        config = read_config(find_config(options.config))
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
     training = msgspec.structs.replace(config.training, **changes)
     device, is_main = choose_device(options.device).type, os.environ.get("RANK", "0") == "0"
     # Refuses a folder that is not a model, before minutes of reading data.
     model_fingerprint = fingerprint(model)
-    paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
+    paths = find_pairs(options.data_dir, list(config.datasets))
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
-    endings = ("parquet", "jsonl")
-    held_out = [path for ending in endings if (path := options.data_dir / f"{VALIDATION}.{ending}").exists()]
-    validation = load_pairs(held_out[0], limit=options.limit) if held_out else None
+    validation = pairs.pop(VALIDATION, None)
     if validation is not None:
         pairs = {key: without_held_out(dataset, validation, key) for key, dataset in pairs.items()}
+    sources = {key: config.datasets.get(key, DatasetSettings()) for key in pairs}
     settings = {
         "model": model_fingerprint,
         **msgspec.structs.asdict(training),
@@ -91,7 +92,7 @@ def finetune(options: ContrastiveOptions) -> None:
         "device": device,
         "attention": options.attention,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "datasets": {key: msgspec.structs.asdict(config.datasets[key]) for key in pairs},
+        "datasets": {key: msgspec.structs.asdict(source) for key, source in sources.items()},
         "rows": {key: len(dataset) for key, dataset in pairs.items()},
         "texts": {key: digest_of(dataset, ("query", "positive", "negatives")) for key, dataset in pairs.items()},
         "validation": validation and digest_of(validation, ("query", "positive", "negatives")),
@@ -112,7 +113,7 @@ def finetune(options: ContrastiveOptions) -> None:
             arguments = build_arguments(training, options, checkpoints, autocast=settings["autocast_bfloat16"])
             if validation is not None:
                 arguments.eval_strategy, arguments.eval_steps = "steps", training.save_interval
-            chosen = ContrastiveConfig(config.datasets, training)
+            chosen = ContrastiveConfig(sources, training)
             with saving_weights(folder):
                 results = train(chosen, pairs, options, arguments, final, validation=validation)
             if results is not None:
@@ -129,7 +130,7 @@ def finetune(options: ContrastiveOptions) -> None:
 
 
 def build_arguments(
-    training: TrainingSettings, options: ContrastiveOptions, checkpoints: Path, *, autocast: bool
+    training: TrainingSettings, options: EmbedderOptions, checkpoints: Path, *, autocast: bool
 ) -> SentenceTransformerTrainingArguments:
     """Return the arguments of sentence-transformers' trainer. Under torchrun, this also starts the process group.
 
@@ -182,7 +183,7 @@ class _Trainer(SentenceTransformerTrainer):
         """Write no model card: it would contain texts of the datasets and local paths."""
 
 
-def build_prompts(sources: Mapping[str, DatasetSource], training: TrainingSettings) -> dict[str, dict[str, str]]:
+def build_prompts(sources: Mapping[str, DatasetSettings], training: TrainingSettings) -> dict[str, dict[str, str]]:
     """Return the prompt of each dataset and column: instruction and separator. Empty for `instructions: none`.
 
     The prompt of an empty instruction is empty.
@@ -233,7 +234,7 @@ def build_evaluator(pairs: datasets.Dataset, prompts: Mapping[str, str]) -> Info
 def train(
     config: ContrastiveConfig,
     pairs: Mapping[str, datasets.Dataset],
-    options: ContrastiveOptions,
+    options: EmbedderOptions,
     arguments: SentenceTransformerTrainingArguments,
     final: Path,
     *,
@@ -260,7 +261,7 @@ def train(
     # Weights are float32 whatever the folder's dtype is: AdamW's updates are too small for bfloat16's precision.
     loading = LoadOptions(attention=options.attention)
     model = load_sentence_transformer(options.model, loading, max_length=training.max_length)
-    prompts = build_prompts({key: config.datasets[key] for key in pairs}, training)
+    prompts = build_prompts(config.datasets, training)
     # encode_query and encode_document of the final model use the prompts of the largest dataset.
     default_prompts = prompts.get(max(pairs, key=lambda key: len(pairs[key])), {})
     query_prompts = {key: columns["query"] for key, columns in prompts.items()}

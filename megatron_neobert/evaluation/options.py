@@ -132,12 +132,18 @@ class MtebOptions(ComputeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveOptions:
-    """Options of `neobert finetune`."""
+class EmbedderOptions:
+    """Options of `neobert train-embedder`."""
 
     model: Path = option(help=_MODEL, metavar="DIR")
-    config: str = option(help="YAML file of the datasets, or the recipe evaluation/contrastive", metavar="FILE")
-    data_dir: Path = option(help="folder with KEY.parquet or KEY.jsonl for each dataset", metavar="DIR")
+    data_dir: Path = option(
+        help="folder with KEY.parquet or KEY.jsonl (columns query, positive, negatives) for each dataset", metavar="DIR"
+    )
+    config: str | None = option(
+        None,
+        "YAML file of settings and datasets, or the recipe evaluation/contrastive (default: all files)",
+        metavar="FILE",
+    )
     output: Path = option(help=_OUTPUT, metavar="DIR")
     steps: int | None = option(None, "number of training steps, instead of the value in FILE", minimum=1)
     batch_size: int | None = option(None, "pairs per process before divisors, instead of the value in FILE", minimum=1)
@@ -153,15 +159,6 @@ class ContrastiveOptions:
     )
     device: Literal["cpu", "cuda"] | None = option(None, "device (default: cuda if there is a GPU)")
     attention: str | None = option(None, _ATTENTION, metavar="NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchContrastiveOptions:
-    """Options of `neobert fetch contrastive`."""
-
-    config: str = option(help="same value as for neobert finetune", metavar="FILE")
-    data_dir: Path = option(help="folder to write to", metavar="DIR")
-    datasets: tuple[str, ...] = option((), "datasets to fetch (default: all without default: false)", metavar="KEY")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ KINDS = {
     "ner": ("Named-entity recognition", "neobert evaluate ner"),
     "classify": ("Classification", "neobert evaluate classify"),
     "mteb": ("MTEB", "neobert evaluate mteb"),
-    "contrastive": ("Contrastive fine-tuning", "neobert finetune"),
+    "contrastive": ("Contrastive fine-tuning", "neobert train-embedder"),
 }
 _METRICS = {
     "ner": "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct.",

@@ -12,6 +12,7 @@ from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
+RECIPE = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
 WORDS = [first + second for first in "bcdfghklmn" for second in ("a", "e", "i", "o", "u")]
 INSTRUCTIONS = {"LARGE": "find :", "SMALL": "similar :", "HARD": "other :"}
 

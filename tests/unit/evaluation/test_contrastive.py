@@ -24,12 +24,12 @@ from unit.evaluation.contrastive_inputs import (
 
 from megatron_neobert.errors import ConfigError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
-from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetune, save_final
+from megatron_neobert.evaluation.embed import build_loss, build_prompts, save_final, train_embedder
 from megatron_neobert.evaluation.embed_batches import PairCollator
-from megatron_neobert.evaluation.embed_data import DatasetSource, TrainingSettings, read_config
+from megatron_neobert.evaluation.embed_data import DatasetSettings, TrainingSettings, read_config
 from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer, load_tokenizer
-from megatron_neobert.evaluation.options import ContrastiveOptions
+from megatron_neobert.evaluation.options import EmbedderOptions
 from megatron_neobert.evaluation.sentence_modules import check_modules
 
 PAIRS = make_pairs(6, negatives=3, seed=9)
@@ -50,7 +50,7 @@ def train(inputs: Path, output: Path, **changes: object) -> Path:
     options = {"config": str(inputs / "run.yaml"), "data_dir": inputs / "data", "output": output, "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", inputs / "cache")
-        finetune(ContrastiveOptions(model=inputs / "bert", **{**options, **changes}))
+        train_embedder(EmbedderOptions(model=inputs / "bert", **{**options, **changes}))
     return output / "bert" / "bert-contrastive"
 
 
@@ -156,7 +156,7 @@ def test_instruction_precedes_the_texts_that_the_setting_names(inputs, setting, 
 
 
 def test_prompt_of_an_empty_instruction_is_empty(inputs):
-    sources = {"SMALL": DatasetSource(divisor=1, instruction=" ")}
+    sources = {"SMALL": DatasetSettings(divisor=1, instruction=" ")}
     assert build_prompts(sources, TrainingSettings()) == {"SMALL": {"query": ""}}
 
 
