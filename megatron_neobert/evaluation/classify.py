@@ -58,7 +58,7 @@ class ClassifyTask(SequenceTask):
     # docs/evaluation.md has the measurements. Classes without this setting, such as BERT's, keep their pooling.
     changes: ClassVar[dict[str, Any]] = {"classifier_pooling": "mean"}
 
-    def read(self, split: str, options: FineTuneOptions) -> Rows:
+    def read_rows(self, split: str, options: FineTuneOptions) -> Rows:
         rows = read_dataset(options.data_dir, self.name)[split]
         return replace(rows, labels=[self.labels.index(label) for label in rows.labels])
 
@@ -74,7 +74,7 @@ class ClassifyTask(SequenceTask):
         return {"accuracy": float(metrics.accuracy_score(labels, predicted)), "macro_f1": float(macro_f1)}
 
 
-def evaluate(options: ClassifyOptions) -> Path:
+def run_classify(options: ClassifyOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each dataset, write the results; then all figures.
 
     Return OUTPUT/MODEL, the folder with classify.json and .md. Raises the errors of `run_sweep`, and before

@@ -57,9 +57,9 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
     """
     options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
-    from megatron_neobert.evaluation.pseudo_perplexity import evaluate
+    from megatron_neobert.evaluation.pseudo_perplexity import run_perplexity
 
-    evaluate(options)
+    run_perplexity(options)
 
 
 def evaluate_throughput(options: ThroughputOptions) -> None:
@@ -70,25 +70,25 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
     """
     options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
-    from megatron_neobert.evaluation.throughput import evaluate
+    from megatron_neobert.evaluation.throughput import run_throughput
 
-    evaluate(options)
+    run_throughput(options)
 
 
 def evaluate_mteb(options: MtebOptions) -> None:
     """Evaluate an encoder on MTEB, without network access."""
     options = _prepare(options, "on a machine with network: neobert fetch mteb --output DIR")
-    from megatron_neobert.evaluation import mteb
+    from megatron_neobert.evaluation.mteb import run_mteb
 
-    mteb.evaluate_mteb(options)
+    run_mteb(options)
 
 
 def train_embedder(options: EmbedderOptions) -> None:
     """Fine-tune an encoder for embeddings with a contrastive loss, as NeoBERT's paper does before MTEB."""
     options = _prepare(options, "create it, with KEY.parquet or KEY.jsonl for each dataset")
-    from megatron_neobert.evaluation import embed
+    from megatron_neobert.evaluation.embed import run_contrastive
 
-    embed.train_embedder(options)
+    run_contrastive(options)
 
 
 def report(options: ReportOptions) -> None:
@@ -154,7 +154,8 @@ def _prepare(options: _Options, remedy: str) -> _Options:
 def _fine_tune(options: FineTuneOptions, kind: str, remedy: str) -> None:
     """Run the evaluation in the module `kind`; print its page, and the names of the files that it wrote."""
     options = _prepare(options, remedy)
-    folder = import_module(f"megatron_neobert.evaluation.{kind}").evaluate(options)
+    module = import_module(f"megatron_neobert.evaluation.{kind}")
+    folder = getattr(module, f"run_{kind}")(options)
     print((folder / f"{kind}.md").read_text(encoding="utf-8"))
     print(f"wrote {folder / kind}.json and .md")
 

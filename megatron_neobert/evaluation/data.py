@@ -206,7 +206,7 @@ def _read_tagged_text(path: Path) -> datasets.Dataset:
 # --- rows
 
 
-def spread(rows: Sequence[T], limit: int | None) -> Sequence[T]:
+def select_evenly(rows: Sequence[T], limit: int | None) -> Sequence[T]:
     """Return at most `limit` rows, evenly spaced, because files are often sorted by source; all without a limit."""
     if limit is None or len(rows) <= limit:
         return rows

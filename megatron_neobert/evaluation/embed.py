@@ -57,7 +57,7 @@ from megatron_neobert.text import parse_json
 _SCORE = f"eval_{VALIDATION}_cosine_ndcg@10"  # in the trainer's history
 
 
-def train_embedder(options: EmbedderOptions) -> None:
+def run_contrastive(options: EmbedderOptions) -> None:
     """Fine-tune an encoder. Write OUTPUT/MODEL/MODEL-contrastive, and contrastive.json and .md next to that folder.
 
     A second call resumes an interrupted run from its newest checkpoint, and does not repeat a finished run. Checkpoints

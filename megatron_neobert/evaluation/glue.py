@@ -51,7 +51,7 @@ class GlueTask(SequenceTask):
     eval_strategy = "steps"
     last_split_pattern = "{}_mismatched"
 
-    def read(self, split: str, options: FineTuneOptions) -> Rows:
+    def read_rows(self, split: str, options: FineTuneOptions) -> Rows:
         return read_task(options.data_dir, self, split)
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
@@ -162,7 +162,7 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 # --- the evaluation
 
 
-def evaluate(options: GlueOptions) -> Path:
+def run_glue(options: GlueOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each task, write glue.json and glue.md.
 
     Return OUTPUT/MODEL, the folder with these files. Raises the errors of `run_sweep`, and before the first run

@@ -54,7 +54,7 @@ from megatron_neobert.runtime.atomic_files import read_text, sha256_of
 _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that change scores
 
 
-def evaluate_mteb(options: MtebOptions) -> None:
+def run_mteb(options: MtebOptions) -> None:
     """Evaluate the tasks without a stored score. Write OUTPUT/MODEL/mteb.json and mteb.md, and print mteb.md.
 
     Raises:

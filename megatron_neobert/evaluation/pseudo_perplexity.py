@@ -84,7 +84,7 @@ class DocumentResult:
         return math.sqrt(self.nll_variance / self.positions * (1 - self.positions / self.tokens))
 
 
-def evaluate(options: PerplexityOptions) -> None:
+def run_perplexity(options: PerplexityOptions) -> None:
     """Measure each model; write a record per model, and a page and a figure of all models; print a line per model.
 
     The files are OUTPUT/MODEL/pseudo_perplexity.json, and OUTPUT/pseudo_perplexity.md and .png.
@@ -138,7 +138,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
             # Longest first: a batch that does not fit into memory fails at the start, and the first estimate of the
             # remaining time is not too low.
             for document in sorted(unmeasured, key=lambda document: (-len(document.ids_s), document.id)):
-                result = measure(scorer, document, batch_tokens=options.batch_tokens, progress=progress)
+                result = measure_document(scorer, document, batch_tokens=options.batch_tokens, progress=progress)
                 ledger.add(units[document.id], asdict(result))
         lines = [ledger.lines[key_of(unit)] for unit in units.values()]
     measured = [DocumentResult(**line["result"]) for line in lines]
@@ -162,7 +162,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
     return results
 
 
-def measure(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
+def measure_document(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
     """Return the result of a document, whose copies with one masked token each are computed in batches.
 
     Raises DivergenceError if a loss is not finite, or ConfigError if a batch does not fit into GPU memory.

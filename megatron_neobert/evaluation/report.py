@@ -63,7 +63,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
 
     Raises:
         MissingInputError: There are no records.
-        DataError: A file KIND.json is not a valid record, or its results have the format of another version.
+        DataError: A file KIND.json is not a valid record, or its results are damaged.
     """
     records = find_records(folders)
     output.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
             except Exception as error:  # a damaged record can have any value anywhere
                 files, reason = ", ".join(record.path for record in of_kind), short_reason(error)
                 raise DataError(
-                    f"{files}: the results do not fit this version's {command} ({reason}); measure again."
+                    f"{files}: the results are damaged ({reason}); measure again with {command}."
                 ) from error
         page += [heading(title), *blocks]
     files = table(("model", "record", "machine"), [[r.model.name, r.path, r.machine] for r in records])
@@ -87,7 +87,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
 
 def write_page(kind: str, paths: Sequence[Path], output: Path) -> str:
     """Write OUTPUT/KIND.md and its figures from records of one kind; return the page. Invalid files raise DataError."""
-    records = [read(path, kind) for path in paths]
+    records = [load_record(path, kind) for path in paths]
     page = "\n\n".join([heading(KINDS[kind][0], 1), *SECTIONS[kind](records, output)]) + "\n"
     replace_file(output / f"{kind}.md", page)
     return page
@@ -102,7 +102,7 @@ def find_records(folders: Sequence[Path]) -> list[Record]:
     records = list[Record]()
     for kind in KINDS:
         paths = {path.resolve(): path for folder in folders for path in sorted(folder.rglob(f"{kind}.json"))}
-        records += [read(path, kind) for path in paths.values()]
+        records += [load_record(path, kind) for path in paths.values()]
     if not records:
         names = ", ".join(f"{kind}.json" for kind in KINDS)
         raise MissingInputError(
@@ -115,7 +115,7 @@ def find_records(folders: Sequence[Path]) -> list[Record]:
     return records
 
 
-def read(path: Path, kind: str) -> Record:
+def load_record(path: Path, kind: str) -> Record:
     """Read a record and check its fields, but not the content of `settings` and `results`.
 
     Raises DataError if the file cannot be read, or is not a record of this kind.
@@ -299,7 +299,7 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
     rows, curves, path = [], [], output / "contrastive.png"
     for record in records:
         first_and_last = [f"{record.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
-        scores = record.results.get("validation_ndcg@10")  # absent in records of earlier versions
+        scores = record.results["validation_ndcg@10"]
         score = f"{100 * scores[-1][1]:.1f}" if scores else "–"
         rows.append([record.model.name, *first_and_last, score, ", ".join(record.settings["rows"])])
         steps, values = zip(*record.results["losses_nats"], strict=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.evaluation.data import spread
+from megatron_neobert.evaluation.data import select_evenly
 from megatron_neobert.evaluation.fine_tune import EncodedSplit, Scores, Task
 from megatron_neobert.evaluation.models import LoadOptions, load_model
 from megatron_neobert.evaluation.options import FineTuneOptions
@@ -45,7 +45,7 @@ class SequenceTask(Task):
         return not self.labels
 
     @abstractmethod
-    def read(self, split: str, options: FineTuneOptions) -> Rows:
+    def read_rows(self, split: str, options: FineTuneOptions) -> Rows:
         """Return the rows of a split. The labels are class indices or scores."""
 
     @abstractmethod
@@ -85,11 +85,11 @@ class SequenceTask(Task):
 
         Splits other than train are sorted by length. Raises MissingInputError or DataError if the split cannot be read.
         """
-        rows = self.read(split, options)
+        rows = self.read_rows(split, options)
         encoding = tokenizer(
-            *(list(spread(column, options.limit)) for column in rows.texts), truncation=True, max_length=length
+            *(list(select_evenly(column, options.limit)) for column in rows.texts), truncation=True, max_length=length
         )
-        dataset = Dataset.from_dict({**encoding, "labels": spread(rows.labels, options.limit)})
+        dataset = Dataset.from_dict({**encoding, "labels": select_evenly(rows.labels, options.limit)})
         if split != "train":  # less padding; the order does not change scores
             lengths = list(map(len, dataset["input_ids"]))
             dataset = dataset.select(sorted(range(len(lengths)), key=lengths.__getitem__))

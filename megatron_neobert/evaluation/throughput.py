@@ -35,7 +35,7 @@ CPU_MAX_TOKENS = 16_384
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
-def evaluate(options: ThroughputOptions) -> None:
+def run_throughput(options: ThroughputOptions) -> None:
     """Measure each model. Write OUTPUT/MODEL/throughput.json, and OUTPUT/throughput.md and .png. Print the .md.
 
     Raises:
@@ -95,7 +95,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
             unit = {**settings, **size, **ledger.origin}
             row = {"model": name, **size, "measured": ledger.find(unit)}
             if row["measured"] is None:
-                measured = measure(model, options, length=length, batch_size=batch_size)
+                measured = measure_batch(model, options, length=length, batch_size=batch_size)
                 row["measured"] = measured and ledger.add(unit, measured)
                 print(f"{name}, {length:,} tokens: {speed_cell(row)}", flush=True)
             rows.append(row)
@@ -110,7 +110,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
     return record
 
 
-def measure(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any] | None:
+def measure_batch(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any] | None:
     """Time forward passes of one batch. Errors other than a lack of memory pass through.
 
     Returns:

@@ -24,7 +24,7 @@ from unit.evaluation.contrastive_inputs import (
 
 from megatron_neobert.errors import ConfigError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
-from megatron_neobert.evaluation.embed import build_loss, build_prompts, save_final, train_embedder
+from megatron_neobert.evaluation.embed import build_loss, build_prompts, run_contrastive, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
 from megatron_neobert.evaluation.embed_data import DatasetSettings, TrainingSettings, read_config
 from megatron_neobert.evaluation.ledger import Ledger, read_record
@@ -50,7 +50,7 @@ def train(inputs: Path, output: Path, **changes: object) -> Path:
     options = {"config": str(inputs / "run.yaml"), "data_dir": inputs / "data", "output": output, "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", inputs / "cache")
-        train_embedder(EmbedderOptions(model=inputs / "bert", **{**options, **changes}))
+        run_contrastive(EmbedderOptions(model=inputs / "bert", **{**options, **changes}))
     return output / "bert" / "bert-contrastive"
 
 

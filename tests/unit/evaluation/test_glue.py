@@ -13,7 +13,7 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation import sweep
-from megatron_neobert.evaluation.glue import TASKS, evaluate, read_task
+from megatron_neobert.evaluation.glue import TASKS, read_task, run_glue
 from megatron_neobert.evaluation.ledger import LEDGER, Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.sweep import best_weights, last_sweep
@@ -38,7 +38,7 @@ def run(options, *, interrupt_after: int | None = None) -> list:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "show_progress", record)
         with pytest.raises(KeyboardInterrupt) if interrupt_after else nullcontext():
-            evaluate(options)
+            run_glue(options)
     return runs
 
 
@@ -120,7 +120,7 @@ def test_run_of_a_model_that_has_changed_since_the_sweep_began_is_not_recorded(i
     options = dataclasses.replace(build_options(inputs, "rte", seeds=(0, 1)), model=model, output=tmp_path / "output")
     monkeypatch.setattr(sweep, "show_progress", lambda *_: write_model(model, "Bert", seed=1))
     with pytest.raises(DataError, match="model has changed during the sweep"):
-        evaluate(options)
+        run_glue(options)
     assert len(ledger_of(options, "rte").lines) == 1
 
 
@@ -147,7 +147,7 @@ def test_transfer_without_a_finished_mnli_sweep_is_refused_with_the_remedies(inp
     options = build_options(inputs, "rte", "sst2", output="none", no_transfer=False)
     run(dataclasses.replace(options, tasks=("mnli",), seeds=(0, 1)), interrupt_after=1)
     with pytest.raises(ConfigError, match=r"--tasks: .* no sweep of MNLI is finished .*--no-transfer"):
-        evaluate(options)
+        run_glue(options)
 
 
 # --- reading

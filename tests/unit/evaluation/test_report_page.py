@@ -50,6 +50,7 @@ RESULTS = {
         "first_loss_nats": 2.345,
         "last_loss_nats": 0.456,
         "losses_nats": [[10, 2.345], [20, 0.456]],
+        "validation_ndcg@10": [],
     },
 }
 
@@ -152,7 +153,7 @@ def test_models_with_the_same_name_are_shown_with_their_folders(results, report)
 @pytest.mark.parametrize("change", [{"curve": []}, {"pseudo_perplexity": 10**400}, {"band": None}, {"documents": "7"}])
 def test_damaged_results_are_refused_with_the_files(results, report, change):
     put(results, "pseudo_perplexity", RESULTS["pseudo_perplexity"] | change)
-    with pytest.raises(DataError, match=r"pseudo_perplexity\.json: the results do not fit this version's"):
+    with pytest.raises(DataError, match=r"pseudo_perplexity\.json: the results are damaged"):
         report()
 
 
