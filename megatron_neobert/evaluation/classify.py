@@ -45,7 +45,7 @@ _COLUMNS = (*_TEXTS, _LABEL)
 _SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 _ENDINGS = (".csv", ".jsonl", ".parquet")
 _WHOLE_FLOAT = re.compile(r"^(-?(?:0|[1-9]\d*))\.0+$")
-_MOST_NUMBERED_CLASSES = 20  # of a confusion matrix; the numbers of more classes would overlap
+_MOST_SHOWN_CLASSES = 16  # of a confusion matrix; the names of more classes are not readable on a screen
 
 
 @dataclass(frozen=True)
@@ -216,17 +216,34 @@ def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -
 
 
 def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[int], predicted: Iterable[int]) -> None:
-    """Draw the share of the rows of each class (a row of the matrix) that was predicted as each class, as PNG."""
-    classes, is_small = len(task.labels), len(task.labels) <= _MOST_NUMBERED_CLASSES
-    shares = metrics.confusion_matrix(labels, predicted, labels=range(classes), normalize="true")
-    inches = 4.0 + 0.35 * min(classes, 2 * _MOST_NUMBERED_CLASSES)
+    """Draw the share of the rows of each class (a row of the matrix) that was predicted as each class, as PNG.
+
+    Of many classes, those that take part in the most frequent confusions are shown.
+    """
+    classes = len(task.labels)
+    counts = metrics.confusion_matrix(labels, predicted, labels=range(classes))
+    shown = most_confused(counts, _MOST_SHOWN_CLASSES)
+    shares = (counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))[np.ix_(shown, shown)]
+    inches = 4.0 + 0.45 * len(shown)
     figure = Figure(figsize=(inches, inches), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    display = metrics.ConfusionMatrixDisplay(shares, display_labels=task.labels)
-    display.plot(
-        ax=axes, include_values=is_small, values_format=".2f", xticks_rotation="vertical", cmap="Blues", colorbar=False
-    )
+    display = metrics.ConfusionMatrixDisplay(100 * shares, display_labels=[task.labels[label] for label in shown])
+    display.plot(ax=axes, values_format=".0f", xticks_rotation="vertical", cmap="Blues", colorbar=False)
     for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        text.set(parse_math=False, fontsize=9 if is_small else 5)
-    axes.set_title(f"{task.name}, {split}: shares of each class", parse_math=False)
+        text.set(parse_math=False, fontsize=9)
+    for text in display.text_.flat:
+        text.set_visible(text.get_text() != "0")
+    part = f", the {len(shown)} of {classes} classes with the most frequent confusions" if len(shown) < classes else ""
+    axes.set_title(f"{task.name}, {split}: % of each class{part}", parse_math=False)
     save_figure(figure, path)
+
+
+def most_confused(counts: NDArray[np.integer], count: int) -> list[int]:
+    """Return the classes of the most frequent confusions, at most `count`, in increasing order.
+
+    Args:
+        counts: Rows by true class and predicted class [classes, classes].
+    """
+    order = np.argsort(-(counts - np.diag(counts.diagonal())), axis=None, kind="stable").tolist()
+    by_confusion = dict.fromkeys(label for confusion in order for label in divmod(confusion, len(counts)))
+    return sorted(list(by_confusion)[:count])

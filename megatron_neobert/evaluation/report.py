@@ -150,14 +150,15 @@ def pseudo_perplexity(records: Sequence[Record], output: Path) -> list[str]:
         curves.append(Curve(record.model.name, list(map(round, lengths)), middle, low, high))
     header = ("model", "pseudo-perplexity", "standard error", "documents", "masked positions", "truncated")
     path = output / "pseudo_perplexity.png"
-    bands = " or ".join(sorted({record.results["band"] for record in records}))
-    title, x_label = f"Pseudo-perplexity by length; band: {bands}", "tokens (average of the documents of a bin)"
+    bands = [record.results["band"] for record in records if any(point["low"] for point in record.results["curve"])]
+    band = f"band: {' or '.join(sorted(set(bands)))}" if bands else "no length has enough documents for a band"
+    title, x_label = f"Pseudo-perplexity by length; {band}", "tokens (average of the documents of a bin)"
     plot_curves(path, curves, x_label=x_label, y_label="pseudo-perplexity", title=title, log_x=True, log_y=True)
     return [
         table(header, rows),
         *_differences([record.settings for record in records]),
         figure(path, "Pseudo-perplexity against the length of documents"),
-        paragraph(f"Band: {bands}. The paper draws its curves (figure 2) and prints no numbers."),
+        "The paper draws its curves (figure 2) and prints no numbers.",
     ]
 
 

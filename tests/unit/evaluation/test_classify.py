@@ -223,3 +223,11 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     matrices = [metrics.confusion_matrix(*each) for each in ((labels, of_figure), (expected, predicted))]
     assert split == "test" and matrices[0].tolist() == matrices[1].tolist()
     assert matplotlib.image.imread(folder / "classify" / quote(name, safe="") / "confusion.png").shape[0] > 300
+
+
+def test_figure_of_many_classes_shows_those_of_the_most_frequent_confusions():
+    counts = np.diag(np.full(77, 40))
+    counts[70, 3], counts[5, 6], counts[6, 5], counts[9, 70] = 9, 8, 7, 1
+    assert classify.most_confused(counts, 4) == [3, 5, 6, 70]
+    assert classify.most_confused(counts, 5) == [3, 5, 6, 9, 70]
+    assert classify.most_confused(counts[:3, :3], 4) == [0, 1, 2]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from markdown_it import MarkdownIt
+from matplotlib.image import imread
 
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.glue import TASKS
@@ -175,3 +176,11 @@ def test_names_with_an_underscore_or_dollars_are_shown_as_they_are(tmp_path):
     """matplotlib hides labels that begin with an underscore, and reads text between dollars as TeX."""
     assert len({draw(tmp_path / "a.png", name) for name in ("_a", "_b", r"$\frac$", r"$\no$")}) == 4
     draw(tmp_path / "a.png", "a", label=r"$\frac$")
+
+
+def test_band_of_a_single_length_is_visible(tmp_path):
+    curve = Curve("a", [97], [3.0], [2.0], [4.0])
+    plot_curves(tmp_path / "a.png", [curve], x_label="x", y_label="y", title="t", log_x=True, log_y=True)
+    pixels = imread(tmp_path / "a.png")
+    is_coloured = (pixels[..., :3].max(axis=2) - pixels[..., :3].min(axis=2)) > 0.1
+    assert is_coloured.sum(axis=0).max() > 300, "a vertical line over half of the figure; a marker has 12 pixels"
