@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 EXIT_BROKEN_PIPE = 141
 
 LONGEST_REASON = 500  # characters of a library's message
-# Extra in setup.py -> modules it installs. tests/repo/test_packaging.py compares this table with setup.py.
+# Extra in pyproject.toml -> modules it installs. tests/repo/test_packaging.py compares both.
 MODULES_OF_EXTRAS = {
     "eval": ("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "seqeval", "accelerate"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
