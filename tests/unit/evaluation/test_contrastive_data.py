@@ -6,6 +6,7 @@ import itertools
 import datasets
 import numpy as np
 import pytest
+from commands import REPOSITORY
 from scipy.stats import chisquare
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
 from unit.evaluation.contrastive_inputs import RECIPE, make_pairs, write_jsonl
@@ -51,6 +52,13 @@ def test_unknown_or_invalid_setting_is_refused_by_name(tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_config(tmp_path / "run.yaml")
+
+
+def test_file_in_the_documentation_is_valid(tmp_path):
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text()
+    (tmp_path / "run.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    config = read_config(tmp_path / "run.yaml")
+    assert (config.training.steps, config.datasets["FAQ"].divisor) == (500, 2)
 
 
 def test_number_that_yaml_reads_as_a_string_is_accepted(tmp_path):
