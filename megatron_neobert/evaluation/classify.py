@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import quote
 
 import numpy as np
 import transformers
@@ -36,7 +35,7 @@ from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_to
 from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
 from megatron_neobert.evaluation.plots import save_figure
 from megatron_neobert.evaluation.sequence import Rows, SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Sweep, best_weights, last_sweep, run_sweep
+from megatron_neobert.evaluation.sweep import GRIDS, Sweep, kept_weights, last_sweep, run_sweep, task_folder
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.text import listed
 
@@ -100,7 +99,7 @@ def run_classify(options: ClassifyOptions) -> Path:
         run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
     # After all runs, because it initializes CUDA, and each run chooses its GPU before that.
     for task in tasks:
-        draw_confusion(task, folder / "classify" / quote(task.name, safe=""), options)
+        draw_confusion(task, folder, options)
     return folder
 
 
@@ -194,9 +193,9 @@ def _canonical(label: str) -> str:
 
 
 def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -> None:
-    """Draw FOLDER/confusion.png from predictions for the last split, unless the best weights were removed."""
-    sweep = last_sweep(folder, fingerprint(options.model))
-    weights = best_weights(folder, sweep) if sweep else None
+    """Draw confusion.png of a finished task from predictions for the last split, unless the weights were removed."""
+    sweep = last_sweep(folder, "classify", task.name, fingerprint(options.model))
+    weights = kept_weights(folder, "classify", task.name, sweep) if sweep else None
     if weights is None:
         return
     model, tokenizer = task.load(weights, LoadOptions(attention=options.attention)), load_tokenizer(weights)
@@ -212,7 +211,8 @@ def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -
         )
         trainer = transformers.Trainer(model, arguments, data_collator=task.collator(tokenizer))
         logits: Any = trainer.predict(encoded.dataset).predictions
-    plot_confusion(folder / "confusion.png", task, split, encoded.dataset["labels"], logits.argmax(axis=1))
+    path = task_folder(folder, "classify", task.name) / "confusion.png"
+    plot_confusion(path, task, split, encoded.dataset["labels"], logits.argmax(axis=1))
 
 
 def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[int], predicted: Iterable[int]) -> None:

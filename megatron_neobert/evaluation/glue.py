@@ -33,7 +33,7 @@ from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sequence import Rows, SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
+from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, kept_weights, last_sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
 
 MNLI = "mnli"
@@ -174,7 +174,7 @@ def run_glue(options: GlueOptions) -> Path:
     model = fingerprint(options.model)
     transfer_tasks = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
     if transfer_tasks and MNLI not in tasks:
-        _best_mnli(folder / "glue" / MNLI, model)
+        _best_mnli(folder, model)
     data = {
         task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
         for task in tasks
@@ -184,7 +184,7 @@ def run_glue(options: GlueOptions) -> Path:
             kind="glue",
             task=TASKS[task],
             grid=choose_grid(options, task),
-            start=_best_mnli(folder / "glue" / MNLI, model) if task in transfer_tasks else options.model,
+            start=_best_mnli(folder, model) if task in transfer_tasks else options.model,
             data=data[task],
             options=options,
         )
@@ -200,19 +200,18 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
     return Grid(batch_sizes=(batch_size,), learning_rates=(rate,), weight_decays=(decay,)).replace(options)
 
 
-def _best_mnli(folder: Path, model_fingerprint: str) -> Path:
-    """Return the folder with the best weights of the last MNLI sweep that a model finished. The sweep is in `folder`.
+def _best_mnli(folder: Path, model: str) -> Path:
+    """Return the folder with the best weights of the last MNLI sweep that the model with this fingerprint finished.
 
-    Raises ConfigError if the model has finished no MNLI sweep, MissingInputError if the weights were removed, and
-    DataError if the sweep is damaged.
+    Raises ConfigError if the model has finished no MNLI sweep, and MissingInputError if the weights were removed.
     """
-    if (sweep := last_sweep(folder, model_fingerprint)) is None:
+    if (sweep := last_sweep(folder, "glue", MNLI, model)) is None:
         raise ConfigError(
             "--tasks: RTE, MRPC, STS-B and QNLI start from the best MNLI model, but no sweep of MNLI is finished for "
             f"this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
         )
-    if (weights := best_weights(folder, sweep)) is None:
-        raise MissingInputError(f"{folder}: the best weights are gone; remove the folder to run MNLI again.")
+    if (weights := kept_weights(folder, "glue", MNLI, sweep)) is None:
+        raise MissingInputError(f"{folder / 'glue' / MNLI}: the best weights are gone; remove it to run MNLI again.")
     return weights
 
 

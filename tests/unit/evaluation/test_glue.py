@@ -16,7 +16,7 @@ from megatron_neobert.evaluation import sweep
 from megatron_neobert.evaluation.glue import TASKS, read_task, run_glue
 from megatron_neobert.evaluation.ledger import LEDGER, Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
-from megatron_neobert.evaluation.sweep import best_weights, last_sweep
+from megatron_neobert.evaluation.sweep import kept_weights, last_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 
@@ -52,7 +52,7 @@ def record_of(options):
 
 def scores_of(options):
     tasks = record_of(options)["results"]["tasks"]
-    return {task: result | {"seconds": 0.0, "kept": None} for task, result in tasks.items()}
+    return {task: result | {"seconds": 0.0, "kept": None, "origin": None} for task, result in tasks.items()}
 
 
 def ledger_of(options, task):
@@ -60,8 +60,8 @@ def ledger_of(options, task):
 
 
 def weights_of(options, task):
-    folder = folder_of(options) / "glue" / task
-    return best_weights(folder, last_sweep(folder, fingerprint(options.model)))
+    folder = folder_of(options)
+    return kept_weights(folder, "glue", task, last_sweep(folder, "glue", task, fingerprint(options.model)))
 
 
 def test_interrupted_evaluation_resumes_with_the_same_results_and_best_weights_and_takes_more_seeds(inputs):
@@ -113,6 +113,24 @@ def test_narrower_grid_keeps_the_weights_of_the_best_point_outside_of_it(inputs)
     assert run(dataclasses.replace(options, learning_rate=tuple({*rates} - {best}))) == []
     assert weights_of(options, "sst2") == weights
     assert record_of(options)["results"]["tasks"]["sst2"]["kept"] == str(weights)
+
+
+def test_record_has_results_of_earlier_commands_but_not_of_other_weights(inputs, tmp_path):
+    options = dataclasses.replace(
+        build_options(inputs, "rte"), model=shutil.copytree(inputs / "model", tmp_path / "model"), output=tmp_path / "a"
+    )
+    run(options)
+    run(dataclasses.replace(options, tasks=("sst2",)))
+    record = record_of(options)
+    assert record["settings"].keys() == record["results"]["tasks"].keys() == {"rte", "sst2"}
+    moved = dataclasses.replace(options, output=(tmp_path / "a").rename(tmp_path / "b"))
+    assert run(moved) == []
+    assert all(
+        Path(task["kept"]).is_relative_to(tmp_path / "b") for task in record_of(moved)["results"]["tasks"].values()
+    )
+    write_model(options.model, "Bert", seed=1)
+    run(moved)
+    assert record_of(moved)["settings"].keys() == record_of(moved)["results"]["tasks"].keys() == {"rte"}
 
 
 def test_run_of_a_model_that_has_changed_since_the_sweep_began_is_not_recorded(inputs, tmp_path, monkeypatch):

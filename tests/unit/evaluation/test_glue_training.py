@@ -27,10 +27,9 @@ from megatron_neobert.evaluation.fine_tune import (
     run_all,
 )
 from megatron_neobert.evaluation.glue import TASKS, average_tasks, choose_grid, compute_scores
-from megatron_neobert.evaluation.ledger import read_record
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_tokenizer
+from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.options import GlueOptions
-from megatron_neobert.evaluation.sweep import summarise, write_results
+from megatron_neobert.evaluation.sweep import summarise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 
@@ -154,7 +153,6 @@ def test_head_on_the_last_token_is_refused(tmp_path):
 # --- scores: metrics, the best point of a grid, and the average over tasks
 
 
-SETTINGS = {"protocol": {"epochs": 10, "limit": None}, "grid": {}, "seeds": [0], "data": {}}
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 1])
 PREDICTED = np.array([1, 1, 0, 0, 0, 1, 0, 1])
 
@@ -227,14 +225,3 @@ def test_average_is_over_the_papers_eight_tasks():
     assert average_tasks(results) == {"average": pytest.approx(sum(range(8)) / 10 / 8)}
     del results["mnli"]
     assert average_tasks(results) == {"average": None}
-
-
-def test_record_has_results_of_earlier_commands_but_not_of_other_weights(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    model, origin = fingerprint(tmp_path), {"machine": "a machine", "versions": {}}
-    for task, of_model in (("stsb", model), ("rte", "other"), ("cola", model)):
-        content = {"model": of_model, "kept": None, "result": result(task), "settings": SETTINGS, "origin": origin}
-        (tmp_path / "glue" / task).mkdir(parents=True)
-        (tmp_path / "glue" / task / "sweep.json").write_text(json.dumps(content))
-        write_results("glue", tmp_path, tmp_path, average_tasks)
-    assert list(read_record(tmp_path / "glue.json")["results"]["tasks"]) == ["cola", "stsb"]
