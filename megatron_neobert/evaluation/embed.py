@@ -44,10 +44,10 @@ from megatron_neobert.evaluation.embed_data import (
     read_config,
     without_held_out,
 )
-from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
+from megatron_neobert.evaluation.ledger import describe_process, key_of, lock_results, write_record
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
 from megatron_neobert.evaluation.options import EmbedderOptions
-from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.evaluation.report import load_record, write_page
 from megatron_neobert.huggingface.folder_files import restore_files, write_module_files
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
@@ -63,11 +63,7 @@ def run_contrastive(options: EmbedderOptions) -> None:
     A second call resumes an interrupted run from its newest checkpoint, and does not repeat a finished run. Checkpoints
     are deleted at the end. Collective: all processes of a torchrun.
 
-    Raises:
-        ConfigError: A setting is invalid, or this process sees several GPUs.
-        MissingInputError, DataError, ConversionError: The model or the data cannot be used.
-        OutputError: The folder exists, but was made with other settings or data; or another command is writing.
-        SaveError: The disk is full.
+    Raises OutputError if the final folder exists, but was made with other settings or data.
     """
     config, model = ContrastiveConfig(), options.model
     if options.config is not None:
@@ -98,12 +94,13 @@ def run_contrastive(options: EmbedderOptions) -> None:
         "validation": validation and digest_of(validation, ("query", "positive", "negatives")),
     }
     folder = options.output / model_name(model)
-    final, work_folder = folder / f"{folder.name}-contrastive", folder / "contrastive"
-    checkpoints = work_folder / key_of(settings)
-    with open_ledger(work_folder, device) if is_main else nullcontext(Ledger(work_folder)) as ledger:
-        results = ledger.find(settings)
-        if results is not None and final.exists() and fingerprint(final) == results["fingerprint"]:
-            (final / RECORD).unlink(missing_ok=True)
+    final, path = folder / f"{folder.name}-contrastive", folder / "contrastive.json"
+    checkpoints = folder / "contrastive" / key_of(settings)
+    with lock_results(folder / "contrastive") if is_main else nullcontext():
+        record = load_record(path, "contrastive") if path.exists() else None
+        if record and record.settings != msgspec.json.decode(msgspec.json.encode(settings)):
+            record = None
+        if record and final.exists() and fingerprint(final) == record.results["fingerprint"]:
             print(f"{final} already exists")
         # An interrupted run with these settings leaves its checkpoints, and a final folder with our record.
         elif final.exists() and not (checkpoints.exists() and is_own_folder(final)):
@@ -116,15 +113,15 @@ def run_contrastive(options: EmbedderOptions) -> None:
             chosen = ContrastiveConfig(sources, training)
             with saving_weights(folder):
                 results = train(chosen, pairs, options, arguments, final, validation=validation)
-            if results is not None:
-                results = ledger.add(settings, results)
-                (final / RECORD).unlink()
-        if is_main and results is not None:
-            lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
+            if results is None:
+                return
+            lines = [{"origin": describe_process(device)}]
             write_record(
-                record, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
+                path, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
             )
-            write_page("contrastive", [record], folder)
+        if is_main:
+            (final / RECORD).unlink(missing_ok=True)
+            write_page("contrastive", [path], folder)
             with suppress(OSError):
                 delete_folder(checkpoints)
 
@@ -249,11 +246,6 @@ def train(
 
     Returns:
         On rank 0 the results for the JSON record, with losses in nats; on other ranks None.
-
-    Raises:
-        MissingInputError, ConversionError: The model cannot be loaded.
-        ConfigError: A dimension of `matryoshka` is larger than the model's embeddings.
-        DataError: The pairs of a dataset do not fill one batch without repeating a text.
     """
     training = config.training
     # Set the seed before loading, because a pooler that the folder lacks is initialized at random.

@@ -14,6 +14,7 @@ import datasets
 import msgspec
 import yaml
 from msgspec import Meta, Struct, field
+from pyarrow.parquet import ParquetFile
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError, yaml_reason
 from megatron_neobert.evaluation.data import read_json_lines, reading, to_text
@@ -127,18 +128,13 @@ def load_pairs(path: Path, *, limit: int | None = None) -> datasets.Dataset:
     with reading(path):
         # Keyed by content, because the library's key (name, size and time of the file) may be equal for changed files.
         cache = Path(datasets.config.HF_DATASETS_CACHE) / "pairs" / sha256_of(path)
-        if path.suffix == ".parquet":
-            table: Any = datasets.Dataset.from_parquet(str(path), cache_dir=str(cache))
-            _require_columns(path, table.column_names)
-            rows: Any = table.map(_clean, remove_columns=table.column_names, features=_FEATURES)
-        else:
-            # Not the library's reader: it infers types from the first block, which later lists or dates do not fit.
-            try:
-                rows = datasets.Dataset.from_generator(
-                    _read_json_pairs, features=_FEATURES, gen_kwargs={"path": path}, cache_dir=str(cache)
-                )
-            except datasets.exceptions.DatasetGenerationError as error:
-                raise error.__cause__ or error from None
+        # Not the library's readers: of JSON they infer types from the first block, which later values do not fit.
+        try:
+            rows: Any = datasets.Dataset.from_generator(
+                _read_rows, features=_FEATURES, gen_kwargs={"path": path}, cache_dir=str(cache)
+            )
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise error.__cause__ or error from None
         pairs = rows.filter(lambda query, positive: bool(query and positive), input_columns=["query", "positive"])
     if len(pairs) < len(rows):
         print(f"{path.stem}: dropped {len(rows) - len(pairs):,} of {len(rows):,} rows without a pair", file=sys.stderr)
@@ -163,15 +159,15 @@ def without_held_out(pairs: datasets.Dataset, held_out: datasets.Dataset, name: 
     return kept
 
 
-def _read_json_pairs(path: Path) -> Iterator[dict[str, Any]]:
-    names: dict[str, None] = {}
-    for row in read_json_lines(path):
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    names, rows = dict[str, None](), read_json_lines(path)
+    if path.suffix == ".parquet":
+        # select refuses a repeated name, of which to_pylist would take the last column.
+        batches = (batch.select(batch.schema.names) for batch in ParquetFile(path).iter_batches())
+        rows = (row for batch in batches for row in batch.to_pylist())
+    for row in rows:
         names |= dict.fromkeys(row)
         yield _clean(row)
-    _require_columns(path, list(names))
-
-
-def _require_columns(path: Path, names: Sequence[str]) -> None:
     if missing := {"query", "positive"} - set(names):
         raise DataError(
             f"{path} has the columns {', '.join(names)}, but no {', '.join(sorted(missing))}; rename the columns."

@@ -27,7 +27,7 @@ from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, run_contrastive, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
 from megatron_neobert.evaluation.embed_data import DatasetSettings, TrainingSettings, read_config
-from megatron_neobert.evaluation.ledger import Ledger, read_record
+from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer, load_tokenizer
 from megatron_neobert.evaluation.options import EmbedderOptions
 from megatron_neobert.evaluation.sentence_modules import check_modules
@@ -175,11 +175,11 @@ def test_final_folder_loads_in_sentence_transformers_with_a_prompt_per_dataset(t
 def test_killed_run_resumes_at_its_newest_complete_checkpoint_with_the_same_weights(
     inputs, trained, tmp_path, capsys, monkeypatch
 ):
-    def kill(*_: object) -> None:
+    def kill(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    # Killed when the final folder exists, but the ledger does not list it.
-    monkeypatch.setattr(Ledger, "add", kill)
+    # Killed when the final folder exists, but not its record.
+    monkeypatch.setattr(embed, "write_record", kill)
     with pytest.raises(KeyboardInterrupt):
         train(inputs, tmp_path)
     monkeypatch.undo()
