@@ -76,8 +76,8 @@ class ClassifyTask(SequenceTask):
 def run_classify(options: ClassifyOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each dataset, write the results; then all figures.
 
-    Return OUTPUT/MODEL, the folder with classify.json and .md. Raises the errors of `run_sweep`, and before
-    the first run MissingInputError or DataError if the data cannot be used.
+    Return OUTPUT/MODEL, the folder with classify.json and .md. Raises MissingInputError without a dataset, and
+    DataError if a dataset has one class only.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
@@ -127,8 +127,7 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
 
     Raises:
         MissingInputError: There is no such file, and no folder with a training set.
-        DataError: A file is damaged, has no rows or lacks a column; a row has no text or no named label; or a split has
-            no class of the training set.
+        DataError: A row has no text or no named label, or a split has no class of the training set.
     """
     folder = data_dir / name
     if folder.is_dir():

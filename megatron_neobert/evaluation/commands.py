@@ -34,7 +34,7 @@ _Options = TypeVar("_Options", bound=FineTuneOptions | MtebOptions | EmbedderOpt
 def evaluate_glue(options: GlueOptions) -> None:
     """Fine-tune and evaluate an encoder on GLUE with the paper's protocol, from local files.
 
-    Write OUTPUT/MODEL/glue.json and glue.md, and print glue.md. Raises a NeoBERTError if an input cannot be used.
+    Write OUTPUT/MODEL/glue.json and glue.md, and print glue.md.
     """
     _fine_tune(options, "glue", FETCH_GLUE)
 
@@ -53,7 +53,6 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
     """Measure the pseudo-perplexity of encoders as a function of document length.
 
     Write OUTPUT/MODEL/pseudo_perplexity.json for each model, and OUTPUT/pseudo_perplexity.md and .png for all models.
-    Raises a NeoBERTError if an input cannot be used.
     """
     options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
@@ -66,7 +65,6 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
     """Measure the tokens per second of encoders as a function of document length and batch size.
 
     Write OUTPUT/MODEL/throughput.json for each model, and OUTPUT/throughput.md and .png for all models. Print the .md.
-    Raises a NeoBERTError if an input cannot be used.
     """
     options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
@@ -94,8 +92,7 @@ def train_embedder(options: EmbedderOptions) -> None:
 def report(options: ReportOptions) -> None:
     """Write one page with all results, next to the paper's numbers.
 
-    Write OUTPUT/report.md and its figures. Raises MissingInputError if a folder does not exist or there are no records,
-    and DataError if a record is invalid.
+    Write OUTPUT/report.md and its figures.
     """
     for folder in options.results:
         require_folder("--results", folder, remedy="name the --output of an evaluation")
@@ -112,7 +109,6 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
     mteb.
 
     Raises:
-        ConfigError: A task is repeated, or mteb has no such task, benchmark or language.
         MissingInputError: A download failed. The other tasks were still fetched.
         OutputError: The folder cannot be created.
     """

@@ -1,4 +1,4 @@
-"""GLUE evaluation of one model: sweeps on all tasks, transfer from MNLI, and the average.
+"""GLUE evaluation of one model: sweeps on all tasks, and transfer from MNLI.
 
 OUTPUT/NAME/glue/TASK has the ledger and the best weights of a task; OUTPUT/NAME/glue.json and .md have the results.
 The same command resumes after a kill. Commands for different tasks may run at the same time.
@@ -12,9 +12,8 @@ every comparison by accident.
 Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
 """
 
-import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -33,7 +32,7 @@ from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sequence import Rows, SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, kept_weights, last_sweep, run_sweep
+from megatron_neobert.evaluation.sweep import GRIDS, Grid, Sweep, kept_weights, last_sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
 
 MNLI = "mnli"
@@ -90,9 +89,7 @@ TASKS = {task.name: task for task in _TASKS}
 def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
     """Return one split of a task (cached). Warn if its number of rows differs from the benchmark's.
 
-    Raises:
-        MissingInputError: The folder of the task is missing, or does not have the split.
-        DataError: A file is damaged, has no rows, lacks columns, or has an invalid label.
+    Raises MissingInputError if the folder of the task is missing, or does not have the split.
     """
     folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
     if folder is None:
@@ -165,8 +162,7 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 def run_glue(options: GlueOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each task, write glue.json and glue.md.
 
-    Return OUTPUT/MODEL, the folder with these files. Raises the errors of `run_sweep`, and before the first run
-    ConfigError, MissingInputError or DataError if a setting or the data cannot be used.
+    Return OUTPUT/MODEL, the folder with these files.
     """
     # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
     tasks = [task for task in TASKS if task in (options.tasks or TASKS)]
@@ -188,7 +184,7 @@ def run_glue(options: GlueOptions) -> Path:
             data=data[task],
             options=options,
         )
-        run_sweep(sweep, average_tasks)
+        run_sweep(sweep)
     return folder
 
 
@@ -213,12 +209,3 @@ def _best_mnli(folder: Path, model: str) -> Path:
     if (weights := kept_weights(folder, "glue", MNLI, sweep)) is None:
         raise MissingInputError(f"{folder / 'glue' / MNLI}: the best weights are gone; remove it to run MNLI again.")
     return weights
-
-
-# --- results
-
-
-def average_tasks(results: Mapping[str, Result]) -> dict[str, float | None]:
-    """Return {"average": fraction of 1}; None if a task is missing in `results`, whose keys are tasks."""
-    scores = [results[task]["score"]["mean"] for task in TASKS if task in results]
-    return {"average": statistics.fmean(scores) if len(scores) == len(TASKS) else None}

@@ -60,8 +60,7 @@ class Ledger:
         Args:
             device: Device that will compute the units that are added; None for the GPU if there is one, else the CPU.
 
-        Raises:
-            DataError: A complete line is not an entry of a ledger.
+        Raises DataError if a complete line is not an entry of a ledger.
         """
         self.path, self._device = folder / LEDGER, device
         self.lines: dict[str, Line] = {}
@@ -110,7 +109,7 @@ class Ledger:
 def lock_results(folder: Path) -> Iterator[None]:
     """Create a folder of results, and lock it in the `with` block if the file system has locks.
 
-    Raises OutputError if another command holds the lock, or if `lock` is a link or a file of others.
+    Raises OutputError if another command holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open_lock(folder / "lock") as file:
@@ -128,8 +127,7 @@ def open_ledger(folder: Path, device: torch.device | str | None = None) -> Itera
     """Yield the ledger of a folder, with the folder locked as by `lock_results`.
 
     An incomplete last line is removed from the file. Lines that are added name the machine of `device` (None: the GPU
-    if there is one, else the CPU). Raises OutputError if the ledger is a link or a file of others, and DataError if a
-    complete line is not an entry of a ledger.
+    if there is one, else the CPU). Raises OutputError if the last line is not the beginning of an entry.
     """
     with lock_results(folder):
         ledger = Ledger(folder, device)

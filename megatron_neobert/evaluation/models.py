@@ -46,10 +46,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
         changes: Settings that replace those of config.json, such as num_labels. Settings that the model's class lacks
             are ignored.
 
-    Raises:
-        MissingInputError: The folder does not exist or has no config.json.
-        ConversionError: transformers cannot load the folder, a file refers to code or weights elsewhere, or another
-            weight is missing or has another shape than in config.json.
+    Raises ConversionError if another weight is missing or has another shape than in config.json.
     """
     check_folder(folder, attention=_ATTENTION)
     with loading(folder, auto_class):
@@ -90,9 +87,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a folder, without its chat template, which is a program.
 
-    Raises:
-        MissingInputError: The folder does not exist, or has no config.json or no tokenizer.
-        ConversionError: transformers cannot load the tokenizer, or a file refers to code or weights elsewhere.
+    Raises MissingInputError if the folder has no tokenizer.
     """
     check_folder(folder, attention=_ATTENTION)
     # Without any of these files, transformers would return an empty tokenizer.
@@ -113,10 +108,6 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
 
     Args:
         max_length: Maximum number of tokens per text, special tokens included; the model or the folder may lower it.
-
-    Raises:
-        MissingInputError: The folder does not exist, or it or a module has no config.json, or it has no tokenizer.
-        ConversionError: The folder cannot be loaded as an encoder, or modules.json lists a module that is not allowed.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -180,9 +171,7 @@ def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
 def fingerprint(folder: Path) -> str:
     """Return 12 hexadecimal digits of a hash over the names and contents of all files that influence a model's outputs.
 
-    These are the weights, config and tokenizer, and the modules, pooling and prompts of sentence-transformers. Raises
-    MissingInputError if the folder does not exist or has no config.json, and ConversionError if a file is invalid or
-    refers to code, weights or a model outside the folder.
+    These are the weights, config and tokenizer, and the modules, pooling and prompts of sentence-transformers.
     """
     check_folder(folder, attention=_ATTENTION)
     files = {path.relative_to(folder): path for pattern in FILES_OF_OUTPUT for path in folder.glob(pattern)}

@@ -57,10 +57,7 @@ _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that c
 def run_mteb(options: MtebOptions) -> None:
     """Evaluate the tasks without a stored score. Write OUTPUT/MODEL/mteb.json and mteb.md, and print mteb.md.
 
-    Raises:
-        ConfigError: The tasks or the device are invalid, an option has no effect, or a task has no instruction.
-        MissingInputError, DataError, ConversionError: The model, the data or the instructions cannot be used.
-        OutputError: Another command is writing the output.
+    Raises ConfigError if --prompt-style has no effect, and MissingInputError if a task has no stored data.
     """
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
@@ -130,7 +127,7 @@ def measure_tasks(
 ) -> dict[str, float]:
     """Return the main score of each task with a revision, as a fraction of 1, and print a line for each task.
 
-    Results that the cache in `folder` has are read. Raises DataError if stored data is damaged.
+    Results that the cache in `folder` has are read.
 
     Args:
         tasks: Tasks without aggregates, by name.
@@ -233,8 +230,7 @@ def build_encoder(
 ) -> SentenceTransformerEncoderWrapper:
     """Return the model for `mteb.evaluate`. Without `prompts`, it uses the folder's prompts `query` and `document`.
 
-    Print a line if the model truncates texts to fewer than `options.max_length` tokens. Raises MissingInputError if the
-    folder is missing, or ConversionError if it cannot be loaded as an encoder.
+    Print a line if the model truncates texts to fewer than `options.max_length` tokens.
     """
     folder = options.model
     model = load_sentence_transformer(folder, loading, max_length=options.max_length)

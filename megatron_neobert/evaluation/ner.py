@@ -81,12 +81,7 @@ class NerTask(Task):
     last_split_pattern = "test_{}"
 
     def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
-
-        Raises:
-            ConversionError: The folder cannot be loaded with such a head.
-            MissingInputError: The folder does not exist or has no config.json.
-        """
+        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random."""
         return load_model(
             folder,
             "AutoModelForTokenClassification",
@@ -106,8 +101,8 @@ class NerTask(Task):
 def run_ner(options: NerOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each dataset, write ner.json and ner.md.
 
-    Return OUTPUT/MODEL, the folder with these files. Raises the errors of `run_sweep`, and before the first run
-    ConfigError, MissingInputError or DataError if a setting or the data cannot be used.
+    Return OUTPUT/MODEL, the folder with these files. Raises MissingInputError without a dataset, and ConversionError if
+    the tokenizer cannot map words to tokens.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
@@ -147,7 +142,7 @@ def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
 
     Raises:
         MissingInputError: The folder, its training set or its validation set is missing.
-        DataError: The data has an unknown format, a tag is invalid, or a split has no entity type of the training set.
+        DataError: A split has no entity type of the training set.
     """
     data, folder, types = NerData({}, {}), data_dir / name, dict[str, set[str]]()
     for split, split_names in _SPLIT_NAMES.items():

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -61,9 +62,7 @@ class Record(msgspec.Struct):
 def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
     """Write OUTPUT/report.md and its figures from all records below the folders, and return the records.
 
-    Raises:
-        MissingInputError: There are no records.
-        DataError: A file KIND.json is not a valid record, or its results are damaged.
+    Raises DataError if the results of a record are damaged.
     """
     records = find_records(folders)
     output.mkdir(parents=True, exist_ok=True)
@@ -97,7 +96,7 @@ def find_records(folders: Sequence[Path]) -> list[Record]:
     """Return all records (files named KIND.json) below the folders, in the order of `KINDS`.
 
     If several records of a kind have the same model name, the folder of each record is added to its model name. Raises
-    MissingInputError if there are no records, and DataError if a file KIND.json is not a valid record of this kind.
+    MissingInputError if there are no records.
     """
     records = list[Record]()
     for kind in KINDS:
@@ -221,11 +220,13 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
     """Return Markdown blocks: a table of measured scores, then the paper's, in %; best points. `output` is not used."""
     reported, measured = paper.GLUE, []
     for record in records:
-        tasks, average = record.results["tasks"], record.results["average"]
+        tasks = record.results["tasks"]
+        scores = [tasks[task]["score"]["mean"] for task in GLUE_TASKS if task in tasks]
+        average = 100 * fmean(scores) if len(scores) == len(GLUE_TASKS) else None
         limits = {settings["protocol"]["limit"] for settings in record.settings.values()} - {None}
         name = f"{record.model.name}, at most {max(limits):,} rows a split" if limits else record.model.name
         cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in GLUE_TASKS]
-        measured.append([name, *cells, _number(None if average is None else 100 * average, ".1f")])
+        measured.append([name, *cells, _number(average, ".1f")])
     return [
         table(("model", *reported.columns), measured, _reported_rows(reported)),
         paragraph(f"Reported rows: {reported.title}; {reported.note}."),

@@ -55,9 +55,7 @@ class SequenceTask(Task):
     def load(self, folder: Path, options: LoadOptions) -> Any:
         """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
 
-        Raises:
-            ConversionError: The folder cannot be loaded with such a head, or the head reads only the last token.
-            MissingInputError: The folder does not exist or has no config.json.
+        Raises ConversionError if the head reads only the last token.
         """
         names: dict[str, Any] = {
             "id2label": dict(enumerate(self.labels)),
@@ -83,7 +81,7 @@ class SequenceTask(Task):
     def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
         """Return a tokenized split: at most `options.limit` evenly spaced rows, each truncated to `length` tokens.
 
-        Splits other than train are sorted by length. Raises MissingInputError or DataError if the split cannot be read.
+        Splits other than train are sorted by length.
         """
         rows = self.read_rows(split, options)
         encoding = tokenizer(

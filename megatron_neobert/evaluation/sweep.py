@@ -11,7 +11,7 @@ import fcntl
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -34,7 +34,6 @@ RUNS = "runs"  # folder next to the ledger; each run whose weights are kept has 
 _PROTOCOL = ("epochs", "max_length", "limit", "dtype", "attention")  # options that change scores
 
 Result = dict[str, Any]  # of one task, as it is in the record
-Describe = Callable[[dict[str, Result]], dict[str, Any]]  # returns further results for the record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +96,10 @@ class Sweep:
         }
 
 
-def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
+def run_sweep(sweep: Sweep) -> None:
     """Execute the runs that the ledger lacks, and add the task to OUTPUT/MODEL/KIND.json and .md.
 
-    `describe` returns further results for the record. Raises DataError if the initial weights change meanwhile.
+    Raises DataError if the initial weights change meanwhile.
     """
     folder = sweep.options.output / model_name(sweep.options.model)
     with open_ledger(task_folder(folder, sweep.kind, sweep.task.name), sweep.options.device) as ledger:
@@ -108,7 +107,7 @@ def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
     with open_lock(folder / sweep.kind / "lock") as file:
         lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
         record = _read_record(folder, sweep.kind, sweep.model)
-        results = {**(record.results["tasks"] if record else {}), sweep.task.name: result}
+        results = dict(sorted({**(record.results["tasks"] if record else {}), sweep.task.name: result}.items()))
         for task, earlier in results.items():
             earlier["kept"] = (weights := kept_weights(folder, sweep.kind, task, earlier)) and str(weights)
         path = folder / f"{sweep.kind}.json"
@@ -117,7 +116,7 @@ def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
             folder=sweep.options.model,
             fingerprint=sweep.model,
             settings={**(record.settings if record else {}), sweep.task.name: settings},
-            results={"tasks": results} | (describe(results) if describe else {}),
+            results={"tasks": results},
             lines=results.values(),
         )
         write_page(sweep.kind, [path], folder)

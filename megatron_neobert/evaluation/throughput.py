@@ -36,14 +36,7 @@ _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
 def run_throughput(options: ThroughputOptions) -> None:
-    """Measure each model. Write OUTPUT/MODEL/throughput.json, and OUTPUT/throughput.md and .png. Print the .md.
-
-    Raises:
-        ConfigError: There is no such device, no length of a model can be measured, the attention does not support the
-            dtype, or two models have the same name.
-        MissingInputError, ConversionError: A model cannot be loaded.
-        OutputError: Another command is writing the results of a model.
-    """
+    """Measure each model. Write OUTPUT/MODEL/throughput.json, and OUTPUT/throughput.md and .png. Print the .md."""
     models, device = find_models(options.model), choose_device(options.device)
     records = [evaluate_model(name, folder, options, device) for name, folder in models.items()]
     print(f"{write_page('throughput', records, options.output)}\nwrote {options.output}")
@@ -54,8 +47,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
 
     Measurements in the ledger are reused. After a batch that does not fit into memory, larger batches of its length are
     skipped. Lengths beyond learned positions are skipped, and on a CPU batches of more tokens than both CPU_MAX_TOKENS
-    and the longest length. Raises ConfigError if no length remains or flash attention is used with float32,
-    MissingInputError or ConversionError if the model cannot be loaded, and OutputError if another command is writing.
+    and the longest length. Raises ConfigError if no length remains or flash attention is used with float32.
     """
     loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
     model = load_model(folder, "AutoModel", loading)
