@@ -23,6 +23,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +51,7 @@ from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import read_text, sha256_of
+from megatron_neobert.runtime.own_files import open_own
 
 _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that change scores
 
@@ -143,7 +145,7 @@ def measure_tasks(
         identity = {"name": f"local/{model_name(options.model)}", "revision": revisions[name]}
         meta, note = ModelMeta.create_empty(overwrites=identity), "kept"
         path = Path(cache.get_task_result_path(name, meta))
-        result = _read_result(path) if path.exists() else None
+        result = _read_result(path)
         if result is None or result.get_missing_evaluations(task):
             load_task(options.data_dir, task)
             encoder = encoder or build()
@@ -173,11 +175,13 @@ def measure_tasks(
 
 
 def _read_result(path: Path) -> TaskResult | None:
-    """Return a stored result, or None if the file is damaged."""
-    try:
-        return TaskResult.from_disk(path, load_historic_data=False)
-    except ValueError:
+    """Return a stored result, or None if the file is missing or damaged."""
+    if not os.path.lexists(path):
         return None
+    with suppress(ValueError), open_own(path) as stream:
+        stream.seek(0)
+        return TaskResult.model_validate_json(stream.read())
+    return None
 
 
 # --- the encoder

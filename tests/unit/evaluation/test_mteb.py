@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer  # noqa: E402
 from unit.evaluation.contrastive_inputs import write_card, write_jsonl  # noqa: E402
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub  # noqa: E402
 
-from megatron_neobert.errors import ConfigError, DataError  # noqa: E402
+from megatron_neobert.errors import ConfigError, DataError, OutputError  # noqa: E402
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint  # noqa: E402
 from megatron_neobert.evaluation.mteb import (  # noqa: E402
     build_encoder,
@@ -106,6 +106,10 @@ def test_damaged_result_of_a_killed_command_is_measured_again(encoder, hub, tmp_
         path.write_bytes(content)
         assert measure(encoder, task, tmp_path) == results
         assert "(kept)" not in capsys.readouterr().out
+    path.rename(tmp_path / "mine.json")
+    path.symlink_to(tmp_path / "mine.json")
+    with pytest.raises(OutputError, match="is a link, a pipe"):
+        measure(encoder, task, tmp_path)
 
 
 def test_score_that_is_not_a_number_is_missing(encoder, hub, tmp_path):
