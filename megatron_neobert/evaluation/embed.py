@@ -32,7 +32,7 @@ from sentence_transformers.sentence_transformer.losses import (
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.evaluation.data import digest_of
+from megatron_neobert.evaluation.data import digest_of, read_yaml
 from megatron_neobert.evaluation.embed_batches import PairCollator, PlannedBatchSampler, SamplingPlan
 from megatron_neobert.evaluation.embed_data import (
     VALIDATION,
@@ -41,7 +41,6 @@ from megatron_neobert.evaluation.embed_data import (
     TrainingSettings,
     find_pairs,
     load_pairs,
-    read_config,
     without_held_out,
 )
 from megatron_neobert.evaluation.ledger import describe_process, key_of, lock_results, write_record
@@ -67,7 +66,8 @@ def run_contrastive(options: EmbedderOptions) -> None:
     """
     config, model = ContrastiveConfig(), options.model
     if options.config is not None:
-        config = read_config(find_config(options.config))
+        path, remedy = find_config(options.config), "compare it with the recipe evaluation/contrastive"
+        config = read_yaml("--config", path, ContrastiveConfig, remedy=remedy)
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
     training = msgspec.structs.replace(config.training, **changes)
     device, is_main = choose_device(options.device).type, os.environ.get("RANK", "0") == "0"

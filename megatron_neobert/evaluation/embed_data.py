@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import datasets
-import msgspec
-import yaml
 from msgspec import Meta, Struct, field
 from pyarrow.parquet import ParquetFile
 
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, yaml_reason
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.data import read_json_lines, reading, to_text
 from megatron_neobert.evaluation.options import SHORTEST_INPUT
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -67,21 +65,6 @@ class ContrastiveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if VALIDATION in self.datasets:
             raise ValueError(f"datasets: {VALIDATION} is the name of the held-out pairs; rename the dataset")
-
-
-def read_config(path: Path) -> ContrastiveConfig:
-    """Read and validate the YAML file of contrastive fine-tuning.
-
-    Raises MissingInputError if the file does not exist, and ConfigError if it is not YAML or has an invalid setting.
-    """
-    if not path.is_file():
-        raise MissingInputError(f"--config {path}: no such file (working folder {Path.cwd()}); check the path.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-        # Not strict, because YAML 1.1 reads 1e-3 as a string.
-        return msgspec.convert(content, ContrastiveConfig, strict=False)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
-        raise ConfigError(f"{path}: {yaml_reason(error)}; compare it with the recipe evaluation/contrastive.") from None
 
 
 # --- local files

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
+from megatron_neobert.evaluation.options import ComputeOptions
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder
 from megatron_neobert.huggingface.hub import FILES_OF_OUTPUT, TOKENIZER_FILES
@@ -33,6 +34,12 @@ class LoadOptions:
 
 
 FLOAT32_ON_CPU = LoadOptions()
+
+
+def to_load_options(options: ComputeOptions) -> LoadOptions:
+    """Return dtype, device and attention of a command line. Raises ConfigError if there is no such device."""
+    dtype = getattr(torch, options.dtype)
+    return LoadOptions(dtype=dtype, device=choose_device(options.device), attention=options.attention)
 
 
 def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_CPU, **changes: Any) -> Any:

@@ -28,29 +28,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import mteb
-import torch
-import yaml
 from mteb.abstasks.abstask import AbsTask
 from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
 from mteb.results import TaskResult
 
 from megatron_neobert.config.recipes import find_config
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, yaml_reason
+from megatron_neobert.errors import ConfigError, MissingInputError
+from megatron_neobert.evaluation.data import read_yaml
 from megatron_neobert.evaluation.ledger import describe_process, key_of, lock_results, write_record
 from megatron_neobert.evaluation.models import (
-    LoadOptions,
     choose_device,
     fingerprint,
     load_sentence_transformer,
     load_tokenizer,
+    to_load_options,
 )
 from megatron_neobert.evaluation.mteb_tasks import choose_tasks, digest_of_files, flatten, folder_of, load_task
 from megatron_neobert.evaluation.options import MtebOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import model_name
-from megatron_neobert.runtime.atomic_files import read_text, sha256_of
+from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.own_files import open_own
 
 _PROTOCOL = ("max_length", "batch_size", "dtype", "attention")  # options that change scores
@@ -90,8 +88,7 @@ def run_mteb(options: MtebOptions) -> None:
             f"revisions of mteb {mteb.__version__}; run neobert fetch mteb --output DIR with the same tasks and mteb "
             "on a machine with network and copy DIR here, or use --skip-missing."
         )
-    loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
-    build, cache = partial(build_encoder, options, prompts, loading), folder / "mteb"
+    build, cache = partial(build_encoder, options, prompts), folder / "mteb"
     with lock_results(cache):
         scores = measure_tasks(subtasks, revisions, cache, options, build)
         languages = list(options.languages) if options.tasks else None
@@ -193,20 +190,10 @@ def read_instructions(path: Path, style: Literal["prefix", "paper"], tokenizer: 
     In style `prefix`, a prompt is the instruction and a space, and prompts of documents are empty. In style `paper`, a
     prompt is the instruction, the separator and the first special token of `tokenizer`, for documents too.
 
-    Raises:
-        MissingInputError: The file does not exist.
-        DataError: The content is not YAML in the expected form.
-        ConfigError: The style is `paper`, and the tokenizer lacks one of these tokens.
+    Raises ConfigError if the style is `paper`, and the tokenizer lacks one of these tokens.
     """
-    if not path.is_file():
-        raise MissingInputError(f"--instructions {path}: no such file; name a YAML file, or none.")
-    try:
-        content = yaml.safe_load(read_text(path))
-        sections = msgspec.convert(content, dict[Literal["tasks", "types"], dict[str, str]])
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
-        raise DataError(
-            f"{path}: {yaml_reason(error)}. Write YAML with the keys tasks and types, and a text per name in each."
-        ) from error
+    content, remedy = dict[Literal["tasks", "types"], dict[str, str]], "write the keys tasks and types, each with texts"
+    sections = read_yaml("--instructions", path, content, remedy=remedy)
     end, prompts = " ", dict[str, str]()
     if style == "paper":
         first = tokenizer.bos_token or tokenizer.cls_token
@@ -229,15 +216,13 @@ def require_instructions(prompts: Mapping[str, str], tasks: Sequence[Any]) -> No
         )
 
 
-def build_encoder(
-    options: MtebOptions, prompts: dict[str, str], loading: LoadOptions
-) -> SentenceTransformerEncoderWrapper:
+def build_encoder(options: MtebOptions, prompts: dict[str, str]) -> SentenceTransformerEncoderWrapper:
     """Return the model for `mteb.evaluate`. Without `prompts`, it uses the folder's prompts `query` and `document`.
 
     Print a line if the model truncates texts to fewer than `options.max_length` tokens.
     """
     folder = options.model
-    model = load_sentence_transformer(folder, loading, max_length=options.max_length)
+    model = load_sentence_transformer(folder, to_load_options(options), max_length=options.max_length)
     if model.max_seq_length < options.max_length:
         lengths = f"after {model.max_seq_length} tokens, not {options.max_length}"
         print(f"{folder}: texts are truncated {lengths}, because of the model's longest input")

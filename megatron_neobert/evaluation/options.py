@@ -110,15 +110,21 @@ class ThroughputOptions(ComputeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtebOptions(ComputeOptions):
+class MtebTasks:
+    """Choice of tasks of mteb."""
+
+    benchmark: str = option(MTEB_PAPER, "benchmark of mteb; all its tasks are used", metavar="NAME")
+    tasks: tuple[str, ...] = option((), "tasks of mteb instead of a benchmark", metavar="NAME")
+    languages: tuple[str, ...] = option(("eng",), "languages of --tasks as ISO 639-3 codes", metavar="CODE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtebOptions(MtebTasks, ComputeOptions):
     """Options of `neobert evaluate mteb`."""
 
     model: Path = option(help=_MODEL, metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     data_dir: Path = option(help="output folder of neobert fetch mteb", metavar="DIR")
-    benchmark: str = option(MTEB_PAPER, "benchmark of mteb; all its tasks are evaluated", metavar="NAME")
-    tasks: tuple[str, ...] = option((), "tasks to evaluate instead of a benchmark", metavar="NAME")
-    languages: tuple[str, ...] = option(("eng",), "languages of --tasks as ISO 639-3 codes", metavar="CODE")
     skip_missing: bool = option(False, "skip tasks without data and list them in the table")
     instructions: str = option(
         "none", "YAML file of instructions, or the recipe evaluation/mteb_instructions", metavar="FILE"
@@ -162,13 +168,10 @@ class EmbedderOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FetchMtebOptions:
+class FetchMtebOptions(MtebTasks):
     """Options of `neobert fetch mteb`."""
 
     output: Path = option(help="folder to write to", metavar="DIR")
-    benchmark: str = option(MTEB_PAPER, "benchmark of mteb; all its tasks are fetched", metavar="NAME")
-    tasks: tuple[str, ...] = option((), "tasks of mteb to fetch instead of a benchmark", metavar="NAME")
-    languages: tuple[str, ...] = option(("eng",), "languages of --tasks as ISO 639-3 codes", metavar="CODE")
 
 
 @dataclass(frozen=True, kw_only=True)

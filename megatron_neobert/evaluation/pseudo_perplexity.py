@@ -35,7 +35,7 @@ from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.ledger import key_of, open_ledger, write_record
 from megatron_neobert.evaluation.masked_scorer import Scorer
-from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint
+from megatron_neobert.evaluation.models import fingerprint, to_load_options
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import find_models, model_name
@@ -105,10 +105,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
 
     Documents in the ledger are not measured again.
     """
-    loading = LoadOptions(
-        dtype=getattr(torch, options.dtype), device=choose_device(options.device), attention=options.attention
-    )
-    scorer = Scorer(folder, loading, max_length=options.max_length)
+    scorer = Scorer(folder, to_load_options(options), max_length=options.max_length)
     documents, dropped = select_documents(options, scorer.tokenizer, scorer.max_length)
     protocol = {
         "model": fingerprint(folder),

@@ -16,6 +16,7 @@ from transformers import BertForMaskedLM
 from unit.evaluation.contrastive_inputs import (
     INSTRUCTIONS,
     make_pairs,
+    read_config,
     write_datasets,
     write_encoder,
     write_jsonl,
@@ -26,7 +27,7 @@ from megatron_neobert.errors import ConfigError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, run_contrastive, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
-from megatron_neobert.evaluation.embed_data import DatasetSettings, TrainingSettings, read_config
+from megatron_neobert.evaluation.embed_data import DatasetSettings, TrainingSettings
 from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer, load_tokenizer
 from megatron_neobert.evaluation.options import EmbedderOptions

@@ -10,7 +10,7 @@ import pytest
 from commands import REPOSITORY
 from scipy.stats import chisquare
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
-from unit.evaluation.contrastive_inputs import RECIPE, make_pairs, write_jsonl
+from unit.evaluation.contrastive_inputs import RECIPE, make_pairs, read_config, write_jsonl
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.embed_batches import PlannedBatchSampler, SamplingPlan, distinct_batches
@@ -18,7 +18,6 @@ from megatron_neobert.evaluation.embed_data import (
     DatasetSettings,
     find_pairs,
     load_pairs,
-    read_config,
     without_held_out,
 )
 

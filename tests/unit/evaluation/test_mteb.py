@@ -16,7 +16,7 @@ from unit.evaluation.contrastive_inputs import write_card, write_jsonl  # noqa: 
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub  # noqa: E402
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError  # noqa: E402
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint  # noqa: E402
+from megatron_neobert.evaluation.models import fingerprint  # noqa: E402
 from megatron_neobert.evaluation.mteb import (  # noqa: E402
     build_encoder,
     describe_task,
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-    return build_encoder(MtebOptions(model=folder, output=folder, data_dir=folder), {}, LoadOptions())
+    return build(folder)
 
 
 def evaluate(encoder, task):
@@ -150,9 +150,7 @@ TEXTS = ["wing flow", "the card of money of the bank", "gene", "heat food health
 
 
 def build(folder, prompts=None, **options):
-    return build_encoder(
-        MtebOptions(model=folder, output=folder, data_dir=folder, **options), prompts or {}, LoadOptions()
-    )
+    return build_encoder(MtebOptions(model=folder, output=folder, data_dir=folder, **options), prompts or {})
 
 
 def encode(folder, texts=TEXTS, **options):
@@ -268,7 +266,7 @@ def test_task_without_an_instruction_is_refused_by_name(file):
 @pytest.mark.parametrize("content", ["[1]", "a: {b: c}", "tasks: {b: 3}", "tasks: [x]", "{", ""])
 def test_file_with_other_content_is_refused_by_name(content, tmp_path):
     (tmp_path / "bad.yaml").write_text(content)
-    with pytest.raises(DataError, match=r"bad\.yaml"):
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
         read_instructions(tmp_path / "bad.yaml", "prefix", TOKENIZER)
 
 

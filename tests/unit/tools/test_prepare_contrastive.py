@@ -7,9 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 from commands import REPOSITORY
-from unit.evaluation.contrastive_inputs import RECIPE, write_card, write_jsonl
-
-from megatron_neobert.evaluation.embed_data import read_config
+from unit.evaluation.contrastive_inputs import RECIPE, read_config, write_card, write_jsonl
 
 # Repository -> its rows by config, with the columns of the Hub. "q" is a query, "p" its positive, "n" a hard negative.
 REPOSITORIES = {
