@@ -6,7 +6,7 @@
 # Then, on the machine with the GPU:
 #     bash examples/mteb.sh mteb_data results MODEL_DIR [MODEL_DIR...]
 #
-# A model without fine-tuning for embeddings gets low scores; the paper fine-tunes every model first (neobert finetune).
+# A model without fine-tuning for embeddings gets low scores; the paper fine-tunes every model first (neobert train-embedder).
 # The same command skips finished tasks.
 set -euo pipefail
 

@@ -55,9 +55,8 @@ COMMANDS = {
         "evaluate ner": (f"{EVALUATION}:evaluate_ner", "fine-tune and evaluate named-entity recognition"),
         "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "measure pseudo-perplexity by document length"),
         "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "measure tokens/s by length and batch size"),
-        "finetune": (f"{EVALUATION}:finetune", "fine-tune an encoder for embeddings (contrastive)"),
+        "train-embedder": (f"{EVALUATION}:train_embedder", "fine-tune an encoder for embeddings (contrastive)"),
         "fetch mteb": (f"{EVALUATION}:fetch_mteb", "download the data of MTEB tasks"),
-        "fetch contrastive": (f"{EVALUATION}:fetch_contrastive", "download the data of contrastive fine-tuning"),
         "report": (f"{EVALUATION}:report", "write one page with all results and the paper's"),
     },
     "This machine": {

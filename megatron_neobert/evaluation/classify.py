@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import quote
 
 import numpy as np
 import transformers
@@ -36,7 +35,7 @@ from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_to
 from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
 from megatron_neobert.evaluation.plots import save_figure
 from megatron_neobert.evaluation.sequence import Rows, SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Sweep, best_weights, last_sweep, run_sweep
+from megatron_neobert.evaluation.sweep import GRIDS, Sweep, kept_weights, last_sweep, run_sweep, task_folder
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.text import listed
 
@@ -45,7 +44,7 @@ _COLUMNS = (*_TEXTS, _LABEL)
 _SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 _ENDINGS = (".csv", ".jsonl", ".parquet")
 _WHOLE_FLOAT = re.compile(r"^(-?(?:0|[1-9]\d*))\.0+$")
-_MOST_NUMBERED_CLASSES = 20  # of a confusion matrix; the numbers of more classes would overlap
+_MOST_SHOWN_CLASSES = 16  # of a confusion matrix; the names of more classes are not readable on a screen
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class ClassifyTask(SequenceTask):
     # docs/evaluation.md has the measurements. Classes without this setting, such as BERT's, keep their pooling.
     changes: ClassVar[dict[str, Any]] = {"classifier_pooling": "mean"}
 
-    def read(self, split: str, options: FineTuneOptions) -> Rows:
+    def read_rows(self, split: str, options: FineTuneOptions) -> Rows:
         rows = read_dataset(options.data_dir, self.name)[split]
         return replace(rows, labels=[self.labels.index(label) for label in rows.labels])
 
@@ -74,11 +73,11 @@ class ClassifyTask(SequenceTask):
         return {"accuracy": float(metrics.accuracy_score(labels, predicted)), "macro_f1": float(macro_f1)}
 
 
-def evaluate(options: ClassifyOptions) -> Path:
+def run_classify(options: ClassifyOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each dataset, write the results; then all figures.
 
-    Return OUTPUT/MODEL, the folder with classify.json and .md. Raises the errors of `run_sweep`, and before
-    the first run MissingInputError or DataError if the data cannot be used.
+    Return OUTPUT/MODEL, the folder with classify.json and .md. Raises MissingInputError without a dataset, and
+    DataError if a dataset has one class only.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
@@ -100,7 +99,7 @@ def evaluate(options: ClassifyOptions) -> Path:
         run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
     # After all runs, because it initializes CUDA, and each run chooses its GPU before that.
     for task in tasks:
-        draw_confusion(task, folder / "classify" / quote(task.name, safe=""), options)
+        draw_confusion(task, folder, options)
     return folder
 
 
@@ -128,8 +127,7 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
 
     Raises:
         MissingInputError: There is no such file, and no folder with a training set.
-        DataError: A file is damaged, has no rows or lacks a column; a row has no text or no named label; or a split has
-            no class of the training set.
+        DataError: A row has no text or no named label, or a split has no class of the training set.
     """
     folder = data_dir / name
     if folder.is_dir():
@@ -194,9 +192,9 @@ def _canonical(label: str) -> str:
 
 
 def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -> None:
-    """Draw FOLDER/confusion.png from predictions for the last split, unless the best weights were removed."""
-    sweep = last_sweep(folder, fingerprint(options.model))
-    weights = best_weights(folder, sweep) if sweep else None
+    """Draw confusion.png of a finished task from predictions for the last split, unless the weights were removed."""
+    sweep = last_sweep(folder, "classify", task.name, fingerprint(options.model))
+    weights = kept_weights(folder, "classify", task.name, sweep) if sweep else None
     if weights is None:
         return
     model, tokenizer = task.load(weights, LoadOptions(attention=options.attention)), load_tokenizer(weights)
@@ -212,21 +210,39 @@ def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -
         )
         trainer = transformers.Trainer(model, arguments, data_collator=task.collator(tokenizer))
         logits: Any = trainer.predict(encoded.dataset).predictions
-    plot_confusion(folder / "confusion.png", task, split, encoded.dataset["labels"], logits.argmax(axis=1))
+    path = task_folder(folder, "classify", task.name) / "confusion.png"
+    plot_confusion(path, task, split, encoded.dataset["labels"], logits.argmax(axis=1))
 
 
 def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[int], predicted: Iterable[int]) -> None:
-    """Draw the share of the rows of each class (a row of the matrix) that was predicted as each class, as PNG."""
-    classes, is_small = len(task.labels), len(task.labels) <= _MOST_NUMBERED_CLASSES
-    shares = metrics.confusion_matrix(labels, predicted, labels=range(classes), normalize="true")
-    inches = 4.0 + 0.35 * min(classes, 2 * _MOST_NUMBERED_CLASSES)
+    """Draw the share of the rows of each class (a row of the matrix) that was predicted as each class, as PNG.
+
+    Of many classes, those that take part in the most frequent confusions are shown.
+    """
+    classes = len(task.labels)
+    counts = metrics.confusion_matrix(labels, predicted, labels=range(classes))
+    shown = most_confused(counts, _MOST_SHOWN_CLASSES)
+    shares = (counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))[np.ix_(shown, shown)]
+    inches = 4.0 + 0.45 * len(shown)
     figure = Figure(figsize=(inches, inches), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    display = metrics.ConfusionMatrixDisplay(shares, display_labels=task.labels)
-    display.plot(
-        ax=axes, include_values=is_small, values_format=".2f", xticks_rotation="vertical", cmap="Blues", colorbar=False
-    )
+    display = metrics.ConfusionMatrixDisplay(100 * shares, display_labels=[task.labels[label] for label in shown])
+    display.plot(ax=axes, values_format=".0f", xticks_rotation="vertical", cmap="Blues", colorbar=False)
     for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        text.set(parse_math=False, fontsize=9 if is_small else 5)
-    axes.set_title(f"{task.name}, {split}: shares of each class", parse_math=False)
+        text.set(parse_math=False, fontsize=9)
+    for text in display.text_.flat:
+        text.set_visible(text.get_text() != "0")
+    part = f", the {len(shown)} of {classes} classes with the most frequent confusions" if len(shown) < classes else ""
+    axes.set_title(f"{task.name}, {split}: % of each class{part}", parse_math=False)
     save_figure(figure, path)
+
+
+def most_confused(counts: NDArray[np.integer], count: int) -> list[int]:
+    """Return the classes of the most frequent confusions, at most `count`, in increasing order.
+
+    Args:
+        counts: Rows by true class and predicted class [classes, classes].
+    """
+    order = np.argsort(-(counts - np.diag(counts.diagonal())), axis=None, kind="stable").tolist()
+    by_confusion = dict.fromkeys(label for confusion in order for label in divmod(confusion, len(counts)))
+    return sorted(list(by_confusion)[:count])

@@ -13,12 +13,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import datasets
+import msgspec
 import pyarrow
 import yaml
 from huggingface_hub import DatasetCard
 from pyarrow import csv, parquet
 
-from megatron_neobert.errors import DataError, NeoBERTError, short_reason
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError, NeoBERTError, short_reason, yaml_reason
 from megatron_neobert.runtime.atomic_files import read_text
 from megatron_neobert.text import parse_json
 
@@ -76,6 +77,20 @@ def _check_names(file: Path, value: Any) -> None:
         raise DataError(f"{file}: names {value!r:.80} as data, which is not a file of its folder. Remove the entry.")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_names(file, inner)
+
+
+def read_yaml(flag: str, path: Path, type_: Any, *, remedy: str) -> Any:
+    """Return the content of a YAML file as `type_`, in which a number may be a string: YAML 1.1 reads 1e-3 as one.
+
+    Raises MissingInputError if the file does not exist, and ConfigError if its content is not of this type. The
+    messages begin with `flag` or the path, and end with `remedy`.
+    """
+    if not path.is_file():
+        raise MissingInputError(f"{flag} {path}: no such file (working folder {Path.cwd()}); {remedy}.")
+    try:
+        return msgspec.convert(yaml.safe_load(read_text(path)), type_, strict=False)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
+        raise ConfigError(f"{path}: {yaml_reason(error)}; {remedy}.") from None
 
 
 # --- tables
@@ -206,7 +221,7 @@ def _read_tagged_text(path: Path) -> datasets.Dataset:
 # --- rows
 
 
-def spread(rows: Sequence[T], limit: int | None) -> Sequence[T]:
+def select_evenly(rows: Sequence[T], limit: int | None) -> Sequence[T]:
     """Return at most `limit` rows, evenly spaced, because files are often sorted by source; all without a limit."""
     if limit is None or len(rows) <= limit:
         return rows

@@ -32,22 +32,21 @@ from sentence_transformers.sentence_transformer.losses import (
 
 from megatron_neobert.config.recipes import find_config
 from megatron_neobert.errors import ConfigError, OutputError
-from megatron_neobert.evaluation.data import digest_of
+from megatron_neobert.evaluation.data import digest_of, read_yaml
 from megatron_neobert.evaluation.embed_batches import PairCollator, PlannedBatchSampler, SamplingPlan
 from megatron_neobert.evaluation.embed_data import (
     VALIDATION,
     ContrastiveConfig,
-    DatasetSource,
+    DatasetSettings,
     TrainingSettings,
-    find_local,
+    find_pairs,
     load_pairs,
-    read_config,
     without_held_out,
 )
-from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, write_record
+from megatron_neobert.evaluation.ledger import describe_process, key_of, lock_results, write_record
 from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint, load_sentence_transformer
-from megatron_neobert.evaluation.options import ContrastiveOptions
-from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.evaluation.options import EmbedderOptions
+from megatron_neobert.evaluation.report import load_record, write_page
 from megatron_neobert.huggingface.folder_files import restore_files, write_module_files
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.runtime.atomic_files import saving_weights, temporary_path
@@ -57,31 +56,29 @@ from megatron_neobert.text import parse_json
 _SCORE = f"eval_{VALIDATION}_cosine_ndcg@10"  # in the trainer's history
 
 
-def finetune(options: ContrastiveOptions) -> None:
+def run_contrastive(options: EmbedderOptions) -> None:
     """Fine-tune an encoder. Write OUTPUT/MODEL/MODEL-contrastive, and contrastive.json and .md next to that folder.
 
     A second call resumes an interrupted run from its newest checkpoint, and does not repeat a finished run. Checkpoints
     are deleted at the end. Collective: all processes of a torchrun.
 
-    Raises:
-        ConfigError: A setting is invalid, or this process sees several GPUs.
-        MissingInputError, DataError, ConversionError: The model or the data cannot be used.
-        OutputError: The folder exists, but was made with other settings or data; or another command is writing.
-        SaveError: The disk is full.
+    Raises OutputError if the final folder exists, but was made with other settings or data.
     """
-    config, model = read_config(find_config(options.config)), options.model
+    config, model = ContrastiveConfig(), options.model
+    if options.config is not None:
+        path, remedy = find_config(options.config), "compare it with the recipe evaluation/contrastive"
+        config = read_yaml("--config", path, ContrastiveConfig, remedy=remedy)
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(options, name)) is not None}
     training = msgspec.structs.replace(config.training, **changes)
     device, is_main = choose_device(options.device).type, os.environ.get("RANK", "0") == "0"
     # Refuses a folder that is not a model, before minutes of reading data.
     model_fingerprint = fingerprint(model)
-    paths = find_local(options.data_dir, [key for key, source in config.datasets.items() if source.default])
+    paths = find_pairs(options.data_dir, list(config.datasets))
     pairs = {key: load_pairs(path, limit=options.limit) for key, path in paths.items()}
-    endings = ("parquet", "jsonl")
-    held_out = [path for ending in endings if (path := options.data_dir / f"{VALIDATION}.{ending}").exists()]
-    validation = load_pairs(held_out[0], limit=options.limit) if held_out else None
+    validation = pairs.pop(VALIDATION, None)
     if validation is not None:
         pairs = {key: without_held_out(dataset, validation, key) for key, dataset in pairs.items()}
+    sources = {key: config.datasets.get(key, DatasetSettings()) for key in pairs}
     settings = {
         "model": model_fingerprint,
         **msgspec.structs.asdict(training),
@@ -91,18 +88,19 @@ def finetune(options: ContrastiveOptions) -> None:
         "device": device,
         "attention": options.attention,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "datasets": {key: msgspec.structs.asdict(config.datasets[key]) for key in pairs},
+        "datasets": {key: msgspec.structs.asdict(source) for key, source in sources.items()},
         "rows": {key: len(dataset) for key, dataset in pairs.items()},
         "texts": {key: digest_of(dataset, ("query", "positive", "negatives")) for key, dataset in pairs.items()},
         "validation": validation and digest_of(validation, ("query", "positive", "negatives")),
     }
     folder = options.output / model_name(model)
-    final, work_folder = folder / f"{folder.name}-contrastive", folder / "contrastive"
-    checkpoints = work_folder / key_of(settings)
-    with open_ledger(work_folder, device) if is_main else nullcontext(Ledger(work_folder)) as ledger:
-        results = ledger.find(settings)
-        if results is not None and final.exists() and fingerprint(final) == results["fingerprint"]:
-            (final / RECORD).unlink(missing_ok=True)
+    final, path = folder / f"{folder.name}-contrastive", folder / "contrastive.json"
+    checkpoints = folder / "contrastive" / key_of(settings)
+    with lock_results(folder / "contrastive") if is_main else nullcontext():
+        record = load_record(path, "contrastive") if path.exists() else None
+        if record and record.settings != msgspec.json.decode(msgspec.json.encode(settings)):
+            record = None
+        if record and final.exists() and fingerprint(final) == record.results["fingerprint"]:
             print(f"{final} already exists")
         # An interrupted run with these settings leaves its checkpoints, and a final folder with our record.
         elif final.exists() and not (checkpoints.exists() and is_own_folder(final)):
@@ -112,24 +110,24 @@ def finetune(options: ContrastiveOptions) -> None:
             arguments = build_arguments(training, options, checkpoints, autocast=settings["autocast_bfloat16"])
             if validation is not None:
                 arguments.eval_strategy, arguments.eval_steps = "steps", training.save_interval
-            chosen = ContrastiveConfig(config.datasets, training)
+            chosen = ContrastiveConfig(sources, training)
             with saving_weights(folder):
                 results = train(chosen, pairs, options, arguments, final, validation=validation)
-            if results is not None:
-                results = ledger.add(settings, results)
-                (final / RECORD).unlink()
-        if is_main and results is not None:
-            lines, record = [ledger.lines[key_of(settings)]], folder / "contrastive.json"
+            if results is None:
+                return
+            lines = [{"origin": describe_process(device)}]
             write_record(
-                record, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
+                path, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
             )
-            write_page("contrastive", [record], folder)
+        if is_main:
+            (final / RECORD).unlink(missing_ok=True)
+            write_page("contrastive", [path], folder)
             with suppress(OSError):
                 delete_folder(checkpoints)
 
 
 def build_arguments(
-    training: TrainingSettings, options: ContrastiveOptions, checkpoints: Path, *, autocast: bool
+    training: TrainingSettings, options: EmbedderOptions, checkpoints: Path, *, autocast: bool
 ) -> SentenceTransformerTrainingArguments:
     """Return the arguments of sentence-transformers' trainer. Under torchrun, this also starts the process group.
 
@@ -182,7 +180,7 @@ class _Trainer(SentenceTransformerTrainer):
         """Write no model card: it would contain texts of the datasets and local paths."""
 
 
-def build_prompts(sources: Mapping[str, DatasetSource], training: TrainingSettings) -> dict[str, dict[str, str]]:
+def build_prompts(sources: Mapping[str, DatasetSettings], training: TrainingSettings) -> dict[str, dict[str, str]]:
     """Return the prompt of each dataset and column: instruction and separator. Empty for `instructions: none`.
 
     The prompt of an empty instruction is empty.
@@ -233,7 +231,7 @@ def build_evaluator(pairs: datasets.Dataset, prompts: Mapping[str, str]) -> Info
 def train(
     config: ContrastiveConfig,
     pairs: Mapping[str, datasets.Dataset],
-    options: ContrastiveOptions,
+    options: EmbedderOptions,
     arguments: SentenceTransformerTrainingArguments,
     final: Path,
     *,
@@ -248,11 +246,6 @@ def train(
 
     Returns:
         On rank 0 the results for the JSON record, with losses in nats; on other ranks None.
-
-    Raises:
-        MissingInputError, ConversionError: The model cannot be loaded.
-        ConfigError: A dimension of `matryoshka` is larger than the model's embeddings.
-        DataError: The pairs of a dataset do not fill one batch without repeating a text.
     """
     training = config.training
     # Set the seed before loading, because a pooler that the folder lacks is initialized at random.
@@ -260,7 +253,7 @@ def train(
     # Weights are float32 whatever the folder's dtype is: AdamW's updates are too small for bfloat16's precision.
     loading = LoadOptions(attention=options.attention)
     model = load_sentence_transformer(options.model, loading, max_length=training.max_length)
-    prompts = build_prompts({key: config.datasets[key] for key in pairs}, training)
+    prompts = build_prompts(config.datasets, training)
     # encode_query and encode_document of the final model use the prompts of the largest dataset.
     default_prompts = prompts.get(max(pairs, key=lambda key: len(pairs[key])), {})
     query_prompts = {key: columns["query"] for key, columns in prompts.items()}

@@ -111,8 +111,7 @@ class Outcome:
 def fine_tune(run: Run) -> Outcome:
     """Fine-tune, write the best weights and their tokenizer to `run.folder / WEIGHTS`, and return their scores.
 
-    `run.folder` is created, and deleted first if a killed run has left it. Raises OutputError if it is of others,
-    MissingInputError, DataError or ConversionError if an input cannot be used, and SaveError if the disk is full.
+    `run.folder` is created, and deleted first if a killed run has left it.
     """
     start = time.monotonic()
     create_folder(run.folder)
@@ -254,9 +253,7 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     With several runs and `jobs` > 1, up to `jobs` worker processes execute them, each on one GPU. Otherwise, this
     process executes them. If a run fails or the generator is closed, all workers are killed.
 
-    Raises:
-        ChildProcessError: A worker died, most often because memory ran out.
-        MissingInputError, DataError, ConversionError: The model or the data of a run cannot be used.
+    Raises ChildProcessError if a worker died, most often because memory ran out.
     """
     try:
         options = JobOptions(workers=jobs)

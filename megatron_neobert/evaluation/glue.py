@@ -1,4 +1,4 @@
-"""GLUE evaluation of one model: sweeps on all tasks, transfer from MNLI, and the average.
+"""GLUE evaluation of one model: sweeps on all tasks, and transfer from MNLI.
 
 OUTPUT/NAME/glue/TASK has the ledger and the best weights of a task; OUTPUT/NAME/glue.json and .md have the results.
 The same command resumes after a kill. Commands for different tasks may run at the same time.
@@ -12,9 +12,8 @@ every comparison by accident.
 Source: Wang et al. 2019, tables 1 and 5; arXiv 2502.19587 appendix C.
 """
 
-import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -33,7 +32,7 @@ from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sequence import Rows, SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Grid, Result, Sweep, best_weights, last_sweep, run_sweep
+from megatron_neobert.evaluation.sweep import GRIDS, Grid, Sweep, kept_weights, last_sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
 
 MNLI = "mnli"
@@ -51,7 +50,7 @@ class GlueTask(SequenceTask):
     eval_strategy = "steps"
     last_split_pattern = "{}_mismatched"
 
-    def read(self, split: str, options: FineTuneOptions) -> Rows:
+    def read_rows(self, split: str, options: FineTuneOptions) -> Rows:
         return read_task(options.data_dir, self, split)
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
@@ -90,9 +89,7 @@ TASKS = {task.name: task for task in _TASKS}
 def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
     """Return one split of a task (cached). Warn if its number of rows differs from the benchmark's.
 
-    Raises:
-        MissingInputError: The folder of the task is missing, or does not have the split.
-        DataError: A file is damaged, has no rows, lacks columns, or has an invalid label.
+    Raises MissingInputError if the folder of the task is missing, or does not have the split.
     """
     folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
     if folder is None:
@@ -162,11 +159,10 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 # --- the evaluation
 
 
-def evaluate(options: GlueOptions) -> Path:
+def run_glue(options: GlueOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each task, write glue.json and glue.md.
 
-    Return OUTPUT/MODEL, the folder with these files. Raises the errors of `run_sweep`, and before the first run
-    ConfigError, MissingInputError or DataError if a setting or the data cannot be used.
+    Return OUTPUT/MODEL, the folder with these files.
     """
     # In the order of TASKS, because the best MNLI model must exist before other tasks start from it.
     tasks = [task for task in TASKS if task in (options.tasks or TASKS)]
@@ -174,7 +170,7 @@ def evaluate(options: GlueOptions) -> Path:
     model = fingerprint(options.model)
     transfer_tasks = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
     if transfer_tasks and MNLI not in tasks:
-        _best_mnli(folder / "glue" / MNLI, model)
+        _best_mnli(folder, model)
     data = {
         task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
         for task in tasks
@@ -184,11 +180,11 @@ def evaluate(options: GlueOptions) -> Path:
             kind="glue",
             task=TASKS[task],
             grid=choose_grid(options, task),
-            start=_best_mnli(folder / "glue" / MNLI, model) if task in transfer_tasks else options.model,
+            start=_best_mnli(folder, model) if task in transfer_tasks else options.model,
             data=data[task],
             options=options,
         )
-        run_sweep(sweep, average_tasks)
+        run_sweep(sweep)
     return folder
 
 
@@ -200,26 +196,16 @@ def choose_grid(options: GlueOptions, task: str) -> Grid:
     return Grid(batch_sizes=(batch_size,), learning_rates=(rate,), weight_decays=(decay,)).replace(options)
 
 
-def _best_mnli(folder: Path, model_fingerprint: str) -> Path:
-    """Return the folder with the best weights of the last MNLI sweep that a model finished. The sweep is in `folder`.
+def _best_mnli(folder: Path, model: str) -> Path:
+    """Return the folder with the best weights of the last MNLI sweep that the model with this fingerprint finished.
 
-    Raises ConfigError if the model has finished no MNLI sweep, MissingInputError if the weights were removed, and
-    DataError if the sweep is damaged.
+    Raises ConfigError if the model has finished no MNLI sweep, and MissingInputError if the weights were removed.
     """
-    if (sweep := last_sweep(folder, model_fingerprint)) is None:
+    if (sweep := last_sweep(folder, "glue", MNLI, model)) is None:
         raise ConfigError(
             "--tasks: RTE, MRPC, STS-B and QNLI start from the best MNLI model, but no sweep of MNLI is finished for "
             f"this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
         )
-    if (weights := best_weights(folder, sweep)) is None:
-        raise MissingInputError(f"{folder}: the best weights are gone; remove the folder to run MNLI again.")
+    if (weights := kept_weights(folder, "glue", MNLI, sweep)) is None:
+        raise MissingInputError(f"{folder / 'glue' / MNLI}: the best weights are gone; remove it to run MNLI again.")
     return weights
-
-
-# --- results
-
-
-def average_tasks(results: Mapping[str, Result]) -> dict[str, float | None]:
-    """Return {"average": fraction of 1}; None if a task is missing in `results`, whose keys are tasks."""
-    scores = [results[task]["score"]["mean"] for task in TASKS if task in results]
-    return {"average": statistics.fmean(scores) if len(scores) == len(TASKS) else None}

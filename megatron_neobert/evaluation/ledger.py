@@ -60,8 +60,7 @@ class Ledger:
         Args:
             device: Device that will compute the units that are added; None for the GPU if there is one, else the CPU.
 
-        Raises:
-            DataError: A complete line is not an entry of a ledger.
+        Raises DataError if a complete line is not an entry of a ledger.
         """
         self.path, self._device = folder / LEDGER, device
         self.lines: dict[str, Line] = {}
@@ -103,17 +102,14 @@ class Ledger:
     @cached_property
     def origin(self) -> dict[str, Any]:
         """Machine and package versions of this process."""
-        return {"machine": _describe_machine(self._device), "versions": _package_versions()}
+        return describe_process(self._device)
 
 
 @contextmanager
-def open_ledger(folder: Path, device: torch.device | str | None = None) -> Iterator[Ledger]:
-    """Yield the ledger of a folder, locked against other writers in the `with` block if the file system has locks.
+def lock_results(folder: Path) -> Iterator[None]:
+    """Create a folder of results, and lock it in the `with` block if the file system has locks.
 
-    A missing folder is created, and an incomplete last line is removed from the file. Lines that are added name the
-    machine of `device` (None: the GPU if there is one, else the CPU). Raises OutputError if another command holds the
-    lock, or if `lock` or the ledger is a link or a file of others, and DataError if a complete line is not an entry of
-    a ledger.
+    Raises OutputError if another command holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open_lock(folder / "lock") as file:
@@ -123,6 +119,17 @@ def open_ledger(folder: Path, device: torch.device | str | None = None) -> Itera
             raise OutputError(
                 f"{folder}: another command is writing these results; wait for it, or name another --output."
             ) from None
+        yield
+
+
+@contextmanager
+def open_ledger(folder: Path, device: torch.device | str | None = None) -> Iterator[Ledger]:
+    """Yield the ledger of a folder, with the folder locked as by `lock_results`.
+
+    An incomplete last line is removed from the file. Lines that are added name the machine of `device` (None: the GPU
+    if there is one, else the CPU). Raises OutputError if the last line is not the beginning of an entry.
+    """
+    with lock_results(folder):
         ledger = Ledger(folder, device)
         if ledger.path.exists():
             # Remove an incomplete last line, so that the next line does not continue it.
@@ -188,21 +195,20 @@ def read_record(path: Path) -> dict[str, Any]:
     return content
 
 
-def _package_versions() -> dict[str, str]:
-    """Return the versions of this project, of Python, and of the installed packages that affect results, by name."""
+def describe_process(device: torch.device | str | None) -> dict[str, Any]:
+    """Return the machine and the versions of this project, of Python, and of packages that affect results.
+
+    The machine is the name of the GPU, or "x86_64 CPU, 8 threads" for a CPU. None selects the GPU if there is one.
+    """
+    device = choose_device(device)
+    threads = torch.get_num_threads()
+    machine = f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
     versions = {"megatron_neobert": megatron_neobert.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return versions
-
-
-def _describe_machine(device: torch.device | str | None) -> str:
-    """Return the name of the GPU, or "x86_64 CPU, 8 threads" for a CPU. None selects the GPU if there is one."""
-    device = choose_device(device)
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"
+    return {"machine": machine, "versions": versions}

@@ -36,8 +36,7 @@ class Scorer:
             max_length: None for the longest input that model and tokenizer support.
 
         Raises:
-            MissingInputError: There is no such folder, or no tokenizer in it.
-            ConversionError: The model or the tokenizer cannot be loaded, or the tokenizer has no mask token.
+            ConversionError: The tokenizer has no mask token.
             ConfigError: The model has fewer learned positions than `max_length`, or there is no maximum length.
         """
         self.folder = folder

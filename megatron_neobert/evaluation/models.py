@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from megatron_neobert.errors import ConfigError, ConversionError, MissingInputError
+from megatron_neobert.evaluation.options import ComputeOptions
 from megatron_neobert.huggingface.auto_classes import loading
 from megatron_neobert.huggingface.checks import TORCH_ATTENTION, check_folder
 from megatron_neobert.huggingface.hub import FILES_OF_OUTPUT, TOKENIZER_FILES
@@ -35,6 +36,12 @@ class LoadOptions:
 FLOAT32_ON_CPU = LoadOptions()
 
 
+def to_load_options(options: ComputeOptions) -> LoadOptions:
+    """Return dtype, device and attention of a command line. Raises ConfigError if there is no such device."""
+    dtype = getattr(torch, options.dtype)
+    return LoadOptions(dtype=dtype, device=choose_device(options.device), attention=options.attention)
+
+
 def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_CPU, **changes: Any) -> Any:
     """Return a model on `options.device`, in evaluation mode, with all weights of its encoder read from the folder.
 
@@ -46,10 +53,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
         changes: Settings that replace those of config.json, such as num_labels. Settings that the model's class lacks
             are ignored.
 
-    Raises:
-        MissingInputError: The folder does not exist or has no config.json.
-        ConversionError: transformers cannot load the folder, a file refers to code or weights elsewhere, or another
-            weight is missing or has another shape than in config.json.
+    Raises ConversionError if another weight is missing or has another shape than in config.json.
     """
     check_folder(folder, attention=_ATTENTION)
     with loading(folder, auto_class):
@@ -90,9 +94,7 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a folder, without its chat template, which is a program.
 
-    Raises:
-        MissingInputError: The folder does not exist, or has no config.json or no tokenizer.
-        ConversionError: transformers cannot load the tokenizer, or a file refers to code or weights elsewhere.
+    Raises MissingInputError if the folder has no tokenizer.
     """
     check_folder(folder, attention=_ATTENTION)
     # Without any of these files, transformers would return an empty tokenizer.
@@ -113,10 +115,6 @@ def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CP
 
     Args:
         max_length: Maximum number of tokens per text, special tokens included; the model or the folder may lower it.
-
-    Raises:
-        MissingInputError: The folder does not exist, or it or a module has no config.json, or it has no tokenizer.
-        ConversionError: The folder cannot be loaded as an encoder, or modules.json lists a module that is not allowed.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -180,9 +178,7 @@ def longest_input(model: Any, tokenizer: Any, *, at_most: int) -> int:
 def fingerprint(folder: Path) -> str:
     """Return 12 hexadecimal digits of a hash over the names and contents of all files that influence a model's outputs.
 
-    These are the weights, config and tokenizer, and the modules, pooling and prompts of sentence-transformers. Raises
-    MissingInputError if the folder does not exist or has no config.json, and ConversionError if a file is invalid or
-    refers to code, weights or a model outside the folder.
+    These are the weights, config and tokenizer, and the modules, pooling and prompts of sentence-transformers.
     """
     check_folder(folder, attention=_ATTENTION)
     files = {path.relative_to(folder): path for pattern in FILES_OF_OUTPUT for path in folder.glob(pattern)}

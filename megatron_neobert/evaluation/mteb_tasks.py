@@ -88,10 +88,7 @@ def folder_of(data_dir: Path, task: AbsTask) -> Path:
 
 
 def digest_of_files(folder: Path) -> str:
-    """Return 16 hex digits of a hash over names and contents of all files of a task's data.
-
-    Raises DataError if the folder has a pipe, a socket or a device, or refers to data elsewhere.
-    """
+    """Return 16 hex digits of a hash over names and contents of all files of a task's data."""
     with reading(folder):
         # Not the folder .cache, in which huggingface_hub notes times of downloads.
         names = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
@@ -113,10 +110,7 @@ def store_task(data_dir: Path, task: AbsTask) -> None:
 
 
 def load_task(data_dir: Path, task: AbsTask) -> None:
-    """Let mteb load a task from its folder. `task.unload_data` restores the task.
-
-    Raises DataError if the data is damaged, or refers to data elsewhere.
-    """
+    """Let mteb load a task from its folder. `task.unload_data` restores the task."""
     folder = folder_of(data_dir, task)
     with reading(folder):
         dataset = {**task.metadata.dataset, "path": str(folder)}

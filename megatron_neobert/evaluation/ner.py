@@ -27,12 +27,13 @@ from numpy.typing import NDArray
 from seqeval.metrics import f1_score, precision_score, recall_score
 
 from megatron_neobert.errors import ConversionError, DataError, MissingInputError
-from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, spread
+from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, select_evenly
 from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device
 from megatron_neobert.evaluation.models import LoadOptions, load_model, load_tokenizer
 from megatron_neobert.evaluation.options import FineTuneOptions, NerOptions
 from megatron_neobert.evaluation.sweep import GRIDS, Sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
+from megatron_neobert.text import listed
 
 METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
 OUTSIDE = "O"
@@ -80,12 +81,7 @@ class NerTask(Task):
     last_split_pattern = "test_{}"
 
     def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
-
-        Raises:
-            ConversionError: The folder cannot be loaded with such a head.
-            MissingInputError: The folder does not exist or has no config.json.
-        """
+        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random."""
         return load_model(
             folder,
             "AutoModelForTokenClassification",
@@ -102,11 +98,11 @@ class NerTask(Task):
         return EncodedSplit(encoded.rows, lambda prediction: encoded.score(prediction.predictions.argmax(-1)))
 
 
-def evaluate(options: NerOptions) -> Path:
+def run_ner(options: NerOptions) -> Path:
     """Execute the runs that no earlier command has finished. After each dataset, write ner.json and ner.md.
 
-    Return OUTPUT/MODEL, the folder with these files. Raises the errors of `run_sweep`, and before the first run
-    ConfigError, MissingInputError or DataError if a setting or the data cannot be used.
+    Return OUTPUT/MODEL, the folder with these files. Raises MissingInputError without a dataset, and ConversionError if
+    the tokenizer cannot map words to tokens.
     """
     options, folder = resolve_device(options), options.output / model_name(options.model)
     names = list(dict.fromkeys(options.tasks or find_datasets(options.data_dir)))
@@ -146,13 +142,15 @@ def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
 
     Raises:
         MissingInputError: The folder, its training set or its validation set is missing.
-        DataError: The data has an unknown format, or a tag is invalid. The message has the file and the line or row.
+        DataError: A split has no entity type of the training set.
     """
-    data, folder = NerData({}, {}), data_dir / name
+    data, folder, types = NerData({}, {}), data_dir / name, dict[str, set[str]]()
     for split, split_names in _SPLIT_NAMES.items():
         rows = read_split(folder, split_names, tagged=True)
         if rows is not None:
-            data.sentences[split] = list(spread(to_sentences(rows, f"{folder}: {split}"), limit))
+            sentences = to_sentences(rows, f"{folder}: {split}")
+            types[split] = {tag[2:] for sentence in sentences for tag in sentence.tags if tag != OUTSIDE}
+            data.sentences[split] = list(select_evenly(sentences, limit))
             columns = [column for column in rows.column_names if column in (*_WORD_COLUMNS, *_TAG_COLUMNS)]
             data.digests[split] = digest_of(rows, columns)
         elif split != "test":
@@ -160,7 +158,17 @@ def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
                 f"{folder} has no {split}: expected {split}.parquet, {split}-00000-of-00001.parquet, {split}.txt or a "
                 "saved dataset; add the file, or name another dataset in --tasks."
             )
+    for split, found in types.items():
+        if found.isdisjoint(types["train"]):
+            raise DataError(
+                f"{folder}: {split} has {_entities(found)}, and train has {_entities(types['train'])}; every "
+                "score would be 0. Write the same names in all splits."
+            )
     return data
+
+
+def _entities(types: set[str]) -> str:
+    return f"the entity types {listed(sorted(types))}" if types else "no entities"
 
 
 def to_sentences(rows: Dataset, split: str) -> list[Sentence]:

@@ -110,15 +110,21 @@ class ThroughputOptions(ComputeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtebOptions(ComputeOptions):
+class MtebTasks:
+    """Choice of tasks of mteb."""
+
+    benchmark: str = option(MTEB_PAPER, "benchmark of mteb; all its tasks are used", metavar="NAME")
+    tasks: tuple[str, ...] = option((), "tasks of mteb instead of a benchmark", metavar="NAME")
+    languages: tuple[str, ...] = option(("eng",), "languages of --tasks as ISO 639-3 codes", metavar="CODE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtebOptions(MtebTasks, ComputeOptions):
     """Options of `neobert evaluate mteb`."""
 
     model: Path = option(help=_MODEL, metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     data_dir: Path = option(help="output folder of neobert fetch mteb", metavar="DIR")
-    benchmark: str = option(MTEB_PAPER, "benchmark of mteb; all its tasks are evaluated", metavar="NAME")
-    tasks: tuple[str, ...] = option((), "tasks to evaluate instead of a benchmark", metavar="NAME")
-    languages: tuple[str, ...] = option(("eng",), "languages of --tasks as ISO 639-3 codes", metavar="CODE")
     skip_missing: bool = option(False, "skip tasks without data and list them in the table")
     instructions: str = option(
         "none", "YAML file of instructions, or the recipe evaluation/mteb_instructions", metavar="FILE"
@@ -132,12 +138,18 @@ class MtebOptions(ComputeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveOptions:
-    """Options of `neobert finetune`."""
+class EmbedderOptions:
+    """Options of `neobert train-embedder`."""
 
     model: Path = option(help=_MODEL, metavar="DIR")
-    config: str = option(help="YAML file of the datasets, or the recipe evaluation/contrastive", metavar="FILE")
-    data_dir: Path = option(help="folder with KEY.parquet or KEY.jsonl for each dataset", metavar="DIR")
+    data_dir: Path = option(
+        help="folder with KEY.parquet or KEY.jsonl (columns query, positive, negatives) for each dataset", metavar="DIR"
+    )
+    config: str | None = option(
+        None,
+        "YAML file of settings and datasets, or the recipe evaluation/contrastive (default: all files)",
+        metavar="FILE",
+    )
     output: Path = option(help=_OUTPUT, metavar="DIR")
     steps: int | None = option(None, "number of training steps, instead of the value in FILE", minimum=1)
     batch_size: int | None = option(None, "pairs per process before divisors, instead of the value in FILE", minimum=1)
@@ -156,22 +168,10 @@ class ContrastiveOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FetchContrastiveOptions:
-    """Options of `neobert fetch contrastive`."""
-
-    config: str = option(help="same value as for neobert finetune", metavar="FILE")
-    data_dir: Path = option(help="folder to write to", metavar="DIR")
-    datasets: tuple[str, ...] = option((), "datasets to fetch (default: all without default: false)", metavar="KEY")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchMtebOptions:
+class FetchMtebOptions(MtebTasks):
     """Options of `neobert fetch mteb`."""
 
     output: Path = option(help="folder to write to", metavar="DIR")
-    benchmark: str = option(MTEB_PAPER, "benchmark of mteb; all its tasks are fetched", metavar="NAME")
-    tasks: tuple[str, ...] = option((), "tasks of mteb to fetch instead of a benchmark", metavar="NAME")
-    languages: tuple[str, ...] = option(("eng",), "languages of --tasks as ISO 639-3 codes", metavar="CODE")
 
 
 @dataclass(frozen=True, kw_only=True)

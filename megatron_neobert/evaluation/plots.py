@@ -59,6 +59,8 @@ def plot_curves(
         axes.plot(curve.x, curve.y, linestyle=dash, markersize=5, linewidth=1.8, color=color, marker=marker)
         if curve.low is not None and curve.high is not None:
             axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.18, linewidth=0)
+            # The band of a point without a neighbour has no width.
+            axes.vlines(curve.x, curve.low, curve.high, color=color, alpha=0.5, linewidth=1.2)
     # Labels are shown as they are: "$" does not start TeX.
     axes.set_title(title, parse_math=False)
     axes.set_xlabel(x_label, parse_math=False)
@@ -68,6 +70,9 @@ def plot_curves(
     if log_x:
         # Lengths double from one point to the next.
         axes.set_xscale("log", base=2)
+        low, high = axes.get_xlim()
+        if high < 4 * low:  # at most two powers of two
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     if log_y:
         axes.set_yscale("log")
         # Powers of ten are too few ticks, and the axis may have none.

@@ -35,7 +35,7 @@ from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.ledger import key_of, open_ledger, write_record
 from megatron_neobert.evaluation.masked_scorer import Scorer
-from megatron_neobert.evaluation.models import LoadOptions, choose_device, fingerprint
+from megatron_neobert.evaluation.models import fingerprint, to_load_options
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import find_models, model_name
@@ -84,17 +84,10 @@ class DocumentResult:
         return math.sqrt(self.nll_variance / self.positions * (1 - self.positions / self.tokens))
 
 
-def evaluate(options: PerplexityOptions) -> None:
+def run_perplexity(options: PerplexityOptions) -> None:
     """Measure each model; write a record per model, and a page and a figure of all models; print a line per model.
 
     The files are OUTPUT/MODEL/pseudo_perplexity.json, and OUTPUT/pseudo_perplexity.md and .png.
-
-    Raises:
-        MissingInputError, ConversionError, DataError: A model or the texts cannot be used.
-        ConfigError: There is no such device, a model does not support the maximum length, a batch does not fit into
-            memory, or two models have the same name.
-        DivergenceError: A loss is not finite.
-        OutputError: Another command is writing the results of a model.
     """
     models = find_models(options.model)
     for name, folder in models.items():
@@ -110,14 +103,9 @@ def evaluate(options: PerplexityOptions) -> None:
 def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
     """Measure a model, write OUTPUT/MODEL/pseudo_perplexity.json, and return the `results` in this record.
 
-    Documents in the ledger are not measured again. Raises MissingInputError, ConversionError or DataError if the model
-    or the texts cannot be used, ConfigError if the device or maximum length is invalid or a batch does not fit into
-    memory, DivergenceError if a loss is not finite, and OutputError if another command is writing.
+    Documents in the ledger are not measured again.
     """
-    loading = LoadOptions(
-        dtype=getattr(torch, options.dtype), device=choose_device(options.device), attention=options.attention
-    )
-    scorer = Scorer(folder, loading, max_length=options.max_length)
+    scorer = Scorer(folder, to_load_options(options), max_length=options.max_length)
     documents, dropped = select_documents(options, scorer.tokenizer, scorer.max_length)
     protocol = {
         "model": fingerprint(folder),
@@ -138,7 +126,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
             # Longest first: a batch that does not fit into memory fails at the start, and the first estimate of the
             # remaining time is not too low.
             for document in sorted(unmeasured, key=lambda document: (-len(document.ids_s), document.id)):
-                result = measure(scorer, document, batch_tokens=options.batch_tokens, progress=progress)
+                result = measure_document(scorer, document, batch_tokens=options.batch_tokens, progress=progress)
                 ledger.add(units[document.id], asdict(result))
         lines = [ledger.lines[key_of(unit)] for unit in units.values()]
     measured = [DocumentResult(**line["result"]) for line in lines]
@@ -162,10 +150,8 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
     return results
 
 
-def measure(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
+def measure_document(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
     """Return the result of a document, whose copies with one masked token each are computed in batches.
-
-    Raises DivergenceError if a loss is not finite, or ConfigError if a batch does not fit into GPU memory.
 
     Args:
         batch_tokens: Maximum tokens of a batch. Each position of a longer document is a batch of its own.
@@ -245,9 +231,7 @@ def select_documents(
     Returns:
         The documents, truncated to `max_length` tokens, and the number of dropped records by reason, such as repeated.
 
-    Raises:
-        MissingInputError: An input does not exist.
-        DataError: A file is damaged, a table lacks the text column, or no document remains.
+    Raises DataError if no document remains.
     """
     documents, dropped, seen = list[Document](), Counter[str](), set[str]()
     for texts in _read(options, dropped):
@@ -299,10 +283,7 @@ def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed
 
 
 def _read(options: PerplexityOptions, dropped: Counter[str]) -> Iterator[list[str]]:
-    """Yield the texts of all inputs in non-empty batches. Count rejected and dropped records by reason in `dropped`.
-
-    Raises MissingInputError if an input does not exist, and DataError if a file is damaged or lacks the text column.
-    """
+    """Yield the texts of all inputs in non-empty batches. Count rejected and dropped records by reason in `dropped`."""
     settings = ReadSettings(text_key=options.text_key)
     for path in find_inputs(options.data):
         for chunk in split_into_chunks(path, settings):

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ KINDS = {
     "ner": ("Named-entity recognition", "neobert evaluate ner"),
     "classify": ("Classification", "neobert evaluate classify"),
     "mteb": ("MTEB", "neobert evaluate mteb"),
-    "contrastive": ("Contrastive fine-tuning", "neobert finetune"),
+    "contrastive": ("Contrastive fine-tuning", "neobert train-embedder"),
 }
 _METRICS = {
     "ner": "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct.",
@@ -61,9 +62,7 @@ class Record(msgspec.Struct):
 def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
     """Write OUTPUT/report.md and its figures from all records below the folders, and return the records.
 
-    Raises:
-        MissingInputError: There are no records.
-        DataError: A file KIND.json is not a valid record, or its results have the format of another version.
+    Raises DataError if the results of a record are damaged.
     """
     records = find_records(folders)
     output.mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
             except Exception as error:  # a damaged record can have any value anywhere
                 files, reason = ", ".join(record.path for record in of_kind), short_reason(error)
                 raise DataError(
-                    f"{files}: the results do not fit this version's {command} ({reason}); measure again."
+                    f"{files}: the results are damaged ({reason}); measure again with {command}."
                 ) from error
         page += [heading(title), *blocks]
     files = table(("model", "record", "machine"), [[r.model.name, r.path, r.machine] for r in records])
@@ -87,7 +86,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
 
 def write_page(kind: str, paths: Sequence[Path], output: Path) -> str:
     """Write OUTPUT/KIND.md and its figures from records of one kind; return the page. Invalid files raise DataError."""
-    records = [read(path, kind) for path in paths]
+    records = [load_record(path, kind) for path in paths]
     page = "\n\n".join([heading(KINDS[kind][0], 1), *SECTIONS[kind](records, output)]) + "\n"
     replace_file(output / f"{kind}.md", page)
     return page
@@ -97,12 +96,12 @@ def find_records(folders: Sequence[Path]) -> list[Record]:
     """Return all records (files named KIND.json) below the folders, in the order of `KINDS`.
 
     If several records of a kind have the same model name, the folder of each record is added to its model name. Raises
-    MissingInputError if there are no records, and DataError if a file KIND.json is not a valid record of this kind.
+    MissingInputError if there are no records.
     """
     records = list[Record]()
     for kind in KINDS:
         paths = {path.resolve(): path for folder in folders for path in sorted(folder.rglob(f"{kind}.json"))}
-        records += [read(path, kind) for path in paths.values()]
+        records += [load_record(path, kind) for path in paths.values()]
     if not records:
         names = ", ".join(f"{kind}.json" for kind in KINDS)
         raise MissingInputError(
@@ -115,7 +114,7 @@ def find_records(folders: Sequence[Path]) -> list[Record]:
     return records
 
 
-def read(path: Path, kind: str) -> Record:
+def load_record(path: Path, kind: str) -> Record:
     """Read a record and check its fields, but not the content of `settings` and `results`.
 
     Raises DataError if the file cannot be read, or is not a record of this kind.
@@ -150,14 +149,15 @@ def pseudo_perplexity(records: Sequence[Record], output: Path) -> list[str]:
         curves.append(Curve(record.model.name, list(map(round, lengths)), middle, low, high))
     header = ("model", "pseudo-perplexity", "standard error", "documents", "masked positions", "truncated")
     path = output / "pseudo_perplexity.png"
-    bands = " or ".join(sorted({record.results["band"] for record in records}))
-    title, x_label = f"Pseudo-perplexity by length; band: {bands}", "tokens (average of the documents of a bin)"
+    bands = [record.results["band"] for record in records if any(point["low"] for point in record.results["curve"])]
+    band = f"band: {' or '.join(sorted(set(bands)))}" if bands else "no length has enough documents for a band"
+    title, x_label = f"Pseudo-perplexity by length; {band}", "tokens (average of the documents of a bin)"
     plot_curves(path, curves, x_label=x_label, y_label="pseudo-perplexity", title=title, log_x=True, log_y=True)
     return [
         table(header, rows),
         *_differences([record.settings for record in records]),
         figure(path, "Pseudo-perplexity against the length of documents"),
-        paragraph(f"Band: {bands}. The paper draws its curves (figure 2) and prints no numbers."),
+        "The paper draws its curves (figure 2) and prints no numbers.",
     ]
 
 
@@ -220,11 +220,13 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
     """Return Markdown blocks: a table of measured scores, then the paper's, in %; best points. `output` is not used."""
     reported, measured = paper.GLUE, []
     for record in records:
-        tasks, average = record.results["tasks"], record.results["average"]
+        tasks = record.results["tasks"]
+        scores = [tasks[task]["score"]["mean"] for task in GLUE_TASKS if task in tasks]
+        average = 100 * fmean(scores) if len(scores) == len(GLUE_TASKS) else None
         limits = {settings["protocol"]["limit"] for settings in record.settings.values()} - {None}
         name = f"{record.model.name}, at most {max(limits):,} rows a split" if limits else record.model.name
         cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in GLUE_TASKS]
-        measured.append([name, *cells, _number(None if average is None else 100 * average, ".1f")])
+        measured.append([name, *cells, _number(average, ".1f")])
     return [
         table(("model", *reported.columns), measured, _reported_rows(reported)),
         paragraph(f"Reported rows: {reported.title}; {reported.note}."),
@@ -299,7 +301,7 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
     rows, curves, path = [], [], output / "contrastive.png"
     for record in records:
         first_and_last = [f"{record.results[name]:.3f}" for name in ("first_loss_nats", "last_loss_nats")]
-        scores = record.results.get("validation_ndcg@10")  # absent in records of earlier versions
+        scores = record.results["validation_ndcg@10"]
         score = f"{100 * scores[-1][1]:.1f}" if scores else "–"
         rows.append([record.model.name, *first_and_last, score, ", ".join(record.settings["rows"])])
         steps, values = zip(*record.results["losses_nats"], strict=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.evaluation.data import spread
+from megatron_neobert.evaluation.data import select_evenly
 from megatron_neobert.evaluation.fine_tune import EncodedSplit, Scores, Task
 from megatron_neobert.evaluation.models import LoadOptions, load_model
 from megatron_neobert.evaluation.options import FineTuneOptions
@@ -45,7 +45,7 @@ class SequenceTask(Task):
         return not self.labels
 
     @abstractmethod
-    def read(self, split: str, options: FineTuneOptions) -> Rows:
+    def read_rows(self, split: str, options: FineTuneOptions) -> Rows:
         """Return the rows of a split. The labels are class indices or scores."""
 
     @abstractmethod
@@ -55,9 +55,7 @@ class SequenceTask(Task):
     def load(self, folder: Path, options: LoadOptions) -> Any:
         """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random.
 
-        Raises:
-            ConversionError: The folder cannot be loaded with such a head, or the head reads only the last token.
-            MissingInputError: The folder does not exist or has no config.json.
+        Raises ConversionError if the head reads only the last token.
         """
         names: dict[str, Any] = {
             "id2label": dict(enumerate(self.labels)),
@@ -83,13 +81,13 @@ class SequenceTask(Task):
     def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
         """Return a tokenized split: at most `options.limit` evenly spaced rows, each truncated to `length` tokens.
 
-        Splits other than train are sorted by length. Raises MissingInputError or DataError if the split cannot be read.
+        Splits other than train are sorted by length.
         """
-        rows = self.read(split, options)
+        rows = self.read_rows(split, options)
         encoding = tokenizer(
-            *(list(spread(column, options.limit)) for column in rows.texts), truncation=True, max_length=length
+            *(list(select_evenly(column, options.limit)) for column in rows.texts), truncation=True, max_length=length
         )
-        dataset = Dataset.from_dict({**encoding, "labels": spread(rows.labels, options.limit)})
+        dataset = Dataset.from_dict({**encoding, "labels": select_evenly(rows.labels, options.limit)})
         if split != "train":  # less padding; the order does not change scores
             lengths = list(map(len, dataset["input_ids"]))
             dataset = dataset.select(sorted(range(len(lengths)), key=lengths.__getitem__))

@@ -9,34 +9,31 @@ Source of the grids: arXiv 2502.19587 table 6; section 4 for the ablations, whic
 import dataclasses
 import fcntl
 import itertools
-import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from megatron_neobert.errors import DataError
 from megatron_neobert.evaluation.fine_tune import PATIENCE, WEIGHTS, Outcome, Point, Run, Task, run_all
 from megatron_neobert.evaluation.ledger import Ledger, key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FineTuneOptions
-from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.evaluation.report import Record, load_record, write_page
 from megatron_neobert.huggingface.hub import model_name
-from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file
+from megatron_neobert.runtime.atomic_files import lock_if_possible
 from megatron_neobert.runtime.own_files import delete_folder, open_lock
-from megatron_neobert.text import parse_json, visible
+from megatron_neobert.text import visible
 
-SWEEP = "sweep.json"  # the last finished sweep, next to the ledger of a task
 RUNS = "runs"  # folder next to the ledger; each run whose weights are kept has a subfolder named after its key
 _PROTOCOL = ("epochs", "max_length", "limit", "dtype", "attention")  # options that change scores
 
 Result = dict[str, Any]  # of one task, as it is in the record
-Describe = Callable[[dict[str, Result]], dict[str, Any]]  # returns further results for the record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,36 +79,55 @@ class Sweep:
     options: FineTuneOptions
 
     @cached_property
+    def model(self) -> str:
+        """Fingerprint of the model when the sweep began."""
+        return fingerprint(self.options.model)
+
+    @cached_property
     def common_unit(self) -> dict[str, Any]:
         """Entries that the ledger units of all runs share: task, model, initial weights, data hashes and protocol."""
         protocol = {name: getattr(self.options, name) for name in _PROTOCOL} | {"patience": PATIENCE}
         return {
             "task": self.task.name,
-            "model": fingerprint(self.options.model),
+            "model": self.model,
             "start": fingerprint(self.start),
             "data": dict(self.data),
             "protocol": protocol,
         }
 
 
-def run_sweep(sweep: Sweep, describe: Describe | None = None) -> None:
-    """Execute the runs that the ledger lacks, and write OUTPUT/MODEL/KIND.json and .md with all tasks of the model.
+def run_sweep(sweep: Sweep) -> None:
+    """Execute the runs that the ledger lacks, and add the task to OUTPUT/MODEL/KIND.json and .md.
 
-    `describe` returns further results for the record. Raises OutputError if another command is writing,
-    ChildProcessError if a worker died, or MissingInputError, DataError or ConversionError if an input cannot be used.
+    Raises DataError if the initial weights change meanwhile.
     """
-    options = sweep.options
-    folder = options.output / model_name(options.model)
-    with open_ledger(folder / sweep.kind / quote(sweep.task.name, safe=""), options.device) as ledger:
-        _run_points(ledger, sweep)
-    write_results(sweep.kind, folder, options.model, describe)
+    folder = sweep.options.output / model_name(sweep.options.model)
+    with open_ledger(task_folder(folder, sweep.kind, sweep.task.name), sweep.options.device) as ledger:
+        settings, result = _run_points(ledger, sweep, last_sweep(folder, sweep.kind, sweep.task.name, sweep.model))
+    with open_lock(folder / sweep.kind / "lock") as file:
+        lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
+        record = _read_record(folder, sweep.kind, sweep.model)
+        results = dict(sorted({**(record.results["tasks"] if record else {}), sweep.task.name: result}.items()))
+        for task, earlier in results.items():
+            earlier["kept"] = (weights := kept_weights(folder, sweep.kind, task, earlier)) and str(weights)
+        path = folder / f"{sweep.kind}.json"
+        write_record(
+            path,
+            folder=sweep.options.model,
+            fingerprint=sweep.model,
+            settings={**(record.settings if record else {}), sweep.task.name: settings},
+            results={"tasks": results},
+            lines=results.values(),
+        )
+        write_page(sweep.kind, [path], folder)
 
 
-def _run_points(ledger: Ledger, sweep: Sweep) -> None:
-    """Execute the runs that the ledger lacks, print progress on stderr, and write the finished sweep.
+def _run_points(ledger: Ledger, sweep: Sweep, earlier: Result | None) -> tuple[dict[str, Any], Result]:
+    """Execute the runs that the ledger lacks, and print progress on stderr. Return settings and result of the sweep.
 
     Of the runs of this sweep, only the best so far keeps its weights; the weights of the others are deleted. The best
-    run of the last finished sweep keeps its weights, too, and stays the best if no run of this sweep is better.
+    run of `earlier`, the last finished sweep, keeps its weights, too, and stays the best if no run of this sweep is
+    better.
     """
     folder = ledger.path.parent
     units = {point: {**sweep.common_unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
@@ -121,8 +137,7 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
         for point, key in keys.items()
         if key not in ledger.lines
     ]
-    finished, earlier = len(units) - len(runs), last_sweep(folder, sweep.common_unit["model"])
-    kept = earlier and earlier["kept"]
+    finished, kept = len(units) - len(runs), _key_of_kept(earlier)
     name = visible(sweep.task.name)  # of a file or folder of the user
     print(f"{name} {finished}/{len(units)}", file=sys.stderr, flush=True)
     for count, (run, outcome) in enumerate(run_all(runs, jobs=sweep.options.jobs), start=finished + 1):
@@ -137,22 +152,22 @@ def _run_points(ledger: Ledger, sweep: Sweep) -> None:
     candidates = list(keys.values())
     if kept in ledger.lines and sweep.common_unit.items() <= ledger.lines[kept]["unit"].items():
         candidates.append(kept)
-    content = {
-        "model": sweep.common_unit["model"],
-        "kept": _best_key(ledger, candidates),
-        "result": summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}),
-        "settings": {
-            "protocol": sweep.common_unit["protocol"],
-            "device": sweep.options.device,
-            "grid": asdict(sweep.grid),
-            "seeds": list(sweep.options.seeds),
-            "start": str(sweep.start),
-            "data_dir": str(sweep.options.data_dir),
-            "data": sweep.common_unit["data"],
-        },
+    best = _best_key(ledger, candidates)
+    result = {
+        **summarise({point: Outcome(**ledger.lines[key]["result"]) for point, key in keys.items()}),
+        "kept": best and str(folder / RUNS / best / WEIGHTS),
         "origin": origin_of(ledger.lines[key] for key in keys.values()),
     }
-    replace_file(folder / SWEEP, json.dumps(content, indent=2) + "\n")
+    settings = {
+        "protocol": sweep.common_unit["protocol"],
+        "device": sweep.options.device,
+        "grid": asdict(sweep.grid),
+        "seeds": list(sweep.options.seeds),
+        "start": str(sweep.start),
+        "data_dir": str(sweep.options.data_dir),
+        "data": sweep.common_unit["data"],
+    }
+    return settings, result
 
 
 def _best_key(ledger: Ledger, keys: Iterable[str]) -> str | None:
@@ -161,52 +176,34 @@ def _best_key(ledger: Ledger, keys: Iterable[str]) -> str | None:
     return max(candidates, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
 
 
-def last_sweep(folder: Path, model: str) -> dict[str, Any] | None:
-    """Return the last finished sweep of a task's folder if it is of the model with this fingerprint, or None.
+def _key_of_kept(result: Result | None) -> str | None:
+    return Path(result["kept"]).parent.name if result and result["kept"] else None
 
-    Raises DataError if the file of the sweep is damaged.
-    """
-    if not (folder / SWEEP).exists():
+
+def task_folder(folder: Path, kind: str, task: str) -> Path:
+    """Return the folder of a task's ledger and weights, in the folder of a model's results."""
+    return folder / kind / quote(task, safe="")
+
+
+def _read_record(folder: Path, kind: str, model: str) -> Record | None:
+    """Return the record of a model's last finished sweeps, or None if it is missing or of other weights."""
+    if not (path := folder / f"{kind}.json").exists():
         return None
-    try:
-        content: dict[str, Any] = parse_json(read_text(folder / SWEEP))
-        return content if content["model"] == model else None
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{folder / SWEEP}: not a sweep ({error}); remove the file.") from error
+    record = load_record(path, kind)
+    return record if record.model.fingerprint == model else None
 
 
-def best_weights(folder: Path, sweep: Mapping[str, Any]) -> Path | None:
+def last_sweep(folder: Path, kind: str, task: str, model: str) -> Result | None:
+    """Return the result of the last finished sweep of a task, or None if the model with this fingerprint has none."""
+    record = _read_record(folder, kind, model)
+    return record.results["tasks"].get(task) if record else None
+
+
+def kept_weights(folder: Path, kind: str, task: str, result: Result) -> Path | None:
     """Return the folder of the best weights of a finished sweep, or None if the user has removed it."""
-    weights: Path = folder / RUNS / str(sweep["kept"]) / WEIGHTS
+    # Not the recorded path, because the folder of all results may have been moved.
+    weights = task_folder(folder, kind, task) / RUNS / str(_key_of_kept(result)) / WEIGHTS
     return weights if weights.is_dir() else None
-
-
-def write_results(kind: str, folder: Path, model: Path, describe: Describe | None = None) -> None:
-    """Write FOLDER/KIND.json and .md from a model's last finished sweep of every task. Wait for other writers.
-
-    Args:
-        folder: Folder of the model's results. FOLDER/KIND/TASK has the sweep of each task.
-        describe: Returns further results for the record, given the results of all tasks.
-    """
-    model_fingerprint = fingerprint(model)
-    with open_lock(folder / kind / "lock") as file:
-        lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
-        results, settings, sweeps = dict[str, Result](), dict[str, Any](), []
-        for path in sorted((folder / kind).glob(f"*/{SWEEP}")):
-            if sweep := last_sweep(path.parent, model_fingerprint):
-                weights, task = best_weights(path.parent, sweep), unquote(path.parent.name)
-                results[task] = sweep["result"] | {"kept": None if weights is None else str(weights)}
-                settings[task] = sweep["settings"]
-                sweeps.append(sweep)
-        write_record(
-            folder / f"{kind}.json",
-            folder=model,
-            fingerprint=model_fingerprint,
-            settings=settings,
-            results={"tasks": results} | (describe(results) if describe else {}),
-            lines=sweeps,
-        )
-        write_page(kind, [folder / f"{kind}.json"], folder)
 
 
 def show_progress(position: str, run: Run, outcome: Outcome) -> None:

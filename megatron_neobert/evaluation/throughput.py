@@ -19,11 +19,10 @@ import torch
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.evaluation.ledger import Line, key_of, open_ledger, write_record
 from megatron_neobert.evaluation.models import (
-    LoadOptions,
-    choose_device,
     count_learned_positions,
     fingerprint,
     load_model,
+    to_load_options,
 )
 from megatron_neobert.evaluation.options import ThroughputOptions
 from megatron_neobert.evaluation.report import speed_cell, write_page
@@ -35,30 +34,21 @@ CPU_MAX_TOKENS = 16_384
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
-def evaluate(options: ThroughputOptions) -> None:
-    """Measure each model. Write OUTPUT/MODEL/throughput.json, and OUTPUT/throughput.md and .png. Print the .md.
-
-    Raises:
-        ConfigError: There is no such device, no length of a model can be measured, the attention does not support the
-            dtype, or two models have the same name.
-        MissingInputError, ConversionError: A model cannot be loaded.
-        OutputError: Another command is writing the results of a model.
-    """
-    models, device = find_models(options.model), choose_device(options.device)
-    records = [evaluate_model(name, folder, options, device) for name, folder in models.items()]
+def run_throughput(options: ThroughputOptions) -> None:
+    """Measure each model. Write OUTPUT/MODEL/throughput.json, and OUTPUT/throughput.md and .png. Print the .md."""
+    records = [evaluate_model(name, folder, options) for name, folder in find_models(options.model).items()]
     print(f"{write_page('throughput', records, options.output)}\nwrote {options.output}")
 
 
-def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: torch.device) -> Path:
+def evaluate_model(name: str, folder: Path, options: ThroughputOptions) -> Path:
     """Measure a model at each length and batch size, write its record, and return the record's path.
 
     Measurements in the ledger are reused. After a batch that does not fit into memory, larger batches of its length are
     skipped. Lengths beyond learned positions are skipped, and on a CPU batches of more tokens than both CPU_MAX_TOKENS
-    and the longest length. Raises ConfigError if no length remains or flash attention is used with float32,
-    MissingInputError or ConversionError if the model cannot be loaded, and OutputError if another command is writing.
+    and the longest length. Raises ConfigError if no length remains or flash attention is used with float32.
     """
-    loading = LoadOptions(dtype=getattr(torch, options.dtype), device=device, attention=options.attention)
-    model = load_model(folder, "AutoModel", loading)
+    model = load_model(folder, "AutoModel", to_load_options(options))
+    device = model.device
     attention = str(model.config._attn_implementation)
     if "flash" in attention and options.dtype == "float32":
         raise ConfigError(f"{name}: {attention} supports only float16 and bfloat16; give --dtype bfloat16.")
@@ -95,7 +85,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
             unit = {**settings, **size, **ledger.origin}
             row = {"model": name, **size, "measured": ledger.find(unit)}
             if row["measured"] is None:
-                measured = measure(model, options, length=length, batch_size=batch_size)
+                measured = measure_batch(model, options, length=length, batch_size=batch_size)
                 row["measured"] = measured and ledger.add(unit, measured)
                 print(f"{name}, {length:,} tokens: {speed_cell(row)}", flush=True)
             rows.append(row)
@@ -110,7 +100,7 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions, device: 
     return record
 
 
-def measure(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any] | None:
+def measure_batch(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any] | None:
     """Time forward passes of one batch. Errors other than a lack of memory pass through.
 
     Returns:

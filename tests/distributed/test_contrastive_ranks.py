@@ -10,7 +10,7 @@ from unit.evaluation.contrastive_inputs import write_datasets, write_encoder, wr
 
 from megatron_neobert.evaluation.ledger import read_record
 
-COMMAND = ("-m", "megatron_neobert", "finetune")
+COMMAND = ("-m", "megatron_neobert", "train-embedder")
 # sitecustomize.py: the process group must not end with DDP's reference to it, because torch can hang there.
 WATCH = """import gc, torch
 destroy = torch.distributed.destroy_process_group

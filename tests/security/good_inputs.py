@@ -150,11 +150,10 @@ def write_texts(folder: Path) -> Path:
 
 
 def write_settings(folder: Path) -> Path:
-    sources = {
-        "PAIRS": {"divisor": 1, "instruction": "a", "query": ["query"], "positive": ["positive"], "negatives": []}
-    }
     training = {"steps": 1, "batch_size": 4, "learning_rate": 1e-3, "max_length": _POSITIONS}
-    write_text(folder / "contrastive.yaml", yaml.safe_dump({"training": training, "datasets": sources}))
+    write_text(
+        folder / "contrastive.yaml", yaml.safe_dump({"training": training, "datasets": {"PAIRS": {"instruction": "a"}}})
+    )
     write_text(folder / "instructions.yaml", "types: {STS: a}\n")
     write_text(folder / "train.yaml", "training: {seed: 0}\n")
     return folder

@@ -40,7 +40,7 @@ class Hostile(NamedTuple):
 TRAINING = ("train", "replay")
 READ_DATASETS = ("evaluate glue", "evaluate ner", "evaluate mteb")
 NO_COMMAND: tuple[str, ...] = ()
-SENTENCE_TRANSFORMERS = ("evaluate mteb", "finetune")
+SENTENCE_TRANSFORMERS = ("evaluate mteb", "train-embedder")
 
 
 def link_elsewhere(path: Path, canary: Canary) -> None:
@@ -270,7 +270,7 @@ HOSTILE = (
     Hostile("model", "settings that allow pickles", pickle_the_weights),
     Hostile("model", "index that names a pickle", name_a_pickle_in_the_index),
     Hostile("model", "own code", bring_code(), (
-        "convert hf-to-megatron", "evaluate glue", "evaluate ner", "evaluate mteb", "evaluate ppl", "finetune")),
+        "convert hf-to-megatron", "evaluate glue", "evaluate ner", "evaluate mteb", "evaluate ppl", "train-embedder")),
     Hostile("model", "own architecture", bring_code("own_model")),
     Hostile("model", "state dict that runs code", save_a_state_dict_that_runs_code),
     Hostile("model", "adapter", be_an_adapter),
@@ -334,7 +334,7 @@ HOSTILE = (
     Hostile("dataset", "script", in_each_data_set(bring_a_script), READ_DATASETS),
     Hostile("dataset", "pipes", pipe_in_place_of(
         "*/train.*", "BIOSSES/*/test.*", "texts.jsonl", "PAIRS.parquet")),
-    Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("finetune",)),
+    Hostile("dataset", "pickled pairs", in_place_of("PAIRS.parquet", content=pickle.dumps), ("train-embedder",)),
     Hostile("dataset", "nested rows", in_place_of("texts.jsonl", content=nested), ("evaluate ppl",)),
     Hostile("records", "embedded files", embed_files, NO_COMMAND),  # text stays text
     Hostile("records", "nested", in_place_of("*/*.json", content=nested)),

@@ -68,14 +68,14 @@ READERS = (
            "--output {output} --batch-tokens 64 --min-length 2"),
     Reader("evaluate throughput", ("model",),
            "--model {model} --output {output} --lengths 16 --batch-sizes 1 --steps 1 --warmup 1"),
-    Reader("finetune", ("model", "dataset", "settings"),
+    Reader("train-embedder", ("model", "dataset", "settings"),
            f"{_EVALUATE} --config {{settings}}/contrastive.yaml --device cpu"),
     Reader("report", ("records",), "--results {records} --output {output}"),
 )  # fmt: skip
 OTHERS = {
     "sample-corpus": "reads the installed packages",
     "adopt": "writes a manifest beside the user's own files; the files of a corpus are tested with the other commands",
-    "fetch mteb": "reads the Hub", "fetch contrastive": "reads the Hub",
+    "fetch mteb": "reads the Hub",
     "check environment": "reads this machine", "check parity": "draws its own weights", "recipe": "reads no file",
 }  # fmt: skip
 RANK = "megatron_neobert.pretrain"

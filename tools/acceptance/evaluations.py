@@ -14,8 +14,6 @@ TOLERANCES = {"glue": 0.03, "classify": 0.03, "contrastive": 0.03, "pseudo_perpl
 SHAPE = ("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 2)
 ROWS = {"train": 400, "validation": 100}
 PAIRS = """training: {steps: 20, batch_size: 16, learning_rate: 1.0e-3, max_length: 64, save_interval: 20}
-datasets:
-  PAIRS: {divisor: 1, instruction: ""}
 """
 
 
@@ -52,7 +50,7 @@ def evaluate(phase: Phase, model: Path, data: Path, output: Path, device: str) -
         "classify": ("evaluate", "classify", "--data-dir", data / "classify", *tuning),
         "pseudo_perplexity": ("evaluate", "ppl", "--data", data / "texts.jsonl", "--positions-per-doc", 8),
         "throughput": ("evaluate", "throughput", "--lengths", 64, "--batch-sizes", 1, 16, "--steps", 5),
-        "contrastive": ("finetune", "--config", data / "pairs.yaml", "--data-dir", data / "pairs"),
+        "contrastive": ("train-embedder", "--config", data / "pairs.yaml", "--data-dir", data / "pairs"),
     }
     results: dict[str, dict[str, Any]] = {}
     for kind, command in commands.items():
@@ -62,7 +60,7 @@ def evaluate(phase: Phase, model: Path, data: Path, output: Path, device: str) -
     scores = {f"glue {task}": ("glue", results["glue"]["tasks"][task]["score"]["mean"]) for task in ("cola", "rte")}
     scores["classify"] = ("classify", results["classify"]["tasks"]["the"]["score"]["mean"])
     scores["pseudo-perplexity"] = ("pseudo_perplexity, relative", results["pseudo_perplexity"]["pseudo_perplexity"])
-    scores["retrieval after finetune"] = ("contrastive", results["contrastive"]["validation_ndcg@10"][-1][1])
+    scores["retrieval after train-embedder"] = ("contrastive", results["contrastive"]["validation_ndcg@10"][-1][1])
     return scores
 
 

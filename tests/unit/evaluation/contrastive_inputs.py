@@ -11,7 +11,10 @@ import yaml
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from megatron_neobert.evaluation.data import read_yaml
+from megatron_neobert.evaluation.embed_data import ContrastiveConfig
 
+RECIPE = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
 WORDS = [first + second for first in "bcdfghklmn" for second in ("a", "e", "i", "o", "u")]
 INSTRUCTIONS = {"LARGE": "find :", "SMALL": "similar :", "HARD": "other :"}
 
@@ -63,6 +66,10 @@ def write_datasets(folder: Path) -> Path:
     for number, (key, count, negatives) in enumerate((("LARGE", 400, 0), ("SMALL", 100, 1), ("HARD", 25, 3))):
         write_jsonl(folder / f"{key}.jsonl", make_pairs(count, negatives=negatives, seed=number))
     return folder
+
+
+def read_config(path: Path) -> ContrastiveConfig:
+    return read_yaml("--config", path, ContrastiveConfig, remedy="")
 
 
 def write_yaml(path: Path, **changes: Any) -> Path:

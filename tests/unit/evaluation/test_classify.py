@@ -19,7 +19,7 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation import classify
-from megatron_neobert.evaluation.classify import ClassifyTask, evaluate, find_datasets, read_dataset
+from megatron_neobert.evaluation.classify import ClassifyTask, find_datasets, read_dataset, run_classify
 from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
@@ -135,7 +135,7 @@ def test_folder_of_a_dataset_and_a_dataset_of_one_class_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"mine is a dataset itself, .* --tasks mine"):
         find_datasets(tmp_path / "mine")
     with pytest.raises(DataError, match="mine: every row has the label 'thing'"):
-        evaluate(ClassifyOptions(model=write_model(tmp_path / "model", "Bert"), data_dir=tmp_path, output=tmp_path))
+        run_classify(ClassifyOptions(model=write_model(tmp_path / "model", "Bert"), data_dir=tmp_path, output=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
         epochs=8,
         device="cpu",
     )
-    folder = evaluate(options)
+    folder = run_classify(options)
     result = read_record(folder / "classify.json")["results"]["tasks"][name]
     task = ClassifyTask(name, ("train", "validation", "test"), ("accuracy",), (ANIMAL, THING))
     model, tokenizer = task.load(Path(result["kept"]), LoadOptions()), load_tokenizer(Path(result["kept"]))
@@ -223,3 +223,11 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     matrices = [metrics.confusion_matrix(*each) for each in ((labels, of_figure), (expected, predicted))]
     assert split == "test" and matrices[0].tolist() == matrices[1].tolist()
     assert matplotlib.image.imread(folder / "classify" / quote(name, safe="") / "confusion.png").shape[0] > 300
+
+
+def test_figure_of_many_classes_shows_those_of_the_most_frequent_confusions():
+    counts = np.diag(np.full(77, 40))
+    counts[70, 3], counts[5, 6], counts[6, 5], counts[9, 70] = 9, 8, 7, 1
+    assert classify.most_confused(counts, 4) == [3, 5, 6, 70]
+    assert classify.most_confused(counts, 5) == [3, 5, 6, 9, 70]
+    assert classify.most_confused(counts[:3, :3], 4) == [0, 1, 2]

@@ -16,6 +16,7 @@ from transformers import BertForMaskedLM
 from unit.evaluation.contrastive_inputs import (
     INSTRUCTIONS,
     make_pairs,
+    read_config,
     write_datasets,
     write_encoder,
     write_jsonl,
@@ -24,12 +25,12 @@ from unit.evaluation.contrastive_inputs import (
 
 from megatron_neobert.errors import ConfigError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
-from megatron_neobert.evaluation.embed import build_loss, build_prompts, finetune, save_final
+from megatron_neobert.evaluation.embed import build_loss, build_prompts, run_contrastive, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
-from megatron_neobert.evaluation.embed_data import DatasetSource, TrainingSettings, read_config
-from megatron_neobert.evaluation.ledger import Ledger, read_record
+from megatron_neobert.evaluation.embed_data import DatasetSettings, TrainingSettings
+from megatron_neobert.evaluation.ledger import read_record
 from megatron_neobert.evaluation.models import fingerprint, load_sentence_transformer, load_tokenizer
-from megatron_neobert.evaluation.options import ContrastiveOptions
+from megatron_neobert.evaluation.options import EmbedderOptions
 from megatron_neobert.evaluation.sentence_modules import check_modules
 
 PAIRS = make_pairs(6, negatives=3, seed=9)
@@ -50,7 +51,7 @@ def train(inputs: Path, output: Path, **changes: object) -> Path:
     options = {"config": str(inputs / "run.yaml"), "data_dir": inputs / "data", "output": output, "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", inputs / "cache")
-        finetune(ContrastiveOptions(model=inputs / "bert", **{**options, **changes}))
+        run_contrastive(EmbedderOptions(model=inputs / "bert", **{**options, **changes}))
     return output / "bert" / "bert-contrastive"
 
 
@@ -156,7 +157,7 @@ def test_instruction_precedes_the_texts_that_the_setting_names(inputs, setting, 
 
 
 def test_prompt_of_an_empty_instruction_is_empty(inputs):
-    sources = {"SMALL": DatasetSource(divisor=1, instruction=" ")}
+    sources = {"SMALL": DatasetSettings(divisor=1, instruction=" ")}
     assert build_prompts(sources, TrainingSettings()) == {"SMALL": {"query": ""}}
 
 
@@ -175,11 +176,11 @@ def test_final_folder_loads_in_sentence_transformers_with_a_prompt_per_dataset(t
 def test_killed_run_resumes_at_its_newest_complete_checkpoint_with_the_same_weights(
     inputs, trained, tmp_path, capsys, monkeypatch
 ):
-    def kill(*_: object) -> None:
+    def kill(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    # Killed when the final folder exists, but the ledger does not list it.
-    monkeypatch.setattr(Ledger, "add", kill)
+    # Killed when the final folder exists, but not its record.
+    monkeypatch.setattr(embed, "write_record", kill)
     with pytest.raises(KeyboardInterrupt):
         train(inputs, tmp_path)
     monkeypatch.undo()

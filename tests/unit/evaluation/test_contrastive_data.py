@@ -1,29 +1,27 @@
-"""Contrastive fine-tuning: its YAML file, pairs from local files and from folders in place of the Hub, batches."""
+"""Contrastive fine-tuning: its YAML file, pairs from local files, batches."""
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
+from commands import REPOSITORY
 from scipy.stats import chisquare
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
-from unit.evaluation.contrastive_inputs import make_pairs, write_card, write_jsonl
+from unit.evaluation.contrastive_inputs import RECIPE, make_pairs, read_config, write_jsonl
 
-from megatron_neobert.errors import ConfigError, DataError
+from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.embed_batches import PlannedBatchSampler, SamplingPlan, distinct_batches
 from megatron_neobert.evaluation.embed_data import (
-    DatasetSource,
-    fetch_pairs,
-    find_local,
+    DatasetSettings,
+    find_pairs,
     load_pairs,
-    read_config,
     without_held_out,
 )
 
 PAIRS = make_pairs(7, negatives=2, seed=5)
-RECIPE = Path(__file__).resolve().parents[3] / "megatron_neobert" / "configs" / "evaluation" / "contrastive.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +33,8 @@ def test_recipe_has_the_papers_settings_and_datasets():
     config = read_config(RECIPE)
     training = config.training
     assert (training.steps, training.alpha, training.temperature) == (2000, 0.5, 0.07)
-    assert len(config.datasets) == 22
-    assert {key for key, source in config.datasets.items() if not source.default} == {"MEDMCQACLUST", "YAHOOCLUST"}
-    assert all(source.hub for source in config.datasets.values() if source.default)
-    assert len({source.instruction for source in config.datasets.values()}) == 22 - 2, "two pairs share an instruction"
+    assert len(config.datasets) == 22 - 2, "the paper does not say how the pairs of two datasets were made"
+    assert len({source.instruction for source in config.datasets.values()}) == 20 - 2, "two pairs share an instruction"
 
 
 @pytest.mark.parametrize(
@@ -47,13 +43,9 @@ def test_recipe_has_the_papers_settings_and_datasets():
         ("training: {temprature: 0.1}", "unknown field `temprature`.*training"),
         ("training: {instructions: corpus}", "'corpus'.*training.instructions"),
         ("datasets: {KEY: {divisor: 0, instruction: a}}", "divisor"),
-        ("datasets: {KEY: {divisor: 1, instruction: a, hub: b, query: c}}", "hub b without query and positive"),
-        (
-            "datasets: {KEY: {divisor: 1, instruction: a, hub: b, retrieval: true, query: c}}",
-            "retrieval: true has fixed columns",
-        ),
-        ("datasets: {validation: {divisor: 1, instruction: a}}", "validation is the name of the held-out pairs"),
-        *((text, r"run\.yaml") for text in ("", "training: {}", "a: [", "training: {}\ndatasets: {}", "\x00")),
+        ("datasets: {../KEY: {}}", "matching regex.*datasets"),
+        ("datasets: {validation: {}}", "validation is the name of the held-out pairs"),
+        *((text, r"run\.yaml") for text in ("", "a: [", "datasets: [KEY]", "\x00")),
     ],
 )
 def test_unknown_or_invalid_setting_is_refused_by_name(tmp_path, text, message):
@@ -62,18 +54,46 @@ def test_unknown_or_invalid_setting_is_refused_by_name(tmp_path, text, message):
         read_config(tmp_path / "run.yaml")
 
 
+def test_file_in_the_documentation_is_valid(tmp_path):
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text()
+    (tmp_path / "run.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    config = read_config(tmp_path / "run.yaml")
+    assert (config.training.steps, config.datasets["FAQ"].divisor) == (500, 2)
+
+
 def test_number_that_yaml_reads_as_a_string_is_accepted(tmp_path):
-    (tmp_path / "run.yaml").write_text("{training: {learning_rate: 1e-3}, datasets: {A: {divisor: 1, instruction: a}}}")
+    (tmp_path / "run.yaml").write_text("training: {learning_rate: 1e-3}")
     assert read_config(tmp_path / "run.yaml").training.learning_rate == 1e-3
 
 
 # --- local files
 
 
+def test_files_of_the_folder_are_the_datasets_unless_the_yaml_file_names_some(tmp_path):
+    for name in ("B.parquet", "A.jsonl", "B.jsonl", "validation.jsonl", "README.md"):
+        (tmp_path / name).touch()
+    paths = {key: path.name for key, path in find_pairs(tmp_path, []).items()}
+    assert list(paths.items()) == [("A", "A.jsonl"), ("B", "B.parquet"), ("validation", "validation.jsonl")]
+    assert list(find_pairs(tmp_path, ["B"])) == ["B", "validation"]
+    assert DatasetSettings() == DatasetSettings(divisor=1, instruction="")
+    with pytest.raises(MissingInputError, match=r"has no pairs for C, D: expected KEY\.parquet"):
+        find_pairs(tmp_path, ["D", "A", "C"])
+    (tmp_path / "my pairs.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"'my pairs\.jsonl' is no name of a dataset"):
+        find_pairs(tmp_path, [])
+    assert list(find_pairs(tmp_path, ["A"])) == ["A", "validation"]
+
+
+def test_folder_without_pairs_to_train_on_is_refused(tmp_path):
+    (tmp_path / "validation.jsonl").touch()
+    with pytest.raises(MissingInputError, match="has no pairs to train on"):
+        find_pairs(tmp_path, [])
+
+
 def test_both_formats_give_the_same_pairs_and_a_changed_file_is_read_again(tmp_path):
     write_jsonl(tmp_path / "A.jsonl", PAIRS)
     datasets.Dataset.from_list(PAIRS).to_parquet(tmp_path / "B.parquet")
-    paths = find_local(tmp_path, ["A", "B"])
+    paths = find_pairs(tmp_path, ["A", "B"])
     assert [load_pairs(path).to_list() for path in paths.values()] == [PAIRS, PAIRS]
     assert load_pairs(paths["A"], limit=3).to_list() == PAIRS[:3]
     write_jsonl(paths["A"], [{"query": "a", "positive": "b"}])
@@ -97,6 +117,14 @@ def test_json_lines_have_the_types_of_json_wherever_a_value_is_in_the_file(tmp_p
     pairs = load_pairs(tmp_path / "KEY.jsonl")
     assert len(pairs) == 1_001
     assert pairs[-1] == {"query": "2024-01-01", "positive": "1", "negatives": ["2024-01-02"]}
+
+
+def test_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
+    columns = [pyarrow.array([text]) for text in "abc"]
+    table = pyarrow.Table.from_arrays(columns, names=["query", "positive", "query"])
+    pyarrow.parquet.write_table(table, tmp_path / "KEY.parquet")
+    with pytest.raises(DataError, match=r'KEY\.parquet cannot be read .*"query" exists 2 times'):
+        load_pairs(tmp_path / "KEY.parquet")
 
 
 def test_training_pairs_with_a_held_out_query_are_dropped_and_shared_documents_are_kept(capfd):
@@ -126,69 +154,6 @@ def test_file_without_pairs_is_refused_by_name(tmp_path, name, content, message)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_pairs(tmp_path / name)
-
-
-# --- downloads
-
-
-def fetch(hub, **columns):
-    defaults = {"query": "question", "positive": "answers.0.text", "negatives": "wrong.*"}
-    source = DatasetSource(divisor=2, instruction="", hub=str(hub), **{**defaults, **columns})
-    return fetch_pairs("KEY", source).to_list()
-
-
-def test_columns_are_read_by_their_paths(tmp_path):
-    rows = [
-        {"question": pair["query"], "answers": [{"text": pair["positive"]}, {"text": "b"}], "wrong": pair["negatives"]}
-        for pair in PAIRS
-    ]
-    write_jsonl(tmp_path / "train.jsonl", rows)
-    assert fetch(tmp_path) == PAIRS
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"title": "a", "body": "b", "wrong": []}, "KeyError: 'question'"),
-        ({"question": ["a"], "answers": [{"text": "b"}], "wrong": []}, "no row has a query and a positive"),
-        ({"question": "a", "answers": [{"text": "b"}]}, "KeyError: 'wrong'"),
-        ({"question": "", "answers": [{"text": "b"}], "wrong": []}, "no row has a query and a positive"),
-    ],
-)
-def test_column_that_is_missing_or_not_a_text_is_refused_by_name(row, message, tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", [row])
-    with pytest.raises(DataError, match=message):
-        fetch(tmp_path)
-
-
-def test_only_rows_with_a_higher_score_are_used(tmp_path):
-    rows = [{"a": f"a{score}", "b": "b", "score": score} for score in (3.9, 4, 4.1, 5)]
-    write_jsonl(tmp_path / "train.jsonl", rows)
-    pairs = fetch(tmp_path, query="a", positive="b", negatives=(), score="score", above=4.0)
-    assert [pair["query"] for pair in pairs] == ["a4.1", "a5"]
-
-
-def test_configs_of_a_dataset_are_concatenated(tmp_path):
-    for name in ("body", "title", "post"):
-        write_jsonl(tmp_path / f"{name}.jsonl", [{f"{name}1": f"{name} a", f"{name}2": "b"}])
-    write_card(tmp_path, {name: {"train": name} for name in ("body", "title", "post")})
-    columns = {"query": ("body1", "post1"), "positive": ("body2", "post2"), "negatives": ()}
-    pairs = fetch(tmp_path, configs=("body", "post"), **columns)
-    assert [pair["query"] for pair in pairs] == ["body a", "post a"]
-
-
-def test_relevance_judgements_are_joined_with_queries_and_documents(tmp_path):
-    tables = {
-        "qrels": [("query-id", "corpus-id", "score"), ("q1", "d2", 1), ("q2", "d1", 0), ("q2", "d3", 1)],
-        "queries": [("_id", "text"), ("q1", "who"), ("q2", "what")],
-        "corpus": [("_id", "title", "text"), ("d1", "x", "no"), ("d2", "y", "me"), ("d3", "z", "this")],
-    }
-    for name, (columns, *rows) in tables.items():
-        write_jsonl(tmp_path / f"{name}.jsonl", [dict(zip(columns, row, strict=True)) for row in rows])
-    splits = {"default": {"train": "qrels"}, "corpus": {"corpus": "corpus"}, "queries": {"queries": "queries"}}
-    write_card(tmp_path, splits)
-    pairs = fetch(tmp_path, retrieval=True, query=(), positive=(), negatives=())
-    assert [(pair["query"], pair["positive"]) for pair in pairs] == [("who", "me"), ("what", "this")]
 
 
 # --- batches: one dataset each, no text twice, datasets drawn by size^alpha

@@ -13,10 +13,10 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation import sweep
-from megatron_neobert.evaluation.glue import TASKS, evaluate, read_task
+from megatron_neobert.evaluation.glue import TASKS, read_task, run_glue
 from megatron_neobert.evaluation.ledger import LEDGER, Ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
-from megatron_neobert.evaluation.sweep import best_weights, last_sweep
+from megatron_neobert.evaluation.sweep import kept_weights, last_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 
@@ -38,7 +38,7 @@ def run(options, *, interrupt_after: int | None = None) -> list:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "show_progress", record)
         with pytest.raises(KeyboardInterrupt) if interrupt_after else nullcontext():
-            evaluate(options)
+            run_glue(options)
     return runs
 
 
@@ -52,7 +52,7 @@ def record_of(options):
 
 def scores_of(options):
     tasks = record_of(options)["results"]["tasks"]
-    return {task: result | {"seconds": 0.0, "kept": None} for task, result in tasks.items()}
+    return {task: result | {"seconds": 0.0, "kept": None, "origin": None} for task, result in tasks.items()}
 
 
 def ledger_of(options, task):
@@ -60,8 +60,8 @@ def ledger_of(options, task):
 
 
 def weights_of(options, task):
-    folder = folder_of(options) / "glue" / task
-    return best_weights(folder, last_sweep(folder, fingerprint(options.model)))
+    folder = folder_of(options)
+    return kept_weights(folder, "glue", task, last_sweep(folder, "glue", task, fingerprint(options.model)))
 
 
 def test_interrupted_evaluation_resumes_with_the_same_results_and_best_weights_and_takes_more_seeds(inputs):
@@ -115,12 +115,30 @@ def test_narrower_grid_keeps_the_weights_of_the_best_point_outside_of_it(inputs)
     assert record_of(options)["results"]["tasks"]["sst2"]["kept"] == str(weights)
 
 
+def test_record_has_results_of_earlier_commands_but_not_of_other_weights(inputs, tmp_path):
+    options = dataclasses.replace(
+        build_options(inputs, "rte"), model=shutil.copytree(inputs / "model", tmp_path / "model"), output=tmp_path / "a"
+    )
+    run(options)
+    run(dataclasses.replace(options, tasks=("sst2",)))
+    record = record_of(options)
+    assert record["settings"].keys() == record["results"]["tasks"].keys() == {"rte", "sst2"}
+    moved = dataclasses.replace(options, output=(tmp_path / "a").rename(tmp_path / "b"))
+    assert run(moved) == []
+    assert all(
+        Path(task["kept"]).is_relative_to(tmp_path / "b") for task in record_of(moved)["results"]["tasks"].values()
+    )
+    write_model(options.model, "Bert", seed=1)
+    run(moved)
+    assert record_of(moved)["settings"].keys() == record_of(moved)["results"]["tasks"].keys() == {"rte"}
+
+
 def test_run_of_a_model_that_has_changed_since_the_sweep_began_is_not_recorded(inputs, tmp_path, monkeypatch):
     model = shutil.copytree(inputs / "model", tmp_path / "model")
     options = dataclasses.replace(build_options(inputs, "rte", seeds=(0, 1)), model=model, output=tmp_path / "output")
     monkeypatch.setattr(sweep, "show_progress", lambda *_: write_model(model, "Bert", seed=1))
     with pytest.raises(DataError, match="model has changed during the sweep"):
-        evaluate(options)
+        run_glue(options)
     assert len(ledger_of(options, "rte").lines) == 1
 
 
@@ -147,7 +165,7 @@ def test_transfer_without_a_finished_mnli_sweep_is_refused_with_the_remedies(inp
     options = build_options(inputs, "rte", "sst2", output="none", no_transfer=False)
     run(dataclasses.replace(options, tasks=("mnli",), seeds=(0, 1)), interrupt_after=1)
     with pytest.raises(ConfigError, match=r"--tasks: .* no sweep of MNLI is finished .*--no-transfer"):
-        evaluate(options)
+        run_glue(options)
 
 
 # --- reading

@@ -26,11 +26,10 @@ from megatron_neobert.evaluation.fine_tune import (
     rate_factor,
     run_all,
 )
-from megatron_neobert.evaluation.glue import TASKS, average_tasks, choose_grid, compute_scores
-from megatron_neobert.evaluation.ledger import read_record
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_tokenizer
+from megatron_neobert.evaluation.glue import TASKS, choose_grid, compute_scores
+from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.options import GlueOptions
-from megatron_neobert.evaluation.sweep import summarise, write_results
+from megatron_neobert.evaluation.sweep import summarise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 
@@ -154,7 +153,6 @@ def test_head_on_the_last_token_is_refused(tmp_path):
 # --- scores: metrics, the best point of a grid, and the average over tasks
 
 
-SETTINGS = {"protocol": {"epochs": 10, "limit": None}, "grid": {}, "seeds": [0], "data": {}}
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 1])
 PREDICTED = np.array([1, 1, 0, 0, 0, 1, 0, 1])
 
@@ -201,10 +199,6 @@ def point(batch_size: int, seed: int) -> Point:
     return Point(batch_size=batch_size, learning_rate=1e-5, weight_decay=1e-2, seed=seed)
 
 
-def result(task: str = "rte", *scores: float):
-    return summarise({point(8, seed): outcome(score, task) for seed, score in enumerate(scores or [0.5])})
-
-
 def test_default_is_the_papers_best_point_and_options_replace_its_values():
     options = GlueOptions(model=Path("m"), data_dir=Path("d"), output=Path("o"))
     assert choose_grid(options, "sst2").points([7]) == [
@@ -220,21 +214,3 @@ def test_point_with_the_best_mean_wins_and_not_the_point_with_the_best_run():
     assert (summary["best_point"]["batch_size"], summary["seeds"], summary["points"]) == (16, [0, 1], 2)
     assert summary["score"] == {"mean": pytest.approx(0.65), "sd": pytest.approx(statistics.stdev([0.6, 0.7]))}
     assert summary["seconds"] == 4 * 60
-
-
-def test_average_is_over_the_papers_eight_tasks():
-    results = {task: result(task, number / 10) for number, task in enumerate(TASKS)}
-    assert average_tasks(results) == {"average": pytest.approx(sum(range(8)) / 10 / 8)}
-    del results["mnli"]
-    assert average_tasks(results) == {"average": None}
-
-
-def test_record_has_results_of_earlier_commands_but_not_of_other_weights(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    model, origin = fingerprint(tmp_path), {"machine": "a machine", "versions": {}}
-    for task, of_model in (("stsb", model), ("rte", "other"), ("cola", model)):
-        content = {"model": of_model, "kept": None, "result": result(task), "settings": SETTINGS, "origin": origin}
-        (tmp_path / "glue" / task).mkdir(parents=True)
-        (tmp_path / "glue" / task / "sweep.json").write_text(json.dumps(content))
-        write_results("glue", tmp_path, tmp_path, average_tasks)
-    assert list(read_record(tmp_path / "glue.json")["results"]["tasks"]) == ["cola", "stsb"]

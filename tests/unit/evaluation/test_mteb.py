@@ -1,6 +1,5 @@
 """MTEB: tasks from stored data, the encoder, instructions, kept scores and their means."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,15 +15,14 @@ from transformers import AutoModel, AutoTokenizer  # noqa: E402
 from unit.evaluation.contrastive_inputs import write_card, write_jsonl  # noqa: E402
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub  # noqa: E402
 
-from megatron_neobert.errors import ConfigError, DataError  # noqa: E402
-from megatron_neobert.evaluation.ledger import open_ledger  # noqa: E402
-from megatron_neobert.evaluation.models import LoadOptions, fingerprint  # noqa: E402
+from megatron_neobert.errors import ConfigError, DataError, OutputError  # noqa: E402
+from megatron_neobert.evaluation.models import fingerprint  # noqa: E402
 from megatron_neobert.evaluation.mteb import (  # noqa: E402
     build_encoder,
-    build_units,
+    describe_task,
+    measure_tasks,
     read_instructions,
     require_instructions,
-    run_tasks,
     to_results,
 )
 from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
@@ -45,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-    return build_encoder(MtebOptions(model=folder, output=folder, data_dir=folder), {}, LoadOptions())
+    return build(folder)
 
 
 def evaluate(encoder, task):
@@ -53,12 +51,12 @@ def evaluate(encoder, task):
     return result
 
 
-def run(encoder, tasks, folder, **protocol):
-    """Return the scores of tasks with data in `folder`; a score in the ledger of `folder` is not computed again."""
+def measure(encoder, task, folder):
+    """Return the score of a task with data in `folder`; a score in the cache of `folder` is not computed again."""
     options = MtebOptions(model=folder, output=folder, data_dir=folder, batch_size=8)
-    units = build_units(flatten(tasks), folder, {"protocol": protocol})
-    with open_ledger(folder / "out") as ledger:
-        return run_tasks(tasks, units, ledger, options, lambda: encoder)
+    name = task.metadata.name
+    revision = str(describe_task(task, folder)["data"])
+    return to_results([task], measure_tasks({name: task}, {name: revision}, folder / "cache", options, lambda: encoder))
 
 
 @pytest.fixture
@@ -86,9 +84,9 @@ def test_stored_task_has_the_same_scores_as_a_task_that_mteb_loads(name, encoder
 
 def test_data_of_another_revision_is_missing(hub, tmp_path):
     (task,) = stored("BIOSSES", data_dir=tmp_path)
-    assert build_units([task], tmp_path, {})["BIOSSES"]["revision"] == task.metadata.revision
+    assert describe_task(task, tmp_path)["task"] == "BIOSSES"
     folder_of(tmp_path, task).rename(tmp_path / "BIOSSES" / "older")
-    assert build_units([task], tmp_path, {}) == {"BIOSSES": None}
+    assert describe_task(task, tmp_path) is None
 
 
 def test_data_that_refers_to_other_files_is_refused(hub, tmp_path):
@@ -98,40 +96,51 @@ def test_data_that_refers_to_other_files_is_refused(hub, tmp_path):
         load_task(tmp_path, task)
 
 
-def test_score_is_kept_until_settings_or_files_of_the_data_change(encoder, hub, tmp_path, capsys):
-    def is_kept(encoder, **protocol):
-        run(encoder, stored_task, tmp_path, **protocol)
-        return "(kept)" in capsys.readouterr().out
-
-    stored_task = stored("BIOSSES", data_dir=tmp_path)
-    assert not is_kept(encoder)
-    assert is_kept(None), "no encoder is needed"
-    assert not is_kept(encoder, dtype="bfloat16")
-    path = folder_of(tmp_path, stored_task[0]) / "test.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    write_jsonl(path, [row | {"score": 4.0 - row["score"]} for row in rows])
-    assert not is_kept(encoder), "the same revision, with other files"
-    assert is_kept(None)
+def test_damaged_result_of_a_killed_command_is_measured_again(encoder, hub, tmp_path, capsys):
+    (task,) = stored("BIOSSES", data_dir=tmp_path)
+    results = measure(encoder, task, tmp_path)
+    assert measure(None, task, tmp_path) == results, "no encoder is needed"
+    assert "(kept)" in capsys.readouterr().out
+    (path,) = (tmp_path / "cache").rglob("BIOSSES.json")
+    for content in (b"", path.read_bytes()[:200], b"[]", b"{}"):
+        path.write_bytes(content)
+        assert measure(encoder, task, tmp_path) == results
+        assert "(kept)" not in capsys.readouterr().out
+    path.rename(tmp_path / "mine.json")
+    path.symlink_to(tmp_path / "mine.json")
+    with pytest.raises(OutputError, match="is a link, a pipe"):
+        measure(encoder, task, tmp_path)
 
 
 def test_score_that_is_not_a_number_is_missing(encoder, hub, tmp_path):
     rows = [{"sentence1": "wing", "sentence2": "wing", "score": 1.0}] * 4
     write_jsonl(hub / "mteb/biosses-sts/test.jsonl", rows)
-    score = run(encoder, stored("BIOSSES", data_dir=tmp_path), tmp_path)["BIOSSES"]
-    assert (score["score"], score["missing"]) == (None, "not a number: the score of BIOSSES")
+    (task,) = stored("BIOSSES", data_dir=tmp_path)
+    for model in (encoder, None):  # measured, then read from the cache
+        score = measure(model, task, tmp_path)["tasks"]["BIOSSES"]
+        assert (score["score"], score["missing"]) == (None, "not a number: the score of BIOSSES")
 
 
 # --- means
 
 
 def test_average_is_over_tasks_and_missing_if_a_score_is():
-    tasks = {"b": ("STS", 30.0), "a": ("Classification", 50.0), "c": ("Classification", 70.0), "d": ("STS", None)}
-    scores = {name: {"type": type_, "score": value} for name, (type_, value) in tasks.items()}
-    results = to_results(scores)
-    assert (results["average"], results["categories"]) == (None, {"Classification": (50.0 + 70.0) / 2, "STS": None})
-    del scores["d"]
-    results = to_results(scores)
-    assert (results["average"], results["categories"]["STS"]) == ((30.0 + 50.0 + 70.0) / 3, 30.0)
+    tasks = by_name("STS12", "Banking77Classification", "EmotionClassification", "STS13")
+    scores = {"STS12": 0.25, "Banking77Classification": 0.5, "EmotionClassification": 0.75}
+    results = to_results(tasks, scores)
+    assert (results["average"], results["categories"]) == (None, {"Classification": (50.0 + 75.0) / 2, "STS": None})
+    assert results["tasks"]["STS13"]["missing"] == "no data"
+    results = to_results(tasks[:3], scores)
+    assert (results["average"], results["categories"]["STS"]) == ((25.0 + 50.0 + 75.0) / 3, 25.0)
+
+
+def test_score_of_an_aggregate_is_the_mean_of_its_subtasks_and_missing_without_one():
+    (task,) = by_name("CQADupstackRetrieval")
+    names = [forum.metadata.name for forum in flatten([task])]
+    scores = {name: number / 16 for number, name in enumerate(names)}
+    assert to_results([task], scores)["average"] == pytest.approx(100 * (11 / 2) / 16)
+    del scores[names[3]]
+    assert to_results([task], scores)["tasks"]["CQADupstackRetrieval"]["missing"] == f"no data of {names[3]}"
 
 
 # --- the encoder
@@ -141,9 +150,7 @@ TEXTS = ["wing flow", "the card of money of the bank", "gene", "heat food health
 
 
 def build(folder, prompts=None, **options):
-    return build_encoder(
-        MtebOptions(model=folder, output=folder, data_dir=folder, **options), prompts or {}, LoadOptions()
-    )
+    return build_encoder(MtebOptions(model=folder, output=folder, data_dir=folder, **options), prompts or {})
 
 
 def encode(folder, texts=TEXTS, **options):
@@ -259,7 +266,7 @@ def test_task_without_an_instruction_is_refused_by_name(file):
 @pytest.mark.parametrize("content", ["[1]", "a: {b: c}", "tasks: {b: 3}", "tasks: [x]", "{", ""])
 def test_file_with_other_content_is_refused_by_name(content, tmp_path):
     (tmp_path / "bad.yaml").write_text(content)
-    with pytest.raises(DataError, match=r"bad\.yaml"):
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
         read_instructions(tmp_path / "bad.yaml", "prefix", TOKENIZER)
 
 

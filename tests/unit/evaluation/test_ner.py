@@ -17,7 +17,7 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 from megatron_neobert.errors import ConversionError, DataError
 from megatron_neobert.evaluation.ledger import Ledger, read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
-from megatron_neobert.evaluation.ner import NerTask, Sentence, encode_sentences, evaluate, find_datasets, read_data
+from megatron_neobert.evaluation.ner import NerTask, Sentence, encode_sentences, find_datasets, read_data, run_ner
 from megatron_neobert.evaluation.options import NerOptions
 
 TAGS = ("O", "B-ANIMAL", "I-ANIMAL", "B-THING")
@@ -101,6 +101,22 @@ def test_data_with_missing_columns_or_invalid_tags_is_refused_with_its_position(
         read_data(tmp_path, "set")
 
 
+@pytest.mark.parametrize(
+    ("tags", "message"),
+    [
+        (["O", "B-animal"], "validation has the entity types animal, and train has the entity types ANIMAL, THING"),
+        (["O", "O"], "has no entities, and train has the entity types ANIMAL, THING"),
+    ],
+)
+def test_split_without_an_entity_type_of_the_training_set_is_refused(tmp_path, tags, message):
+    write_text(tmp_path / "set", {"train": SENTENCES, "dev": [Sentence(["the", "cat"], tags)]})
+    with pytest.raises(DataError, match=message):
+        read_data(tmp_path, "set")
+    write_text(tmp_path / "set", {"train": [Sentence(["a"], ["O"])]})
+    with pytest.raises(DataError, match="train has no entities"):
+        read_data(tmp_path, "set")
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A folder with a model, a dataset with a test set, and one without."""
@@ -156,7 +172,7 @@ def test_words_beyond_the_longest_input_are_predicted_as_o_with_a_warning(inputs
 def test_slow_tokenizer_is_refused_before_the_first_run(inputs, monkeypatch):
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ConversionError, match=r"cannot map words to tokens; add a tokenizer\.json"):
-        evaluate(NerOptions(model=inputs / "model", data_dir=inputs / "data", output=inputs / "slow", device="cpu"))
+        run_ner(NerOptions(model=inputs / "model", data_dir=inputs / "data", output=inputs / "slow", device="cpu"))
     assert not (inputs / "slow").exists()
 
 
@@ -171,7 +187,7 @@ def test_scores_are_seqevals_for_the_weights_that_are_kept_after_an_epoch(inputs
         epochs=16,
         device="cpu",
     )
-    folder = evaluate(options)
+    folder = run_ner(options)
     results = read_record(folder / "ner.json")["results"]["tasks"]
     weights, labels = Path(results["animals"]["kept"]), ("O", *sorted(TAGS[1:]))
     task = NerTask("animals", ("train", "validation", "test"), ("f1",), labels)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from markdown_it import MarkdownIt
+from matplotlib.image import imread
 
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation.glue import TASKS
@@ -21,7 +22,9 @@ def glue_of(tasks):
     point = {"batch_size": 16, "learning_rate": 1e-5, "weight_decay": 0.01}
     result = {"score": score, "metrics": {"accuracy": score}, "best_point": point, "seeds": [0, 1]}
     result |= {"best_steps": [10, 1200], "steps": [900, 1234], "points": 6, "seconds": 1800.0, "kept": "runs/1/model"}
-    return {"tasks": dict.fromkeys(tasks, result), "average": 0.612 if len(tasks) == len(TASKS) else None}
+    return {
+        "tasks": {task: result | ({"score": {"mean": 0.212, "sd": None}} if task == "qqp" else {}) for task in tasks}
+    }
 
 
 RESULTS = {
@@ -50,6 +53,7 @@ RESULTS = {
         "first_loss_nats": 2.345,
         "last_loss_nats": 0.456,
         "losses_nats": [[10, 2.345], [20, 0.456]],
+        "validation_ndcg@10": [],
     },
 }
 
@@ -92,7 +96,8 @@ def line_of(text, beginning):
 
 def test_measured_and_reported_rows_are_marked_and_every_measurement_is_described(report):
     text, records = report()
-    assert line_of(text, "| mine | 61.2") == f"| {' | '.join(['mine', *['61.2 ± 1.0'] * 8, '61.2', 'measured'])} |"
+    scores = [*["61.2 ± 1.0"] * 2, "21.2", *["61.2 ± 1.0"] * 5]
+    assert line_of(text, "| mine | 61.2") == f"| {' | '.join(['mine', *scores, '56.2', 'measured'])} |"
     assert line_of(text, "| NeoBERT-4096 | 89.0").endswith("| 89.0 | reported |")
     assert "Missing: no record; neobert evaluate throughput writes it." in text
     assert len(records) == 4
@@ -152,7 +157,7 @@ def test_models_with_the_same_name_are_shown_with_their_folders(results, report)
 @pytest.mark.parametrize("change", [{"curve": []}, {"pseudo_perplexity": 10**400}, {"band": None}, {"documents": "7"}])
 def test_damaged_results_are_refused_with_the_files(results, report, change):
     put(results, "pseudo_perplexity", RESULTS["pseudo_perplexity"] | change)
-    with pytest.raises(DataError, match=r"pseudo_perplexity\.json: the results do not fit this version's"):
+    with pytest.raises(DataError, match=r"pseudo_perplexity\.json: the results are damaged"):
         report()
 
 
@@ -174,3 +179,11 @@ def test_names_with_an_underscore_or_dollars_are_shown_as_they_are(tmp_path):
     """matplotlib hides labels that begin with an underscore, and reads text between dollars as TeX."""
     assert len({draw(tmp_path / "a.png", name) for name in ("_a", "_b", r"$\frac$", r"$\no$")}) == 4
     draw(tmp_path / "a.png", "a", label=r"$\frac$")
+
+
+def test_band_of_a_single_length_is_visible(tmp_path):
+    curve = Curve("a", [97], [3.0], [2.0], [4.0])
+    plot_curves(tmp_path / "a.png", [curve], x_label="x", y_label="y", title="t", log_x=True, log_y=True)
+    pixels = imread(tmp_path / "a.png")
+    is_coloured = (pixels[..., :3].max(axis=2) - pixels[..., :3].min(axis=2)) > 0.1
+    assert is_coloured.sum(axis=0).max() > 300, "a vertical line over half of the figure; a marker has 12 pixels"

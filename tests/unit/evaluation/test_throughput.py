@@ -10,7 +10,7 @@ from megatron_neobert.evaluation import throughput
 from megatron_neobert.evaluation.ledger import LEDGER
 from megatron_neobert.evaluation.options import ThroughputOptions
 from megatron_neobert.evaluation.report import fastest, speed_cell
-from megatron_neobert.evaluation.throughput import evaluate, measure
+from megatron_neobert.evaluation.throughput import measure_batch, run_throughput
 
 
 def options_of(folder, output, **changes):
@@ -30,27 +30,27 @@ def test_larger_batches_are_skipped_when_memory_is_full_and_tried_again_by_the_n
     monkeypatch.setattr(throughput, "_run_steps", run_out_of_memory)
     folder = write_model(tmp_path / "bert", "Bert")
     options = options_of(folder, tmp_path, lengths=(8, 16))
-    evaluate(options)
+    run_throughput(options)
     assert tried == [(size, length) for length in (8, 16) for size in (1, 2, 4)]
     rows = json.loads((tmp_path / "bert" / "throughput.json").read_text())["results"]["rows"]
     assert [row["measured"] is None for row in rows] == [False, False, True] * 2
     assert "out of memory" not in (tmp_path / "bert" / "throughput" / LEDGER).read_text()
     tried.clear()
-    evaluate(options)
+    run_throughput(options)
     assert tried == [(4, 8), (4, 16)]
     most_documents = 8
-    evaluate(options)
+    run_throughput(options)
     tried.clear()
-    evaluate(options)
+    run_throughput(options)
     assert tried == [], "finished units are not measured again"
-    evaluate(options_of(folder, tmp_path, batch_sizes=(1,), steps=4))
+    run_throughput(options_of(folder, tmp_path, batch_sizes=(1,), steps=4))
     assert tried == [(1, 8)], "other settings are another unit"
 
 
 def test_speed_is_tokens_per_second(tmp_path, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))  # every step takes a second
-    measured = measure(build_model(), options_of(tmp_path, tmp_path), length=100, batch_size=5)
+    measured = measure_batch(build_model(), options_of(tmp_path, tmp_path), length=100, batch_size=5)
     assert measured == {"tokens_per_second": [500] * 3, "peak_bytes": None}
 
 

@@ -90,7 +90,7 @@ def test_what_cannot_be_a_name_of_the_hub_is_a_missing_folder(offline, tmp_path,
         ("evaluate throughput", "--output out --model"),
         ("evaluate glue", "--output out --data-dir . --model"),
         ("evaluate mteb", "--output out --data-dir . --model"),
-        ("finetune", "--output out --data-dir . --config none.yaml --model"),
+        ("train-embedder", "--output out --data-dir . --config none.yaml --model"),
     ],
 )
 def test_model_that_the_cache_lacks_is_refused_offline_with_the_command_that_fetches_it(

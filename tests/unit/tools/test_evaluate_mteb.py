@@ -4,12 +4,15 @@ Importing mteb takes seconds, so the commands run in this process.
 """
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from commands import call
 
 pytest.importorskip("mteb")
 
+from unit.evaluation.contrastive_inputs import write_jsonl
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub
 
 
@@ -65,16 +68,29 @@ def test_task_without_data_is_refused_or_with_skip_missing_leaves_out_the_mean(e
     assert "| model | SICK-R | STS | cosine_spearman | no data |" in output
 
 
-def test_scores_of_other_settings_are_kept_beside_each_other(tmp_path, evaluate):
-    (tmp_path / "file.yaml").write_text("types: {STS: wing}")
-    choices = [(), ("--max-length", 8), ("--instructions", tmp_path / "file.yaml")]
-    outputs = [
-        evaluate("--output", tmp_path / "out", "--device", "cpu", "--tasks", "BIOSSES", *choice)[1]
-        for choice in [*choices, choices[0]]
-    ]
-    assert ["(kept)" in output for output in outputs] == [False, False, False, True]
-    cached = (tmp_path / "out" / "model" / "mteb").rglob("BIOSSES.json")
-    assert len(list(cached)) == len(choices), "mteb's cache separates the settings too"
+def test_score_is_kept_until_settings_the_model_or_files_of_the_data_change(inputs, tmp_path, evaluate, monkeypatch):
+    for name in ("model", "data"):
+        shutil.copytree(inputs[0] / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    Path("file.yaml").write_text("types: {STS: wing}")
+
+    def measure(*options):
+        code, output, errors = evaluate("--device", "cpu", "--tasks", "BIOSSES", *options)
+        assert code in (None, 0), errors
+        record = json.loads(Path("out/model/mteb.json").read_text())
+        return "(kept)" in output, record["results"]["tasks"]["BIOSSES"]["score"]
+
+    choices = [(), ("--max-length", "8"), ("--instructions", "file.yaml"), ("--batch-size", "3")]
+    scores = {choice: measure(*choice) for choice in choices}
+    assert not any(is_kept for is_kept, _ in scores.values())
+    assert all(measure(*choice) == (True, score) for choice, (_, score) in scores.items())
+    (path,) = Path("data/BIOSSES").rglob("test.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    write_jsonl(path, [row | {"score": 4.0 - row["score"]} for row in rows])
+    assert measure() == (False, pytest.approx(-scores[()][1])), "the same revision with reversed judgements"
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.1}))
+    assert not measure()[0], "another model"
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ for name in FUNCTIONS:
         ("evaluate ppl --model nothere --data / --output out", 66, "--model nothere: no"),
         ("evaluate ppl --model / --data / --output out --max-length 3", 2, "--max-length 3 is below 4"),
         ("evaluate throughput --model nothere --output out", 66, "--model nothere: no such folder"),
-        ("finetune --model nothere --config x --data-dir / --output out", 66, "--model nothere"),
+        ("train-embedder --model nothere --config x --data-dir / --output out", 66, "--model nothere"),
         ("export-onnx --model nothere --output out", 66, "--model nothere: no such folder"),
     ],
 )  # fmt: skip
