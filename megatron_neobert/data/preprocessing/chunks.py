@@ -28,6 +28,11 @@ from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
 from megatron_neobert.runtime.new_file import NewFile
 
+# Reasons of dropped records that are counted one by one.
+_MOST_REASONS = 1000
+# Key of Counts.dropped for the records with other reasons.
+OTHER_REASONS = "other reasons of filters"
+
 
 @dataclass(frozen=True)
 class ChunkSettings:
@@ -52,8 +57,17 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
 
     def add(self, counts: "Counts") -> None:
+        """Add counts. From the 1,001st reason of filters on, records are counted under OTHER_REASONS.
+
+        A filter may give each record a reason of its own, such as a formatted score.
+        """
         for name, value in vars(counts).items():
-            setattr(self, name, getattr(self, name) + value)
+            if name != "dropped":
+                setattr(self, name, getattr(self, name) + value)
+        for reason, count in counts.dropped.items():
+            # A filter's reason follows its label and ": ", which the fixed reasons lack.
+            is_kept = reason in self.dropped or len(self.dropped) < _MOST_REASONS or ": " not in reason
+            self.dropped[reason if is_kept else OTHER_REASONS] += count
 
     @property
     def errors(self) -> int:

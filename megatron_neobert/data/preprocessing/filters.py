@@ -21,6 +21,8 @@ from megatron_neobert.data.inputs.records import FILTER_FAILED, RecordBatch
 from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
 
+_LONGEST_REASON = 200  # characters of a filter's answer that the manifest keeps
+
 
 class Record(NamedTuple):
     """Argument of a filter."""
@@ -123,7 +125,7 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
                 filtered.reject(FILTER_FAILED, origin.number, detail, text.encode())
                 break
             if isinstance(result, str):
-                filtered.dropped[f"{label}: {result}"] += 1
+                filtered.dropped[f"{label}: {result[:_LONGEST_REASON]}"] += 1
                 break
             record = result or record
         else:
