@@ -53,6 +53,8 @@ class Counts:
     tokens: int = 0
     unknown_tokens: int = 0
     utf8_bytes: int = 0  # of the texts that the filters kept
+    sampled_characters: int = 0  # in a sample of the documents, see Encoder
+    unknown_characters: int = 0  # those of the sample that unknown tokens replace
     rejected: Counter[str] = field(default_factory=Counter)  # records in error, by reason
     dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
 
@@ -144,6 +146,7 @@ class ChunkJob(Job[ChunkResult]):
                 f"{self} has changed since the run started; start again with --resume, which reads it again"
             )
         # A remote file is not transferred a second time for its hash.
+        counts.sampled_characters, counts.unknown_characters = encoder.sampled_characters, encoder.unknown_characters
         is_hashed = self.starts_input and not is_url(self.chunk.path)
         return ChunkResult(
             counts=counts,
