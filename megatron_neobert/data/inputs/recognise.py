@@ -16,9 +16,9 @@ from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch
 from megatron_neobert.data.inputs.stream import (
     BYTE_ORDER_MARK,
     Chunk,
-    ChunkStream,
     DamagedStream,
     Format,
+    InputReader,
     compression_of,
     named_errors,
     open_input,
@@ -125,13 +125,13 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
         raise DataError(f"{path} is empty, but files of this format have a header; fetch it again, or leave it out")
     compression = compression_of(head)
     if compression is not None:
-        with ChunkStream(Chunk(path, "text", compression)) as stream:
+        with InputReader(Chunk(path, "text", compression)) as stream:
             try:
                 head = stream.read(_HEAD_BYTES)
             except DamagedStream as damage:
                 raise DataError(
-                    f"{path}: the {compression} stream is damaged from its beginning ({damage}); "
-                    "fetch the file again, or leave it out"
+                    f"{path}: the {compression} stream is truncated or damaged in the first 64 KiB of content "
+                    f"({damage}); fetch the file again, or leave it out"
                 ) from damage
         if compression_of(head) is not None:
             raise DataError(f"{path} is compressed twice; {_SUPPORTED}: decompress it once")
