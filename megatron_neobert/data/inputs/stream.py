@@ -218,10 +218,11 @@ class InputReader(io.RawIOBase):
         with named_errors(self._path):
             try:
                 content: bytes = self._content.read(size)
-            except (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError) as error:
+            except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstd.ZstdError) as error:
+                raise DamagedStream(str(error)) from error
+            except OSError as error:
                 # bz2 raises a plain OSError for damage. Errors of disks have a number, errors of servers a subclass.
-                is_plain = type(error) in (OSError, gzip.BadGzipFile) and error.errno is None
-                if isinstance(error, OSError) and not is_plain:
+                if type(error) is not OSError or error.errno is not None:
                     raise
                 raise DamagedStream(str(error)) from error
         # bz2 and lzma take damage at the beginning of any later member for the end.
