@@ -10,9 +10,9 @@ import warnings
 __version__ = "0.2.0"
 
 # `check environment` runs on older Pythons too, and reports their version as a problem.
-if sys.version_info < (3, 10) and sys.argv[1:3] != ["check", "environment"]:
+if sys.version_info < (3, 11) and sys.argv[1:3] != ["check", "environment"]:
     sys.stderr.write(
-        f"error: {sys.executable} is Python {'.'.join(map(str, sys.version_info[:2]))}, and this project needs 3.10 to "
+        f"error: {sys.executable} is Python {'.'.join(map(str, sys.version_info[:2]))}, and this project needs 3.11 to "
         "3.13; start the command with the .venv/bin/python that bash tools/prepare_environment.sh makes\n"
     )
     sys.exit(69)

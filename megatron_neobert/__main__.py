@@ -152,7 +152,7 @@ def _complete() -> None:
 
 
 def start() -> None:
-    """Run the console script `neobert`; setup.py names this function."""
+    """Run the console script `neobert`; pyproject.toml names this function."""
     run_command(main)
 
 

@@ -21,7 +21,7 @@ from typing import ClassVar, NoReturn
 
 from megatron_neobert.text import visible, without_credentials
 
-# Codes from 64 to 78 are those of sysexits.h; docs/errors.md lists all of them.
+# Codes from 64 to 78 are those of sysexits.h; docs/troubleshooting.md lists all of them.
 # A package is missing, or another rank has ended or does not answer: start again.
 EXIT_UNAVAILABLE = 69
 EXIT_IO_ERROR = 74
@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 EXIT_BROKEN_PIPE = 141
 
 LONGEST_REASON = 500  # characters of a library's message
-# Extra in setup.py -> modules it installs. tests/repo/test_packaging.py compares this table with setup.py.
+# Extra in pyproject.toml -> modules it installs. tests/repo/test_packaging.py compares both.
 MODULES_OF_EXTRAS = {
     "eval": ("mteb", "sentence_transformers", "datasets", "sklearn", "scipy", "seqeval", "accelerate"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),

@@ -18,6 +18,7 @@ from processes import Ended, run_command
 from megatron_neobert.errors import run_command as run_main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PUBLISHED = REPOSITORY / "tests" / "published"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 

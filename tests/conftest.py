@@ -17,6 +17,7 @@ os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported: befor
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: one thread each
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PUBLISHED = REPOSITORY / "tests" / "published"
 
 
 def pytest_collection_finish() -> None:
@@ -31,6 +32,18 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder shared/data beside the repository")
     return folder
+
+
+@pytest.fixture(scope="session")
+def bert_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vocab.txt of bert-base-uncased for the texts in tests/published; other pieces are unused entries."""
+    rows = (PUBLISHED / "bert_base_uncased_pieces.tsv").read_text(encoding="utf-8").splitlines()
+    pieces = {int(number): piece for number, piece in (row.split("\t") for row in rows)}
+    path = tmp_path_factory.mktemp("bert") / "vocab.txt"
+    path.write_text(
+        "".join(f"{pieces.get(number, f'[unused{number}]')}\n" for number in range(30_522)), encoding="utf-8"
+    )
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -27,13 +27,13 @@ esac
 describe_python() {
     "$1" -c 'import sys
 version = sys.version_info
-print("%d.%d.%d" % version[:3], "suitable" if (3, 10) <= version[:2] <= (3, 13) else "unsuitable")' 2>/dev/null
+print("%d.%d.%d" % version[:3], "suitable" if (3, 11) <= version[:2] <= (3, 13) else "unsuitable")' 2>/dev/null
 }
 
-# Print the first Python 3.10 to 3.13 on the PATH that can create virtual environments.
+# Print the first Python 3.11 to 3.13 on the PATH that can create virtual environments.
 find_python() {
     local candidate description versions="" without_venv=""
-    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+    for candidate in python3 python3.13 python3.12 python3.11 python; do
         description=$(describe_python "$candidate") || continue
         versions+="${versions:+, }$candidate is ${description% *}"
         [[ $description == *" suitable" ]] || continue
@@ -47,7 +47,7 @@ find_python() {
         fail "$without_venv cannot create virtual environments: its modules venv and ensurepip are not installed." \
             "Install them (Debian and Ubuntu: the package $without_venv-venv) and start again."
     fi
-    fail "no Python 3.10 to 3.13 on the PATH (${versions:-no python at all}). Install one of them, or activate an" \
+    fail "no Python 3.11 to 3.13 on the PATH (${versions:-no python at all}). Install one of them, or activate an" \
         "environment that has one, and start again."
 }
 
@@ -64,7 +64,7 @@ log=$prefix/megatron_neobert_install.log
 stamp=$prefix/megatron_neobert_installed${extras:+_dev}
 
 # 2. Return if it is complete. The stamp has the path of the repository and a checksum of the requirements.
-complete_stamp="$repository $(cat setup.py constraints.txt | cksum)"
+complete_stamp="$repository $(cat pyproject.toml constraints.txt | cksum)"
 for file in "$stamp" "$prefix/megatron_neobert_installed_dev"; do
     if [[ -x $python && -f $file && $(<"$file") == "$complete_stamp" ]]; then
         printf '%s\n' "$python"
@@ -84,7 +84,7 @@ if [[ $active == no ]] && { [[ $moved == yes ]] || ! "$python" -m pip --version 
 fi
 description=$(describe_python "$python") || fail "$prefix has no working bin/python. Deactivate it, or create it again."
 if [[ $description != *" suitable" ]]; then
-    fail "$prefix has Python ${description% *}, and this project needs 3.10 to 3.13." \
+    fail "$prefix has Python ${description% *}, and this project needs 3.11 to 3.13." \
         "$([[ $active == yes ]] && echo "Deactivate it or activate another" || echo "Delete it") and start again."
 fi
 "$python" -m pip --version >/dev/null 2>&1 || fail "$prefix has no pip; install pip into it and start again."

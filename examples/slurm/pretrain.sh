@@ -53,7 +53,7 @@ done
 requeue=0
 case $code in
 75 | 138) requeue=1 ;; # 138: USR1 ended a task before it could handle signals
-69 | 74 | 134 | 137 | 139) # docs/errors.md
+69 | 74 | 134 | 137 | 139) # docs/troubleshooting.md
     if [[ -n $save && -d $save ]]; then
         # SAVE/crashes has the newest checkpoint and the number of crashes since it was written.
         newest=$(find "$save" -maxdepth 1 -name 'iter_*' -printf '%f\n' | sort | tail -n 1)

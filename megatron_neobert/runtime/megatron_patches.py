@@ -79,7 +79,7 @@ def check_sources() -> None:
     if problem is not None:
         raise ConfigError(
             f"megatron-core {version('megatron-core')} is not a version that this project corrects: {problem}. "
-            "Install the version that setup.py names for this Python; another version can clip by wrong numbers."
+            "Install the version that pyproject.toml names for this Python; another version can clip by wrong numbers."
         )
 
 

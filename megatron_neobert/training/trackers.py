@@ -48,7 +48,7 @@ class Trackers:
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.save is not None:
             with self._logging_failures(str(self.save / _RECORD)):
-                now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                 # inspection/plot.py finds lines by "iteration" as their first key.
                 line = {"iteration": iteration, "cursor": asdict(cursor), **values, "time": now}
                 with open_own(self.save / _RECORD) as stream:

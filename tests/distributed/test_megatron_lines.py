@@ -1,4 +1,4 @@
-"""Checkpoints can be exchanged between the two releases of megatron-core that setup.py names.
+"""Checkpoints can be exchanged between the two releases of megatron-core that pyproject.toml names.
 
 OTHER_PYTHON is the interpreter of an environment with the other release. `make test-current` sets it.
 """

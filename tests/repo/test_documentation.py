@@ -41,9 +41,9 @@ def broken_links(page: Path, text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_and_headings_lead_there_on_github(page):
-    assert broken_links(page, read(page)) == []
+def test_links_to_files_and_headings_lead_there_on_github():
+    found = {page.name: broken_links(page, read(page)) for page in PAGES}
+    assert {name: links for name, links in found.items() if links} == {}
 
 
 def test_site_builds_with_the_files_that_pages_link_to_and_loads_nothing_from_the_network(tmp_path):
@@ -96,29 +96,10 @@ def test_messages_that_troubleshooting_quotes_are_those_of_the_programs():
     assert len(messages) > 30 and [message for message in messages if not is_spoken(message)] == []
 
 
-SUPPORT = REPOSITORY / "docs" / "support.md"
-
-
-def assigned(name: str) -> list[str]:
-    """Return the texts of what test_layouts.py assigns to a name, without importing it, which takes seconds."""
-    source = read(REPOSITORY / "tests" / "distributed" / "test_layouts.py")
-    (value,) = [
-        node.value for node in ast.parse(source).body if isinstance(node, ast.Assign) and node.targets[0].id == name
-    ]
-    return [ast.literal_eval(key) for key in (value.keys if isinstance(value, ast.Dict) else value.elts)]
-
-
-def test_layouts_that_the_support_table_calls_tested_are_those_that_are_trained():
-    block = re.search(r"^\| layout \|.*\n\|[ |-]+\n((?:\|.*\n)+)", read(SUPPORT), flags=re.MULTILINE)[1]
-    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
-    assert [name for name, *_ in rows] == assigned("LAYOUTS")
-    assert [name for name, _, bf16, _ in rows if bf16 == "CPU"] == assigned("IN_BF16")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_a_page_names_exist(page):
-    for module, name in set(re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", read(page))):
-        assert f"def {name}" in read(REPOSITORY / module), f"{module}::{name}"
+def test_tests_that_pages_name_exist():
+    for page in PAGES:
+        for module, name in set(re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", read(page))):
+            assert f"def {name}" in read(REPOSITORY / module), f"{page.name}: {module}::{name}"
 
 
 @pytest.fixture(scope="module")

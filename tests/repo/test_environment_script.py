@@ -34,7 +34,7 @@ def write_stand_in(path: Path, *, version="3.11.7", torch="", ensurepip=0, pip=0
         pip: Exit code of `pip install`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    suitable = "suitable" if version.split(".")[1] in ("10", "11", "12", "13") else "unsuitable"
+    suitable = "suitable" if version.split(".")[1] in ("11", "12", "13") else "unsuitable"
     answers = {"version": version, "suitable": suitable, "torch": torch, "ensurepip": ensurepip, "pip": pip}
     path.write_text(STAND_IN.format(bash=BASH, **answers))
     path.chmod(0o755)
@@ -45,7 +45,7 @@ def clone(tmp_path) -> Path:
     """The files of the repository that the script reads, in a folder with a space in its name."""
     root = tmp_path / "a clone"
     (root / "tools").mkdir(parents=True)
-    for name in ("setup.py", "constraints.txt", "tools/prepare_environment.sh"):
+    for name in ("pyproject.toml", "constraints.txt", "tools/prepare_environment.sh"):
         shutil.copy(REPOSITORY / name, root / name)
     (tmp_path / "commands").mkdir()
     for name in ("bash", "cat", "cksum", "sed", "rm", "cp", "mkdir", "tail", "dirname"):
@@ -79,7 +79,7 @@ def test_environment_is_created_once_with_torch_first_and_again_after_a_change_o
         again = prepare(clone, *arguments)
         assert (again.stdout, again.stderr) == (f"{clone}/.venv/bin/python\n", "")
     assert pip_calls(clone / ".venv") == calls
-    for number, file in enumerate(("setup.py", "constraints.txt"), start=1):
+    for number, file in enumerate(("pyproject.toml", "constraints.txt"), start=1):
         (clone / file).write_text((clone / file).read_text() + "# changed\n")
         prepare(clone)
         assert len(pip_calls(clone / ".venv")) == 3 + 2 * number
@@ -108,7 +108,7 @@ def test_unsupported_python_is_skipped_for_a_supported_one(clone, tmp_path):
 @pytest.mark.parametrize(
     ("pythons", "sentence"),
     [
-        ({}, "no Python 3.10 to 3.13 on the PATH (no python at all)"),
+        ({}, "no Python 3.11 to 3.13 on the PATH (no python at all)"),
         ({"python3": {"version": "3.9.2"}}, "on the PATH (python3 is 3.9.2)"),
         ({"python3": {"ensurepip": 1}}, "its modules venv and ensurepip are not installed"),
     ],

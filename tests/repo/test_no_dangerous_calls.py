@@ -8,9 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from commands import REPOSITORY
 
 TOPS = ("megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples")
@@ -54,9 +52,9 @@ def find_problems(source: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_source_has_no_dangerous_call(path: Path):
-    assert find_problems(path.read_text(encoding="utf-8")) == []
+def test_no_source_has_a_dangerous_call():
+    found = {str(path.relative_to(REPOSITORY)): find_problems(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert len(found) > 100 and {path: problems for path, problems in found.items() if problems} == {}
 
 
 BANNED = """

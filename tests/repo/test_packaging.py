@@ -1,9 +1,10 @@
-"""setup.py, constraints.txt, containers/ and the imports of the code are consistent."""
+"""pyproject.toml, constraints.txt, containers/ and the imports of the code are consistent."""
 
+import copy
 import importlib.metadata
 import re
-import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,39 +17,45 @@ from test_import_direction import MODULES, imported_names
 
 from megatron_neobert.errors import MODULES_OF_EXTRAS
 
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-# Optional packages that setup.py does not list: NVIDIA's Apex is not on the registry, and FlashAttention is chosen by
-# the owner of the GPU machine.
+PYTHONS = ("3.11", "3.12", "3.13")
+# Optional packages that pyproject.toml does not list: NVIDIA's Apex is not on the registry, and the owner of the GPU
+# machine chooses FlashAttention.
 NEVER_REQUIRED = {"apex", "flash_attn"}
 # Namespace that several packages share -> the package that we use from it.
 PROVIDED_BY = {"nvidia": ["nvidia-dali-cuda130"]}
 
 
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def metadata() -> dict:
-    """Keyword arguments that setup.py passes to setup()."""
-    captured = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", lambda **keywords: captured.update(keywords))
-        runpy.run_path(str(REPOSITORY / "setup.py"))
-    return captured
+    """Table [project] of pyproject.toml, with the extras that `dev` names in the place of their names."""
+    project = copy.deepcopy(PROJECT["project"])
+    extras = project["optional-dependencies"]
+    *dev, others = extras["dev"]
+    extras["dev"] = [*dev, *(line for extra in sorted(Requirement(others).extras) for line in extras[extra])]
+    return project
 
 
-def test_extras_of_error_messages_are_those_of_setup_py(metadata: dict):
+def test_extras_of_error_messages_are_those_of_pyproject_toml(metadata: dict):
     modules = {"scikit-learn": "sklearn", "nvidia-dali-cuda130": "nvidia.dali"}
     modules_of_extras = {}
-    for extra, lines in metadata["extras_require"].items():
+    for extra, lines in metadata["optional-dependencies"].items():
         if extra not in ("dev", "docs"):  # no command imports these
             names = dict.fromkeys(Requirement(line).name for line in lines)
             modules_of_extras[extra] = tuple(modules.get(name, name.replace("-", "_")) for name in names)
     assert modules_of_extras == MODULES_OF_EXTRAS
 
 
-def test_data_files_are_packaged_with_the_code(metadata: dict):
-    for package in metadata["packages"]:
+def test_data_files_are_packaged_with_the_code():
+    settings = PROJECT["tool"]["setuptools"]
+    packages = setuptools.find_packages(str(REPOSITORY), **settings["packages"]["find"])
+    assert len(packages) > 15
+    for package in packages:
         files = [path for path in (REPOSITORY / package.replace(".", "/")).iterdir() if path.is_file()]
         others = {path.name for path in files if path.suffix != ".py"}
-        assert others == {name for name in metadata["package_data"].get(package, []) if "/" not in name}, package
+        assert others == {name for name in settings["package-data"].get(package, []) if "/" not in name}, package
 
 
 def constraint_lines() -> list[Requirement]:
@@ -61,7 +68,10 @@ def applies(requirement: Requirement, python: str) -> bool:
 
 
 def requirements(metadata: dict, *extras: str) -> list[Requirement]:
-    lines = [*metadata["install_requires"], *(line for extra in extras for line in metadata["extras_require"][extra])]
+    lines = [
+        *metadata["dependencies"],
+        *(line for extra in extras for line in metadata["optional-dependencies"][extra]),
+    ]
     return [Requirement(line) for line in lines]
 
 
@@ -71,13 +81,13 @@ def third_party_imports(path: Path) -> set[str]:
     return names - set(sys.stdlib_module_names) - own - NEVER_REQUIRED
 
 
-def test_python_range_is_3_10_to_3_13(metadata):
-    supported = SpecifierSet(metadata["python_requires"])
-    assert [python for python in ("3.9", *PYTHONS, "3.14") if supported.contains(f"{python}.1")] == list(PYTHONS)
+def test_python_range_is_3_11_to_3_13(metadata):
+    supported = SpecifierSet(metadata["requires-python"])
+    assert [python for python in ("3.10", *PYTHONS, "3.14") if supported.contains(f"{python}.1")] == list(PYTHONS)
 
 
 def test_package_called_apex_is_never_a_dependency(metadata):
-    names = {requirement.name.lower() for requirement in requirements(metadata, *metadata["extras_require"])}
+    names = {requirement.name.lower() for requirement in requirements(metadata, *metadata["optional-dependencies"])}
     assert "apex" not in names | {requirement.name.lower() for requirement in constraint_lines()}
 
 
@@ -93,7 +103,7 @@ def test_core_and_dev_requirements_have_one_pinned_version_in_range(metadata, py
 
 def test_every_imported_package_is_declared(metadata):
     distributions = importlib.metadata.packages_distributions()
-    declared = {canonicalize_name(line.name) for line in requirements(metadata, *metadata["extras_require"])}
+    declared = {canonicalize_name(line.name) for line in requirements(metadata, *metadata["optional-dependencies"])}
     missing = {}
     for module, path in MODULES.items():
         for name in third_party_imports(path):
@@ -106,9 +116,9 @@ def test_every_imported_package_is_declared(metadata):
 DOCKERFILE, DEFINITION = (
     (REPOSITORY / "containers" / name).read_text(encoding="utf-8") for name in ("Dockerfile", "neobert.def")
 )
-# Files that setup.py reads or installs, and folders of commands.
-NEEDED = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples", "setup.py", "constraints.txt"}
-NEEDED |= {"README.md", "LICENSE"}
+# Files that pyproject.toml reads or installs, and folders of commands.
+NEEDED = {"megatron_neobert", "checkpoint_conversion", "tools", "benchmarks", "examples", "pyproject.toml", "setup.py"}
+NEEDED |= {"constraints.txt", "README.md", "LICENSE"}
 
 
 def found(pattern: str, text: str = DOCKERFILE) -> list[str]:
@@ -125,8 +135,8 @@ def test_container_recipes_use_one_image_copy_all_needed_files_and_do_not_run_as
         assert NEEDED - set(copied) == set()
 
 
-def test_container_compiles_transformer_engine_at_a_version_that_setup_py_allows():
+def test_container_compiles_transformer_engine_at_a_version_that_pyproject_toml_allows():
     install = (REPOSITORY / "containers" / "install.sh").read_text(encoding="utf-8")
     (version,) = found(r"transformer-engine\[core_cu\$cuda,pytorch\]==([\d.]+)", install)
-    lines = found(r'"(transformer-engine[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8"))
+    lines = found(r'"(transformer-engine[^"]+)"', (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     assert lines and all(Requirement(line).specifier.contains(version) for line in lines)

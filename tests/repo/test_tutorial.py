@@ -60,7 +60,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("an environment")
     for folder in ("megatron_neobert", "checkpoint_conversion", "examples"):
         shutil.copytree(REPOSITORY / folder, place / "source" / folder, symlinks=True)
-    for file in ("setup.py", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / file, place / "source" / file)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*build, "-w", place, place / "source"], check=True)

@@ -301,7 +301,7 @@ def find_clusters(documents: int, pair_files: Sequence[Path]) -> NDArray[np.inte
 
     `pair_files` contain pairs of document numbers as int64.
     """
-    parents = np.arange(documents, dtype=np.uint32 if documents < 2**32 else np.int64)
+    parents: NDArray[np.integer] = np.arange(documents, dtype=np.uint32 if documents < 2**32 else np.int64)
 
     def find_roots(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         while True:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import PUBLISHED
 from packaging.specifiers import SpecifierSet
 from safetensors import safe_open
 from saved_model import MODEL, SHAPE, WORDS, SavedModel, convert
@@ -124,9 +125,9 @@ def test_report_and_card_state_that_a_run_continued_from_other_weights(saved: Sa
     assert "It continued from the weights of another run or model" in card
 
 
-def test_neobert_config_has_the_published_fields(shared_data: Path):
-    published = read_json(shared_data / "fixtures" / "hf_config.json")
-    bert = load_tokenizer(shared_data / "tokenizers" / "bert-base-uncased" / "vocab.txt")
+def test_neobert_config_has_the_published_fields(bert_vocabulary: Path):
+    published = read_json(PUBLISHED / "config.json")
+    bert = load_tokenizer(bert_vocabulary)
     shape = model_shape(Settings(), vocab_size=bert.vocab_size)
     config = build_config("neobert", FolderSpec(shape, bert))
     expected = {name: value for name, value in published.items() if name not in NOT_SETTINGS}

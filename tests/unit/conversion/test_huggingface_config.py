@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import PUBLISHED
 
 from checkpoint_conversion.config_json import FolderConfig, read_model_config
 from megatron_neobert.config.schema import ModelConfig
@@ -50,8 +51,8 @@ def refusal(layout: str, **changes: Any) -> str:
     return message
 
 
-def test_published_config_gives_the_published_model(shared_data: Path):
-    published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text())
+def test_published_config_gives_the_published_model():
+    published = json.loads((PUBLISHED / "config.json").read_text())
     config = read_model_config(published, PATH)
     assert config.model == ModelConfig(ffn_hidden_size=2048)  # the other values are the defaults of training
     assert (config.layout, config.vocab_size, config.tied) == ("neobert", 30_522, False)

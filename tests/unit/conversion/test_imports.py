@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import call
+from commands import PUBLISHED, call
 from safetensors.torch import load_file, save_file
 from saved_model import WORDS, build_reference, change_config
 from torch import Tensor
@@ -54,12 +54,12 @@ def test_checkpoint_and_folder_are_unchanged_after_export_and_import(saved, expo
 
 
 @pytest.fixture
-def published(exported: Any, tmp_path: Path, shared_data: Path) -> Path:
+def published(exported: Any, tmp_path: Path) -> Path:
     """A folder like the one that chandar-lab published: the same names of weights, a config without a rotary base."""
     folder = shutil.copytree(exported(layout="neobert")[0], tmp_path / "published")
     for name in ("conversion_report.json", "README.md", "modeling_neobert.py"):
         (folder / name).unlink()
-    shutil.copyfile(shared_data / "fixtures" / "hf_config.json", folder / "config.json")
+    shutil.copyfile(PUBLISHED / "config.json", folder / "config.json")
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "max_length": 64}
     change_config(folder, **sizes, intermediate_size=72, vocab_size=len(WORDS))
     return folder

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from commands import PUBLISHED
 from tiny_neobert import FlashKernel, build_config, build_documents, build_model, gap, logits_alone, pack, pad
 from torch import Tensor
 from torch.nn import functional as F
@@ -263,8 +264,8 @@ def test_forward_compiles_to_one_graph_for_all_lengths(batch: dict[str, torch.Te
 # --- config: published settings, refused settings, and initialization
 
 
-def test_published_config_is_read_and_saved_with_the_names_of_this_code(shared_data: Path, tmp_path: Path):
-    published = json.loads((shared_data / "fixtures" / "hf_config.json").read_text(encoding="utf-8"))
+def test_published_config_is_read_and_saved_with_the_names_of_this_code(tmp_path: Path):
+    published = json.loads((PUBLISHED / "config.json").read_text(encoding="utf-8"))
     config = NeoBERTConfig.from_dict({**published, "max_length": 2048})
     assert config.max_position_embeddings == 2048
     assert (config.hidden_size, config.norm_eps, config.rope_theta, config.dim_head) == (768, 1e-5, 10_000.0, 64)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import PUBLISHED
 
 from megatron_neobert.model import reference
 from megatron_neobert.model.reference import IGNORED_LABEL, ReferenceConfig, ReferenceNeoBERT, mlm_loss
@@ -22,8 +23,8 @@ def small_model() -> ReferenceNeoBERT:
     return model
 
 
-def test_default_model_has_names_and_shapes_of_the_published_checkpoint(shared_data: Path):
-    lines = (shared_data / "fixtures" / "reference_state_dict_keys.txt").read_text().splitlines()
+def test_default_model_has_names_and_shapes_of_the_published_checkpoint():
+    lines = (PUBLISHED / "weights.tsv").read_text().splitlines()
     published = {name: shape for name, shape, _ in (line.split("\t") for line in lines)}
     with torch.device("meta"):
         model = ReferenceNeoBERT(ReferenceConfig())

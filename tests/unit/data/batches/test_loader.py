@@ -39,7 +39,6 @@ def blend() -> BatchStream:
 def load(request):
     if request.param == "torch":
         return build_loader
-    pytest.importorskip("nvidia.dali", reason="nvidia-dali-cuda130 is not installed")
     return lambda stream, *, num_workers: build_dali_loader(stream, num_workers=num_workers, device=CPU)
 
 
@@ -128,7 +127,6 @@ def test_workers_end_when_their_trainer_is_killed(stream):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_steps_of_dali_on_the_gpu_equal_those_of_the_default_loader(stream):
-    pytest.importorskip("nvidia.dali", reason="nvidia-dali-cuda130 is not installed")
     device = torch.device("cuda", 0)
     loaded = list(islice(build_dali_loader(stream, num_workers=1, device=device), 25))
     expected = list(islice(build_loader(stream, num_workers=0), 25))

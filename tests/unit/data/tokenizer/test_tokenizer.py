@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from commands import PUBLISHED
 from security.small_sentencepiece import write_model
 from tokenizers import models
 from unit.data.small_corpus import ROBERTA, byte_level_backend, write_vocabulary
@@ -44,9 +45,9 @@ def random_texts(count: int, *, seed: int = 0) -> list[str]:
     return texts
 
 
-def test_ids_equal_the_published_ones_of_bert_base_uncased(shared_data):
-    tokenizer = load_tokenizer(shared_data / "tokenizers/bert-base-uncased/vocab.txt")
-    lines = (shared_data / "fixtures/bert_uncased_pairs.jsonl").read_text(encoding="utf-8").splitlines()
+def test_ids_equal_the_published_ones_of_bert_base_uncased(bert_vocabulary):
+    tokenizer = load_tokenizer(bert_vocabulary)
+    lines = (PUBLISHED / "bert_base_uncased_ids.jsonl").read_text(encoding="utf-8").splitlines()
     pairs = [json.loads(line) for line in lines]
     assert len(pairs) == 43
     batch = tokenizer.encode_batch([pair["text"] for pair in pairs])
