@@ -1,6 +1,6 @@
 """Names of the files of a corpus, and its manifest, which msgspec validates.
 
-A corpus has one or more corpus shards ("volumes" in the manifest), each a pair of .bin and .idx in Megatron's format.
+A corpus has one or more corpus shards, each a pair of .bin and .idx in Megatron's format.
 A single shard is PREFIX.bin and PREFIX.idx; several shards are PREFIX_00000.bin, PREFIX_00000.idx and so on. The
 manifest is PREFIX.json. It is written last, so a corpus without a manifest is unfinished. Each document is one sequence
 of the index: not truncated, and without special tokens.
@@ -28,7 +28,7 @@ from megatron_neobert.text import parse_json, percent
 if TYPE_CHECKING:
     from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 # Dtypes of token ids by their code in the .idx.
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -165,7 +165,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rejected: dict[str, Count]
     # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
     dropped: dict[str, Count]
-    shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)] = msgspec.field(name="volumes")
+    shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)]
     # UTF-8 bytes of text per token. None in corpora of other software.
     bytes_per_token: float | None = None
     # By name and version of the back end.
@@ -279,7 +279,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     records = [manifest.documents, *manifest.rejected.values(), *manifest.dropped.values()]
     sums = [("records", "documents, rejected and dropped", records)]
     for name in ("documents", "tokens"):
-        for parts, entries in (("volumes", manifest.shards), ("inputs", manifest.inputs.values())):
+        for parts, entries in (("shards", manifest.shards), ("inputs", manifest.inputs.values())):
             sums.append((name, parts, [getattr(entry, name) for entry in entries]))
     for name, parts, counts in sums:
         if counts and sum(counts) != getattr(manifest, name):

@@ -91,7 +91,7 @@ def write_corpus(
     attributes = None
     if nonempty[0].has_attributes:
         path = work / files.attributes.name
-        join_columns(path, [folder / f"{chunk.name}.attributes" for chunk in nonempty], None)
+        join_columns(path, [folder / f"{chunk.name}.attributes" for chunk in nonempty])
         sync_to_disk(path)
         attributes = FileRecord(path.stat().st_size, sha256_of(path))
     manifest = replace(

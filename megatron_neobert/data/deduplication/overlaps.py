@@ -19,7 +19,7 @@ from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication.search import (
-    Documents,
+    SearchedDocuments,
     SearchSettings,
     begin,
     is_complete,
@@ -64,7 +64,7 @@ class OverlapJob(Job[None]):
     result_type = None
     kinds = ("documents", "ngrams")
 
-    documents: Documents
+    documents: SearchedDocuments
     numbers: range
     ngram: int
 
@@ -119,7 +119,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
     corpora = open_corpora((*settings.prefixes, *settings.against))
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
     with job_folder(settings) as folder:
-        documents = Documents.of(searched)
+        documents = SearchedDocuments.of(searched)
         begin(settings, folder, documents, _recorded(settings, corpora))
         known = np.concatenate(
             [hashes for corpus in evaluated for _, hashes, _ in _hash_documents(corpus, None, settings.ngram)]
