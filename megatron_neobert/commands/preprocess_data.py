@@ -21,12 +21,11 @@ import numpy as np
 
 from megatron_neobert.data.corpus.attribute_columns import plain_value
 from megatron_neobert.data.corpus.attributes import attribute_types
-from megatron_neobert.data.corpus.format import token_dtype
+from megatron_neobert.data.corpus.format import Counts, token_dtype
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import RecordBatch
-from megatron_neobert.data.preprocessing.chunks import Counts
 from megatron_neobert.data.preprocessing.filters import apply_filters
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, is_complete, plan_preprocessing
 from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess

@@ -10,23 +10,21 @@ import glob
 import hashlib
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import read_text, replace_file
 from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.text import parse_json, percent
-
-if TYPE_CHECKING:
-    from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 # Dtypes of token ids by their code in the .idx.
@@ -37,6 +35,12 @@ DAMAGED = "the file is damaged or belongs to another corpus; copy it again or pr
 _LARGEST_MANIFEST_BYTES = 1 << 30
 # Key of Manifest.dropped: texts that tokenize to nothing (control characters only).
 NO_TOKENS = "no tokens"
+
+
+# Reasons of dropped records that are counted one by one.
+_MOST_REASONS = 1000
+# Key of Counts.dropped for the records with other reasons.
+OTHER_REASONS = "other reasons of filters"
 
 
 class CorpusFiles(NamedTuple):
@@ -102,6 +106,41 @@ def corpus_files(prefix: str | Path) -> CorpusFiles:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return uint16 for vocabularies below 65,500 ids, otherwise int32, as Megatron's preprocessing does."""
     return DTYPES[8 if vocab_size < 65500 else 4]
+
+
+@dataclass
+class Counts:
+    """Numbers of records and tokens: records = documents + rejected + dropped."""
+
+    documents: int = 0
+    tokens: int = 0
+    unknown_tokens: int = 0
+    utf8_bytes: int = 0  # of the texts that the filters kept
+    sampled_characters: int = 0  # in a sample of the documents, see Encoder
+    unknown_characters: int = 0  # those of the sample that unknown tokens replace
+    rejected: Counter[str] = field(default_factory=Counter)  # records in error, by reason
+    dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
+
+    def add(self, counts: "Counts") -> None:
+        """Add counts. From the 1,001st reason of filters on, records are counted under OTHER_REASONS.
+
+        A filter may give each record a reason of its own, such as a formatted score.
+        """
+        for name, value in vars(counts).items():
+            if name != "dropped":
+                setattr(self, name, getattr(self, name) + value)
+        for reason, records in counts.dropped.items():
+            # A filter's reason follows its label and ": ", which the fixed reasons lack.
+            is_kept = reason in self.dropped or len(self.dropped) < _MOST_REASONS or ": " not in reason
+            self.dropped[reason if is_kept else OTHER_REASONS] += records
+
+    @property
+    def errors(self) -> int:
+        return self.rejected.total()
+
+    @property
+    def records(self) -> int:
+        return self.documents + self.errors + self.dropped.total()
 
 
 class InputRecord(msgspec.Struct, frozen=True):
@@ -238,24 +277,6 @@ def read_manifest(path: Path) -> Manifest:
     if (problem := next(_contradictions(manifest), None)) is not None:
         raise DataError(f"{path}: {problem}; {DAMAGED}")
     return manifest
-
-
-def draft_manifest(tokenizer: "Tokenizer", **fields: Any) -> Manifest:
-    """Return a manifest with these fields and those of the tokenizer. Counts are 0 until `write_corpus` sets them."""
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        project_version=__version__,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        special_tokens=tokenizer.special_tokens,
-        special_ids=list(tokenizer.special_ids),
-        dtype=token_dtype(tokenizer.vocab_size).name,
-        documents=0,
-        tokens=0,
-        unknown_tokens=0,
-        shards=[],
-        **fields,
-    )
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:

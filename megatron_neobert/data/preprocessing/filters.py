@@ -28,7 +28,7 @@ class Record(NamedTuple):
     """Argument of a filter."""
 
     text: str  # not empty, valid Unicode
-    shard: str  # path or URL of the input file
+    input_file: str  # path or URL of the input file
     fields: dict[str, Any]  # by --record-key; None if the record does not have the field. A filter may return others
 
 

@@ -22,7 +22,7 @@ from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_l
 from megatron_neobert.data.inputs.recognise import split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings, read_size
 from megatron_neobert.data.inputs.stream import Chunk, is_url
-from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkSettings
+from megatron_neobert.data.preprocessing.chunks import TokenizeJob
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
 from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -117,32 +117,27 @@ class Plan:
             "version": __version__,
         }
 
-    def jobs(self) -> list[ChunkJob]:
+    def jobs(self) -> list[TokenizeJob]:
         """Return one job per chunk, in the order of `chunks`. The paths in a job are absolute."""
         settings = self.settings
-        # Paths are absolute, because workers on other machines have another current folder.
-        shared = ChunkSettings(
-            read=settings.read,
-            tokenizer_model=str(Path(settings.tokenizer_model).absolute()),
-            fingerprint=self.tokenizer.fingerprint,
-            backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
-            filters=self.filter_sources,
-        )
-        jobs: list[ChunkJob] = []
-        for number, chunk in enumerate(self.chunks):
-            path = chunk.path if is_url(chunk.path) else str(Path(chunk.path).absolute())
-            absolute = replace(chunk, path=path)
+        jobs: list[TokenizeJob] = []
+        for chunk in self.chunks:
+            # Paths are absolute, because workers on other machines have another current folder.
+            absolute = chunk if is_url(chunk.path) else replace(chunk, path=str(Path(chunk.path).absolute()))
             # The name depends only on the chunk, so the chunk is found again after input files are added or removed.
             name = hashlib.blake2b(json.dumps(asdict(absolute)).encode(), digest_size=12).hexdigest()
             jobs.append(
-                ChunkJob(
+                TokenizeJob(
                     folder=self.files.partial.absolute(),
                     name=name,
                     chunk=absolute,
                     version=self.versions[chunk.path],
                     input_name=input_label(chunk.path),
-                    starts_input=number == 0 or chunk.path != self.chunks[number - 1].path,
-                    settings=shared,
+                    read=settings.read,
+                    tokenizer_model=str(Path(settings.tokenizer_model).absolute()),
+                    fingerprint=self.tokenizer.fingerprint,
+                    backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
+                    filters=self.filter_sources,
                 )
             )
         return jobs

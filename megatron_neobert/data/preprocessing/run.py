@@ -5,21 +5,14 @@ Finished chunks are kept in PREFIX.partial, so that a resumed run does not repea
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from megatron_neobert.data.corpus.format import (
-    BackendRecord,
-    InputRecord,
-    Manifest,
-    QuarantinedInput,
-    describe_reasons,
-    draft_manifest,
-)
-from megatron_neobert.data.corpus.writer import ChunkFiles, refuse_existing, write_corpus
+from megatron_neobert.data.corpus.format import Counts, Manifest, QuarantinedInput, describe_reasons
+from megatron_neobert.data.corpus.writer import TokenizedChunk, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import input_label
-from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkResult, Counts, cache_tokenizer, tokenize_chunk
+from megatron_neobert.data.preprocessing.chunks import TokenizeJob, cache_tokenizer, tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import Plan, refuse_damaged
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.jobs import Finished, JobFolder, finish_jobs
@@ -61,15 +54,17 @@ def preprocess(plan: Plan) -> PreprocessReport:
         was_renaming = settings.jobs.resume and folder.has_begun
         refuse_existing(plan.files, overwrite=settings.overwrite or was_renaming)
         folder.begin(plan.chunk_settings, resume=settings.jobs.resume, overwrite=settings.overwrite)
-        finished, reasons = _tokenize(plan)
+        jobs = plan.jobs()
+        finished, reasons = _tokenize(plan, jobs)
         reasons |= plan.damaged
-        damaged = {name: reasons[name] for name in map(input_label, plan.versions) if name in reasons}
+        versions = {input_label(path): version for path, version in plan.versions.items()}
+        damaged = {name: reasons[name] for name in versions if name in reasons}
         refuse_damaged(plan, damaged)
-        jobs = [job for job in plan.jobs() if job.input_name not in damaged]
+        chunks = [finished[job.name] for job in jobs if job.input_name not in damaged]
         counts, first_error = Counts(), None
-        for job in jobs:
-            counts.add(finished[job.name].result.counts)
-            first_error = first_error or finished[job.name].result.first_error
+        for chunk in chunks:
+            counts.add(chunk.result.counts)
+            first_error = first_error or chunk.result.first_error
         if not counts.documents:
             folder.remove()  # no chunk has a document
         check_error_rate(counts, settings.max_error_rate, first_error)
@@ -79,12 +74,21 @@ def preprocess(plan: Plan) -> PreprocessReport:
                 f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one document. Check "
                 "--input, --text-key and the filters"
             )
-        manifest = _join_chunks(plan, jobs, [finished[job.name] for job in jobs], counts, damaged)
+        manifest = write_corpus(
+            chunks,
+            plan.files,
+            plan.tokenizer,
+            shard_bytes=settings.shard_size,
+            options=settings.jobs,
+            text_key=settings.read.text_key,
+            filters=plan.filters,
+            quarantined={name: QuarantinedInput(versions[name].bytes, reason) for name, reason in damaged.items()},
+        )
         folder.remove()
     return PreprocessReport(manifest, counts, time.monotonic() - started, list(damaged.values()))
 
 
-def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, str]]:
+def _tokenize(plan: Plan, jobs: Sequence[TokenizeJob]) -> tuple[dict[str, Finished[TokenizedChunk]], dict[str, str]]:
     """Tokenize the unfinished chunks.
 
     Returns:
@@ -97,9 +101,9 @@ def _tokenize(plan: Plan) -> tuple[dict[str, Finished[ChunkResult]], dict[str, s
         ConfigError: A fast back end differs from the reference tokenizer, or Ray cannot be used.
         ChildProcessError: A worker process died.
     """
-    settings, jobs, counts = plan.settings, plan.jobs(), Counts()
+    settings, counts = plan.settings, Counts()
     cache_tokenizer(plan.tokenizer, plan.encoder)
-    finished: dict[str, Finished[ChunkResult]] = {}
+    finished: dict[str, Finished[TokenizedChunk]] = {}
     damaged: dict[str, str] = {}  # by name of the job
     first_error = None
     results = finish_jobs(jobs, settings.jobs, label="chunks", function=tokenize_chunk)
@@ -128,66 +132,3 @@ def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | N
             f"allows ({describe_reasons(counts.rejected)}); for example: {first_error}. "
             "Fix the input files or the filter, check --text-key and --record-key, or raise --max-error-rate"
         )
-
-
-def _join_chunks(
-    plan: Plan,
-    jobs: Sequence[ChunkJob],
-    records: Sequence[Finished[ChunkResult]],
-    counts: Counts,
-    damaged: Mapping[str, str],
-) -> Manifest:
-    """Write the corpus of the finished `jobs`, in their order, replacing an older corpus.
-
-    Args:
-        records: One record per job, in the order of `jobs`. `counts` is the sum of their counts.
-        damaged: Reason for each input file that is left out, by label.
-
-    Raises:
-        OutputError: A new file would replace a file of another corpus.
-    """
-    settings = plan.settings
-    inputs: dict[str, InputRecord] = {}
-    backends: dict[str, BackendRecord] = {}
-    for job, record in zip(jobs, records, strict=True):
-        result = record.result
-        if job.starts_input:
-            inputs[job.input_name] = InputRecord(job.version.bytes, result.input_sha256)
-        total = backends.get(result.encoder, BackendRecord(0, 0))
-        backends[result.encoder] = BackendRecord(
-            total.documents + result.counts.documents, total.compared + result.compared
-        )
-    chunks = [
-        ChunkFiles(
-            input=job.input_name,
-            name=job.name,
-            documents=record.result.counts.documents,
-            tokens=record.result.counts.tokens,
-            unknown_tokens=record.result.counts.unknown_tokens,
-            ids_sha256=record.files["ids"].sha256,
-            has_attributes="attributes" in record.files,
-        )
-        for job, record in zip(jobs, records, strict=True)
-    ]
-    return write_corpus(
-        chunks,
-        plan.files,
-        draft_manifest(
-            plan.tokenizer,
-            inputs=inputs,
-            text_key=settings.read.text_key,
-            filters=plan.filters,
-            records=counts.records,
-            rejected=dict(sorted(counts.rejected.items())),
-            dropped=dict(sorted(counts.dropped.items())),
-            bytes_per_token=counts.utf8_bytes / counts.tokens if counts.tokens else None,
-            tokenizer_backends=dict(sorted(backends.items())),
-            quarantined={
-                name: QuarantinedInput(version.bytes, damaged[name])
-                for name, version in zip(map(input_label, plan.versions), plan.versions.values(), strict=True)
-                if name in damaged
-            },
-        ),
-        folder=plan.files.partial,
-        shard_bytes=settings.shard_size,
-    )

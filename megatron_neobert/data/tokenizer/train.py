@@ -90,9 +90,8 @@ class InputTexts:
 
     def __iter__(self) -> Iterator[str]:
         """Yield the texts. Raise DataError at the end if too many records are in error, or there is no document."""
-        from megatron_neobert.data.corpus.format import describe_reasons
+        from megatron_neobert.data.corpus.format import Counts, describe_reasons
         from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
-        from megatron_neobert.data.preprocessing.chunks import Counts
         from megatron_neobert.data.preprocessing.run import check_error_rate
         from megatron_neobert.runtime.jobs import progress_bar
 

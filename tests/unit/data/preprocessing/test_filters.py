@@ -13,7 +13,7 @@ from megatron_neobert.errors import ConfigError, DataError
 
 FILTERS = """
 def no_masks(record):
-    return "a mask" if "mask" in record.text and "/inputs/a." in record.shard else None
+    return "a mask" if "mask" in record.text and "/inputs/a." in record.input_file else None
 
 def rewrite(record):
     if record.text == "xyz":
