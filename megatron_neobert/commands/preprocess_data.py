@@ -53,8 +53,8 @@ def preprocess_data(options: PreprocessSettings) -> int:
     """Tokenize raw input files into a corpus that training and Megatron-LM read.
 
     The corpus is byte for byte the same for any --workers and --executor, and after any restart with --resume.
-    Return 0, or 75 if SIGTERM or SIGUSR1 ended the command; finished chunks are kept for --resume. Raise ConfigError,
-    DataError, MissingInputError, OutputError or OSError if settings, inputs or outputs are wrong.
+    Return 0, or 75 if SIGTERM or SIGUSR1 ended the command; finished chunks are kept for --resume. With --dry-run, only
+    print the plan.
     """
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGUSR1, _stop)
@@ -64,7 +64,16 @@ def preprocess_data(options: PreprocessSettings) -> int:
         keys = tuple(dict.fromkeys(keys or ()))
     settings = replace(options, read=replace(options.read, record_keys=keys))
     try:
-        run(settings)
+        plan = plan_preprocessing(settings)
+        if settings.dry_run:
+            print_plan(plan)
+        elif settings.jobs.resume and is_complete(plan):
+            JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
+            advice = "; to change --shard-size, add --overwrite" if settings.shard_size else ""
+            print(f"{plan.files.manifest} is complete; nothing to do{advice}")
+        else:
+            warn_of_absent_fields(plan)
+            print_report(plan, preprocess(plan))
     except StopRequested as stop:
         kept = describe_kept_chunks(settings) or "no chunk was finished"
         print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
@@ -74,20 +83,6 @@ def preprocess_data(options: PreprocessSettings) -> int:
             print(f"not finished: {kept}", file=sys.stderr)
         raise
     return 0
-
-
-def run(settings: PreprocessSettings) -> None:
-    """Preprocess and print a report, unless --resume finds a complete corpus. With --dry-run, only print the plan."""
-    plan = plan_preprocessing(settings)
-    if settings.dry_run:
-        print_plan(plan)
-    elif settings.jobs.resume and is_complete(plan):
-        JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
-        advice = "; to change --shard-size, add --overwrite" if settings.shard_size else ""
-        print(f"{plan.files.manifest} is complete; nothing to do{advice}")
-    else:
-        warn_of_absent_fields(plan)
-        print_report(plan, preprocess(plan))
 
 
 def describe_kept_chunks(settings: PreprocessSettings) -> str:
@@ -238,7 +233,8 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     for name, value in corpus.describe().items():
         if name not in _IN_FIRST_LINE and not value.startswith(("none", "0 ", "0.0 %")):
             print(f"  {name:<18} {value}")
-    if without_value := [name for name, kind in attribute_types(corpus).items() if kind == "null"]:
+    columns = attribute_types(corpus) if report.manifest.attributes else {}
+    if without_value := [name for name, kind in columns.items() if kind == "null"]:
         print(f"warning: no document has a value of {', '.join(without_value)} (--record-key)", file=sys.stderr)
     shards = plan.files.shard_files(len(report.manifest.shards))
     pairs = f"{shards[0][0].name}, .idx" + (f" to {shards[-1][0].name}, .idx" if len(shards) > 1 else "")

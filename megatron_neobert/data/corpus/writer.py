@@ -8,7 +8,7 @@ corpus exist side by side, but a corpus shard that equals one chunk is a hard li
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from megatron_neobert import __version__
 from megatron_neobert.data.corpus.attribute_columns import join_columns
@@ -33,7 +32,7 @@ from megatron_neobert.data.corpus.format import (
     token_dtype,
     write_manifest,
 )
-from megatron_neobert.data.corpus.shard_files import read_items, write_index
+from megatron_neobert.data.corpus.shard_files import write_index
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
 from megatron_neobert.runtime.jobs import Finished, Job, JobFolder, JobOptions, finish_jobs
@@ -78,23 +77,16 @@ class ShardJob(Job[None]):
         hashes = (f"{chunk.files['ids'].sha256} {chunk.files['lengths'].sha256}\n" for chunk in self.chunks)
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
-    @property
-    def documents(self) -> int:
-        return sum(chunk.result.counts.documents for chunk in self.chunks)
-
     def work(self, files: Mapping[str, NewFile]) -> None:
-        paths = [self.folder.parent / chunk.result.name for chunk in self.chunks]
-        if len(paths) == 1:
-            files["bin"].link(paths[0].with_name(f"{paths[0].name}.ids"), sha256=self.chunks[0].files["ids"].sha256)
+        ids, lengths = (
+            [self.folder.parent / f"{chunk.result.name}.{kind}" for chunk in self.chunks] for kind in ("ids", "lengths")
+        )
+        if len(ids) == 1:
+            files["bin"].link(ids[0], sha256=self.chunks[0].files["ids"].sha256)
         else:
-            for path in paths:
-                files["bin"].append(path.with_name(f"{path.name}.ids"))
-
-        def read_lengths() -> Iterator[NDArray[np.int32]]:
-            for path in paths:
-                yield from read_items(path.with_name(f"{path.name}.lengths"), "<i4")
-
-        write_index(files["idx"], read_lengths, self.documents, self.dtype)
+            for file in ids:
+                files["bin"].append(file)
+        write_index(files["idx"], lengths, self.dtype)
 
 
 def write_corpus(
@@ -138,10 +130,10 @@ def write_corpus(
         for number, (start, end) in enumerate(pairwise([*starts, len(nonempty)]))
     ]
     written = {job.name: record.files for job, record in finish_jobs(jobs, options or JobOptions(), label="shards")}
-    shards = [
-        CorpusShard(job.documents, pair["bin"].bytes // dtype.itemsize, pair["bin"], pair["idx"])
-        for job, pair in ((job, written[job.name]) for job in jobs)
-    ]
+    shards = []
+    for job in jobs:
+        documents, pair = sum(chunk.result.counts.documents for chunk in job.chunks), written[job.name]
+        shards.append(CorpusShard(documents, pair["bin"].bytes // dtype.itemsize, pair["bin"], pair["idx"]))
     attributes = None
     if "attributes" in nonempty[0].files:
         path = work / files.attributes.name
