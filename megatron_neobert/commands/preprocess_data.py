@@ -130,8 +130,7 @@ def print_sample(plan: Plan) -> None:
     The estimates extrapolate from about 1 MB of text of the first chunk that has documents.
 
     Raises:
-        DataError: The first 100 chunks have no document, or an input file is damaged.
-        ConfigError: A fast back end differs from the reference tokenizer.
+        DataError: The first 100 chunks have no document.
     """
     started, chunks_of = time.perf_counter(), Counter(chunk.path for chunk in plan.chunks)
     documents, text_bytes, input_bytes, counts = 0, 0, 0.0, Counts()

@@ -178,7 +178,6 @@ class AllowedIds:
 
         Raises:
             DataError: An id may not occur in a document. The message has its byte offset.
-            StorageError: A remote .bin cannot be read.
         """
         digest, first = hashlib.sha256(), 0
         for ids in shard.read_ids():

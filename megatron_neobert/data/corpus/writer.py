@@ -109,10 +109,6 @@ def write_corpus(
         shard_bytes: Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
         options: How the corpus shards are written; None writes one after the other.
         recorded: Other fields of the manifest.
-
-    Raises:
-        OutputError: A new file would replace a file of another corpus.
-        ChildProcessError: A worker process died.
     """
     dtype, folder = dtype or token_dtype(tokenizer.vocab_size), files.partial.absolute()
     work = folder / "output"

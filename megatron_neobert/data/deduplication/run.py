@@ -92,7 +92,7 @@ def print_duplicates(options: FindSettings) -> None:
     Equal documents are always found, near-duplicates by MinHash. With --threshold 1, only equal documents are searched.
 
     Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied. With --resume, nothing
-    is done if the list is complete. Raise the errors of `find_duplicates`.
+    is done if the list is complete.
     """
     corpora = open_corpora(options.prefixes)
     origin = options.origin(corpora)
@@ -249,14 +249,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
         The entries of the drop list, one per corpus.
 
     Raises:
-        ConfigError: The threshold is out of range, a corpus is named twice, a corpus has the attribute already, Ray
-            does not start, or OUTPUT.partial belongs to a run with other settings.
-        OutputError: OUTPUT exists, without `overwrite` or an unfinished run to resume; OUTPUT.partial has finished
-            work, without `resume` or `overwrite`; another process uses OUTPUT.partial, or adds attributes; or a corpus
-            is in a folder that cannot be written.
-        MissingInputError: A corpus does not exist.
-        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
-        ChildProcessError: A worker process died.
+        ConfigError: The threshold is out of range.
     """
     if not 0 < settings.minhash.threshold <= 1:
         raise ConfigError(

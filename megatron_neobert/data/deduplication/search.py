@@ -134,8 +134,7 @@ def open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
     """Open the corpora.
 
     Raises:
-        MissingInputError: A corpus does not exist.
-        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
+        DataError: The corpora were written with different tokenizers.
         ConfigError: Two corpora have the same documents.
     """
     corpora = [Corpus(prefix) for prefix in prefixes]

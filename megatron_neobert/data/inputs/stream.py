@@ -213,7 +213,6 @@ class InputReader(io.RawIOBase):
 
         Raises:
             DamagedStream: The stream is damaged within these bytes.
-            OSError: The file or server cannot be read.
         """
         with named_errors(self._path):
             try:

@@ -99,9 +99,6 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
 
     Args:
         input_name: Path or URL of the input file.
-
-    Raises:
-        DataError: The file of a filter has changed since the run was planned.
     """
     if not sources:
         return batch

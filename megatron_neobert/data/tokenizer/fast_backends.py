@@ -96,7 +96,6 @@ class Encoder:
 
         Raises:
             BackendMismatch: The fast back end failed, or gave other ids than the reference for a verified document.
-            DataError: The reference cannot encode a text, because the tokenizer's file is damaged.
         """
         batch = self._tokenizer.encode_batch(texts) if self._fast is None else _guarded(self.name, self._fast, texts)
         if selected := self._select(texts):

@@ -183,7 +183,6 @@ class Tokenizer:
 
         Raises:
             OutputError: The folder cannot be created.
-            OSError: A file cannot be written.
         """
         names = {f"{role}_token": name for role, name in self.special_names.items()}
         config: dict[str, Any] = {
@@ -267,11 +266,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Args:
         path: Local file or folder.
-
-    Raises:
-        MissingInputError: The file or folder does not exist, or the folder has no tokenizer.
-        DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing or not usable.
-        ModuleNotFoundError: The file is a SentencePiece model, and the package sentencepiece is not installed.
     """
     file = find_tokenizer_file(Path(path))
     if is_sentencepiece(file):

@@ -47,11 +47,8 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     Write the tokenizer's files to the folder --output, and print a summary.
 
     Raises:
-        ConfigError: A number is out of range, or --vocab-size is too small for the characters of the texts.
-        DataError: An input file is damaged or not supported, too many records are in error, or there is no document.
-        MissingInputError: An input file does not exist.
-        OutputError: The folder already has a tokenizer, or cannot be created.
-        OSError: An input file cannot be read, or an output file cannot be written.
+        ConfigError: A number is out of range.
+        OutputError: The folder already has a tokenizer.
     """
     for name in ("vocab_size", "min_frequency"):
         if (number := getattr(options, name)) >= 2**31:
