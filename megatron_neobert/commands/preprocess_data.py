@@ -17,9 +17,11 @@ from dataclasses import replace
 from itertools import groupby
 from types import FrameType
 
+import numpy as np
+
 from megatron_neobert.data.corpus.attribute_columns import plain_value
 from megatron_neobert.data.corpus.attributes import attribute_types
-from megatron_neobert.data.corpus.format import token_dtype
+from megatron_neobert.data.corpus.format import Counts, token_dtype
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.inputs.recognise import read_chunk
@@ -31,8 +33,8 @@ from megatron_neobert.errors import EXIT_STOPPED_EARLY, DataError
 from megatron_neobert.runtime.jobs import JobFolder
 from megatron_neobert.text import counted, duration, percent, visible, with_prefix
 
-# Share of [UNK] that a vocabulary of another language exceeds. English web text has less than 0.1 % with
-# bert-base-uncased.
+# Share of [UNK], and of the text in them, that a vocabulary of another language exceeds. English web text has less than
+# 0.1 % of [UNK] with bert-base-uncased.
 _UNKNOWN_WARNING = 0.02
 # --dry-run: text to tokenize, chunks to search for a document, and input files to list.
 _SAMPLE_BYTES = 1 << 20
@@ -51,8 +53,8 @@ def preprocess_data(options: PreprocessSettings) -> int:
     """Tokenize raw input files into a corpus that training and Megatron-LM read.
 
     The corpus is byte for byte the same for any --workers and --executor, and after any restart with --resume.
-    Return 0, or 75 if SIGTERM or SIGUSR1 ended the command; finished chunks are kept for --resume. Raise ConfigError,
-    DataError, MissingInputError, OutputError or OSError if settings, inputs or outputs are wrong.
+    Return 0, or 75 if SIGTERM or SIGUSR1 ended the command; finished chunks are kept for --resume. With --dry-run, only
+    print the plan.
     """
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGUSR1, _stop)
@@ -62,7 +64,16 @@ def preprocess_data(options: PreprocessSettings) -> int:
         keys = tuple(dict.fromkeys(keys or ()))
     settings = replace(options, read=replace(options.read, record_keys=keys))
     try:
-        run(settings)
+        plan = plan_preprocessing(settings)
+        if settings.dry_run:
+            print_plan(plan)
+        elif settings.jobs.resume and is_complete(plan):
+            JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
+            advice = "; to change --shard-size, add --overwrite" if settings.shard_size else ""
+            print(f"{plan.files.manifest} is complete; nothing to do{advice}")
+        else:
+            warn_of_absent_fields(plan)
+            print_report(plan, preprocess(plan))
     except StopRequested as stop:
         kept = describe_kept_chunks(settings) or "no chunk was finished"
         print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
@@ -72,20 +83,6 @@ def preprocess_data(options: PreprocessSettings) -> int:
             print(f"not finished: {kept}", file=sys.stderr)
         raise
     return 0
-
-
-def run(settings: PreprocessSettings) -> None:
-    """Preprocess and print a report, unless --resume finds a complete corpus. With --dry-run, only print the plan."""
-    plan = plan_preprocessing(settings)
-    if settings.dry_run:
-        print_plan(plan)
-    elif settings.jobs.resume and is_complete(plan):
-        JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
-        advice = "; to change --shard-size, add --overwrite" if settings.shard_size else ""
-        print(f"{plan.files.manifest} is complete; nothing to do{advice}")
-    else:
-        warn_of_absent_fields(plan)
-        print_report(plan, preprocess(plan))
 
 
 def describe_kept_chunks(settings: PreprocessSettings) -> str:
@@ -133,11 +130,11 @@ def print_sample(plan: Plan) -> None:
     The estimates extrapolate from about 1 MB of text of the first chunk that has documents.
 
     Raises:
-        DataError: The first 100 chunks have no document, or an input file is damaged.
-        ConfigError: A fast back end differs from the reference tokenizer.
+        DataError: The first 100 chunks have no document.
     """
     started, chunks_of = time.perf_counter(), Counter(chunk.path for chunk in plan.chunks)
-    documents, tokens, text_bytes, input_bytes = 0, 0, 0, 0.0
+    documents, text_bytes, input_bytes, counts = 0, 0, 0.0, Counts()
+    plan.encoder.start_chunk()
     for chunk in itertools.islice(plan.chunks, _SAMPLE_CHUNKS):
         progress = 0.0
         for unfiltered in read_chunk(chunk, plan.settings.read):
@@ -149,7 +146,9 @@ def print_sample(plan: Plan) -> None:
                 if keys := plan.settings.read.record_keys:
                     values = ((key, plain_value(batch.origins[number].fields.get(key))) for key in keys)
                     print(f"keys  {visible(', '.join(f'{key}={value!r}' for key, value in values))}")
-            documents, tokens = documents + len(batch.texts), tokens + encoded.ids.size
+            documents += len(batch.texts)
+            counts.tokens += encoded.ids.size
+            counts.unknown_tokens += int(np.count_nonzero(encoded.ids == plan.tokenizer.unk_id))
             text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
             if text_bytes >= _SAMPLE_BYTES:
                 break
@@ -160,12 +159,15 @@ def print_sample(plan: Plan) -> None:
         raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input, --text-key and the filters.")
     factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
     workers = plan.settings.jobs.workers or 1
-    bin_bytes = tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize
+    bin_bytes = counts.tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize
     print(
-        f"estimated from a sample: {documents * factor:,.0f} documents, {tokens * factor:,.0f} tokens, "
+        f"estimated from a sample: {documents * factor:,.0f} documents, {counts.tokens * factor:,.0f} tokens, "
         f"{with_prefix(bin_bytes, 'B')} of .bin (twice that while chunks are joined), "
         f"{duration((time.perf_counter() - started) * factor / workers)} with {counted(workers, 'worker')}"
     )
+    counts.sampled_characters = plan.encoder.sampled_characters
+    counts.unknown_characters = plan.encoder.unknown_characters
+    warn_of_unknown_text(counts)
 
 
 def warn_of_absent_fields(plan: Plan) -> None:
@@ -194,6 +196,19 @@ def warn_of_absent_fields(plan: Plan) -> None:
         )
 
 
+def warn_of_unknown_text(counts: Counts) -> None:
+    """Warn if more than 2 % of the tokens are unknown, or if these replace more than 2 % of the sampled text."""
+    tokens = counts.unknown_tokens / max(1, counts.tokens)
+    text = counts.unknown_characters / max(1, counts.sampled_characters)
+    if max(tokens, text) > _UNKNOWN_WARNING:
+        print(
+            f"warning: {percent(tokens)} of the tokens are unknown, with {percent(text)} of the text of a sample; "
+            "check that the vocabulary is of this language. WordPiece loses long words as a whole: for a script "
+            "without spaces, use a vocabulary of neobert train-tokenizer or a SentencePiece model",
+            file=sys.stderr,
+        )
+
+
 def print_document(text: str, ids: list[int]) -> None:
     """Print the start of a document as text and as ids."""
     line = " ".join(text[:400].split())
@@ -208,12 +223,7 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
         print(f"warning: left out by --quarantine: {visible(reason)}", file=sys.stderr)
     if plan.encoder.note:
         print(f"note: {plan.encoder.note}", file=sys.stderr)
-    if counts.unknown_tokens > _UNKNOWN_WARNING * counts.tokens:
-        share = counts.unknown_tokens / counts.tokens
-        print(
-            f"warning: {percent(share)} of the tokens are unknown; check that the vocabulary is of this language",
-            file=sys.stderr,
-        )
+    warn_of_unknown_text(counts)
     print(
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {counts.utf8_bytes / 1e6:,.1f} MB of text in "
         f"{report.seconds:.1f} s | {', '.join(report.manifest.tokenizer_backends)}"
@@ -222,7 +232,8 @@ def print_report(plan: Plan, report: PreprocessReport) -> None:
     for name, value in corpus.describe().items():
         if name not in _IN_FIRST_LINE and not value.startswith(("none", "0 ", "0.0 %")):
             print(f"  {name:<18} {value}")
-    if without_value := [name for name, kind in attribute_types(corpus).items() if kind == "null"]:
+    columns = attribute_types(corpus) if report.manifest.attributes else {}
+    if without_value := [name for name, kind in columns.items() if kind == "null"]:
         print(f"warning: no document has a value of {', '.join(without_value)} (--record-key)", file=sys.stderr)
     shards = plan.files.shard_files(len(report.manifest.shards))
     pairs = f"{shards[0][0].name}, .idx" + (f" to {shards[-1][0].name}, .idx" if len(shards) > 1 else "")

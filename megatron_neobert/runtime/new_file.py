@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,8 @@ import msgspec
 
 from megatron_neobert.runtime.atomic_files import sync_to_disk, temporary_path
 from megatron_neobert.runtime.own_files import create_temporary
+
+_BLOCK_BYTES = 4 << 20  # that `append` reads at once
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,6 +47,15 @@ class NewFile:
         self._stream.write(content)
         self._digest.update(content)
         self._bytes += memoryview(content).nbytes
+
+    def append(self, source: Path) -> None:
+        """Append the content of a file. A thread hashes a block while it is written."""
+        with source.open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as thread:
+            while block := stream.read(_BLOCK_BYTES):
+                hashing = thread.submit(self._digest.update, block)
+                self._stream.write(block)
+                hashing.result()
+                self._bytes += len(block)
 
     def link(self, source: Path, *, sha256: str) -> None:
         """Replace the content by a hard link to `source`, or a copy. `sha256` is its hash, which is not checked."""

@@ -81,15 +81,15 @@ def use_the_index_of_another_corpus(folder: Path) -> None:
 CORPORA = [
     (write("small.json", "[" * 100_000), "not a manifest"),
     (make_huge("small.json"), f"{HUGE} a manifest has"),
-    (manifest(format_version="2" * 9999), "format_version 2, found"),
+    (manifest(format_version="2" * 9999), "format_version 1, found"),
     (manifest(tokens=True), "Expected `int`, got `bool` - at `$.tokens`"),
-    (manifest(volumes=[]), "Expected `array` of length >= 1 - at `$.volumes`"),
+    (manifest(shards=[]), "Expected `array` of length >= 1 - at `$.shards`"),
     (manifest(vocab_size=2**33), "Expected `int` <= 2147483648 - at `$.vocab_size`"),
     (manifest(vocab_size=101), "expected vocab_size 100 of tokenizer"),
     (manifest(special_ids=[0, 1, 2, 3, 400]), "400] are not all below vocab_size"),
     (manifest(special_tokens={"mask": 0}), "expected special_tokens"),
     (manifest(dtype="uint8"), "expected dtype uint16 as in small.idx, found uint8"),
-    (manifest(volumes={"bin": {"bytes": 20, "sha256": "0"}}), "expected sha256 0 as in"),
+    (manifest(shards={"bin": {"bytes": 20, "sha256": "0"}}), "expected sha256 0 as in"),
     (use_the_index_of_another_corpus, "small.idx, byte 0: expected sha256"),
     *((replace(end, put), f"small{end} missing: the corpus is unfinished")
       for end in (".bin", ".idx", ".json")

@@ -102,7 +102,7 @@ def test_yaml_without_settings_keeps_the_defaults(tmp_path, text):
 
 
 def test_manifest_cannot_name_files_outside_its_folder(corpus):
-    edit("small.json", volumes={"name": "../../elsewhere"})(corpus)
+    edit("small.json", shards={"name": "../../elsewhere"})(corpus)
     assert [shard.bin.name for shard in Corpus(corpus / "small").shards] == ["small.bin"]
 
 

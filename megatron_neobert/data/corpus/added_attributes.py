@@ -5,14 +5,15 @@ attributes or with all of them. Token ids and earlier attributes do not change, 
 `Manifest.documents_sha256`, by which drop lists and checkpoints identify a corpus.
 """
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from megatron_neobert.data.corpus.attribute_columns import attribute_name
+from megatron_neobert.data.corpus.attribute_columns import attribute_name, write_columns
 from megatron_neobert.data.corpus.attributes import attribute_types
-from megatron_neobert.data.corpus.format import FileRecord, read_manifest, write_manifest
+from megatron_neobert.data.corpus.format import FileRecord, write_manifest
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
@@ -24,44 +25,49 @@ def attributes_folder(corpus: Corpus) -> JobFolder:
     return JobFolder(corpus.files.attributes.absolute().with_suffix(".partial"))
 
 
-def is_added(corpus: Corpus, origin: str, names: Iterable[str]) -> bool:
-    """Return True if attributes of this origin were added already.
+def is_added(corpus: Corpus, origin: str, name: str) -> bool:
+    """Return True if an attribute of this origin was added already.
 
-    Otherwise, raise ConfigError if the corpus has one of the attributes `names`, or an expression could not name it.
+    Otherwise, raise ConfigError if the corpus has an attribute `name`, or an expression could not name it.
     """
     if origin in corpus.manifest.added_attributes:
         return True
-    existing = attribute_types(corpus)
-    for name in names:
-        if name in existing:
-            raise ConfigError(f"{corpus.prefix} has the attribute {name} already; choose another name")
-        if not name.isidentifier() or attribute_name(name) != name:
-            raise ConfigError(
-                f"{name!r} cannot name an attribute; use ASCII letters, digits and _, and no keyword of Python"
-            )
+    if name in attribute_types(corpus):
+        raise ConfigError(f"{corpus.prefix} has the attribute {name} already; choose another name")
+    if not name.isidentifier() or attribute_name(name) != name:
+        raise ConfigError(
+            f"{name!r} cannot name an attribute; use ASCII letters, digits and _, and no keyword of Python"
+        )
     return False
 
 
-def add_attributes(corpus: Corpus, folder: JobFolder, origin: str, write: Callable[[Path], None]) -> None:
-    """Add a file of attributes to a corpus.
+def add_attribute(corpus: Corpus, origin: str, name: str, values: Sequence[Any] | NDArray[Any]) -> None:
+    """Add an attribute to a corpus, unless it has one of this origin.
 
     Args:
-        corpus: Opened after `folder` was entered.
-        folder: The entered `attributes_folder` of the corpus.
-        origin: What computed the attributes, for the manifest; see `is_added`.
-        write: Writes the Parquet file, with one row per document, to a path; see `attribute_columns.write_columns`.
+        origin: What computed the attribute, for the manifest.
+        values: One value per document.
 
     Raises:
         DataError: The corpus has been written again since it was opened.
+        ConfigError: Another run has added an attribute of this name.
     """
-    manifest, files = corpus.manifest, corpus.files
-    path = files.added_attributes(len(manifest.added_attributes))
-    work = folder.path / path.name
-    write(work)
-    sync_to_disk(work)
-    record = FileRecord(work.stat().st_size, sha256_of(work))
-    if read_manifest(files.manifest) != manifest:
-        raise DataError(f"{corpus.prefix} has been written again since this run began; start again with --overwrite")
-    work.replace(path)
-    sync_to_disk(path.parent)
-    write_manifest(files.manifest, replace(manifest, added_attributes=manifest.added_attributes | {origin: record}))
+    import pyarrow as pa
+
+    table = pa.table({name: values})
+    with attributes_folder(corpus) as folder:
+        work = folder.path / "column.parquet"
+        write_columns(work, table.schema, [table])
+        sync_to_disk(work)
+        current, files = Corpus(corpus.prefix), corpus.files
+        if current.manifest.documents_sha256 != corpus.manifest.documents_sha256:
+            raise DataError(
+                f"{corpus.prefix} has been written again since this run began; start again with --overwrite"
+            )
+        if is_added(current, origin, name):
+            return
+        added = current.manifest.added_attributes
+        record, path = FileRecord(work.stat().st_size, sha256_of(work)), files.added_attributes(len(added))
+        work.replace(path)
+        sync_to_disk(path.parent)
+        write_manifest(files.manifest, replace(current.manifest, added_attributes=added | {origin: record}))

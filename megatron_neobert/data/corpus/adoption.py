@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.format import NO_TOKENS, CorpusFiles, InputRecord, corpus_files, draft_manifest
+from megatron_neobert.data.corpus.format import NO_TOKENS, CorpusFiles, Counts, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import HEADER, AllowedIds, check_index, damage_error, read_header
-from megatron_neobert.data.corpus.writer import ChunkFiles, write_corpus
+from megatron_neobert.data.corpus.writer import TokenizedChunk, write_corpus
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
-from megatron_neobert.runtime.jobs import JobFolder
+from megatron_neobert.runtime.jobs import Finished, JobFolder
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import visible
 
@@ -86,17 +85,8 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
         raise OutputError(f"{existing[0]} has no manifest, but the new corpus needs this name; move the file away")
     megatron = _MegatronIndex(source)
     with JobFolder(files.partial) as folder:
-        chunk, source_sha256, eod_id = _write_chunk(folder.path, source, megatron, tokenizer)
-        draft = draft_manifest(
-            tokenizer,
-            inputs={source.bin.name: InputRecord(source.bin.stat().st_size, source_sha256)},
-            text_key="",
-            filters={},
-            records=megatron.documents + megatron.empty,
-            rejected={},
-            dropped={NO_TOKENS: megatron.empty} if megatron.empty else {},
-        )
-        write_corpus([chunk], files, replace(draft, dtype=megatron.dtype.name), folder=folder.path)
+        chunk, eod_id = _write_chunk(folder.path, source, megatron, tokenizer)
+        write_corpus([chunk], files, tokenizer, dtype=megatron.dtype, text_key="", filters={})
     return Corpus(f"{prefix}_documents"), eod_id
 
 
@@ -142,14 +132,16 @@ class _MegatronIndex:
 
 def _write_chunk(
     folder: Path, source: CorpusFiles, megatron: _MegatronIndex, tokenizer: Tokenizer
-) -> tuple[ChunkFiles, str, int | None]:
+) -> tuple[Finished[TokenizedChunk], int | None]:
     """Write all documents that are not empty as one chunk: 0.ids, 0.lengths and an empty 0.rejects in `folder`.
 
-    Return the chunk, the SHA-256 of Megatron's .bin, and the end-of-document id that was removed, or None. Raise
-    DataError if an id may not occur in a document, or if some documents, but not all, end with a special token.
+    Return the chunk, and the end-of-document id that was removed, or None. Raise DataError if an id may not occur in a
+    document, or if some documents, but not all, end with a special token.
     """
     allowed = AllowedIds(tokenizer.special_ids, unknown=tokenizer.unk_id, vocab_size=tokenizer.vocab_size)
-    digest, documents, tokens, unknown_tokens, eod_id = hashlib.sha256(), 0, 0, 0, None
+    digest, counts, eod_id = hashlib.sha256(), Counts(), None
+    if megatron.empty:
+        counts.dropped[NO_TOKENS] = megatron.empty
     with (
         NewFile(folder / "0.ids") as ids_file,
         NewFile(folder / "0.lengths") as lengths_file,
@@ -161,30 +153,30 @@ def _write_chunk(
             digest.update(ids.data)
             ends = np.cumsum(lengths) - 1
             # No text contains a special token, so one at the end of the first document is an end-of-document token.
-            if not documents and lengths.size and allowed.first_forbidden(ids[ends[:1]]) is not None:
+            if not counts.documents and lengths.size and allowed.first_forbidden(ids[ends[:1]]) is not None:
                 eod_id = int(ids[ends[0]])
             if eod_id is not None:
                 wrong = np.flatnonzero((ids[ends] != eod_id) | (lengths == 1))
                 if wrong.size:
                     raise DataError(
                         f"{source.bin}: the first document ends with the special token {eod_id}, but document "
-                        f"{documents + wrong[0]} does not, or has no other token. Preprocess again, or give the "
+                        f"{counts.documents + wrong[0]} does not, or has no other token. Preprocess again, or give the "
                         "--tokenizer-model with which the files were written"
                     )
                 ids, lengths = np.delete(ids, ends), lengths - 1
                 ids_file.write(ids.data)
             if (at := allowed.first_forbidden(ids)) is not None:
-                document = documents + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+                document = counts.documents + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
                 raise DataError(
                     f"{source.bin}: document {document}: expected {allowed.rule_for(ids[at])}, found {ids[at]}. Copy "
                     "the file again, or give the --tokenizer-model with which it was written"
                 )
             lengths_file.write(lengths.astype("<i4").data)
-            unknown_tokens += int(np.count_nonzero(ids == allowed.unknown))
-            documents, tokens = documents + lengths.size, tokens + ids.size
+            counts.unknown_tokens += int(np.count_nonzero(ids == allowed.unknown))
+            counts.documents, counts.tokens = counts.documents + lengths.size, counts.tokens + ids.size
         if eod_id is None:
             ids_file.link(source.bin.resolve(), sha256=digest.hexdigest())
-        ids_sha256 = ids_file.commit().sha256
-        lengths_file.commit()
+        files = {"ids": ids_file.commit(), "lengths": lengths_file.commit()}
     (folder / "0.rejects").touch()
-    return ChunkFiles(source.bin.name, "0", documents, tokens, unknown_tokens, ids_sha256), digest.hexdigest(), eod_id
+    chunk = TokenizedChunk("0", source.bin.name, source.bin.stat().st_size, digest.hexdigest(), counts)
+    return Finished("", files, chunk), eod_id

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,13 +60,10 @@ def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def join_columns(path: Path, chunks: Sequence[Path], is_chosen: NDArray[np.bool_] | None) -> None:
-    """Write a Parquet file with the attributes of the chosen documents, in the order of the chunks.
+def join_columns(path: Path, chunks: Sequence[Path]) -> None:
+    """Write a Parquet file with the attributes of all documents; replace an existing file.
 
-    Args:
-        path: The file to write, replaced if it exists.
-        chunks: Files with the content of `pack_columns`.
-        is_chosen: One value per document of all chunks, True to keep its row; None keeps all rows.
+    `chunks` are files with the content of `pack_columns`.
     """
     import pyarrow as pa
 
@@ -79,12 +75,9 @@ def join_columns(path: Path, chunks: Sequence[Path], is_chosen: NDArray[np.bool_
                 types.setdefault(field.name, set()).add(field.type)
 
     def read_chunks() -> "Iterator[pa.Table]":
-        first = 0
         for chunk in chunks:
             with chunk.open("rb") as source:
-                table = pa.ipc.open_file(source).read_all()
-            first, begin = first + len(table), first
-            yield table if is_chosen is None else table.filter(pa.array(is_chosen[begin:first]))
+                yield pa.ipc.open_file(source).read_all()
 
     schema = pa.schema(
         [(name, _common_type(found, (table[name] for table in read_chunks()))) for name, found in types.items()]

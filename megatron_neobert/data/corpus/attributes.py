@@ -99,12 +99,6 @@ def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[s
         corpus: The corpus.
         conditions: Expressions of config/expressions.py.
         drop: Paths of drop lists.
-
-    Raises:
-        ConfigError: A condition is malformed, names an unknown attribute, or compares different types.
-        DataError: The attributes or the drop list are damaged or belong to another corpus.
-        MissingInputError: The drop list does not exist.
-        StorageError: The attributes of a remote corpus cannot be read.
     """
     bits = np.full(-(-len(corpus) // _BLOCK) * _BLOCK // 8, 0 if conditions else 255, dtype=np.uint8)
     if conditions:

@@ -1,6 +1,6 @@
 """Names of the files of a corpus, and its manifest, which msgspec validates.
 
-A corpus has one or more corpus shards ("volumes" in the manifest), each a pair of .bin and .idx in Megatron's format.
+A corpus has one or more corpus shards, each a pair of .bin and .idx in Megatron's format.
 A single shard is PREFIX.bin and PREFIX.idx; several shards are PREFIX_00000.bin, PREFIX_00000.idx and so on. The
 manifest is PREFIX.json. It is written last, so a corpus without a manifest is unfinished. Each document is one sequence
 of the index: not truncated, and without special tokens.
@@ -10,25 +10,23 @@ import glob
 import hashlib
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from megatron_neobert import __version__
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import read_text, replace_file
 from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.text import parse_json, percent
 
-if TYPE_CHECKING:
-    from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 # Dtypes of token ids by their code in the .idx.
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -37,6 +35,12 @@ DAMAGED = "the file is damaged or belongs to another corpus; copy it again or pr
 _LARGEST_MANIFEST_BYTES = 1 << 30
 # Key of Manifest.dropped: texts that tokenize to nothing (control characters only).
 NO_TOKENS = "no tokens"
+
+
+# Reasons of dropped records that are counted one by one.
+_MOST_REASONS = 1000
+# Key of Counts.dropped for the records with other reasons.
+OTHER_REASONS = "other reasons of filters"
 
 
 class CorpusFiles(NamedTuple):
@@ -104,6 +108,41 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return DTYPES[8 if vocab_size < 65500 else 4]
 
 
+@dataclass
+class Counts:
+    """Numbers of records and tokens: records = documents + rejected + dropped."""
+
+    documents: int = 0
+    tokens: int = 0
+    unknown_tokens: int = 0
+    utf8_bytes: int = 0  # of the texts that the filters kept
+    sampled_characters: int = 0  # in a sample of the documents, see Encoder
+    unknown_characters: int = 0  # those of the sample that unknown tokens replace
+    rejected: Counter[str] = field(default_factory=Counter)  # records in error, by reason
+    dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
+
+    def add(self, counts: "Counts") -> None:
+        """Add counts. From the 1,001st reason of filters on, records are counted under OTHER_REASONS.
+
+        A filter may give each record a reason of its own, such as a formatted score.
+        """
+        for name, value in vars(counts).items():
+            if name != "dropped":
+                setattr(self, name, getattr(self, name) + value)
+        for reason, records in counts.dropped.items():
+            # A filter's reason follows its label and ": ", which the fixed reasons lack.
+            is_kept = reason in self.dropped or len(self.dropped) < _MOST_REASONS or ": " not in reason
+            self.dropped[reason if is_kept else OTHER_REASONS] += records
+
+    @property
+    def errors(self) -> int:
+        return self.rejected.total()
+
+    @property
+    def records(self) -> int:
+        return self.documents + self.errors + self.dropped.total()
+
+
 class InputRecord(msgspec.Struct, frozen=True):
     """An input file at the time when it was read, and its documents in this corpus."""
 
@@ -165,7 +204,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rejected: dict[str, Count]
     # Number of records by the name of the filter that dropped them, or by the reason, such as NO_TOKENS.
     dropped: dict[str, Count]
-    shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)] = msgspec.field(name="volumes")
+    shards: Annotated[list[CorpusShard], msgspec.Meta(min_length=1)]
     # UTF-8 bytes of text per token. None in corpora of other software.
     bytes_per_token: float | None = None
     # By name and version of the back end.
@@ -240,24 +279,6 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def draft_manifest(tokenizer: "Tokenizer", **fields: Any) -> Manifest:
-    """Return a manifest with these fields and those of the tokenizer. Counts are 0 until `write_corpus` sets them."""
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        project_version=__version__,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        special_tokens=tokenizer.special_tokens,
-        special_ids=list(tokenizer.special_ids),
-        dtype=token_dtype(tokenizer.vocab_size).name,
-        documents=0,
-        tokens=0,
-        unknown_tokens=0,
-        shards=[],
-        **fields,
-    )
-
-
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest as JSON, replacing an existing file atomically."""
     content = msgspec.to_builtins(manifest)
@@ -279,7 +300,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     records = [manifest.documents, *manifest.rejected.values(), *manifest.dropped.values()]
     sums = [("records", "documents, rejected and dropped", records)]
     for name in ("documents", "tokens"):
-        for parts, entries in (("volumes", manifest.shards), ("inputs", manifest.inputs.values())):
+        for parts, entries in (("shards", manifest.shards), ("inputs", manifest.inputs.values())):
             sums.append((name, parts, [getattr(entry, name) for entry in entries]))
     for name, parts, counts in sums:
         if counts and sum(counts) != getattr(manifest, name):

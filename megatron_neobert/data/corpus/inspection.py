@@ -41,12 +41,6 @@ def validate(options: ValidateOptions) -> None:
     """Check a corpus, and print a summary if it is sound. Exit with code 65 and a message if it is damaged.
 
     Without --full, the command reads the manifest and the indexes (sizes, lengths, pointers), but no token ids.
-
-    Raises:
-        DataError: The corpus is damaged. The message has the file, the byte offset, and the expected and found value.
-        MissingInputError: The corpus does not exist.
-        ConfigError: A URL is given without --object-storage-cache-path.
-        StorageError: A remote corpus cannot be read.
     """
     from megatron_neobert.data.corpus.reader import check_content, check_indexes
 
@@ -75,10 +69,7 @@ def inspect_data(options: InspectDataOptions) -> None:
     """Print a summary of a corpus, its input files (--inputs), or documents (--document).
 
     Raises:
-        MissingInputError: The corpus or the tokenizer does not exist.
         ConfigError: A document does not exist, or --tokenizer-model or --object-storage-cache-path is missing.
-        DataError: The corpus is damaged, or was written with another tokenizer.
-        StorageError: A remote corpus cannot be read.
     """
     corpus = _open(options)
     if options.inputs:
@@ -138,8 +129,6 @@ def print_documents(corpus: "Corpus", numbers: tuple[int, ...], options: Inspect
 
     Raises:
         ConfigError: A document does not exist, or --tokenizer-model is missing.
-        MissingInputError: The tokenizer does not exist.
-        DataError: The corpus or the tokenizer is damaged, or the corpus was written with another tokenizer.
     """
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 

@@ -99,9 +99,6 @@ class ObjectStorage:
 
         Raises:
             MissingInputError: There is no manifest at this URL.
-            StorageError: A remote file cannot be read, or the cache cannot be written.
-            DataError: The manifest is damaged, or a file contradicts it.
-            ConfigError, MissingPackageError: The protocol of the URL is unknown, or needs a package.
         """
         parent, _, name = prefix.rpartition("/")
         url = f"{prefix}.json"
@@ -158,7 +155,6 @@ class ObjectStorage:
 
         Raises:
             DataError: Size or checksum of the remote file differ from the manifest.
-            StorageError: The remote file cannot be read, or the local copy cannot be written.
         """
         with self.locked(path):
             if path.exists() and path.stat().st_size == recorded.bytes and sha256_of(path) == recorded.sha256:
@@ -199,12 +195,7 @@ class ObjectStorage:
 
 
 class RemoteFile:
-    """A remote .bin that is sliced like `bytes`. Slicing waits for blocks that are not in the cache.
-
-    Raises:
-        DataError: The size differs from the manifest, or (when slicing) the file was replaced after it was opened.
-        StorageError: The remote file cannot be read, or the cache cannot be written.
-    """
+    """A remote .bin that is sliced like `bytes`. Slicing waits for blocks that are not in the cache."""
 
     def __init__(self, storage: ObjectStorage, url: str, recorded: FileRecord) -> None:
         self.url, self.storage = url, storage
@@ -245,7 +236,6 @@ class RemoteFile:
 
         Raises:
             DataError: The remote file was replaced after this object had been created.
-            StorageError: The remote file cannot be read, or the cache cannot be written.
         """
         if (cached := self._read_cached(number)) is not None:
             return cached
@@ -319,7 +309,6 @@ def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *,
     Raises:
         MissingInputError: The file is missing, and `retry_missing` is not set.
         StorageError: All attempts failed.
-        ConfigError, MissingPackageError: The protocol of the URL is unknown, or needs a package.
     """
     waits = list(_WAITS_SECONDS)
     while True:

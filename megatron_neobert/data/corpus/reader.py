@@ -52,9 +52,6 @@ class Corpus:
 
     Raises:
         ConfigError: `prefix` is a URL, and there is no `storage`.
-        MissingInputError: No file of this corpus exists.
-        StorageError: A remote file cannot be read.
-        DataError: A file is missing or damaged, or files contradict each other.
     """
 
     def __init__(self, prefix: str | Path, storage: ObjectStorage | None = None) -> None:
@@ -106,7 +103,6 @@ class Corpus:
 
         Raises:
             DataError: The index contradicts itself about a document, or an id may not occur in a document.
-            StorageError: A remote corpus cannot be read.
         """
         item = self.dtype.itemsize
         locations = self._locate(documents)
@@ -159,12 +155,7 @@ class Corpus:
 
     @cached_property
     def attribute_files(self) -> list[Path]:
-        """Local paths of all files of document attributes. Remote files are downloaded first.
-
-        Raises:
-            DataError: The checksum of a file differs from the manifest.
-            StorageError: A remote file cannot be read.
-        """
+        """Local paths of all files of document attributes. Remote files are downloaded first."""
         files = self.files.attribute_files(self.manifest)
         for path, recorded in files:
             if self.storage is not None:

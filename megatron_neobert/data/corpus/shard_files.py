@@ -12,7 +12,7 @@ in steps of bounded size, so memory does not grow with the corpus.
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,20 @@ _REMOTE_STEP_BYTES = 2 << 20
 _PREFETCHED_STEPS = 8
 
 
-def write_index(
-    index: NewFile,
-    read_lengths: Callable[[], Iterable[NDArray[np.int32]]],
-    documents: int,
-    dtype: np.dtype[Any],
-) -> None:
+def write_index(index: NewFile, lengths: Sequence[Path], dtype: np.dtype[Any]) -> None:
     """Write the content of an .idx to `index`, which the caller commits.
 
-    `read_lengths` is called twice. Each time, it returns `documents` lengths in tokens, in arrays that are not empty.
-    `dtype` is that of the token ids in the .bin, one of DTYPES.
+    Args:
+        lengths: Files of the lengths of documents in tokens, as int32. The files are read one after the other.
+        dtype: Of the token ids in the .bin, one of DTYPES.
     """
     code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
+    documents = sum(file.stat().st_size for file in lengths) // 4
     index.write(HEADER.pack(MAGIC, 1, code, documents, documents + 1))
-    for lengths in read_lengths():
-        index.write(lengths.data)
-    for entries in _pointers_and_boundaries(read_lengths(), dtype):
+    for file in lengths:
+        index.append(file)
+    steps = (step for file in lengths for step in read_items(file, "<i4"))
+    for entries in _pointers_and_boundaries(steps, dtype):
         index.write(entries.data)
 
 
@@ -180,7 +178,6 @@ class AllowedIds:
 
         Raises:
             DataError: An id may not occur in a document. The message has its byte offset.
-            StorageError: A remote .bin cannot be read.
         """
         digest, first = hashlib.sha256(), 0
         for ids in shard.read_ids():

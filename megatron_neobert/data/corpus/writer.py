@@ -1,147 +1,212 @@
-"""Turns finished chunks into a corpus. A killed call leaves the old corpus, or none, and can be repeated.
+"""Turns tokenized chunks into a corpus. A killed call leaves the old corpus, or none, and can be repeated.
 
-A corpus is its chunks in order, and a corpus shard consists of whole chunks. All files are built in PREFIX.partial.
-They get their final names when all of them are on disk, the manifest last. Disk: chunks and corpus exist side by side,
-but a corpus shard that equals one chunk is a hard link. Memory: a few megabytes.
+A corpus is its chunks in order, and a corpus shard consists of whole chunks. Each corpus shard is a job. All files are
+built in PREFIX.partial. They get their final names when all of them are on disk, the manifest last. Disk: chunks and
+corpus exist side by side, but a corpus shard that equals one chunk is a hard link. Memory: a few megabytes per worker.
 """
 
+import hashlib
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
+from megatron_neobert import __version__
 from megatron_neobert.data.corpus.attribute_columns import join_columns
 from megatron_neobert.data.corpus.format import (
+    FORMAT_VERSION,
+    BackendRecord,
     CorpusFiles,
     CorpusShard,
+    Counts,
     FileRecord,
+    InputRecord,
     Manifest,
     read_manifest,
+    token_dtype,
     write_manifest,
 )
-from megatron_neobert.data.corpus.shard_files import read_items, write_index
+from megatron_neobert.data.corpus.shard_files import write_index
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
-from megatron_neobert.runtime.jobs import JobFolder, progress_bar
+from megatron_neobert.runtime.jobs import Finished, Job, JobFolder, JobOptions, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import listed
 
-_COPIED_BYTES = 4 << 20  # in one step
+if TYPE_CHECKING:
+    from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class ChunkFiles:
-    """A finished chunk, whose files are `name`.KIND in PREFIX.partial.
+class TokenizedChunk:
+    """Record of a tokenized chunk, whose files are NAME.KIND in PREFIX.partial.
 
     Kinds: ids (in the dtype of the corpus), lengths (int32), attributes (see attribute_columns.py, only with
     --record-key), rejects (JSON lines).
     """
 
-    # Name of the input file in the manifest.
-    input: str
     name: str
-    documents: int
-    tokens: int
-    unknown_tokens: int
-    ids_sha256: str
-    has_attributes: bool = False
+    input: str  # name of the input file in the manifest
+    input_bytes: int
+    input_sha256: str | None  # of the whole input file; None unless this is its first chunk, and for URLs
+    counts: Counts
+    backend: str = ""  # name and version of the tokenizer back end; empty for files of another program
+    compared: int = 0  # documents whose ids were compared with the reference tokenizer
+    first_error: str | None = None
+
+
+@dataclass(frozen=True)
+class ShardJob(Job[None]):
+    """Join chunks to the .bin and .idx of a corpus shard. The folder is within that of the chunks."""
+
+    result_type = None
+    sync = True
+    kinds = ("bin", "idx")
+
+    chunks: tuple[Finished[TokenizedChunk], ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def key(self) -> str:
+        hashes = (f"{chunk.files['ids'].sha256} {chunk.files['lengths'].sha256}\n" for chunk in self.chunks)
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    def work(self, files: Mapping[str, NewFile]) -> None:
+        ids, lengths = (
+            [self.folder.parent / f"{chunk.result.name}.{kind}" for chunk in self.chunks] for kind in ("ids", "lengths")
+        )
+        if len(ids) == 1:
+            files["bin"].link(ids[0], sha256=self.chunks[0].files["ids"].sha256)
+        else:
+            for file in ids:
+                files["bin"].append(file)
+        write_index(files["idx"], lengths, self.dtype)
 
 
 def write_corpus(
-    chunks: Sequence[ChunkFiles],
+    chunks: Sequence[Finished[TokenizedChunk]],
     files: CorpusFiles,
-    draft: Manifest,
+    tokenizer: "Tokenizer",
     *,
-    folder: Path,
+    dtype: np.dtype[Any] | None = None,
     shard_bytes: int | None = None,
+    options: JobOptions | None = None,
+    **recorded: Any,
 ) -> Manifest:
     """Write the corpus of these chunks, replacing a corpus with the same prefix, and return its manifest.
 
     Args:
         chunks: In the order of the input files; the chunks of an input file are consecutive and in order. At least one
             has a document.
-        files: Final paths.
-        draft: Manifest from `draft_manifest`.
-        folder: PREFIX.partial, which no other process may use. Its sub-folder `output` is removed after success.
+        files: Final paths. No other process may use PREFIX.partial, which has the files of the chunks.
+        dtype: Of the ids; None for that of the vocabulary.
         shard_bytes: Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
-
-    Raises:
-        OutputError: A new file would replace a file of another corpus.
+        options: How the corpus shards are written; None writes one after the other.
+        recorded: Other fields of the manifest.
     """
-    nonempty = [chunk for chunk in chunks if chunk.documents]
-    folder = folder.absolute()
+    dtype, folder = dtype or token_dtype(tokenizer.vocab_size), files.partial.absolute()
     work = folder / "output"
-    if work.exists():
-        shutil.rmtree(work)  # left by a killed call
-    work.mkdir()
-    shards: list[CorpusShard] = []
-    ranges = _divide_into_shards(nonempty, shard_bytes, np.dtype(draft.dtype).itemsize)
-    for numbers in progress_bar(iterable=ranges, desc="corpus shards"):
-        paths = [work / file.name for file in files.numbered_shard(len(shards))]
-        shards.append(_write_shard(folder, nonempty[numbers.start : numbers.stop], paths, np.dtype(draft.dtype)))
-    counts: dict[str, Counter[str]] = {}
-    for chunk in chunks:
-        counts.setdefault(chunk.input, Counter()).update(documents=chunk.documents, tokens=chunk.tokens)
+    work.mkdir(exist_ok=True)  # a killed call leaves finished shards
+    nonempty = [chunk for chunk in chunks if chunk.result.counts.documents]
+    starts, shard_size = [0], 0
+    for number, chunk in enumerate(nonempty):
+        size = chunk.result.counts.tokens * dtype.itemsize
+        if number > starts[-1] and shard_bytes is not None and shard_size + size > shard_bytes:
+            starts.append(number)
+            shard_size = 0
+        shard_size += size
+    jobs = [
+        ShardJob(work, files.numbered_shard(number)[0].stem, tuple(nonempty[start:end]), dtype)
+        for number, (start, end) in enumerate(pairwise([*starts, len(nonempty)]))
+    ]
+    written = {job.name: record.files for job, record in finish_jobs(jobs, options or JobOptions(), label="shards")}
+    shards = []
+    for job in jobs:
+        documents, pair = sum(chunk.result.counts.documents for chunk in job.chunks), written[job.name]
+        shards.append(CorpusShard(documents, pair["bin"].bytes // dtype.itemsize, pair["bin"], pair["idx"]))
     attributes = None
-    if nonempty[0].has_attributes:
+    if "attributes" in nonempty[0].files:
         path = work / files.attributes.name
-        join_columns(path, [folder / f"{chunk.name}.attributes" for chunk in nonempty], None)
+        join_columns(path, [folder / f"{chunk.result.name}.attributes" for chunk in nonempty])
         sync_to_disk(path)
         attributes = FileRecord(path.stat().st_size, sha256_of(path))
-    manifest = replace(
-        draft,
-        inputs={name: replace(record, **counts[name]) for name, record in draft.inputs.items()},
-        documents=sum(shard.documents for shard in shards),
-        tokens=sum(shard.tokens for shard in shards),
-        unknown_tokens=sum(chunk.unknown_tokens for chunk in nonempty),
-        attributes=attributes,
+    with (work / files.rejects.name).open("wb") as rejects:
+        for chunk in chunks:
+            with (folder / f"{chunk.result.name}.rejects").open("rb") as source:
+                shutil.copyfileobj(source, rejects)
+    sync_to_disk(work / files.rejects.name)
+    counts, inputs, backends = _sum(chunks)
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        project_version=__version__,
+        inputs=inputs,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        special_tokens=tokenizer.special_tokens,
+        special_ids=list(tokenizer.special_ids),
+        dtype=dtype.name,
+        records=counts.records,
+        documents=counts.documents,
+        tokens=counts.tokens,
+        unknown_tokens=counts.unknown_tokens,
+        rejected=dict(sorted(counts.rejected.items())),
+        dropped=dict(sorted(counts.dropped.items())),
         shards=shards,
+        bytes_per_token=counts.utf8_bytes / counts.tokens if counts.utf8_bytes else None,
+        tokenizer_backends=dict(sorted(backends.items())),
+        attributes=attributes,
+        **recorded,
     )
     write_manifest(work / files.manifest.name, manifest)
-    _join_rejects(chunks, folder, work / "rejects")
-    _refuse_foreign_files(files, len(shards))
-    _remove_old_corpus(files)
-    _move(work, files, manifest)
+    _replace_old_corpus(files, manifest, work)
     shutil.rmtree(work, ignore_errors=True)
     return manifest
 
 
-def _write_shard(
-    folder: Path, chunks: Sequence[ChunkFiles], paths: Sequence[Path], dtype: np.dtype[np.integer]
-) -> CorpusShard:
-    """Write the .bin and .idx of these chunks to `paths`."""
-    documents = sum(chunk.documents for chunk in chunks)
-
-    def read_lengths() -> Iterator[NDArray[np.int32]]:
-        for chunk in chunks:
-            yield from read_items(folder / f"{chunk.name}.lengths", "<i4")
-
-    with NewFile(paths[0]) as bin_file, NewFile(paths[1]) as idx_file:
-        if len(chunks) == 1:
-            bin_file.link(folder / f"{chunks[0].name}.ids", sha256=chunks[0].ids_sha256)
-        else:
-            for chunk in chunks:
-                with (folder / f"{chunk.name}.ids").open("rb", buffering=0) as ids:
-                    while block := ids.read(_COPIED_BYTES):
-                        bin_file.write(block)
-        write_index(idx_file, read_lengths, documents, dtype)
-        bin_record, idx_record = bin_file.commit(), idx_file.commit()
-    return CorpusShard(documents, bin_record.bytes // dtype.itemsize, bin_record, idx_record)
+def _sum(
+    chunks: Sequence[Finished[TokenizedChunk]],
+) -> tuple[Counts, dict[str, InputRecord], dict[str, BackendRecord]]:
+    """Return the counts of all chunks, the records of their input files, and those of their tokenizer back ends."""
+    total, inputs, backends = Counts(), dict[str, InputRecord](), dict[str, BackendRecord]()
+    for chunk in (finished.result for finished in chunks):
+        counts = chunk.counts
+        total.add(counts)
+        of_input = inputs.setdefault(chunk.input, InputRecord(chunk.input_bytes, chunk.input_sha256))
+        inputs[chunk.input] = replace(
+            of_input, documents=of_input.documents + counts.documents, tokens=of_input.tokens + counts.tokens
+        )
+        if chunk.backend:
+            by = backends.setdefault(chunk.backend, BackendRecord(0, 0))
+            backends[chunk.backend] = BackendRecord(by.documents + counts.documents, by.compared + chunk.compared)
+    return total, inputs, backends
 
 
-def _move(work: Path, files: CorpusFiles, manifest: Manifest) -> None:
-    """Move all files from the work folder to their final names, the manifest last."""
-    if (work / "rejects").stat().st_size:
-        (work / "rejects").replace(files.rejects)
-    for number, pair in enumerate(files.shard_files(len(manifest.shards))):
+def _replace_old_corpus(files: CorpusFiles, manifest: Manifest, work: Path) -> None:
+    """Remove the corpus with this prefix, and move the files of the new one from `work` to their final names.
+
+    The manifest goes first and comes last. So after a kill in the middle, no manifest describes files that are missing
+    or replaced. Raise OutputError if a new file would replace a file that does not belong to the old corpus.
+    """
+    old_files, pairs = files.existing_files(), files.shard_files(len(manifest.shards))
+    for file in sum(pairs, ()):
+        if file.exists() and file not in old_files:
+            raise OutputError(f"{file} belongs to another corpus; move it away, and start again with --resume")
+    files.manifest.unlink(missing_ok=True)
+    sync_to_disk(files.manifest.parent)
+    # The highest shard number goes first, so that the files left after a kill are still numbered from 0 on.
+    for file in (*old_files[::-1], files.rejects):
+        file.unlink(missing_ok=True)
+    for number, pair in enumerate(pairs):
         for source, target in zip(files.numbered_shard(number), pair, strict=True):
             (work / source.name).replace(target)
+    if (work / files.rejects.name).stat().st_size:
+        (work / files.rejects.name).replace(files.rejects)
     if manifest.attributes is not None:
         (work / files.attributes.name).replace(files.attributes)
     sync_to_disk(files.manifest.parent)
@@ -170,45 +235,3 @@ def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
                 f"{existing[0]} is not replaced, because {files.manifest.name} is no manifest of this project; "
                 "move the file away, or choose another --output-prefix"
             ) from error
-
-
-def _refuse_foreign_files(files: CorpusFiles, shards: int) -> None:
-    """Raise OutputError if a new file would replace a file that does not belong to the corpus with this prefix."""
-    replaceable = files.existing_files()
-    for file in sum(files.shard_files(shards), ()):
-        if file.exists() and file not in replaceable:
-            raise OutputError(f"{file} belongs to another corpus; move it away, and start again with --resume")
-
-
-def _divide_into_shards(chunks: Sequence[ChunkFiles], limit: int | None, item_bytes: int) -> list[range]:
-    """Return the range of chunk indices of each corpus shard of at most `limit` bytes or one chunk."""
-    starts, shard_bytes = [0], 0
-    for number, chunk in enumerate(chunks):
-        chunk_bytes = chunk.tokens * item_bytes
-        if number > starts[-1] and limit is not None and shard_bytes + chunk_bytes > limit:
-            starts.append(number)
-            shard_bytes = 0
-        shard_bytes += chunk_bytes
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(chunks)], strict=True)]
-
-
-def _join_rejects(chunks: Sequence[ChunkFiles], folder: Path, target: Path) -> None:
-    """Write the rejects of all chunks to `target`."""
-    with target.open("wb") as stream:
-        for chunk in chunks:
-            with (folder / f"{chunk.name}.rejects").open("rb") as rejects:
-                shutil.copyfileobj(rejects, stream, 1 << 20)
-    sync_to_disk(target)
-
-
-def _remove_old_corpus(files: CorpusFiles) -> None:
-    """Remove the corpus with this prefix, and the file of rejects. The manifest goes first.
-
-    So after a kill in the middle, no manifest describes files that are missing or replaced.
-    """
-    # The highest shard number goes first, so that the files left after a kill are still numbered from 0 on.
-    old_files = files.existing_files()[::-1]
-    files.manifest.unlink(missing_ok=True)
-    sync_to_disk(files.manifest.parent)
-    for file in (*old_files, files.rejects):
-        file.unlink(missing_ok=True)

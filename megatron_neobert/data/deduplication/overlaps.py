@@ -19,7 +19,7 @@ from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.deduplication.search import (
-    Documents,
+    SearchedDocuments,
     SearchSettings,
     begin,
     is_complete,
@@ -64,7 +64,7 @@ class OverlapJob(Job[None]):
     result_type = None
     kinds = ("documents", "ngrams")
 
-    documents: Documents
+    documents: SearchedDocuments
     numbers: range
     ngram: int
 
@@ -84,7 +84,7 @@ def print_overlaps(options: OverlapSettings) -> None:
     """List the documents that share an n-gram of tokens with evaluation texts, so that training can leave them out.
 
     Training skips the listed documents with --data-path PREFIX:drop=FILE. With --resume, nothing is done if the list is
-    complete. Raise the errors of `find_overlaps`.
+    complete.
     """
     corpora = open_corpora((*options.prefixes, *options.against))
     if options.resume and is_complete(options, corpora[: len(options.prefixes)], _recorded(options, corpora)):
@@ -108,18 +108,11 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
 
     Returns:
         The entries of the drop list, one per searched corpus, and the overlaps of each corpus of evaluation texts.
-
-    Raises:
-        ConfigError: A corpus is named twice, Ray does not start, or OUTPUT.partial has work of other settings.
-        OutputError: OUTPUT or unfinished work exists, without `resume` or `overwrite`; or another process uses it.
-        MissingInputError: A corpus does not exist.
-        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
-        ChildProcessError: A worker process died.
     """
     corpora = open_corpora((*settings.prefixes, *settings.against))
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
     with job_folder(settings) as folder:
-        documents = Documents.of(searched)
+        documents = SearchedDocuments.of(searched)
         begin(settings, folder, documents, _recorded(settings, corpora))
         known = np.concatenate(
             [hashes for corpus in evaluated for _, hashes, _ in _hash_documents(corpus, None, settings.ngram)]

@@ -16,7 +16,7 @@ buckets. Memory of the last stage: 9 bytes per document, 12 with --add-attribute
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.cli import option
-from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder, is_added
-from megatron_neobert.data.corpus.attribute_columns import write_columns
+from megatron_neobert.data.corpus.added_attributes import add_attribute, attributes_folder, is_added
 from megatron_neobert.data.corpus.drop_list import DropListEntry, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import read_items
@@ -44,7 +43,7 @@ from megatron_neobert.data.deduplication.minhash import (
     shingles,
 )
 from megatron_neobert.data.deduplication.search import (
-    Documents,
+    SearchedDocuments,
     SearchSettings,
     begin,
     is_complete,
@@ -93,7 +92,7 @@ def print_duplicates(options: FindSettings) -> None:
     Equal documents are always found, near-duplicates by MinHash. With --threshold 1, only equal documents are searched.
 
     Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied. With --resume, nothing
-    is done if the list is complete. Raise the errors of `find_duplicates`.
+    is done if the list is complete.
     """
     corpora = open_corpora(options.prefixes)
     origin = options.origin(corpora)
@@ -123,7 +122,7 @@ class SignatureJob(Job[None]):
     sync = True
     kinds = ("keys",)
 
-    documents: Documents
+    documents: SearchedDocuments
     numbers: range
     minhash: MinHashSettings
 
@@ -162,7 +161,7 @@ class PairJob(Job[None]):
     sync = True
     kinds = ("pairs",)
 
-    documents: Documents
+    documents: SearchedDocuments
     minhash: MinHashSettings
     band: int
     bucket: int
@@ -238,7 +237,7 @@ class PairJob(Job[None]):
         return np.array([are_similar(*pair) for pair in positions.reshape(-1, 2).tolist()], dtype=np.bool_)
 
 
-def signature_jobs(folder: Path, documents: Documents, minhash: MinHashSettings) -> list[SignatureJob]:
+def signature_jobs(folder: Path, documents: SearchedDocuments, minhash: MinHashSettings) -> list[SignatureJob]:
     """Return one job per chunk."""
     return [SignatureJob(folder, f"signatures-{chunk.start}", documents, chunk, minhash) for chunk in documents.chunks]
 
@@ -250,14 +249,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
         The entries of the drop list, one per corpus.
 
     Raises:
-        ConfigError: The threshold is out of range, a corpus is named twice, a corpus has the attribute already, Ray
-            does not start, or OUTPUT.partial belongs to a run with other settings.
-        OutputError: OUTPUT exists, without `overwrite` or an unfinished run to resume; OUTPUT.partial has finished
-            work, without `resume` or `overwrite`; another process uses OUTPUT.partial, or adds attributes; or a corpus
-            is in a folder that cannot be written.
-        MissingInputError: A corpus does not exist.
-        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
-        ChildProcessError: A worker process died.
+        ConfigError: The threshold is out of range.
     """
     if not 0 < settings.minhash.threshold <= 1:
         raise ConfigError(
@@ -267,11 +259,11 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
     origin = settings.origin(corpora)
     if settings.add_attribute is not None:
         for corpus in corpora:
-            if not is_added(corpus, origin, [settings.add_attribute]):
+            if not is_added(corpus, origin, settings.add_attribute):
                 with attributes_folder(corpus):  # fails now, and not after the search, if it cannot be created
                     pass
     with job_folder(settings) as folder:
-        documents = Documents.of(corpora)
+        documents = SearchedDocuments.of(corpora)
         begin(settings, folder, documents, asdict(settings.minhash))
         buckets = -(-len(documents) // BUCKET_DOCUMENTS)
         pair_jobs = [
@@ -289,7 +281,9 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
                 pass
         firsts = find_clusters(len(documents), [job.file("pairs") for job in pair_jobs])
         if settings.add_attribute is not None:
-            add_column(settings.add_attribute, origin, corpora, count_cluster_sizes(firsts))
+            sizes = np.split(count_cluster_sizes(firsts), np.cumsum([len(corpus) for corpus in corpora])[:-1])
+            for corpus, sizes_in_corpus in zip(corpora, sizes, strict=True):
+                add_attribute(corpus, origin, settings.add_attribute, sizes_in_corpus)
         is_dropped = firsts != np.arange(len(documents), dtype=firsts.dtype)
         entries = write_drop_list(settings.output, corpora, is_dropped, asdict(settings.minhash), folder=folder.path)
         folder.remove()
@@ -339,17 +333,3 @@ def count_cluster_sizes(firsts: NDArray[np.integer]) -> NDArray[np.int32]:
         # A first document gets the value that it has.
         sizes[step] = sizes[firsts[step]]
     return sizes
-
-
-def add_column(name: str, origin: str, corpora: Sequence[Corpus], values: NDArray[np.int32]) -> None:
-    """Add an attribute to the corpora that have none of this origin; `values` has one per document of all corpora."""
-    import pyarrow as pa
-
-    parts = np.split(values, np.cumsum([len(corpus) for corpus in corpora])[:-1])
-    for corpus, part in zip(corpora, parts, strict=True):
-        table = pa.table({name: part})
-        with attributes_folder(corpus) as folder:
-            # Opened again, because another run may have added attributes.
-            corpus = Corpus(corpus.prefix)
-            if not is_added(corpus, origin, [name]):
-                add_attributes(corpus, folder, origin, partial(write_columns, schema=table.schema, tables=[table]))

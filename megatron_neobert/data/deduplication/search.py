@@ -33,7 +33,7 @@ class SearchSettings(JobOptions):
 
 
 @dataclass(frozen=True)
-class Documents:
+class SearchedDocuments:
     """All documents of the compared corpora, numbered across corpora and divided into chunks."""
 
     # Of each corpus.
@@ -43,7 +43,7 @@ class Documents:
     chunk_documents: int
 
     @classmethod
-    def of(cls, corpora: Sequence[Corpus]) -> "Documents":
+    def of(cls, corpora: Sequence[Corpus]) -> "SearchedDocuments":
         return cls(
             prefixes=tuple(str(Path(corpus.prefix).absolute()) for corpus in corpora),
             sha256=tuple(corpus.manifest.documents_sha256 for corpus in corpora),
@@ -73,7 +73,9 @@ class Documents:
             yield mask, open_corpus(self.prefixes[index], self.sha256[index]), numbers[mask] - bounds[index]
 
 
-def begin(settings: SearchSettings, folder: JobFolder, documents: Documents, recorded: Mapping[str, Any]) -> None:
+def begin(
+    settings: SearchSettings, folder: JobFolder, documents: SearchedDocuments, recorded: Mapping[str, Any]
+) -> None:
     """Start or resume a search; `recorded` are its settings. Raise the errors of `JobFolder.begin`.
 
     Raise OutputError if `output` exists, without `overwrite` or an unfinished run to resume, or is no drop list.
@@ -132,8 +134,7 @@ def open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
     """Open the corpora.
 
     Raises:
-        MissingInputError: A corpus does not exist.
-        DataError: A corpus is damaged, or the corpora were written with different tokenizers.
+        DataError: The corpora were written with different tokenizers.
         ConfigError: Two corpora have the same documents.
     """
     corpora = [Corpus(prefix) for prefix in prefixes]

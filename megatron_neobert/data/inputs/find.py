@@ -39,10 +39,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     patterns or symbolic links name is returned once.
 
     Raises:
-        MissingInputError: A pattern matches no input file, a URL or list does not exist, or a symbolic link is broken.
-        ConfigError: fsspec does not support an address.
-        MissingPackageError: A URL needs a package that is not installed.
-        OSError: A folder, list or server cannot be read.
+        MissingInputError: A pattern matches no input file.
     """
     inputs: dict[str, str] = {}  # by the path after all symbolic links
     for pattern in _with_lists(patterns):

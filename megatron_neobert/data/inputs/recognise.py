@@ -16,9 +16,9 @@ from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch
 from megatron_neobert.data.inputs.stream import (
     BYTE_ORDER_MARK,
     Chunk,
-    ChunkStream,
     DamagedStream,
     Format,
+    InputReader,
     compression_of,
     named_errors,
     open_input,
@@ -74,11 +74,6 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
 
     Args:
         chunk_bytes: Approximate size of the text in a chunk.
-
-    Raises:
-        DataError: The format is not supported, the file is damaged, or a table has no text column --text-key. Damage is
-            only found in the first bytes of a file and in the metadata of a table.
-        MissingInputError, OSError: The URL or file does not exist, or cannot be read.
     """
     whole = recognise(path, settings)
     cuts: list[int] = []  # in units of Chunk.start
@@ -95,9 +90,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the records of a chunk, in file order. Malformed records are in the `rejected` of their batch.
 
     Raises:
-        DataError: The file is damaged, or a table has no text column --text-key. Batches before the damage are yielded.
-        MissingInputError, OSError: The URL or file does not exist, or cannot be read.
-        ModuleNotFoundError: The chunk has HTTP responses, and the extra [warc] is not installed.
+        DataError: The file is damaged. Batches before the damage are yielded.
     """
     numbers = 0
     try:
@@ -117,7 +110,6 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
     """Return the whole input file as one chunk, with its format and compression.
 
     Raise DataError if the format is not supported or not that of --input-format, or if the first bytes are damaged.
-    Raise MissingInputError or OSError if the URL or file does not exist or cannot be read.
     """
     with named_errors(path), open_input(path) as file:
         head = file.read(_HEAD_BYTES)
@@ -125,13 +117,13 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
         raise DataError(f"{path} is empty, but files of this format have a header; fetch it again, or leave it out")
     compression = compression_of(head)
     if compression is not None:
-        with ChunkStream(Chunk(path, "text", compression)) as stream:
+        with InputReader(Chunk(path, "text", compression)) as stream:
             try:
                 head = stream.read(_HEAD_BYTES)
             except DamagedStream as damage:
                 raise DataError(
-                    f"{path}: the {compression} stream is damaged from its beginning ({damage}); "
-                    "fetch the file again, or leave it out"
+                    f"{path}: the {compression} stream is truncated or damaged in the first 64 KiB of content "
+                    f"({damage}); fetch the file again, or leave it out"
                 ) from damage
         if compression_of(head) is not None:
             raise DataError(f"{path} is compressed twice; {_SUPPORTED}: decompress it once")

@@ -1,10 +1,7 @@
-"""Streams of the bytes of a chunk: local or remote, compressed or not.
-
-Damage raises DamagedStream after all bytes before it have been read. Memory: one block of compressed and one block of
-decompressed bytes.
-"""
+"""The bytes of a chunk: local or remote, compressed or not. Memory: one block of them."""
 
 import bz2
+import gzip
 import io
 import lzma
 import os
@@ -16,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
+
+from backports import zstd
 
 from megatron_neobert.errors import ConfigError, MissingInputError, MissingPackageError, NeoBERTError
 
@@ -31,12 +30,8 @@ _MAGIC: dict[bytes, Compression] = {
     b"BZh": "bzip2",
     b"\xfd7zXZ\x00": "xz",
 }
-_LONGEST_MAGIC_BYTES = 6
 # A zstd stream may begin with frames without content.
 _ZSTD_SKIPPABLE_FRAME = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
-_COMPRESSED_READ_BYTES = 256 << 10
-# Damage loses the output of the decompression step that finds it, so steps are small.
-_STEP_BYTES = 128 << 10
 # Archives written with `zstd --long=31` declare windows of 2 GiB, above the default limit.
 _ZSTD_WINDOW_LOG = 31
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:[a-zA-Z][a-zA-Z0-9+.-]*:)*//")
@@ -148,92 +143,90 @@ def file_size(file: Any, path: str) -> int:
     return file.size or 0 if is_url(path) else os.fstat(file.fileno()).st_size
 
 
-class _Inflate:
-    """zlib's decompressor with the interface of the bz2, lzma and zstd decompressors."""
-
-    def __init__(self) -> None:
-        self._zlib = zlib.decompressobj(wbits=31)  # gzip header and trailer; verifies the checksum
-        self.needs_input = True
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        content = self._zlib.decompress(data or self._zlib.unconsumed_tail, max_length)
-        self.needs_input = len(content) < max_length and not self._zlib.unconsumed_tail
-        return content
-
-    @property
-    def eof(self) -> bool:
-        return self._zlib.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._zlib.unused_data
-
-
-def _new_decoder(compression: Compression) -> tuple[Any, type[Exception]]:
-    """Return a decompressor like bz2.BZ2Decompressor, and the exception that it raises for damaged data."""
-    if compression == "gzip":
-        return _Inflate(), zlib.error
-    if compression == "bzip2":
-        return bz2.BZ2Decompressor(), OSError
-    if compression == "xz":
-        return lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError
-    from backports import zstd
-
-    options = {int(zstd.DecompressionParameter.window_log_max): _ZSTD_WINDOW_LOG}
-    return zstd.ZstdDecompressor(options=options), zstd.ZstdError
-
-
-class ChunkStream(io.RawIOBase):
-    """Decompressed bytes of one chunk, without the byte order mark of a text file."""
-
-    # `close` is called even if the constructor cannot open the file.
-    _file: BinaryIO = io.BytesIO()
+class _FilePart:
+    """The bytes of a chunk as they are in the file, for the file objects that decompress them."""
 
     def __init__(self, chunk: Chunk) -> None:
-        self._chunk = chunk
         self._file = open_input(chunk.path)
-        self._size = chunk.end or file_size(self._file, chunk.path)
+        self.start, self.end = chunk.start, chunk.end or file_size(self._file, chunk.path)
+        self._is_open_ended = chunk.end is None
         # The stream of a URL may not support seeking.
-        self._position = self._file.seek(chunk.start) if chunk.start else 0
-        self._blocks = self._file_blocks(BATCH_BYTES) if chunk.compression is None else self._decompressed()
-        self._rest = b""  # end of the latest block, not yet returned
-        self._may_have_mark = chunk.start == 0 and chunk.format in ("jsonl", "text")
-        self._damage: DamagedStream | None = None
+        self.position = self._file.seek(chunk.start) if chunk.start else 0
+        self.has_ended = False  # a read has found the end
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes, fewer only at the end."""
+        size = size if self._is_open_ended else min(size, self.end - self.position)
+        blocks: list[bytes] = []
+        # A server may send fewer bytes than asked for.
+        while size and (block := self._file.read(size)):
+            blocks.append(block)
+            size -= len(block)
+            self.position += len(block)
+        self.has_ended = not blocks
+        # A single block is not copied.
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _decompress(part: _FilePart, compression: Compression | None) -> Any:
+    """Return a file object that reads the decompressed bytes of all members."""
+    match compression:
+        case "gzip":
+            return gzip.GzipFile(fileobj=cast(BinaryIO, part))
+        case "bzip2":
+            return bz2.BZ2File(cast(BinaryIO, part))
+        case "xz":
+            return lzma.LZMAFile(cast(BinaryIO, part))
+        case "zstd":
+            return zstd.ZstdFile(
+                cast(BinaryIO, part), options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
+            )
+    return part
+
+
+class InputReader(io.RawIOBase):
+    """Decompressed bytes of one chunk, without the byte order mark of a text file."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._path, self._part = chunk.path, _FilePart(chunk)
+        self._content = _decompress(self._part, chunk.compression)
+        self._may_have_mark = chunk.start == 0 and chunk.format in ("jsonl", "text")
+
+    def close(self) -> None:
+        if hasattr(self, "_part"):  # called even if the constructor cannot open the file
+            self._part.close()
         super().close()
 
     @property
     def progress(self) -> float:
         """Share of the chunk's bytes in the file that is read, 0 to 1; counts compressed bytes."""
-        length = self._size - self._chunk.start
-        return min(1.0, (self._position - self._chunk.start) / length) if length > 0 else 1.0
+        length = self._part.end - self._part.start
+        return min(1.0, (self._part.position - self._part.start) / length) if length > 0 else 1.0
 
     def read(self, size: int = BATCH_BYTES) -> bytes:
         """Return the next `size` decompressed bytes, or b"" after the end of the chunk.
 
-        Fewer bytes are returned only before damage, at the end, and if a byte-order mark was removed at the beginning.
+        Fewer bytes are returned only at the end, and if a byte-order mark was removed at the beginning.
 
         Raises:
-            DamagedStream: The stream is damaged here. Earlier calls have returned all bytes before the damage.
-            OSError: The file or server cannot be read.
+            DamagedStream: The stream is damaged within these bytes.
         """
-        if self._damage is not None:
-            raise self._damage
-        blocks: list[bytes] = []
-        missing = size
-        try:
-            while missing and (block := self._rest or next(self._blocks, b"")):
-                blocks.append(block[:missing])
-                self._rest = block[missing:]
-                missing -= len(blocks[-1])
-        except DamagedStream as damage:
-            if not blocks:
-                raise
-            self._damage = damage
-        # A single block is not copied.
-        content = blocks[0] if len(blocks) == 1 else b"".join(blocks)
+        with named_errors(self._path):
+            try:
+                content: bytes = self._content.read(size)
+            except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstd.ZstdError) as error:
+                raise DamagedStream(str(error)) from error
+            except OSError as error:
+                # bz2 raises a plain OSError for damage. Errors of disks have a number, errors of servers a subclass.
+                if type(error) is not OSError or error.errno is not None:
+                    raise
+                raise DamagedStream(str(error)) from error
+        # bz2 and lzma take damage at the beginning of any later member for the end.
+        if not content and not self._part.has_ended:
+            raise DamagedStream("the data after a complete stream is damaged or of another kind")
         if self._may_have_mark:
             content, self._may_have_mark = content.removeprefix(BYTE_ORDER_MARK), False
         return content
@@ -246,40 +239,3 @@ class ChunkStream(io.RawIOBase):
         content = self.read(len(buffer))
         buffer[: len(content)] = content
         return len(content)
-
-    def _file_blocks(self, size: int) -> Iterator[bytes]:
-        end = self._chunk.end
-        while end is None or self._position < end:
-            with named_errors(self._chunk.path):
-                block = self._file.read(size if end is None else min(size, end - self._position))
-            if not block:
-                return
-            self._position += len(block)
-            yield block
-
-    def _decompressed(self) -> Iterator[bytes]:
-        """Yield the decompressed bytes of all streams. Skip zero bytes around them. Raise DamagedStream at damage."""
-        compression = cast(Compression, self._chunk.compression)
-        blocks, unread = self._file_blocks(_COMPRESSED_READ_BYTES), b""
-        while True:
-            unread = unread.lstrip(b"\0")
-            while len(unread) < _LONGEST_MAGIC_BYTES and (block := next(blocks, b"")):
-                unread = (unread + block).lstrip(b"\0")
-            if not unread:
-                return
-            if compression_of(unread) != compression:
-                raise DamagedStream(f"the data after a complete stream is not {compression}")
-            decoder, damage_error = _new_decoder(compression)
-            while not decoder.eof:
-                data = b""
-                if decoder.needs_input:
-                    data, unread = unread or next(blocks, b""), b""
-                    if not data:
-                        raise DamagedStream("it ends in the middle")
-                try:
-                    content = decoder.decompress(data, _STEP_BYTES)
-                except damage_error as error:
-                    raise DamagedStream(str(error)) from error
-                if content:
-                    yield content
-            unread = decoder.unused_data

@@ -24,7 +24,7 @@ from megatron_neobert.data.inputs.records import (
     ReadSettings,
     RecordBatch,
 )
-from megatron_neobert.data.inputs.stream import Chunk, ChunkStream, file_size, named_errors, open_input
+from megatron_neobert.data.inputs.stream import Chunk, InputReader, file_size, named_errors, open_input
 from megatron_neobert.text import parse_json
 
 _LINE_BUFFER_BYTES = 64 << 10  # for finding line ends
@@ -45,7 +45,7 @@ def read_lines(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     Malformed records raise no error: they are in the `rejected` of their batch.
     """
     number = 1
-    with ChunkStream(chunk) as stream:
+    with InputReader(chunk) as stream:
         for records in read_records(stream, separator=b"\n", limit=settings.max_document_bytes):
             batch = _read_objects(records, number, settings)
             batch.progress = stream.progress
@@ -119,7 +119,7 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     number. Raise DamagedStream if the file is damaged.
     """
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
-    with ChunkStream(chunk) as stream:
+    with InputReader(chunk) as stream:
         groups: Iterable[Records]
         if separator is None:
             content = stream.read(limit + 1)
@@ -142,7 +142,7 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             yield batch
 
 
-def read_records(stream: ChunkStream, *, separator: bytes, limit: int) -> Iterator[Records]:
+def read_records(stream: InputReader, *, separator: bytes, limit: int) -> Iterator[Records]:
     """Yield the records between the separators in groups. An empty record at the end of the stream is left out.
 
     A record of more than `limit` bytes is replaced by TooLong while it is read, so it is never in memory as a whole.

@@ -23,7 +23,7 @@ from megatron_neobert.data.inputs.records import (
     ReadSettings,
     RecordBatch,
 )
-from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, ChunkStream, DamagedStream
+from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, DamagedStream, InputReader
 
 _LONGEST_HEADER_BYTES = 64 << 10
 _LONGEST_LENGTH_DIGITS = 18  # every number of 18 digits fits into int64
@@ -57,7 +57,7 @@ def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     if there are HTTP responses, and the extra [warc] is not installed.
     """
     batch = RecordBatch()
-    with ChunkStream(chunk) as stream:
+    with InputReader(chunk) as stream:
         try:
             archive = io.BufferedReader(stream, BATCH_BYTES)
             for number, record in enumerate(cut_records(archive, limit=settings.max_document_bytes), start=1):

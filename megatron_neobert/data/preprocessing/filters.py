@@ -21,12 +21,14 @@ from megatron_neobert.data.inputs.records import FILTER_FAILED, RecordBatch
 from megatron_neobert.errors import ConfigError, DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
 
+_LONGEST_REASON = 200  # characters of a filter's answer that the manifest keeps
+
 
 class Record(NamedTuple):
     """Argument of a filter."""
 
     text: str  # not empty, valid Unicode
-    shard: str  # path or URL of the input file
+    input_file: str  # path or URL of the input file
     fields: dict[str, Any]  # by --record-key; None if the record does not have the field. A filter may return others
 
 
@@ -97,9 +99,6 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
 
     Args:
         input_name: Path or URL of the input file.
-
-    Raises:
-        DataError: The file of a filter has changed since the run was planned.
     """
     if not sources:
         return batch
@@ -123,7 +122,7 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
                 filtered.reject(FILTER_FAILED, origin.number, detail, text.encode())
                 break
             if isinstance(result, str):
-                filtered.dropped[f"{label}: {result}"] += 1
+                filtered.dropped[f"{label}: {result[:_LONGEST_REASON]}"] += 1
                 break
             record = result or record
         else:

@@ -6,7 +6,7 @@ The order of the chunks depends only on the input files. Workers finish chunks i
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_l
 from megatron_neobert.data.inputs.recognise import split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings, read_size
 from megatron_neobert.data.inputs.stream import Chunk, is_url
-from megatron_neobert.data.preprocessing.chunks import ChunkJob, ChunkSettings
+from megatron_neobert.data.preprocessing.chunks import TokenizeJob
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
 from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -84,7 +84,12 @@ class PreprocessSettings:
     jobs: JobOptions = field(default_factory=JobOptions, metadata={"help": "how it runs"})
 
     def __post_init__(self) -> None:
-        if problems := list(_find_problems(self)):
+        problems = list(check_record_keys(self.read.record_keys or ()))
+        if not 0.0 <= self.max_error_rate <= 1.0:
+            problems.append(f"--max-error-rate {self.max_error_rate} is not a fraction of the records; use 0 to 1")
+        if self.read.text_separator == "":
+            problems.append("--text-separator is empty; leave it out if each file is one document")
+        if problems:
             raise ConfigError(problems)
 
     @property
@@ -117,32 +122,27 @@ class Plan:
             "version": __version__,
         }
 
-    def jobs(self) -> list[ChunkJob]:
+    def jobs(self) -> list[TokenizeJob]:
         """Return one job per chunk, in the order of `chunks`. The paths in a job are absolute."""
         settings = self.settings
-        # Paths are absolute, because workers on other machines have another current folder.
-        shared = ChunkSettings(
-            read=settings.read,
-            tokenizer_model=str(Path(settings.tokenizer_model).absolute()),
-            fingerprint=self.tokenizer.fingerprint,
-            backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
-            filters=self.filter_sources,
-        )
-        jobs: list[ChunkJob] = []
-        for number, chunk in enumerate(self.chunks):
-            path = chunk.path if is_url(chunk.path) else str(Path(chunk.path).absolute())
-            absolute = replace(chunk, path=path)
+        jobs: list[TokenizeJob] = []
+        for chunk in self.chunks:
+            # Paths are absolute, because workers on other machines have another current folder.
+            absolute = chunk if is_url(chunk.path) else replace(chunk, path=str(Path(chunk.path).absolute()))
             # The name depends only on the chunk, so the chunk is found again after input files are added or removed.
             name = hashlib.blake2b(json.dumps(asdict(absolute)).encode(), digest_size=12).hexdigest()
             jobs.append(
-                ChunkJob(
+                TokenizeJob(
                     folder=self.files.partial.absolute(),
                     name=name,
                     chunk=absolute,
                     version=self.versions[chunk.path],
                     input_name=input_label(chunk.path),
-                    starts_input=number == 0 or chunk.path != self.chunks[number - 1].path,
-                    settings=shared,
+                    read=settings.read,
+                    tokenizer_model=str(Path(settings.tokenizer_model).absolute()),
+                    fingerprint=self.tokenizer.fingerprint,
+                    backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
+                    filters=self.filter_sources,
                 )
             )
         return jobs
@@ -166,14 +166,9 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     Nothing is written.
 
     Raises:
-        MissingInputError: An input file or the tokenizer does not exist.
-        OutputError: The corpus exists, and the settings neither resume nor overwrite.
-        DataError: The tokenizer is damaged, or input files have a damaged or unsupported format, schema or footer. The
-            message names all such files. With --quarantine, this is only an error if all input files are damaged.
-        ConfigError: Two URLs have the same label, a filter cannot be loaded, or --tokenizer-backend fast cannot be
-            used.
-        OSError: An input file cannot be read.
-        MissingPackageError, ModuleNotFoundError: A URL or a SentencePiece model needs a package that is not installed.
+        DataError: Input files have a damaged or unsupported format, schema or footer. The message names all such files.
+            With --quarantine, this is only an error if all input files are damaged.
+        ConfigError: Two URLs have the same label.
     """
     if not settings.jobs.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
@@ -253,11 +248,3 @@ def _read_complete(files: CorpusFiles) -> Manifest | None:
         return Corpus(files.manifest.with_suffix("")).manifest
     except (MissingInputError, DataError):
         return None
-
-
-def _find_problems(settings: PreprocessSettings) -> Iterator[str]:
-    if not 0.0 <= settings.max_error_rate <= 1.0:
-        yield f"--max-error-rate {settings.max_error_rate} is not a fraction of the records; use 0 to 1"
-    yield from check_record_keys(settings.read.record_keys or ())
-    if settings.read.text_separator == "":
-        yield "--text-separator is empty; leave it out if each file is one document"

@@ -73,6 +73,8 @@ class Encoder:
         note: Reason why "auto" did not choose a fast back end, or None.
         is_reference: True if the ids come from the tokenizer itself.
         compared: Number of documents since `start_chunk` whose ids were compared with the reference.
+        sampled_characters: Characters of the documents that `_select` chose since `start_chunk`.
+        unknown_characters: Those of them that unknown tokens replace.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, name: str, note: str | None = None, fast: EncodeTexts | None = None):
@@ -85,7 +87,7 @@ class Encoder:
 
     def start_chunk(self) -> None:
         """Begin a chunk. Its first documents are verified, because another input file may have other scripts."""
-        self.compared = 0
+        self.compared = self.sampled_characters = self.unknown_characters = 0
         self._documents = 0
         self._first_characters = 0
 
@@ -94,17 +96,14 @@ class Encoder:
 
         Raises:
             BackendMismatch: The fast back end failed, or gave other ids than the reference for a verified document.
-            DataError: The reference cannot encode a text, because the tokenizer's file is damaged.
         """
-        if self._fast is None:
-            return self._tokenizer.encode_batch(texts)
-        batch = _guarded(self.name, self._fast, texts)
+        batch = self._tokenizer.encode_batch(texts) if self._fast is None else _guarded(self.name, self._fast, texts)
         if selected := self._select(texts):
-            self._verify(texts, batch, selected)
+            self._examine(texts, batch, selected)
         return batch
 
     def _select(self, texts: Sequence[str]) -> list[int]:
-        """Return the ascending indices of the texts to verify, and add the batch to this chunk's document count."""
+        """Return the ascending indices of the texts to examine, and add the batch to this chunk's document count."""
         selected = []
         start = self._documents
         self._documents += len(texts)
@@ -116,13 +115,20 @@ class Encoder:
         selected += [number - start for number in range(next_verified, self._documents, _INTERVAL)]
         return [index for index in selected if len(texts[index]) <= _LONGEST_VERIFIED]
 
-    def _verify(self, texts: Sequence[str], batch: EncodedBatch, selected: Sequence[int]) -> None:
+    def _examine(self, texts: Sequence[str], batch: EncodedBatch, selected: Sequence[int]) -> None:
+        """Compare the ids of a fast back end with the reference, and count the characters of unknown tokens."""
         ends = np.cumsum(batch.lengths, dtype=np.int64)
-        ids = np.concatenate([batch.ids[ends[index] - batch.lengths[index] : ends[index]] for index in selected])
+        ids = [batch.ids[ends[index] - batch.lengths[index] : ends[index]] for index in selected]
         selected_texts = [texts[index] for index in selected]
-        expected = self._tokenizer.encode_batch(selected_texts)
-        _compare(self.name, selected_texts, EncodedBatch(ids, batch.lengths[list(selected)]), expected)
-        self.compared += len(selected)
+        if self._fast is not None:
+            expected = self._tokenizer.encode_batch(selected_texts)
+            batch_of_selected = EncodedBatch(np.concatenate(ids), batch.lengths[list(selected)])
+            _compare(self.name, selected_texts, batch_of_selected, expected)
+            self.compared += len(selected)
+        for text, ids_of_text in zip(selected_texts, ids, strict=True):
+            self.sampled_characters += len(text)
+            if (ids_of_text == self._tokenizer.unk_id).any():
+                self.unknown_characters += self._tokenizer.count_unknown_characters(text)
 
 
 def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) -> Encoder:
@@ -227,10 +233,11 @@ def probe_strings(tokenizer: Tokenizer) -> list[str]:
 
     alone = ["", *_WORDS, *_SPACES, *_INVISIBLE]
     between_letters = [f"a{text}b {text} c{text}" for text in alone[1:]]
-    # In WordPiece, words of more than 100 characters are unknown. Back ends may count before or after normalisation.
-    long_words = [
-        unit * count for unit in ("a", "é", "e\u0301", "字", "ﬁ", "👍", "ab1") for count in (50, 99, 100, 101, 300)
-    ]
+    # In WordPiece, words above a limit, by default 100 characters, are unknown. Back ends may count before or after
+    # normalisation.
+    limit = getattr(tokenizer.backend.model, "max_input_chars_per_word", 100)
+    counts = (limit // 2, limit - 1, limit, limit + 1, 3 * limit)
+    long_words = [unit * count for unit in ("a", "é", "e\u0301", "字", "ﬁ", "👍", "ab1") for count in counts]
     fixed = [*alone, *between_letters, *long_words, *(f"x {word}. y" for word in long_words)]
 
     declared = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()][:50]

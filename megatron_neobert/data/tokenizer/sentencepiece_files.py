@@ -45,7 +45,6 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
 
     Raises:
         DataError: The model file or tokenizer_config.json is damaged, or the kind of the model is not supported.
-        ModuleNotFoundError: The package sentencepiece, or protobuf, is not installed.
     """
     model = _read_model(path)
     # SentencePiece splits a text at these symbols, the longest first. A symbol with a space never occurs in a text.

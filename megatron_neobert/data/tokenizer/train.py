@@ -47,11 +47,8 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     Write the tokenizer's files to the folder --output, and print a summary.
 
     Raises:
-        ConfigError: A number is out of range, or --vocab-size is too small for the characters of the texts.
-        DataError: An input file is damaged or not supported, too many records are in error, or there is no document.
-        MissingInputError: An input file does not exist.
-        OutputError: The folder already has a tokenizer, or cannot be created.
-        OSError: An input file cannot be read, or an output file cannot be written.
+        ConfigError: A number is out of range.
+        OutputError: The folder already has a tokenizer.
     """
     for name in ("vocab_size", "min_frequency"):
         if (number := getattr(options, name)) >= 2**31:
@@ -90,9 +87,8 @@ class InputTexts:
 
     def __iter__(self) -> Iterator[str]:
         """Yield the texts. Raise DataError at the end if too many records are in error, or there is no document."""
-        from megatron_neobert.data.corpus.format import describe_reasons
+        from megatron_neobert.data.corpus.format import Counts, describe_reasons
         from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
-        from megatron_neobert.data.preprocessing.chunks import Counts
         from megatron_neobert.data.preprocessing.run import check_error_rate
         from megatron_neobert.runtime.jobs import progress_bar
 

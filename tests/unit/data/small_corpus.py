@@ -17,18 +17,19 @@ from tokenizers import models, pre_tokenizers
 
 from megatron_neobert.data.corpus import writer
 from megatron_neobert.data.corpus.format import (
+    Counts,
     FileRecord,
     Manifest,
     corpus_files,
-    draft_manifest,
     read_manifest,
     token_dtype,
     write_manifest,
 )
-from megatron_neobert.data.corpus.writer import ChunkFiles, refuse_existing
+from megatron_neobert.data.corpus.writer import TokenizedChunk, refuse_existing
 from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.runtime.atomic_files import sha256_of
+from megatron_neobert.runtime.jobs import Finished
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -65,7 +66,7 @@ def write_chunk(
     *,
     input: str = "shard",
     rejects: str = "",
-) -> ChunkFiles:
+) -> Finished[TokenizedChunk]:
     """Write the files of a finished chunk with these documents."""
     name, dtype = f"{number:06d}", token_dtype(tokenizer.vocab_size)
     flat = np.array([id_ for document in documents for id_ in document], dtype=np.int64).astype(dtype)
@@ -73,21 +74,9 @@ def write_chunk(
     content = {"ids": flat.tobytes(), "lengths": lengths.tobytes()}
     for kind, data in {**content, "rejects": rejects.encode()}.items():
         (folder / f"{name}.{kind}").write_bytes(data)
-    return ChunkFiles(
-        input=input,
-        name=name,
-        documents=len(documents),
-        tokens=flat.size,
-        unknown_tokens=int((flat == tokenizer.unk_id).sum()),
-        ids_sha256=hashlib.sha256(content["ids"]).hexdigest(),
-    )
-
-
-def made_up_draft(chunks: Sequence[ChunkFiles], tokenizer: Tokenizer, **fields: Any) -> Manifest:
-    """Return the draft of a manifest in which every record is a document, with other fields on request."""
-    counts = {"records": sum(chunk.documents for chunk in chunks)}
-    defaults = {"inputs": {}, "text_key": "content", "filters": {}, **counts, "rejected": {}, "dropped": {}}
-    return draft_manifest(tokenizer, **{**defaults, **fields})
+    counts = Counts(len(documents), flat.size, int((flat == tokenizer.unk_id).sum()))
+    files = {kind: FileRecord(len(data), hashlib.sha256(data).hexdigest()) for kind, data in content.items()}
+    return Finished("", files, TokenizedChunk(name, input, 1, None, counts))
 
 
 def write_corpus(
@@ -104,8 +93,8 @@ def write_corpus(
     files.partial.mkdir()
     groups = [documents] if shard_bytes is None else [[document] for document in documents]
     chunks = [write_chunk(files.partial, number, group, tokenizer) for number, group in enumerate(groups)]
-    draft = made_up_draft(chunks, tokenizer)
-    manifest = writer.write_corpus(chunks, files, draft, folder=files.partial, shard_bytes=shard_bytes)
+    recorded = {"text_key": "content", "filters": {}}
+    manifest = writer.write_corpus(chunks, files, tokenizer, shard_bytes=shard_bytes, **recorded)
     shutil.rmtree(files.partial)
     return manifest
 

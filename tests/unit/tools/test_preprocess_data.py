@@ -54,10 +54,22 @@ def test_dry_run_shows_inputs_a_sample_and_outputs_and_writes_nothing(place):
     assert sorted(place.rglob("*")) == before
 
 
-def test_many_unknown_tokens_cause_a_warning(place):
-    (place / "shards" / "a.jsonl").write_text(json.dumps({"content": "привет мир hello"}))
-    code, output = run_forked("preprocess", *arguments_of(place))
-    assert code == 0 and "warning: 66.7 % of the tokens are unknown" in output
+@pytest.mark.parametrize("flags", [(), ("--dry-run",), ("--tokenizer-backend", "reference")])
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("привет мир hello", ("66.7 %", "56.2 %")),
+        # One of 200 tokens replaces 101 of 499 characters, as in scripts without spaces.
+        ("h " * 199 + "x" * 101, ("0.5 %", "20.2 %")),
+        # Nothing is lost in a word of 100 characters.
+        ("h " * 199 + "x" * 100, None),
+    ],
+)
+def test_text_in_unknown_tokens_causes_a_warning(place, flags, text, shares):
+    (place / "shards" / "a.jsonl").write_text(json.dumps({"content": text}))
+    code, output = run_forked("preprocess", *arguments_of(place, *flags))
+    expected = shares and f"warning: {shares[0]} of the tokens are unknown, with {shares[1]} of the text of a sample"
+    assert code == 0 and (expected in output if shares else "unknown, with" not in output), output
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 """Chunks of made-up documents, and the corpora that are written from them."""
 
 import zlib
-from dataclasses import replace
 
 import numpy as np
-from unit.data.small_corpus import FIRST_ORDINARY, made_up_draft, numbered_tokenizer, write_chunk
+from unit.data.small_corpus import FIRST_ORDINARY, numbered_tokenizer, write_chunk
 
 from megatron_neobert.data.corpus.attribute_columns import pack_columns
-from megatron_neobert.data.corpus.format import InputRecord, corpus_files
+from megatron_neobert.data.corpus.format import FileRecord, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.corpus.writer import write_corpus
 from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.runtime.atomic_files import sha256_of
 
 TOKENIZER = numbered_tokenizer(100)
 UNKNOWN = 1
@@ -42,9 +42,12 @@ class ChunkFolder:
     def add_chunk(self, documents, texts, *, input, rejects=""):
         """Add a chunk whose documents have the length of their text as an attribute."""
         chunk = write_chunk(self.files.partial, len(self.chunks), documents, TOKENIZER, input=input, rejects=rejects)
-        file = self.files.partial / f"{chunk.name}.attributes"
+        file = self.files.partial / f"{chunk.result.name}.attributes"
         file.write_bytes(pack_columns({"characters": list(map(len, texts))}))
-        self.chunks.append(replace(chunk, has_attributes=True))
+        chunk.files["attributes"] = FileRecord(file.stat().st_size, sha256_of(file))
+        if not self.chunks:
+            chunk.result.counts.rejected["malformed JSON"], chunk.result.counts.dropped["empty text"] = 2, 1
+        self.chunks.append(chunk)
 
     @staticmethod
     def _document(text, ids_seed):
@@ -56,15 +59,7 @@ class ChunkFolder:
         return np.where(generator.random(length) < 0.3, UNKNOWN, ids).tolist()
 
     def write(self, **options):
-        draft = made_up_draft(
-            self.chunks,
-            TOKENIZER,
-            inputs={chunk.input: InputRecord(1, None) for chunk in self.chunks},
-            records=sum(chunk.documents for chunk in self.chunks) + 3,
-            rejected={"malformed JSON": 2},
-            dropped={"empty text": 1},
-        )
-        return write_corpus(self.chunks, self.files, draft, folder=self.files.partial, **options)
+        return write_corpus(self.chunks, self.files, TOKENIZER, text_key="content", filters={}, **options)
 
     def corpus_bytes(self):
         return {file.name: file.read_bytes() for file in self.folder.glob("P*") if file.is_file()}

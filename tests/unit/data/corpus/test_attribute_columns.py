@@ -14,7 +14,7 @@ def join(folder, *chunks):
     paths = [folder / f"{number}.attributes" for number in range(len(chunks))]
     for path, columns in zip(paths, chunks, strict=True):
         path.write_bytes(pack_columns(columns))
-    join_columns(folder / "joined.parquet", paths, None)
+    join_columns(folder / "joined.parquet", paths)
     return pq.read_table(folder / "joined.parquet")
 
 

@@ -59,7 +59,7 @@ def corpora(tmp_path_factory):
     write_corpus(folder / "A", random_documents(lengths, 100), numbered_tokenizer(100), shard_bytes=9000)
     write_corpus(folder / "B", random_documents([3, 4, 5], 100), numbered_tokenizer(100))
     manifest = json.loads((folder / "A.json").read_text())
-    tokens = np.add.reduceat(lengths, [0, 400, 1000]).tolist()
+    tokens, manifest["inputs"] = np.add.reduceat(lengths, [0, 400, 1000]).tolist(), {}
     for (name, documents), count in zip(INPUTS.items(), tokens, strict=True):
         manifest["inputs"][name] = {"bytes": 1, "sha256": None, "documents": documents, "tokens": int(count)}
     (folder / "A.json").write_text(json.dumps(manifest))

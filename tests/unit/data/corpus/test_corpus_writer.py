@@ -10,11 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from unit.data.corpus.made_up_chunks import UNKNOWN, ChunkFolder, documents_if_it_opens, documents_of
 
-from megatron_neobert.data.corpus import shard_files, writer
+from megatron_neobert.data.corpus import shard_files
 from megatron_neobert.data.corpus.format import corpus_files
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.errors import OutputError
+from megatron_neobert.runtime import new_file
 from megatron_neobert.runtime.jobs import JobFolder
 
 
@@ -26,7 +27,7 @@ def chunks(tmp_path):
 @pytest.mark.parametrize("copied_bytes", [1 << 20, 10])
 @pytest.mark.parametrize("layout", [{}, {"shard_bytes": 30}], ids=str)
 def test_a_corpus_is_its_chunks_in_order(chunks, monkeypatch, copied_bytes, layout):
-    monkeypatch.setattr(writer, "_COPIED_BYTES", copied_bytes)
+    monkeypatch.setattr(new_file, "_BLOCK_BYTES", copied_bytes)
     monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", 2)
     manifest = chunks.write(**layout)
     assert documents_of(chunks.folder / "P") == chunks.documents
@@ -117,7 +118,7 @@ def test_every_file_of_a_corpus_is_replaced_only_with_overwrite_and_only_if_it_i
 
 def measure_peak(folder, chunks):
     """Return the peak of the bytes allocated by Python while a corpus of this number of equal chunks is written."""
-    writer._COPIED_BYTES, shard_files._ITEMS_PER_STEP = 100_000, 1000
+    new_file._BLOCK_BYTES, shard_files._ITEMS_PER_STEP = 100_000, 1000
     # 400 kB of ids.
     documents, made_up = [[7] * 100] * 2000, ChunkFolder(folder / str(chunks), inputs=())
     for _ in range(chunks):
@@ -196,7 +197,7 @@ def test_kill_at_any_moment_leaves_the_old_corpus_or_none_and_a_repeated_call_gi
             break
         chunks.write(**new_options)
         assert chunks.corpus_bytes() == new.corpus_bytes()
-        assert not [*chunks.files.partial.glob("output-*")]
+        assert not (chunks.files.partial / "output").exists()
     # The loop has tried every moment.
     assert 20 < change_number < 999
     assert outcomes == {"none", "old", "new"}

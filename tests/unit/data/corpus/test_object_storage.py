@@ -6,7 +6,6 @@ from collections import Counter
 from itertools import islice
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from object_server import ObjectServer
 from unit.data.corpus.memory_corpus import contents, stream_over
@@ -15,8 +14,7 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents, write_a
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.windows import Source
 from megatron_neobert.data.corpus import object_storage
-from megatron_neobert.data.corpus.added_attributes import add_attributes, attributes_folder
-from megatron_neobert.data.corpus.attribute_columns import write_columns
+from megatron_neobert.data.corpus.added_attributes import add_attribute
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
@@ -101,12 +99,10 @@ def test_indexes_are_fetched_once_until_the_manifest_changes(server, storage):
 
 
 def test_documents_of_a_remote_corpus_are_chosen_by_a_copy_of_its_attributes(tmp_path, storage):
-    table = pa.table({"added": [*range(17), None, 18.5, 20]})
     (tmp_path / "bucket").mkdir()
     write_corpus(tmp_path / "bucket" / "P", random_documents([3] * 20, 100), numbered_tokenizer(100))
     write_attributes(tmp_path / "bucket" / "P", {"score": range(20)})
-    with attributes_folder(original := Corpus(tmp_path / "bucket" / "P")) as folder:
-        add_attributes(original, folder, "test", lambda path: write_columns(path, table.schema, [table]))
+    add_attribute(Corpus(tmp_path / "bucket" / "P"), "test", "added", [*range(17), None, 18.5, 20])
     with ObjectServer(tmp_path / "bucket").running() as running:
         choose_documents(Corpus(f"{running.url}/P", storage), ["length>2"])
         assert not count_requests(running, ".parquet")

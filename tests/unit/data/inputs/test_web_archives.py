@@ -228,7 +228,7 @@ def test_truncated_archive_is_refused_wherever_it_is_cut(tmp_path, is_compressed
     content = b"".join(records)
     end = len(content) if is_compressed else len(content) - 4  # the line ends after the last record may be missing
     start = len(content) - len(records[2])
-    message = r"input: the (gzip stream|warc file) is truncated .* after record [23] .*fetch"
+    message = r"input: the (gzip stream|warc file) is truncated .* (after record [23]|in the first 64 KiB) .*fetch"
     for cut in range(start + 1, end, 7):
         (tmp_path / "input").write_bytes(content[:cut])
         with pytest.raises(DataError, match=message):

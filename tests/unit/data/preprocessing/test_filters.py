@@ -13,7 +13,7 @@ from megatron_neobert.errors import ConfigError, DataError
 
 FILTERS = """
 def no_masks(record):
-    return "a mask" if "mask" in record.text and "/inputs/a." in record.shard else None
+    return "a mask" if "mask" in record.text and "/inputs/a." in record.input_file else None
 
 def rewrite(record):
     if record.text == "xyz":
@@ -22,6 +22,9 @@ def rewrite(record):
 
 def ends(record):
     raise SystemExit(0)
+
+def score(record):
+    return None if record.text == "hello" else f"score {record.text}" + "!" * 999
 
 wrong = {"a": 1}
 def no_text(record):
@@ -97,6 +100,18 @@ def test_filter_that_ends_its_process_is_a_filter_that_failed(workspace, filters
         workspace.add_texts(f"{name}.jsonl", "hello")
     with pytest.raises(DataError, match="2 records: 2 a filter failed"):
         workspace.run(filter=filters("ends"), record_keys=(), workers=workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_thousand_reasons_of_filters_are_counted_one_by_one_and_the_rest_together(
+    workspace, filters, workers
+):
+    for name, scores in {"a": range(700), "b": range(100, 1700)}.items():
+        workspace.add_texts(f"{name}.jsonl", *map(str, scores), "hello", " ")
+    workspace.run(filter=filters("score"), record_keys=(), workers=workers)
+    reasons = [f"own_filters:score: score {number}".ljust(219, "!") for number in range(999)]
+    expected = {reason: 1 + (100 <= number < 700) for number, reason in enumerate(reasons)}
+    assert workspace.corpus().manifest.dropped == {**expected, "empty text": 2, "other reasons of filters": 701}
 
 
 def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspace, filters):

@@ -43,7 +43,7 @@ def add_damaged_inputs(workspace):
     for name in ("a", "c", "e"):
         workspace.add_texts(f"{name}.jsonl", "hello", f"world {name}")
     for name in ("b.gz", "d.json"):
-        (workspace.inputs / name).write_bytes(gzip.compress(b'{"content": "hello"}\n' * 1000)[:-20])
+        (workspace.inputs / name).write_bytes(gzip.compress(b'{"content": "hello"}\n' * 10_000)[:-20])
 
 
 def test_damaged_inputs_are_reported_together_after_all_others_are_finished(workspace):
@@ -89,7 +89,7 @@ def test_credentials_of_urls_stay_out_of_manifest_partial_folder_and_screen(work
     """The server ignores the credentials. The plan finds one damaged file, the run finds the other."""
     workspace.add_texts("a.jsonl", *["hello"] * 20)
     (workspace.inputs / "b.parquet").write_bytes(b"PAR1" + bytes(100))
-    (workspace.inputs / "c.gz").write_bytes(gzip.compress(b'{"content": "hello"}\n' * 1000)[:-20])
+    (workspace.inputs / "c.gz").write_bytes(gzip.compress(b'{"content": "hello"}\n' * 10_000)[:-20])
     address = server.replace("http://", "http://me:secret@") + "/inputs/"
     inputs = [f"{address}{name}?sig=secret" for name in ("a.jsonl", "b.parquet", "c.gz")]
     command = ["--output-prefix", workspace.folder / "out" / "run", "--tokenizer-model", workspace.vocab]

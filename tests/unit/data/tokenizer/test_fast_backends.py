@@ -12,7 +12,7 @@ from unit.data.small_corpus import ROBERTA, SPECIAL, write_vocabulary
 
 from megatron_neobert.data.tokenizer import fast_backends
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, EncodeTexts, open_encoder
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError, install_command
 
 pytest.importorskip("nanotoken", reason="nanotoken is not installed")
@@ -47,6 +47,13 @@ def two_tokenizers(tmp_path):
     (tmp_path / "other").mkdir()
     swapped = ["odd" if piece == "world" else "world" if piece == "odd" else piece for piece in PIECES]
     return wordpiece(tmp_path), wordpiece(tmp_path / "other", swapped)
+
+
+def test_probe_has_words_at_the_limit_of_own_vocabularies():
+    trained = train_wordpiece(["ab"], vocab_size=200, lowercase=True, min_frequency=2)
+    assert {"a" * 499, "a" * 500, "a" * 501} <= {*fast_backends.probe_strings(trained)}
+    assert not open_encoder(trained, "fast").is_reference
+    assert len(fast_encode(trained)(["a" * 500]).ids) == 500
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

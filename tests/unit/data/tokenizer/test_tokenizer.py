@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from commands import PUBLISHED
 from security.small_sentencepiece import write_model
+from tokenizers import models
 from unit.data.small_corpus import ROBERTA, byte_level_backend, write_vocabulary
 
+from megatron_neobert.data.tokenizer.files import build_bert_backend
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from megatron_neobert.errors import ConfigError
 
@@ -177,6 +179,36 @@ def test_trained_vocabulary_is_the_same_in_another_process(tmp_path):
     assert printed == {tokenizer.fingerprint + "\n"}
     characters = sum(len(piece.removeprefix("##")) == 1 for piece in tokenizer.backend.get_vocab())
     assert characters + 100 < tokenizer.vocab_size <= 5000  # control: there are merges, whose ties need an order
+
+
+def test_trained_vocabulary_keeps_long_words_of_scripts_without_spaces_and_transformers_reads_it_alike(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    generator = np.random.default_rng(0)
+    # Lao letters without a space: 500 are a word, 501 are unknown.
+    words = ["".join(map(chr, generator.integers(0x0E94, 0x0EA4, length))) for length in (101, 178, 500, 501)]
+    tokenizer = train_wordpiece(words, vocab_size=500, lowercase=False, min_frequency=2)
+    assert [tokenizer.unk_id in encode(tokenizer, word) for word in words] == [False, False, False, True]
+    tokenizer.save_tokenizer_files(tmp_path, model_max_length=16)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert [loaded(word, add_special_tokens=False)["input_ids"] for word in words] == [
+        encode(tokenizer, word) for word in words
+    ]
+    # A vocab.txt alone means the limit of BERT.
+    assert not (tmp_path / "vocab.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "lower_cased"),
+    [("हिन्दी में", "हिनदी म"), ("ภาษาไทยที่ดี", "ภาษาไทยทด"), ("ភាសាខ្មែរ", "ភាសាខមែរ"), ("বাংলা ভাষা", "বাংলা ভাষা")],
+    ids=["Hindi", "Thai", "Khmer", "Bengali"],
+)
+def test_lower_casing_removes_vowel_signs_that_unicode_calls_nonspacing(text, lower_cased):
+    normalize = {
+        lowercase: build_bert_backend(models.WordPiece(), lowercase=lowercase).normalizer.normalize_str
+        for lowercase in (True, False)
+    }
+    assert normalize[True](text) == lower_cased
+    assert normalize[False](text) == text
 
 
 def test_vocabulary_below_the_number_of_characters_is_refused():
