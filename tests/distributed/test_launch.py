@@ -130,13 +130,12 @@ def test_without_a_gpu_there_is_a_rank_per_core_as_far_as_the_batch_allows(monke
 def test_the_first_line_of_a_run_on_a_cpu_has_the_number_of_ranks_that_was_chosen(tiny_corpus):
     variables = environment(1)
     del variables["NPROC_PER_NODE"]
-    words = flags(tiny_corpus, train_iters=1, global_batch_size=2, micro_batch_size=2)
+    words = flags(tiny_corpus, train_iters=2, global_batch_size=2, micro_batch_size=2)
     with start([*BASH, *words], variables) as process:
         first, *lines = process.stdout.read().splitlines()
     assert process.returncode == 0 and first.startswith("no GPU: 2 ranks on "), [first, *lines]
-    assert any(
-        " on 2 x cpu, " in line and line.endswith("1 micro-batch of 1 packed sequence per rank") for line in lines
-    )
+    (line,) = [line for line in lines if " on 2 x cpu, " in line]
+    assert line.endswith("in 1 micro-batch of 1 packed sequence per rank")
 
 
 # The training command. Rank 1 sleeps before its fifth update.
