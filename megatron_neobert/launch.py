@@ -3,9 +3,9 @@
 The launcher checks all flags before it starts a rank, then runs the script once per rank, with torchrun's environment
 variables. It exits with the exit code of the rank that failed first, of whatever node.
 
-Environment: NPROC_PER_NODE (default: number of GPUs, or 1), NNODES (default: 1), RENDEZVOUS_TIMEOUT_SECONDS (default:
-600). Runs of several nodes also need NODE_RANK, MASTER_ADDR and MASTER_PORT. In a Slurm step, NNODES and NODE_RANK
-default to those of the step. See docs/cluster.md.
+Environment: NPROC_PER_NODE (default: one rank per GPU; on a CPU one per core, at most 8), NNODES (default: 1),
+RENDEZVOUS_TIMEOUT_SECONDS (default: 600). Runs of several nodes also need NODE_RANK, MASTER_ADDR and MASTER_PORT. In a
+Slurm step, NNODES and NODE_RANK default to those of the step. See docs/cluster.md.
 """
 
 import contextlib
@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # slow to import
 _POLL_SECONDS = 0.2
 _KILL_SECONDS = 6.0  # after a failure; the watchers of the ranks end them earlier
 _MARGIN_SECONDS = 60.0  # after --distributed-timeout-minutes, in which a rank that hangs has failed
+_MOST_CPU_RANKS = 8  # each has a copy of the model; cores beyond them are threads of the ranks
 _LEAVE_SECONDS = 10.0  # node 0 serves the store until the other nodes have left
 
 
@@ -74,7 +75,7 @@ def main() -> int:
         os.environ.pop(variable, None)
     signals.forward_stop_signals()
     node = find_node()
-    nproc = whole_number("NPROC_PER_NODE", str(_default_processes()))
+    nproc = whole_number("NPROC_PER_NODE", str(_count_gpus() or choose_cpu_ranks(arguments, nodes=node.nodes)))
     timeout_seconds = whole_number("RENDEZVOUS_TIMEOUT_SECONDS", "600")
     world_size = node.nodes * nproc
     command = parse_command_line(arguments, world_size=world_size)
@@ -91,17 +92,29 @@ def main() -> int:
         # Block stop signals until the rank has installed its handlers: after execv, a signal would kill the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
         os.execv(sys.executable, [sys.executable, script, *arguments])
+    if "NPROC_PER_NODE" not in os.environ and not _count_gpus():
+        print(f"no GPU: {nproc} ranks on {len(os.sched_getaffinity(0))} cores; NPROC_PER_NODE changes that", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     return run_ranks(node, [script, *arguments], nproc=nproc, timeout_seconds=timeout_seconds, settings=settings)
 
 
-def _default_processes() -> int:
+def _count_gpus() -> int:
     # Importing torch takes longer than everything else in this launcher.
     if shutil.which("nvidia-smi") is None:
-        return 1
+        return 0
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
+
+
+def choose_cpu_ranks(arguments: Sequence[str], *, nodes: int) -> int:
+    """Return the largest number of ranks per node, at most one per core, with which these settings can run."""
+    cores = len(os.sched_getaffinity(0))
+    for ranks in range(min(cores, _MOST_CPU_RANKS), 1, -1):
+        with contextlib.suppress(ConfigError):
+            parse_command_line(list(arguments), world_size=nodes * ranks)
+            return ranks
+    return 1
 
 
 def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: int, timeout_seconds: int) -> int:

@@ -14,8 +14,8 @@
 # Pre-train on one or more nodes of a Slurm cluster. Submit from the root of the repository, on a file system that all
 # nodes share, with the environment of this project active:
 #
-#   sbatch --nodes=4 examples/slurm/pretrain.sh --config examples/configs/tiny.yaml --data-path CORPUS \
-#          --tokenizer-model DIR --save runs/first --load runs/first
+#   sbatch --nodes=4 examples/slurm/pretrain.sh --config neobert_stage1 --data-path CORPUS \
+#          --tokenizer-model DIR --save runs/stage1 --load runs/stage1
 #
 # Five minutes before the time limit, or when Slurm stops the job, the run saves a checkpoint and ends with exit code
 # 75. The job is then requeued and resumes, so it needs --save and --load. The job is also requeued after a crash (a lost
@@ -24,6 +24,8 @@
 # saves a checkpoint, and the job is not requeued. Flags of sbatch on the command line override the lines above, for
 # example on a cluster that requests GPUs in another way.
 set -euo pipefail
+if [[ ${1-} == -h || ${1-} == --help ]]; then sed -n '/^# Pre-train/,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+if [[ -z ${SLURM_JOB_ID-} ]]; then echo "pretrain: not a Slurm job; start it with sbatch, see --help" >&2; exit 2; fi
 cd "${SLURM_SUBMIT_DIR:-.}"
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -12,6 +12,7 @@ from typing import Any, cast, get_type_hints
 import yaml
 
 from megatron_neobert.cli import Parser, add_flags, assign, excerpt, flag_of, option, read_values, typed_fields
+from megatron_neobert.config.phases import fit_micro_batches
 from megatron_neobert.config.recipes import find_config, recipes
 from megatron_neobert.config.rules import find_problems, find_record_problems
 from megatron_neobert.config.schema import PHASE_SETTINGS, ModelConfig, PhaseChange, Settings
@@ -71,6 +72,8 @@ class Command:
 def parse_command_line(arguments: list[str], *, world_size: int, record: Path | None = None) -> Command:
     """Return the settings, checked for `world_size` ranks or the first of --gpus, and the flags of --dry-run.
 
+    The micro-batch is lowered to the largest that divides the batch of a rank.
+
     Flags override the optional `--config` file, or without one the settings in `record`, which a run saved.
 
     Raises:
@@ -93,7 +96,8 @@ def parse_command_line(arguments: list[str], *, world_size: int, record: Path | 
         problems += _merge_file(record, values)
     for name, text in texts.items():
         problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
-    settings = _build(values)  # invalid values have been reported, and are replaced by their defaults
+    # Invalid values have been reported, and are replaced by their defaults.
+    settings = fit_micro_batches(_build(values), world_size=world_size)
     problems += find_problems(settings, world_size=world_size)
     if problems:
         raise ConfigError(problems)

@@ -46,6 +46,35 @@ def resolve_phases(settings: Settings) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
+def fit_micro_batch(settings: Settings, *, world_size: int) -> Settings | None:
+    """Return a phase's resolved settings with the largest micro-batch, up to theirs, that divides the batch of a rank.
+
+    The loss does not depend on the size, unless it is a mean over micro-batches; then the size stays.
+
+    Returns:
+        None if the global batch is not a multiple of the data-parallel ranks, or of their fixed micro-batches.
+    """
+    training, replicas = settings.training, settings.data_parallel_size(world_size)
+    if not replicas or world_size % settings.parallel.ranks_per_model or training.global_batch_size % replicas:
+        return None
+    share, largest = training.global_batch_size // replicas, training.micro_batch_size
+    sizes = [largest] if training.loss_normalization == "micro_batch" else range(min(largest, share), 0, -1)
+    fitting = next((size for size in sizes if share % size == 0), None)
+    return None if fitting is None else settings.with_section("training", micro_batch_size=fitting)
+
+
+def fit_micro_batches(settings: Settings, *, world_size: int) -> Settings:
+    """Return settings in which `fit_micro_batch` has chosen the micro-batch of each phase, where it can."""
+    resolved = [phase.settings for phase in resolve_phases(settings)]
+    fitted = [fit_micro_batch(each, world_size=world_size) or each for each in resolved]
+    sizes = [each.training.micro_batch_size for each in fitted]
+    changes = tuple(
+        replace(change, micro_batch_size=None if size == before else size)
+        for change, before, size in zip(settings.training.phases, sizes, sizes[1:], strict=False)
+    )
+    return settings.with_section("training", micro_batch_size=sizes[0], phases=changes)
+
+
 def phases_until(settings: Settings, iteration: int) -> list[Phase]:
     """Return the phases that have begun at an iteration, counted from 1; at iteration 0, the first phase."""
     return [phase for phase in resolve_phases(settings) if phase.first <= max(iteration, 1)]

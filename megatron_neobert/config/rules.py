@@ -224,11 +224,14 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
         )
         return
     dp = settings.data_parallel_size(world_size)
-    step = training.micro_batch_size * dp
+    # Of another loss, the command line has chosen a micro-batch that divides the batch of a rank.
+    is_fixed = training.loss_normalization == "micro_batch"
+    step = training.micro_batch_size * dp if is_fixed else dp
     if training.global_batch_size % step:
+        micro_batch = f"--micro-batch-size {training.micro_batch_size} x " if is_fixed else ""
         yield (
-            f"--global-batch-size {training.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{training.micro_batch_size} x {dp} data-parallel ranks = {step} packed sequences. "
+            f"--global-batch-size {training.global_batch_size} is not a multiple of {micro_batch}{dp} data-parallel "
+            f"ranks{f' = {step} packed sequences' if is_fixed else ''}. "
             f"Use {max(step, round(training.global_batch_size / step) * step)}."
         )
 

@@ -254,7 +254,9 @@ PHASE_SETTINGS = tuple(item.name for item in fields(PhaseChange))
 class TrainingConfig:
     """Batches, length and precision of the run."""
 
-    micro_batch_size: int = setting(64, "packed sequences per forward pass and rank", minimum=1)
+    micro_batch_size: int = setting(
+        64, "most packed sequences per forward pass and rank; lowered until they divide the batch of a rank", minimum=1
+    )
     global_batch_size: int = setting(2048, "packed sequences per iteration, over all ranks", minimum=1)
     train_iters: int = setting(1_000_000, "iterations of the whole run", minimum=1)
     phases: tuple[PhaseChange, ...] = setting(

@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.config.cli import PlanOptions
+from megatron_neobert.config.phases import fit_micro_batch
+from megatron_neobert.config.schedule import describe_schedule, schedule_warnings
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.corpora import OpenedCorpora
 from megatron_neobert.model.flops import checkpoint_bytes, count_parameters
@@ -92,6 +94,7 @@ def print_plan(settings: Settings, opened: Sequence[OpenedCorpora], options: Pla
     sizes = {"vocab_size": vocab_size, "world_size": world_size}
     sections += [
         ("run", [run_line(settings, forecasts, done=done)]),
+        ("rate", [describe_schedule(settings), *schedule_warnings(settings)]),
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
         ("GPUs", gpu_lines(forecasts, fullest.memory, world_size=world_size)),
         *([("network", network_lines(fullest.phase.settings, options, **sizes))] if world_size > 1 else []),
@@ -255,7 +258,7 @@ def scaling_lines(
     price = "" if options.price is None else f"{'price':>10}"
     lines = [f"{'GPUs':>6}{'micro-batches':>14}{'step':>8}{'network':>9}{'busy':>6}{'hours':>8}{price}"]
     for gpus in options.gpus or (world_size,):
-        fitted = [fit_micro_batch(forecast.phase.settings, gpus) for forecast in forecasts]
+        fitted = [fit_micro_batch(forecast.phase.settings, world_size=gpus) for forecast in forecasts]
         fitting = [settings for settings in fitted if settings is not None]
         if len(fitting) < len(fitted):
             lines.append(f"{gpus:>6,}  the global batch is no multiple of the data-parallel ranks")
@@ -280,21 +283,6 @@ def scaling_lines(
         "share in which the GPU computes. If it is low, use fewer GPUs or a larger --global-batch-size"
     )
     return lines
-
-
-def fit_micro_batch(settings: Settings, gpus: int) -> Settings | None:
-    """Return the settings with the largest micro-batch, up to their own, that divides the global batch on these GPUs.
-
-    Return None if the global batch is not a multiple of the data-parallel ranks.
-    """
-    training, ranks_per_model = settings.training, settings.parallel.ranks_per_model
-    replicas = gpus // ranks_per_model
-    if gpus % ranks_per_model or training.global_batch_size % replicas:
-        return None
-    share = training.global_batch_size // replicas
-    sizes = range(min(training.micro_batch_size, share), 0, -1)
-    fitting = next(size for size in sizes if share % size == 0)
-    return settings.with_section("training", micro_batch_size=fitting)
 
 
 def step_on(gpus: int, settings: Settings, flops: float, *, vocab_size: int, network_gbps: float = 400) -> StepTime:

@@ -144,9 +144,9 @@ def _summary(recipe: Recipe) -> str:
 def to_yaml(recipe: Recipe) -> str:
     """Return the YAML file of a recipe. Settings that it leaves out are NeoBERT's."""
     warmup = min(2000, recipe.iterations // 10)
-    # At most the memory of NeoBERT's 64 sequences, 50 GiB, and a batch for eight GPUs.
+    # At most the memory of NeoBERT's 64 sequences, 50 GiB. A start lowers the size to the batch of a rank.
     fitting = 64 * 28 * 768 / (recipe.model.num_layers * recipe.model.hidden_size)
-    micro = 2 ** int(math.log2(min(64, max(1, fitting), recipe.batch // 8)))
+    micro = 2 ** int(math.log2(min(64, max(1, fitting), recipe.batch)))
     return f"""# {_summary(recipe)}.
 # Written by neobert recipe. Settings that are left out are NeoBERT's (arXiv 2502.19587).
 model:

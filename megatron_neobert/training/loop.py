@@ -17,6 +17,7 @@ from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import ReadCorpus
+from megatron_neobert.config.schedule import schedule_warnings
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.batch import RankBatches
 from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
@@ -29,6 +30,7 @@ from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.runtime.signals import reason_to_stop, requested_stop
 from megatron_neobert.runtime.watcher import Watcher
 from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
+from megatron_neobert.text import counted
 from megatron_neobert.training.garbage import collecting_together
 from megatron_neobert.training.metrics import Monitor
 from megatron_neobert.training.profile import profiling
@@ -75,7 +77,7 @@ def run_training(settings: Settings, watcher: Watcher) -> int:
         monitor.log(_opening_line(run, found.folder if found else None))
         if settings.checkpoint.save is None:
             monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
-        lines = [choose_kernels(settings).summary]
+        lines = [choose_kernels(settings).summary, *schedule_warnings(settings)]
         if found is None:
             cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else None
             lines += start_warnings(settings, opened, world_size=world_size(), cpu_cores=cores)
@@ -271,10 +273,14 @@ def _open_loader(run: Run) -> Iterator[RankBatches]:
 def _opening_line(run: Run, loaded: Path | None) -> str:
     settings = run.settings
     parameters = count_parameters(settings.model, vocab_size=run.tokenizer.vocab_size).total
+    ranks = torch.distributed.get_world_size()
+    phase = phase_at(settings, run.state.iteration + 1).settings
+    micro_batches = counted(phase.micro_batches_per_rank(ranks), "micro-batch", "micro-batches")
     start = f"from {loaded}" if loaded else f"from fresh weights of seed {settings.training.seed}"
     return (
-        f"training {parameters:,} parameters {start} on {torch.distributed.get_world_size()} x {run.device.type}, "
-        f"{phase_at(settings, run.state.iteration + 1).settings.tokens_per_iteration:,} tokens per iteration"
+        f"training {parameters:,} parameters {start} on {ranks} x {run.device.type}, "
+        f"{phase.tokens_per_iteration:,} tokens per iteration, in {micro_batches} of "
+        f"{counted(phase.training.micro_batch_size, 'packed sequence')} per rank"
     )
 
 

@@ -1,5 +1,6 @@
 """The launcher with real processes: both ways to start it, exit codes and signals."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from ranks import read_metrics
 from tests_tiny import tiny_settings
 from torch.distributed import TCPStore
 from training_command import BASH, SCRIPT, TORCHRUN, environment, flags_of, start
+
+from megatron_neobert import launch
 
 TORCHRUN_2 = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT]
 
@@ -114,6 +117,25 @@ def test_wrong_start_ends_with_its_code_and_one_sentence(tiny_corpus, tmp_path, 
     assert ended.refused(code), ended.output
     assert message in ended.output and "on rank" not in ended.output
     assert list(tmp_path.iterdir()) == [], "no files are left"
+
+
+@pytest.mark.parametrize(("cores", "batch", "ranks"), [(1, 8, 1), (2, 8, 2), (6, 8, 4), (6, 7, 1), (64, 2048, 8)])
+def test_without_a_gpu_there_is_a_rank_per_core_as_far_as_the_batch_allows(monkeypatch, cores, batch, ranks):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    words = ["--data-path", "corpus", "--tokenizer-model", "tokenizer", "--global-batch-size", str(batch)]
+    assert launch.choose_cpu_ranks(words, nodes=1) == ranks
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_the_first_line_of_a_run_on_a_cpu_has_the_number_of_ranks_that_was_chosen(tiny_corpus):
+    variables = environment(1)
+    del variables["NPROC_PER_NODE"]
+    words = flags(tiny_corpus, train_iters=2, global_batch_size=2, micro_batch_size=2)
+    with start([*BASH, *words], variables) as process:
+        first, *lines = process.stdout.read().splitlines()
+    assert process.returncode == 0 and first.startswith("no GPU: 2 ranks on "), [first, *lines]
+    (line,) = [line for line in lines if " on 2 x cpu, " in line]
+    assert line.endswith("in 1 micro-batch of 1 packed sequence per rank")
 
 
 # The training command. Rank 1 sleeps before its fifth update.

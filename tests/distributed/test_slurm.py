@@ -63,6 +63,15 @@ def submit(cluster: Path, settings: Settings, *, nodes: int) -> subprocess.Popen
     return start(["bash", TEMPLATE, *flags_of(settings)], environment(1, **job))
 
 
+def test_template_explains_itself_and_is_refused_outside_of_a_job(tmp_path):
+    helped, refused = (
+        subprocess.run(["bash", TEMPLATE, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        for words in (["--help"], [])
+    )
+    assert (helped.returncode, helped.stderr) == (0, "") and "sbatch --nodes=4" in helped.stdout
+    assert (refused.returncode, refused.stdout) == (2, "") and "not a Slurm job" in refused.stderr
+
+
 @pytest.mark.slow
 def test_job_told_to_stop_is_requeued_and_resumes_and_a_file_stop_ends_it(tiny_corpus, tmp_path, cluster):
     settings = tiny_settings(tiny_corpus, save=tmp_path / "run")

@@ -5,6 +5,7 @@ a process that has had a process group cannot fork another one that needs one.
 """
 
 import math
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.corpora import open_phases
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-from megatron_neobert.errors import EXIT_STOPPED_EARLY
+from megatron_neobert.errors import EXIT_STOPPED_EARLY, ConfigError
 from megatron_neobert.model.flops import count_parameters
 from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.planning.plan import print_plan
@@ -53,8 +54,8 @@ CHANGES = {
     ("m7", "m5"): "num_layers hidden_size",
     ("m7_released", "m7"): "hidden_size",
     ("m8", "m7"): "num_layers hidden_size",
-    ("m9_stage1", "m8"): f"{SCHEDULE} micro_batch_size lr min_lr weight_decay lr_decay_iters",
-    ("m9_stage2", "m9_stage1"): f"{SCHEDULE} micro_batch_size train_iters seed save_interval keep_every",
+    ("m9_stage1", "m8"): f"{SCHEDULE} micro_batch_size lr min_lr weight_decay",
+    ("m9_stage2", "m9_stage1"): f"{SCHEDULE} micro_batch_size train_iters seed save_interval keep_every lr_decay_iters",
 }
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -112,9 +113,17 @@ def test_recipes_read_as_many_tokens_per_iteration_as_the_paper(pattern, tokens)
 @pytest.mark.parametrize(("stage", "iteration"), [(1, 1_000_000), (2, 1_000_001)])
 def test_file_with_both_stages_has_the_settings_of_the_single_files(stage, iteration):
     """Except the length of the run, the kept checkpoints, and the corpus, which the single files do not set."""
-    both = flatten(phase_at(read_settings(CONFIGS / "neobert_both_stages.yaml"), iteration).settings)
-    single = flatten(f"neobert_stage{stage}")
-    may_differ = {"train_iters", "keep_every", "save_interval", "data_path", "max_position_embeddings"}
+    of_both = phase_at(read_settings(CONFIGS / "neobert_both_stages.yaml"), iteration).settings
+    both, single = flatten(of_both), flatten(f"neobert_stage{stage}")
+    assert of_both.lr_decay_end == read_settings(CONFIGS / f"neobert_stage{stage}.yaml").lr_decay_end
+    may_differ = {
+        "train_iters",
+        "keep_every",
+        "save_interval",
+        "data_path",
+        "max_position_embeddings",
+        "lr_decay_iters",
+    }
     assert {name for name in single if single[name] != both[name]} - may_differ == set()
     assert (both["seq_length"], both["max_position_embeddings"]) == ((1024, 4096)[stage - 1], 4096)
 
@@ -172,3 +181,26 @@ def test_stage_2_continues_stage_1_at_the_lowest_rate_and_resumes(tiny_corpus, t
     assert run_training(stage2, Watcher(limit_seconds=600)) == EXIT_STOPPED_EARLY
     assert run_training(stage2, Watcher(limit_seconds=600)) == 0, "the second start resumes the first"
     assert read_metrics(second, "lr") == {3: 6e-5, 4: 6e-5}
+
+
+def documented_launches() -> dict[str, Path]:
+    """Return the recipes in the commands of README, pages, scripts and recipes: name -> file."""
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    pages += [path for path in (REPOSITORY / "examples").rglob("*") if path.suffix in (".sh", ".yaml")]
+    launch = re.compile(r"--config \"?(?:\$\w+/)?(?:examples/)?(?:configs/)?([\w/]+)")
+    names = {name for path in pages for name in launch.findall(path.read_text(encoding="utf-8"))}
+    return {name: CONFIGS / f"{name}.yaml" for name in names if CONFIGS / f"{name}.yaml" in RECIPES}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 32])
+@pytest.mark.parametrize("recipe", documented_launches().values(), ids=lambda path: path.stem)
+def test_every_documented_launch_plans_its_batch_on_any_number_of_ranks(recipe, ranks, corpus, capsys):
+    if recipe.stem == "tiny" and ranks == 32:
+        with pytest.raises(ConfigError, match="--global-batch-size 8 is not a multiple of 32 data-parallel ranks"):
+            settings_of(recipe, corpus, ranks=ranks)
+        return
+    settings = settings_of(recipe, corpus, ranks=ranks)
+    assert print_plan(settings, open_phases(settings), PlanOptions(), world_size=ranks) == 0
+    batch = settings.training.global_batch_size
+    assert settings.micro_batches_per_rank(ranks) * settings.training.micro_batch_size * ranks == batch
+    assert f"of {settings.training.micro_batch_size} per rank" in " ".join(capsys.readouterr().out.split())

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_neobert.config.cli import parse_command_line, read_record, write_record
-from megatron_neobert.config.phases import phase_at
+from megatron_neobert.config.phases import phase_at, resolve_phases
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
 
@@ -90,7 +90,6 @@ REFUSED = [
     ),
     ("[{after_iters: 9, mask_replacement: some}]", ["phase 1", "--mask-replacement some is not one of all_mask, bert"]),
     ("[{after_iters: 9, seq_length: 8192}]", ["phase 1", "--seq-length 8192 exceeds --max-position-embeddings 4096"]),
-    ("[{after_iters: 9, global_batch_size: 96}]", ["phase 1", "--global-batch-size 96 is not a multiple", "64"]),
 ]
 
 
@@ -99,3 +98,17 @@ def test_invalid_phases_are_refused_in_one_sentence_with_their_values(phases, pa
     problems = problems_of(phases)
     assert problems
     assert [part for part in parts if part not in problems[0]] == []
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, [8, 8, 16]), (4, [8, 8, 12]), (8, [4, 8, 12]), (32, [1, 2, 3])])
+def test_the_micro_batch_of_each_phase_is_the_largest_that_divides_the_batch_of_a_rank(ranks, sizes):
+    phases = "[{after_iters: 1, global_batch_size: 64}, {after_iters: 2, global_batch_size: 96, micro_batch_size: 20}]"
+    flags = ["--micro-batch-size", "8", "--global-batch-size", "32", "--phases", phases]
+    settings = parse_command_line([*REQUIRED, *flags], world_size=ranks).settings
+    assert [phase.settings.training.micro_batch_size for phase in resolve_phases(settings)] == sizes
+
+
+def test_a_micro_batch_that_changes_the_loss_is_not_changed():
+    flags = ["--micro-batch-size", "8", "--global-batch-size", "32", "--loss-normalization", "micro_batch"]
+    with pytest.raises(ConfigError, match=r"32 is not a multiple of --micro-batch-size 8 x 8 data-parallel ranks = 64"):
+        parse_command_line([*REQUIRED, *flags], world_size=8)

@@ -95,7 +95,7 @@ INVALID = [
     (1, "--seq-length 8192", ["--seq-length 8192", "--max-position-embeddings 4096", "to 8192"]),
     (6, "--tensor-model-parallel-size 4", ["6 ranks", "--tensor-model-parallel-size 4"]),
     (8, "--tensor-model-parallel-size 8", ["size 8", "--num-attention-heads 12"]),
-    (3, "", ["--global-batch-size 2048", "64 x 3 data-parallel ranks = 192 packed sequences", "Use 2112"]),
+    (3, "", ["--global-batch-size 2048 is not a multiple of 3 data-parallel ranks", "Use 2049"]),
     (1, "--lr-warmup-iters 50 --train-iters 50", ["--lr-warmup-iters 50", "below 45", "for example 1"]),
     (2, "--pipeline-model-parallel-size 2 --num-layers 7", ["7", "size 2"]),
     (8, "--context-parallel-size 8", ["size 8 x", "--num-attention-heads 12"]),

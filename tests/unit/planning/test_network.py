@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from megatron_neobert.config.cli import PlanOptions, read_settings
+from megatron_neobert.config.phases import fit_micro_batch
 from megatron_neobert.config.schema import Settings, TrainingConfig
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.planning.network import collective_seconds, gradient_buckets, plan_step
-from megatron_neobert.planning.plan import compute_seconds, fit_micro_batch, scaling_lines, step_on
+from megatron_neobert.planning.plan import compute_seconds, scaling_lines, step_on
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = REPOSITORY / "docs" / "performance.md"
@@ -109,7 +110,7 @@ def test_the_micro_batch_is_the_largest_that_divides_the_global_batch():
     settings = Settings(training=TrainingConfig(micro_batch_size=64, global_batch_size=2048 * 3))
     sizes = {}
     for gpus in (8, 64, 96, 1024, 4096):
-        fitted = fit_micro_batch(settings, gpus)
+        fitted = fit_micro_batch(settings, world_size=gpus)
         sizes[gpus] = fitted and fitted.training.micro_batch_size
     assert sizes == {8: 64, 64: 48, 96: 64, 1024: 6, 4096: None}
 
@@ -125,7 +126,7 @@ def scaling_table() -> list[str]:
     ]
     flops = training_flops_per_token(STAGE_1, vocab_size=VOCAB, document_tokens=1024) * STAGE_1.tokens_per_iteration
     for gpus in (8, 64, 256, 512, 1024):
-        graphed = fit_micro_batch(STAGE_1, gpus)
+        graphed = fit_micro_batch(STAGE_1, world_size=gpus)
         assert graphed is not None
         launched = step_on(gpus, graphed.with_section("compute", cuda_graph_impl="none"), flops, vocab_size=VOCAB)
         own, shared = (step_on(gpus, graphed, flops, vocab_size=VOCAB, network_gbps=gbps) for gbps in (400, 50))
