@@ -16,7 +16,7 @@ Shapes: `b` rows of the padded batch, `s` positions of a row, `t` packed tokens,
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -117,12 +117,12 @@ def to_table(comparisons: Mapping[str, Comparison]) -> str:
     return "\n".join([header, *lines])
 
 
-def build_prompts(vocab_size: int, *, longest: int) -> Prompts:
-    """Return four prompts of 7, 23, 64 and 128 random tokens, cut at `longest`, padded, and the same in every call."""
+def build_prompts(vocab_size: int, *, longest: int, lengths: Sequence[int] = ()) -> Prompts:
+    """Return random prompts of these lengths, else of PROMPT_TOKENS, cut at `longest`. Each call returns the same."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([min(tokens, longest) for tokens in PROMPT_TOKENS])
-    tokens_bs = torch.randint(vocab_size, (len(lengths), int(lengths.max())), generator=generator)
-    attention_mask_bs = (torch.arange(tokens_bs.shape[1]) < lengths[:, None]).long()
+    lengths_b = torch.tensor(lengths or PROMPT_TOKENS).clamp(max=longest)
+    tokens_bs = torch.randint(vocab_size, (len(lengths_b), int(lengths_b.max())), generator=generator)
+    attention_mask_bs = (torch.arange(tokens_bs.shape[1]) < lengths_b[:, None]).long()
     return Prompts(tokens_bs * attention_mask_bs, attention_mask_bs)
 
 
