@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from sklearn import metrics
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, to_text
+from megatron_neobert.evaluation.data import SPLIT_NAMES, columns_of, digest_of, read_split, to_text
 from megatron_neobert.evaluation.fine_tune import Scores, resolve_device
 from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_tokenizer, longest_input
 from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
@@ -41,7 +41,6 @@ from megatron_neobert.text import listed
 
 _TEXTS, _LABEL = ("text", "text2"), "label"
 _COLUMNS = (*_TEXTS, _LABEL)
-_SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 _ENDINGS = (".csv", ".jsonl", ".parquet")
 _WHOLE_FLOAT = re.compile(r"^(-?(?:0|[1-9]\d*))\.0+$")
 _MOST_SHOWN_CLASSES = 16  # of a confusion matrix; the names of more classes are not readable on a screen
@@ -117,7 +116,7 @@ def find_datasets(data_dir: Path) -> list[str]:
             f"--data-dir {data_dir} is a dataset itself, because it has a training set; give the folder that contains "
             f"it, with --tasks {data_dir.resolve().name}."
         )
-    folders = {path.name for path in data_dir.iterdir() if read_split(path, _SPLIT_NAMES["train"]) is not None}
+    folders = {path.name for path in data_dir.iterdir() if read_split(path, SPLIT_NAMES["train"]) is not None}
     return sorted(files | folders)
 
 
@@ -131,7 +130,7 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
     """
     folder = data_dir / name
     if folder.is_dir():
-        found = {split: read_split(folder, names, texts=_COLUMNS) for split, names in _SPLIT_NAMES.items()}
+        found = {split: read_split(folder, names, texts=_COLUMNS) for split, names in SPLIT_NAMES.items()}
     else:
         found = {"train": read_split(data_dir, [name], texts=_COLUMNS)}
     tables = {split: rows for split, rows in found.items() if rows is not None}
@@ -144,7 +143,7 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
     if missing := [split for split in needed if split not in tables]:
         tables |= _divide(tables["train"], missing, folder)
     columns = [name for name in _COLUMNS if name != "text2" or name in tables["train"].column_names]
-    parts = {split: _to_rows(tables[split], columns, f"{folder}: {split}") for split in _SPLIT_NAMES if split in tables}
+    parts = {split: _to_rows(tables[split], columns, f"{folder}: {split}") for split in SPLIT_NAMES if split in tables}
     classes = set(parts["train"].labels)
     for split, part in parts.items():
         if classes.isdisjoint(part.labels):

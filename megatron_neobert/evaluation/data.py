@@ -27,6 +27,12 @@ _CARDS = ("README.md", ".huggingface.yaml")  # files whose data_files `datasets`
 _TABLES = (".parquet", ".jsonl", ".csv")
 _TAGGED = ("", ".txt", ".conll", ".bio", ".iob", ".iob2", ".tsv")
 _ROWS_PER_HASH = 10_000
+# Split -> its names in CoNLL's tasks, on the Hub and elsewhere.
+SPLIT_NAMES = {
+    "train": ("train", "eng.train"),
+    "validation": ("validation", "valid", "dev", "testa", "eng.testa"),
+    "test": ("test", "testb", "eng.testb"),
+}
 
 T = TypeVar("T")
 

@@ -101,7 +101,7 @@ def distinct_batches(pairs: Any, batch_size: int, *, seed: Sequence[int], name: 
         if batch is None:
             raise DataError(
                 f"{name}: its {len(pairs):,} rows do not fill one batch of {batch_size} without repeating a text; "
-                "lower --batch-size, or set default: false for the dataset."
+                "lower --batch-size, raise the divisor of the dataset, or leave it out."
             )
 
 

@@ -97,8 +97,8 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
     rows = read_split(folder, [split], texts=task.text_columns)
     if rows is None:
         raise MissingInputError(
-            f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH_GLUE}. TSV files are not read: "
-            "convert them to CSV with the line in docs/evaluation.md."
+            f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH_GLUE}. TSV files are not read; "
+            "write them as CSV with the Hub's column names."
         )
     names = [*task.text_columns, "label"]
     *texts, labels = columns_of(rows, names, f"{folder}: {split}")

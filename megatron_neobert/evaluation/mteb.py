@@ -2,8 +2,7 @@
 
 OUTPUT/NAME/mteb is a cache of mteb. A result is found there by the revision of the model, in which we put a hash of
 everything that the score depends on: files of the model and of the task's data, splits, settings and mteb's version.
-OUTPUT/NAME/mteb.json has the scores of the last command. It has the mean of a category, or the overall mean over tasks,
-only if all scores are there: a mean over some of the tasks would not be comparable.
+OUTPUT/NAME/mteb.json and .md have the scores of the last command.
 
 Texts are pooled as the folder's modules.json says, and by the mean of the token states without one. The folder's
 prompts `query` and `document` are used, unless a file of instructions gives all models the same. Scores depend on the
@@ -94,7 +93,7 @@ def run_mteb(options: MtebOptions) -> None:
         languages = list(options.languages) if options.tasks else None
         settings = {**protocol, "tasks": list(options.tasks) or options.benchmark, "languages": languages}
         record, lines = folder / "mteb.json", [{"origin": describe_process(device)}]
-        results, source = to_results(tasks, scores), options.model
+        results, source = {"tasks": {task.metadata.name: to_score(task, scores) for task in tasks}}, options.model
         write_record(record, folder=source, fingerprint=model, settings=settings, results=results, lines=lines)
         print(f"\n{write_page('mteb', [record], folder)}\nwrote {record} and mteb.md")
 
@@ -238,30 +237,14 @@ def build_encoder(options: MtebOptions, prompts: dict[str, str]) -> SentenceTran
 # --- results
 
 
-def mean_of(scores: Sequence[float | None]) -> float | None:
-    """Return the mean score, or None if a score is missing."""
-    values = [score for score in scores if score is not None]
-    return math.fsum(values) / len(values) if len(values) == len(scores) else None
+def to_score(task: AbsTask, scores: Mapping[str, float]) -> dict[str, Any]:
+    """Return type, metric and score of a task, in per cent. If the score is None, "missing" has the reason.
 
-
-def to_results(tasks: Sequence[AbsTask], scores: Mapping[str, float]) -> dict[str, Any]:
-    """Return "average", "categories" (mean by type) and "tasks": type, metric, and the score of each task in per cent.
-
-    If the score of a task is None, "missing" has the reason. The score of an aggregate is the mean of its subtasks.
+    The score of an aggregate is the mean of its subtasks.
 
     Args:
         scores: Fractions of 1 by the name of each task, or of each subtask of an aggregate; no entry without data.
     """
-    by_task = {task.metadata.name: _to_score(task, scores) for task in tasks}
-    types = sorted({task["type"] for task in by_task.values()})
-    return {
-        "average": mean_of([task["score"] for task in by_task.values()]),
-        "categories": {name: mean_of([t["score"] for t in by_task.values() if t["type"] == name]) for name in types},
-        "tasks": by_task,
-    }
-
-
-def _to_score(task: AbsTask, scores: Mapping[str, float]) -> dict[str, Any]:
     subtasks = [subtask.metadata.name for subtask in flatten([task])]
     score, missing = None, None
     if absent := [name for name in subtasks if name not in scores]:

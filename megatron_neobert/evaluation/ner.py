@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from seqeval.metrics import f1_score, precision_score, recall_score
 
 from megatron_neobert.errors import ConversionError, DataError, MissingInputError
-from megatron_neobert.evaluation.data import columns_of, digest_of, read_split, select_evenly
+from megatron_neobert.evaluation.data import SPLIT_NAMES, columns_of, digest_of, read_split, select_evenly
 from megatron_neobert.evaluation.fine_tune import EncodedSplit, Task, resolve_device
 from megatron_neobert.evaluation.models import LoadOptions, load_model, load_tokenizer
 from megatron_neobert.evaluation.options import FineTuneOptions, NerOptions
@@ -37,12 +37,6 @@ from megatron_neobert.text import listed
 
 METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
 OUTSIDE = "O"
-# Names of the splits in CoNLL's tasks, on the Hub and elsewhere.
-_SPLIT_NAMES = {
-    "train": ("train", "eng.train"),
-    "validation": ("validation", "valid", "dev", "testa", "eng.testa"),
-    "test": ("test", "testb", "eng.testb"),
-}
 _TAG = re.compile(r"O|[BIES]-.+")
 _WORD_COLUMNS, _TAG_COLUMNS = ("tokens", "words"), ("ner_tags", "tags", "labels")
 _IGNORED_LABEL = -100  # torch's cross-entropy skips it
@@ -133,7 +127,7 @@ def find_datasets(data_dir: Path) -> list[str]:
     """Return the folders in data_dir, one or two levels deep, that have a training set: NAME or NAME/PART."""
     folders = [path for pattern in ("*", "*/*") for path in sorted(data_dir.glob(pattern)) if path.is_dir()]
     names = [str(path.relative_to(data_dir)) for path in folders]
-    return [name for name in names if read_split(data_dir / name, _SPLIT_NAMES["train"], tagged=True) is not None]
+    return [name for name in names if read_split(data_dir / name, SPLIT_NAMES["train"], tagged=True) is not None]
 
 
 @lru_cache(maxsize=4)  # the runs of one process use the same datasets
@@ -145,7 +139,7 @@ def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
         DataError: A split has no entity type of the training set.
     """
     data, folder, types = NerData({}, {}), data_dir / name, dict[str, set[str]]()
-    for split, split_names in _SPLIT_NAMES.items():
+    for split, split_names in SPLIT_NAMES.items():
         rows = read_split(folder, split_names, tagged=True)
         if rows is not None:
             sentences = to_sentences(rows, f"{folder}: {split}")

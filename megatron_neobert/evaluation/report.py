@@ -7,6 +7,7 @@ numbers have their own table rows and never enter an average. Missing results ar
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -221,8 +222,7 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
     reported, measured = paper.GLUE, []
     for record in records:
         tasks = record.results["tasks"]
-        scores = [tasks[task]["score"]["mean"] for task in GLUE_TASKS if task in tasks]
-        average = 100 * fmean(scores) if len(scores) == len(GLUE_TASKS) else None
+        average = _mean([100 * tasks[task]["score"]["mean"] if task in tasks else None for task in GLUE_TASKS])
         limits = {settings["protocol"]["limit"] for settings in record.settings.values()} - {None}
         name = f"{record.model.name}, at most {max(limits):,} rows a split" if limits else record.model.name
         cells = [_percent(tasks[task]["score"]) if task in tasks else "missing" for task in GLUE_TASKS]
@@ -278,14 +278,15 @@ def mteb(records: Sequence[Record], output: Path) -> list[str]:
         tables.setdefault(tasks if isinstance(tasks, str) else ", ".join(sorted(tasks)), []).append(record)
     blocks, task_rows, reported = list[str](), list[list[str]](), paper.MTEB
     for title, members in sorted(tables.items()):
-        used = {name for record in members for name in record.results["categories"]}
+        used = {task["type"] for record in members for task in record.results["tasks"].values()}
         categories = [*MTEB_CATEGORIES, *sorted(used - {*MTEB_CATEGORIES})]
         rows = []
         for record in members:
-            results = record.results
-            means = [*(results["categories"].get(category) for category in categories), results["average"]]
+            tasks = record.results["tasks"]
+            groups = [[task["score"] for task in tasks.values() if task["type"] == name] for name in categories]
+            means = [_mean(group) for group in (*groups, list(chain.from_iterable(groups)))]
             rows.append([record.model.name, *(_number(mean, ".1f") for mean in means)])
-            for task, score in results["tasks"].items():
+            for task, score in tasks.items():
                 value = score["missing"] or _number(score["score"], ".2f")
                 task_rows.append([record.model.name, task, score["type"], score["metric"], value])
         header = ("model", *reported.columns[:-1], *categories[len(MTEB_CATEGORIES) :], reported.columns[-1])
@@ -338,6 +339,12 @@ def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
     }
     text = f"Not the same in all of these runs, so compare with care: {', '.join(sorted(differing))}."
     return [paragraph(text)] if differing else []
+
+
+def _mean(scores: Sequence[float | None]) -> float | None:
+    """Return the mean, or None without scores or if a score is missing: a mean of the others is not comparable."""
+    values = [score for score in scores if score is not None]
+    return fmean(values) if values and len(values) == len(scores) else None
 
 
 def _percent(score: dict[str, Any]) -> str:

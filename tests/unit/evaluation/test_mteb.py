@@ -23,7 +23,7 @@ from megatron_neobert.evaluation.mteb import (  # noqa: E402
     measure_tasks,
     read_instructions,
     require_instructions,
-    to_results,
+    to_score,
 )
 from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
     choose_tasks,
@@ -56,7 +56,7 @@ def measure(encoder, task, folder):
     options = MtebOptions(model=folder, output=folder, data_dir=folder, batch_size=8)
     name = task.metadata.name
     revision = str(describe_task(task, folder)["data"])
-    return to_results([task], measure_tasks({name: task}, {name: revision}, folder / "cache", options, lambda: encoder))
+    return to_score(task, measure_tasks({name: task}, {name: revision}, folder / "cache", options, lambda: encoder))
 
 
 @pytest.fixture
@@ -117,30 +117,17 @@ def test_score_that_is_not_a_number_is_missing(encoder, hub, tmp_path):
     write_jsonl(hub / "mteb/biosses-sts/test.jsonl", rows)
     (task,) = stored("BIOSSES", data_dir=tmp_path)
     for model in (encoder, None):  # measured, then read from the cache
-        score = measure(model, task, tmp_path)["tasks"]["BIOSSES"]
+        score = measure(model, task, tmp_path)
         assert (score["score"], score["missing"]) == (None, "not a number: the score of BIOSSES")
-
-
-# --- means
-
-
-def test_average_is_over_tasks_and_missing_if_a_score_is():
-    tasks = by_name("STS12", "Banking77Classification", "EmotionClassification", "STS13")
-    scores = {"STS12": 0.25, "Banking77Classification": 0.5, "EmotionClassification": 0.75}
-    results = to_results(tasks, scores)
-    assert (results["average"], results["categories"]) == (None, {"Classification": (50.0 + 75.0) / 2, "STS": None})
-    assert results["tasks"]["STS13"]["missing"] == "no data"
-    results = to_results(tasks[:3], scores)
-    assert (results["average"], results["categories"]["STS"]) == ((25.0 + 50.0 + 75.0) / 3, 25.0)
 
 
 def test_score_of_an_aggregate_is_the_mean_of_its_subtasks_and_missing_without_one():
     (task,) = by_name("CQADupstackRetrieval")
     names = [forum.metadata.name for forum in flatten([task])]
     scores = {name: number / 16 for number, name in enumerate(names)}
-    assert to_results([task], scores)["average"] == pytest.approx(100 * (11 / 2) / 16)
+    assert to_score(task, scores)["score"] == pytest.approx(100 * (11 / 2) / 16)
     del scores[names[3]]
-    assert to_results([task], scores)["tasks"]["CQADupstackRetrieval"]["missing"] == f"no data of {names[3]}"
+    assert to_score(task, scores)["missing"] == f"no data of {names[3]}"
 
 
 # --- the encoder
