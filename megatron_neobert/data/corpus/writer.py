@@ -125,7 +125,9 @@ def write_corpus(
         ShardJob(work, files.numbered_shard(number)[0].stem, tuple(nonempty[start:end]), dtype)
         for number, (start, end) in enumerate(pairwise([*starts, len(nonempty)]))
     ]
-    written = {job.name: record.files for job, record in finish_jobs(jobs, options or JobOptions(), label="shards")}
+    # One shard is written by this process, for which no executor is started.
+    options = options if options and len(jobs) > 1 else JobOptions()
+    written = {job.name: record.files for job, record in finish_jobs(jobs, options, label="corpus shards")}
     shards = []
     for job in jobs:
         documents, pair = sum(chunk.result.counts.documents for chunk in job.chunks), written[job.name]
