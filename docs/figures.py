@@ -33,7 +33,7 @@ STAGES = (
 # Panels: title, first cell of the table's header, column of the number, and a short name for each row that is drawn.
 PANELS = (
     (
-        "Preprocessing, MB/s on one core",
+        "Preprocessing, MB/s of text on one core",
         "tool, one core",
         "MB/s",
         {
@@ -43,19 +43,19 @@ PANELS = (
         },
     ),
     (
-        "Training step, tokens/s on one thread",
+        "Training, tokens/s on one CPU thread",
         "layout",
         "tokens/s",
-        {"packed": "packed", "padded": "padded", "reference": "plain PyTorch, padded"},
+        {"packed": "packed", "padded": "this engine,\npadded", "reference": "plain PyTorch,\npadded"},
     ),
     (
-        "On one GPU, thousand tokens/s",
+        "28 x 768, thousand tokens/s on one GPU",
         "layers",
         "thousand tokens/s",
         {
-            "the same in FP8, delayed": "this project, H200, FP8",
-            "Transformer Engine": "this project, H200, bf16",
-            "NeoBERT's own run, per H100": "NeoBERT's own run, H100",
+            "the same in FP8, delayed": "this project,\nH200, FP8",
+            "Transformer Engine": "this project,\nH200, bf16",
+            "NeoBERT's own run, per H100": "NeoBERT's own\nrun, H100",
         },
     ),
 )
@@ -135,13 +135,16 @@ def draw_chain(axes: Axes, boxes: Sequence[tuple[str, str]]) -> None:
             axes.annotate("", (left - 0.3, 4.9), (left - gap + 0.3, 4.9), arrowprops=arrow)
 
 
-def draw_bars(axes: Axes, title: str, values: dict[str, float]) -> None:
-    """Draw a bar for each value. The first one and others of this project have its colour."""
+def draw_bars(axes: Axes, title: str, values: dict[str, float], *, title_left: float = -0.4) -> None:
+    """Draw a bar for each value. The first one and others of this project have its colour.
+
+    `title_left` is where the title begins, in widths of the panel.
+    """
     names = list(values)
     colors = [OWN if number == 0 or name.startswith("this project") else PEER for number, name in enumerate(names)]
     bars = axes.barh(names, list(values.values()), color=colors, height=0.62)
     axes.bar_label(bars, labels=[f"{value:g}" for value in values.values()], padding=4, fontsize=9, color=INK)
-    axes.set_title(title, fontsize=9.5, color=INK, loc="left", pad=6)
+    axes.set_title(title, fontsize=9.5, color=INK, loc="left", pad=6, x=title_left)
     axes.invert_yaxis()
     axes.margins(x=0.18)
     axes.tick_params(axis="y", length=0, labelsize=8.5, labelcolor=INK)
@@ -159,6 +162,22 @@ def draw_overview(numbers: dict[str, dict[str, float]]) -> Figure:
     draw_chain(figure.add_axes((0.01, 0.58, 0.98, 0.4)), STAGES)
     for number, (title, values) in enumerate(numbers.items()):
         draw_bars(figure.add_subplot(grid[1, number]), title, values)
+    return figure
+
+
+def draw_narrow_overview(numbers: dict[str, dict[str, float]]) -> Figure:
+    """Draw the same for a screen of 400 pixels: the stages from top to bottom, and the panels below each other."""
+    figure = plt.figure(figsize=(4.4, 8), facecolor="white")
+    axes = figure.add_axes((0.02, 0.55, 0.96, 0.44))
+    axes.set(xlim=(0, 100), ylim=(len(STAGES), 0))
+    axes.axis("off")
+    for number, (name, text) in enumerate(STAGES):
+        axes.barh(number + 0.45, 100, height=0.8, color="#f3f6f8", edgecolor=PEER)
+        axes.text(3, number + 0.45, name, va="center", fontsize=10.5, weight="bold", color=INK)
+        axes.text(97, number + 0.45, text, va="center", ha="right", fontsize=9, color=MUTED, linespacing=1.3)
+    grid = figure.add_gridspec(3, 1, left=0.27, right=0.97, top=0.51, bottom=0.01, hspace=0.45)
+    for number, (title, values) in enumerate(numbers.items()):
+        draw_bars(figure.add_subplot(grid[number]), title, values, title_left=-0.34)
     return figure
 
 
@@ -243,6 +262,10 @@ def draw_layers(layers: Sequence[Sequence[str]]) -> Figure:
 # What each figure shows, and the function that draws it.
 SOURCES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
     "overview": (lambda: read_numbers((DOCS / "performance.md").read_text(encoding="utf-8")), draw_overview),
+    "overview_narrow": (
+        lambda: read_numbers((DOCS / "performance.md").read_text(encoding="utf-8")),
+        draw_narrow_overview,
+    ),
     "packing": (pack_documents, draw_packing),
     "batch": (share_micro_batches, draw_batch),
     "commit": (lambda: COMMIT, draw_commit),

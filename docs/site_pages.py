@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 
 PREFIX = "repository/"
 START = "README.md"
-LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
+LINK = re.compile(r'(?:(?<=\]\()|(?<=srcset=")|(?<=src="))([^)"\s#]+)')
 LANGUAGES = {".def": "text", ".sh": "bash", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".txt": "text"}
 
 

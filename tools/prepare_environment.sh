@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Create the Python environment of this project, and print the path of its interpreter on standard output.
 #
-#   bash tools/prepare_environment.sh          packages for training and conversion
+#   bash tools/prepare_environment.sh          packages for preprocessing (with the fast back end), training, conversion
 #   bash tools/prepare_environment.sh --dev    also packages for tests, ruff and mypy
 #
 # The script uses the active virtual environment, or conda environment other than base. Without one it uses .venv at the
@@ -15,10 +15,10 @@ cd "$repository"
 say() { printf 'environment: %s\n' "$*" >&2; }
 fail() { printf 'environment: %s\n' "$*" >&2; exit 69; }
 
-extras=""
+extras="[fast]" stamp_name=megatron_neobert_installed
 case "${1-}" in
 "") ;;
---dev) extras="[dev]" ;;
+--dev) extras="[dev]" stamp_name=megatron_neobert_installed_dev ;;
 --help | -h) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
 *) printf 'environment: unknown argument %s; the only one is --dev\n' "$1" >&2; exit 2 ;;
 esac
@@ -61,7 +61,7 @@ else
 fi
 python=$prefix/bin/python
 log=$prefix/megatron_neobert_install.log
-stamp=$prefix/megatron_neobert_installed${extras:+_dev}
+stamp=$prefix/$stamp_name
 
 # 2. Return if it is complete. The stamp has the path of the repository and a checksum of the requirements.
 complete_stamp="$repository $(cat pyproject.toml constraints.txt | cksum)"
@@ -110,7 +110,7 @@ fi
 description="megatron-neobert$extras"
 say "installing $description and its dependencies, which takes minutes; pip writes to $log"
 install --constraint "$constraints" --editable ".$extras"
-if [[ -n $extras ]]; then
+if [[ $extras == "[dev]" ]]; then
     # Only the Python sources, in a folder that is not on the path: importing Transformer Engine without its compiled
     # part must fail.
     description="the sources of Transformer Engine"

@@ -95,7 +95,7 @@ def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
     assert result.stdout == f"{active}/bin/python\n"
     assert not (clone / ".venv").exists()
     (call,) = pip_calls(active)
-    assert call.endswith("--editable .")
+    assert call.endswith("--editable .[fast]")
     assert "\ntorch==2.9.0a0+nv25\n" in (active / "megatron_neobert_constraints.txt").read_text()
 
 

@@ -1,0 +1,76 @@
+"""The Kubernetes manifests are valid, and their environment starts a run of two launchers on this machine."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import kubernetes_validate
+import processes
+import pytest
+import yaml
+from processes import Ended
+from ranks import read_metrics
+from tests_tiny import tiny_settings
+from training_command import REPOSITORY, SCRIPT, flags_of, free_port
+
+from megatron_neobert import errors
+
+FOLDER = REPOSITORY / "examples" / "kubernetes"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def read_manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["service", "job"])
+def test_manifest_follows_the_schema_of_kubernetes(name):
+    manifest = read_manifest(name)
+    kubernetes_validate.validate(manifest, "1.31", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**manifest, "spec": {**manifest["spec"], "completion": 2}}, "1.31", strict=True)
+
+
+def test_job_ends_where_the_same_command_would_fail_again_and_restarts_for_free_after_a_stop():
+    job = read_manifest("job")
+    codes = {
+        rule["action"]: set(rule["onExitCodes"]["values"]) for rule in job["spec"]["podFailurePolicy"]["rules"][:2]
+    }
+    all_codes = {value.exit_code for value in vars(errors).values() if hasattr(value, "exit_code")} - {1}
+    assert codes == {
+        "FailJob": all_codes - {errors.EXIT_UNAVAILABLE, errors.EXIT_IO_ERROR},
+        "Ignore": {errors.EXIT_STOPPED_EARLY},
+    }
+
+
+def environment_of(job: dict[str, Any], *, index: int) -> dict[str, str]:
+    """Return the variables of the pod with this completion index."""
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    variables = {}
+    for item in container["env"]:
+        if "valueFrom" in item:
+            assert item["valueFrom"]["fieldRef"]["fieldPath"] == INDEX
+        variables[item["name"]] = item.get("value", str(index))
+    return variables
+
+
+def test_pods_with_the_environment_of_the_manifest_train_one_run(tiny_corpus, tmp_path):
+    """Two launchers of one rank; only the address of the first pod and the port are this machine's."""
+    job, service = read_manifest("job"), read_manifest("service")
+    nodes = job["spec"]["completions"]
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    settings = tiny_settings(tiny_corpus, save=tmp_path / "run").with_section("training", train_iters=3)
+    processes.use_server()  # here, because two threads must not start it
+    port = str(free_port())
+
+    def launch(index: int) -> Ended:
+        variables = environment_of(job, index=index)
+        assert variables["NNODES"] == str(nodes)
+        assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NPROC_PER_NODE": "1"}
+        return processes.run_command("megatron_neobert.launch", SCRIPT, *flags_of(settings), environment=variables)
+
+    with ThreadPoolExecutor(nodes) as threads:
+        pods = list(threads.map(launch, range(nodes)))
+    assert [pod.code for pod in pods] == [0] * nodes, pods
+    assert sorted(read_metrics(tmp_path / "run")) == [1, 2, 3]
