@@ -1,6 +1,6 @@
 """The command `neobert preprocess`: tokenizes raw input files into a corpus that this project and Megatron-LM read.
 
-    neobert preprocess --input 'shards/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
+    neobert preprocess --input 'texts/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
 
 writes corpus/web_content_document.bin, .idx and .json. This file has the dry run, the report and the stop signals; the
 work is in `data/preprocessing`.
