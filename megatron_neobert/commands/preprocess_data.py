@@ -1,6 +1,6 @@
 """The command `neobert preprocess`: tokenizes raw input files into a corpus that this project and Megatron-LM read.
 
-    neobert preprocess --input 'shards/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
+    neobert preprocess --input 'texts/*.parquet' --output-prefix corpus/web --tokenizer-model vocab.txt
 
 writes corpus/web_content_document.bin, .idx and .json. This file has the dry run, the report and the stop signals; the
 work is in `data/preprocessing`.
@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from itertools import groupby
 from types import FrameType
 
@@ -58,28 +57,23 @@ def preprocess_data(options: PreprocessSettings) -> int:
     """
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGUSR1, _stop)
-    keys = options.read.record_keys
-    if options.filter or keys:
-        # With filters, an empty tuple instead of None, so that records have their origins.
-        keys = tuple(dict.fromkeys(keys or ()))
-    settings = replace(options, read=replace(options.read, record_keys=keys))
     try:
-        plan = plan_preprocessing(settings)
-        if settings.dry_run:
+        plan = plan_preprocessing(options)
+        if options.dry_run:
             print_plan(plan)
-        elif settings.jobs.resume and is_complete(plan):
+        elif options.jobs.resume and is_complete(plan):
             JobFolder(plan.files.partial).sweep()  # left by a run that was killed at its very end
-            advice = "; to change --shard-size, add --overwrite" if settings.shard_size else ""
+            advice = "; to change --shard-size, add --overwrite" if options.shard_size else ""
             print(f"{plan.files.manifest} is complete; nothing to do{advice}")
         else:
             warn_of_absent_fields(plan)
             print_report(plan, preprocess(plan))
     except StopRequested as stop:
-        kept = describe_kept_chunks(settings) or "no chunk was finished"
+        kept = describe_kept_chunks(options) or "no chunk was finished"
         print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
         return EXIT_STOPPED_EARLY
     except (DataError, OSError, KeyboardInterrupt):
-        if kept := describe_kept_chunks(settings):
+        if kept := describe_kept_chunks(options):
             print(f"not finished: {kept}", file=sys.stderr)
         raise
     return 0
@@ -144,7 +138,7 @@ def print_sample(plan: Plan) -> None:
                 start, length = encoded.lengths[:number].sum(), encoded.lengths[number]
                 print_document(batch.texts[number], encoded.ids[start : start + length].tolist())
                 if keys := plan.settings.read.record_keys:
-                    values = ((key, plain_value(batch.origins[number].fields.get(key))) for key in keys)
+                    values = ((key, plain_value(batch.fields[number].get(key))) for key in keys)
                     print(f"keys  {visible(', '.join(f'{key}={value!r}' for key, value in values))}")
             documents += len(batch.texts)
             counts.tokens += encoded.ids.size
@@ -175,7 +169,7 @@ def warn_of_absent_fields(plan: Plan) -> None:
 
     Filters are applied, because they may set fields. Damaged chunks are left to the run.
     """
-    absent, names, documents = set(plan.settings.read.record_keys or ()), dict[str, None](), 0
+    absent, names, documents = set(plan.settings.read.record_keys), dict[str, None](), 0
     chunks = plan.chunks[:: -(-len(plan.chunks) // _FIELD_CHUNKS)]
     for chunk in chunks if absent else ():
         with suppress(DataError):
@@ -183,8 +177,8 @@ def warn_of_absent_fields(plan: Plan) -> None:
             names |= dict.fromkeys(unfiltered.field_names)
             batch = apply_filters(unfiltered, plan.filter_sources, input_label(chunk.path))
             documents += len(batch.texts)
-            for origin in batch.origins:
-                absent -= {key for key in absent if plain_value(origin.fields.get(key)) is not None}
+            for fields in batch.fields:
+                absent -= {key for key in absent if plain_value(fields.get(key)) is not None}
         if not absent:
             return
     if absent and documents:

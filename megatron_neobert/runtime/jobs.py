@@ -13,14 +13,13 @@ import os
 import queue
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import IO, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -128,18 +127,11 @@ def read_finished(job: Job[Result]) -> Finished[Result] | None:
             parse_json(read_text(job.file("done"))),
             Finished[job.result_type],  # type: ignore[name-defined]
             str_keys=True,
-            dec_hook=_decode_counter,
         )
         matches = all(sha256_of(job.file(kind)) == finished.files[kind].sha256 for kind in job.kinds)
     except (OSError, ValueError, KeyError, msgspec.ValidationError):
         return None
     return finished if matches and finished.key == job.key else None
-
-
-def _decode_counter(kind: Any, value: Any) -> Any:
-    """Decode `Counter[...]`, which msgspec does not support."""
-    (key,) = get_args(kind)
-    return Counter(msgspec.convert(value, dict[key, int], str_keys=True))  # type: ignore[valid-type]
 
 
 AnyJob = TypeVar("AnyJob", bound=Job[Any])

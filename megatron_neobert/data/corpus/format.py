@@ -10,7 +10,6 @@ import glob
 import hashlib
 import json
 import reprlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,8 +117,8 @@ class Counts:
     utf8_bytes: int = 0  # of the texts that the filters kept
     sampled_characters: int = 0  # in a sample of the documents, see Encoder
     unknown_characters: int = 0  # those of the sample that unknown tokens replace
-    rejected: Counter[str] = field(default_factory=Counter)  # records in error, by reason
-    dropped: Counter[str] = field(default_factory=Counter)  # records dropped without an error, by reason
+    rejected: dict[str, int] = field(default_factory=dict)  # records in error, by reason
+    dropped: dict[str, int] = field(default_factory=dict)  # records dropped without an error, by reason
 
     def add(self, counts: "Counts") -> None:
         """Add counts. From the 1,001st reason of filters on, records are counted under OTHER_REASONS.
@@ -127,20 +126,22 @@ class Counts:
         A filter may give each record a reason of its own, such as a formatted score.
         """
         for name, value in vars(counts).items():
-            if name != "dropped":
+            if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
-        for reason, records in counts.dropped.items():
-            # A filter's reason follows its label and ": ", which the fixed reasons lack.
-            is_kept = reason in self.dropped or len(self.dropped) < _MOST_REASONS or ": " not in reason
-            self.dropped[reason if is_kept else OTHER_REASONS] += records
+        for by_reason, added in ((self.rejected, counts.rejected), (self.dropped, counts.dropped)):
+            for reason, records in added.items():
+                # A filter's reason follows its label and ": ", which the fixed reasons lack.
+                if reason not in by_reason and len(by_reason) >= _MOST_REASONS and ": " in reason:
+                    reason = OTHER_REASONS
+                by_reason[reason] = by_reason.get(reason, 0) + records
 
     @property
     def errors(self) -> int:
-        return self.rejected.total()
+        return sum(self.rejected.values())
 
     @property
     def records(self) -> int:
-        return self.documents + self.errors + self.dropped.total()
+        return self.documents + self.errors + sum(self.dropped.values())
 
 
 class InputRecord(msgspec.Struct, frozen=True):

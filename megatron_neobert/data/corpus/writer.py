@@ -114,18 +114,11 @@ def write_corpus(
     work = folder / "output"
     work.mkdir(exist_ok=True)  # a killed call leaves finished shards
     nonempty = [chunk for chunk in chunks if chunk.result.counts.documents]
-    starts, shard_size = [0], 0
-    for number, chunk in enumerate(nonempty):
-        size = chunk.result.counts.tokens * dtype.itemsize
-        if number > starts[-1] and shard_bytes is not None and shard_size + size > shard_bytes:
-            starts.append(number)
-            shard_size = 0
-        shard_size += size
-    jobs = [
-        ShardJob(work, files.numbered_shard(number)[0].stem, tuple(nonempty[start:end]), dtype)
-        for number, (start, end) in enumerate(pairwise([*starts, len(nonempty)]))
-    ]
-    written = {job.name: record.files for job, record in finish_jobs(jobs, options or JobOptions(), label="shards")}
+    groups = _group_chunks(nonempty, shard_bytes, dtype)
+    jobs = [ShardJob(work, files.numbered_shard(n)[0].stem, group, dtype) for n, group in enumerate(groups)]
+    # One shard is written by this process, for which no executor is started.
+    options = options if options and len(jobs) > 1 else JobOptions()
+    written = {job.name: record.files for job, record in finish_jobs(jobs, options, label="corpus shards")}
     shards = []
     for job in jobs:
         documents, pair = sum(chunk.result.counts.documents for chunk in job.chunks), written[job.name]
@@ -167,6 +160,20 @@ def write_corpus(
     _replace_old_corpus(files, manifest, work)
     shutil.rmtree(work, ignore_errors=True)
     return manifest
+
+
+def _group_chunks(
+    chunks: Sequence[Finished[TokenizedChunk]], limit: int | None, dtype: np.dtype[Any]
+) -> list[tuple[Finished[TokenizedChunk], ...]]:
+    """Return the chunks of each corpus shard, of at most `limit` bytes or one chunk."""
+    starts, shard_bytes = [0], 0
+    for number, chunk in enumerate(chunks):
+        chunk_bytes = chunk.result.counts.tokens * dtype.itemsize
+        if number > starts[-1] and limit is not None and shard_bytes + chunk_bytes > limit:
+            starts.append(number)
+            shard_bytes = 0
+        shard_bytes += chunk_bytes
+    return [tuple(chunks[start:end]) for start, end in pairwise([*starts, len(chunks)])]
 
 
 def _sum(

@@ -74,9 +74,8 @@ class ReadSettings:
     max_document_bytes: int = option(
         16 << 20, "reject longer documents, which bounds the memory (default 16MiB)", metavar="SIZE", read=read_size
     )
-    # None: neither attributes nor filters are used, so readers create no origins.
-    record_keys: tuple[str, ...] | None = option(
-        None,
+    record_keys: tuple[str, ...] = option(
+        (),
         "field of the records (column, JSON key, WARC header) to keep as an attribute of each document; training "
         "selects documents by it (--data-path PREFIX:where=EXPRESSION), and filters can read it; repeatable",
         flag="--record-key",
@@ -85,11 +84,9 @@ class ReadSettings:
     )
 
 
-class Origin(NamedTuple):
-    """The record that a text comes from, for filters and attributes."""
-
-    number: int  # see Rejected.number
-    fields: dict[str, Any]  # by record key; None if the record does not have the field
+# Fields of a record by --record-key; None if the record does not have the field.
+Fields = dict[str, Any]
+NO_FIELDS: Fields = {}  # without --record-key
 
 
 class Rejected(NamedTuple):
@@ -115,7 +112,8 @@ class RecordBatch:
     """Consecutive records of a chunk."""
 
     texts: list[str] = field(default_factory=list)  # in file order; not empty, valid Unicode
-    origins: list[Origin] = field(default_factory=list)  # one per text; empty if ReadSettings.record_keys is None
+    text_numbers: list[int] = field(default_factory=list)  # of the record of each text, see Rejected.number
+    fields: list[Fields] = field(default_factory=list)  # of the record of each text
     utf8_bytes: int = 0  # size of all texts
     rejected: list[Rejected] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)  # number of records by reason
@@ -123,27 +121,28 @@ class RecordBatch:
     progress: float = 0.0  # share of the chunk that is read after this batch, 0 to 1
     field_names: list[str] = field(default_factory=list)  # of its last record; outermost names only
 
-    def add_value(self, value: object, number: int, *, raw: bytes, origin: Origin | None = None) -> None:
+    def add_value(self, value: object, number: int, fields: Fields, *, raw: bytes) -> None:
         """Add `value` with `add_text` if it is a string; otherwise reject record `number`, whose bytes are `raw`."""
         if value is None:
             self.reject(NULL_TEXT, number, "null", raw)
         elif not isinstance(value, str):
             self.reject(NOT_A_STRING, number, f"found {type(value).__name__}", raw)
         else:
-            self.add_text(value, origin=origin)
+            self.add_text(value, number, fields)
 
-    def add_utf8(self, raw: bytes, *, origin: Origin | None) -> None:
+    def add_utf8(self, raw: bytes, number: int, fields: Fields) -> None:
         """Add a text given as UTF-8; see `add_text`. U+FFFD replaces invalid bytes."""
         try:
-            self.add_text(raw.decode(), origin=origin, size=len(raw))
+            self.add_text(raw.decode(), number, fields, size=len(raw))
         except UnicodeDecodeError:
-            self.add_text(raw.decode(errors="replace"), origin=origin)
+            self.add_text(raw.decode(errors="replace"), number, fields)
 
-    def add_text(self, text: str, *, origin: Origin | None = None, size: int | None = None) -> None:
+    def add_text(self, text: str, number: int, fields: Fields, *, size: int | None = None) -> None:
         """Add a text, or count it in `dropped` if it is only white space. U+FFFD replaces lone surrogates.
 
         Args:
-            origin: Record of the text. None if ReadSettings.record_keys is None.
+            number: Number of its record, see `Rejected`.
+            fields: Fields of its record.
             size: Bytes of the text in UTF-8. None computes them.
         """
         if not text or text.isspace():
@@ -155,8 +154,8 @@ class RecordBatch:
             text = _SURROGATE.sub("\ufffd", text)
             size = _utf8_size(text)
         self.texts.append(text)
-        if origin is not None:
-            self.origins.append(origin)
+        self.text_numbers.append(number)
+        self.fields.append(fields)
         self.utf8_bytes += size
 
     def reject(self, reason: str, number: int, detail: str, raw: bytes) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.data.inputs.records import NULL_TEXT, TOO_LONG, Origin, ReadSettings, RecordBatch
+from megatron_neobert.data.inputs.records import NO_FIELDS, NULL_TEXT, TOO_LONG, ReadSettings, RecordBatch
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, is_url, named_errors, open_input
 from megatron_neobert.errors import DataError, suggestion
 
@@ -83,8 +83,7 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
                 elif size > limit:
                     batch.reject(TOO_LONG, row, f"{size:,} bytes", raw)
                 else:
-                    origin = None if keys is None else Origin(row, dict(zip(keys, values, strict=True)))
-                    batch.add_utf8(raw, origin=origin)
+                    batch.add_utf8(raw, row, dict(zip(keys, values, strict=True)) if keys else NO_FIELDS)
                 batch.numbers += 1
                 row += 1
             batch.progress = progress
@@ -291,7 +290,7 @@ def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "li
     key_type = columns[key][1]
     if not _is_text(key_type) and not pa.types.is_null(key_type):
         raise DataError(f"{path}: column '{key}' has type {key_type}, not string;{remedy}")
-    found = [columns.get(name, ([], pa.null())) for name in (key, *(settings.record_keys or ()))]
+    found = [columns.get(name, ([], pa.null())) for name in (key, *settings.record_keys)]
     counts = Counter(tuple(names) for names, _ in queue)
     for repeated in (tuple(names[:end]) for names, _ in found for end in range(1, len(names) + 1)):
         if counts[repeated] > 1:

@@ -18,9 +18,10 @@ import orjson
 from megatron_neobert.data.inputs.records import (
     MALFORMED_JSON,
     MISSING_KEY,
+    NO_FIELDS,
     RAW_BYTES,
     TOO_LONG,
-    Origin,
+    Fields,
     ReadSettings,
     RecordBatch,
 )
@@ -65,8 +66,8 @@ def _read_objects(records: Records, first_number: int, settings: ReadSettings) -
         except (orjson.JSONDecodeError, KeyError, TypeError):
             _read_with_standard_library(batch, line, number, settings)
             continue
-        origin = None if keys is None else _origin(record, number, keys)
-        batch.add_value(text, number, raw=line, origin=origin)  # type: ignore[arg-type]  # line is not a TooLong
+        fields_of_text = _read_fields(record, keys) if keys else NO_FIELDS
+        batch.add_value(text, number, fields_of_text, raw=line)  # type: ignore[arg-type]  # line is not a TooLong
         fields = record
     batch.field_names = list(fields)
     return batch
@@ -89,16 +90,15 @@ def _read_with_standard_library(batch: RecordBatch, line: bytes | TooLong, numbe
     except KeyError:
         detail = f"no key '{settings.text_key}'; keys found: {', '.join(sorted(record)[:10]) or 'none'}"
         return batch.reject(MISSING_KEY, number, detail, line)
-    origin = None if settings.record_keys is None else _origin(record, number, settings.record_keys)
-    return batch.add_value(value, number, raw=line, origin=origin)
+    return batch.add_value(value, number, _read_fields(record, settings.record_keys), raw=line)
 
 
-def _origin(record: dict[str, object], number: int, keys: Sequence[str]) -> Origin:
-    fields: dict[str, object] = dict.fromkeys(keys)
+def _read_fields(record: dict[str, object], keys: Sequence[str]) -> Fields:
+    fields: Fields = dict.fromkeys(keys)
     for key in keys:
         with suppress(KeyError):
             fields[key] = _look_up(record, key)
-    return Origin(number, fields)
+    return fields
 
 
 def _look_up(record: dict[str, object], key: str) -> object:
@@ -137,8 +137,7 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
                     continue
                 text = document.decode(errors="replace")
                 if text and not text.isspace():
-                    origin = None if settings.record_keys is None else _origin({}, number, settings.record_keys)
-                    batch.add_text(text, origin=origin)
+                    batch.add_text(text, number, dict.fromkeys(settings.record_keys))
             yield batch
 
 

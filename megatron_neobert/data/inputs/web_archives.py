@@ -19,7 +19,7 @@ from megatron_neobert.data.inputs.records import (
     NOT_HTML,
     RAW_BYTES,
     TOO_LONG,
-    Origin,
+    Fields,
     ReadSettings,
     RecordBatch,
 )
@@ -78,26 +78,23 @@ def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
 
 
 def _add_record(batch: RecordBatch, record: ArchiveRecord, number: int, settings: ReadSettings) -> None:
-    origin = None
-    if settings.record_keys is not None:
-        fields: dict[str, Any] = dict.fromkeys(settings.record_keys)
-        for key in settings.record_keys:
-            if (value := record.headers.get(key.lower().encode())) is not None:
-                fields[key] = value.decode(errors="replace")
-        origin = Origin(number, fields)
+    fields: Fields = dict.fromkeys(settings.record_keys)
+    for key in settings.record_keys:
+        if (value := record.headers.get(key.lower().encode())) is not None:
+            fields[key] = value.decode(errors="replace")
     kind = record.headers.get(b"warc-type")
     content_type = record.headers.get(b"content-type", b"").lower()
     if record.too_long is not None:
         batch.reject(TOO_LONG, number, record.too_long, record.block)
     elif kind == b"response" and content_type.startswith(b"application/http"):
-        _add_response(batch, record.block, number, limit=settings.max_document_bytes, origin=origin)
+        _add_response(batch, record.block, number, fields, limit=settings.max_document_bytes)
     elif kind == b"conversion" and content_type.startswith(b"text/"):
-        batch.add_utf8(record.block, origin=origin)
+        batch.add_utf8(record.block, number, fields)
     else:
         batch.dropped[NOT_HTML if kind in (b"response", b"conversion") else NOT_A_RESPONSE] += 1
 
 
-def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, origin: Origin | None) -> None:
+def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields, *, limit: int) -> None:
     """Add the text of an HTTP response (`block`: status line, headers, body) to the batch, or drop or reject it.
 
     A response whose status is not 200, or whose content is neither HTML nor text, is dropped. A malformed response, and
@@ -139,7 +136,7 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, *, limit: int, 
             text = main_text(text)
         except ValueError as error:
             return batch.reject(MALFORMED_RECORD, number, f"HTML: {error}", block)
-    return batch.add_text(text, origin=origin)
+    return batch.add_text(text, number, fields)
 
 
 def join_chunks(body: bytes) -> bytes:

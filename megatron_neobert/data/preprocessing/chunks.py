@@ -73,7 +73,7 @@ class TokenizeJob(Job[TokenizedChunk]):
         dtype = token_dtype(tokenizer.vocab_size)
         encoder.start_chunk()
         total, first_error = Counts(), None
-        columns: dict[str, list[object]] = {key: [] for key in self.read.record_keys or ()}
+        columns: dict[str, list[object]] = {key: [] for key in self.read.record_keys}
         for unfiltered in self._read_batches():
             batch = apply_filters(unfiltered, self.filters, self.input_name)
             for record in batch.rejected:
@@ -90,7 +90,7 @@ class TokenizeJob(Job[TokenizedChunk]):
             files["lengths"].write(lengths[with_tokens].astype("<i4", copy=False).tobytes())
             # Long values are shortened here, because a field may be a whole page.
             for key, values in columns.items():
-                values += (plain_value(batch.origins[index].fields.get(key)) for index in with_tokens)
+                values += (plain_value(batch.fields[index].get(key)) for index in with_tokens)
             if len(with_tokens) < lengths.size:
                 batch.dropped[NO_TOKENS] += lengths.size - len(with_tokens)
             counts = Counts(

@@ -102,10 +102,10 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
     """
     if not sources:
         return batch
-    filtered = replace(batch, texts=[], origins=[], utf8_bytes=0)
+    filtered = replace(batch, texts=[], text_numbers=[], fields=[], utf8_bytes=0)
     filters = [(source.label, load_filter(source)) for source in sources]
-    for text, origin in zip(batch.texts, batch.origins, strict=True):
-        record = Record(text, input_name, origin.fields)
+    for text, number, fields in zip(batch.texts, batch.text_numbers, batch.fields, strict=True):
+        record = Record(text, input_name, dict(fields))
         for label, function in filters:
             try:
                 result = function(record)
@@ -119,13 +119,13 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
                         raise TypeError(f"returned a record whose {name} is {found} instead of {kind.__name__}")
             except (Exception, SystemExit) as error:
                 detail = f"{label}: {type(error).__name__}: {error}"
-                filtered.reject(FILTER_FAILED, origin.number, detail, text.encode())
+                filtered.reject(FILTER_FAILED, number, detail, text.encode())
                 break
             if isinstance(result, str):
                 filtered.dropped[f"{label}: {result[:_LONGEST_REASON]}"] += 1
                 break
             record = result or record
         else:
-            filtered.add_text(record.text, origin=origin._replace(fields=record.fields))
+            filtered.add_text(record.text, number, record.fields)
     filtered.rejected.sort(key=lambda rejected: rejected.number)
     return filtered

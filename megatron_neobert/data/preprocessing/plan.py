@@ -84,7 +84,7 @@ class PreprocessSettings:
     jobs: JobOptions = field(default_factory=JobOptions, metadata={"help": "how it runs"})
 
     def __post_init__(self) -> None:
-        problems = list(check_record_keys(self.read.record_keys or ()))
+        problems = list(check_record_keys(self.read.record_keys))
         if not 0.0 <= self.max_error_rate <= 1.0:
             problems.append(f"--max-error-rate {self.max_error_rate} is not a fraction of the records; use 0 to 1")
         if self.read.text_separator == "":

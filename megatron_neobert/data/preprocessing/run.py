@@ -79,7 +79,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
         if not counts.documents:
             raise DataError(
                 f"no document in {counted(len(plan.versions), 'input file')} ({counts.records:,} records: "
-                f"{describe_reasons(counts.rejected + counts.dropped)}); a corpus needs at least one document. Check "
+                f"{describe_reasons(counts.rejected | counts.dropped)}); a corpus needs at least one document. Check "
                 "--input, --text-key and the filters"
             )
         manifest = write_corpus(

@@ -1,11 +1,12 @@
 """Train a WordPiece vocabulary on raw input files.
 
-    neobert train-tokenizer --input 'shards/*.parquet' --output my-tokenizer --vocab-size 30522
+    neobert train-tokenizer --input 'texts/*.parquet' --output my-tokenizer --vocab-size 30522
 
 writes a folder for `neobert preprocess --tokenizer-model` and Hugging Face's AutoTokenizer. The same input files in the
 same order give the same vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         min_frequency=options.min_frequency,
     )
     tokenizer.save_tokenizer_files(options.output, model_max_length=MODEL_MAX_LENGTH)
-    left_out = describe_reasons(texts.counts.rejected + texts.counts.dropped)
+    left_out = describe_reasons(texts.counts.rejected | texts.counts.dropped)
     print(
         f"{texts.counts.documents:,} documents | {tokenizer.vocab_size:,} ids | left out: {left_out} | "
         f"wrote {options.output}"
@@ -97,9 +98,8 @@ class InputTexts:
         for path in progress_bar(iterable=self._inputs, desc="input files"):
             for chunk in split_into_chunks(path, self._settings):
                 for batch in read_chunk(chunk, self._settings):
-                    counts.documents += len(batch.texts)
-                    counts.rejected.update(record.reason for record in batch.rejected)
-                    counts.dropped.update(batch.dropped)
+                    rejected = Counter(record.reason for record in batch.rejected)
+                    counts.add(Counts(len(batch.texts), rejected=rejected, dropped=batch.dropped))
                     if first_error is None and batch.rejected:
                         first_error = batch.rejected[0].describe(chunk, path)
                     yield from batch.texts

@@ -99,7 +99,7 @@ def test_filter_that_ends_its_process_is_a_filter_that_failed(workspace, filters
     for name in "ab":
         workspace.add_texts(f"{name}.jsonl", "hello")
     with pytest.raises(DataError, match="2 records: 2 a filter failed"):
-        workspace.run(filter=filters("ends"), record_keys=(), workers=workers)
+        workspace.run(filter=filters("ends"), workers=workers)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -108,7 +108,7 @@ def test_the_first_thousand_reasons_of_filters_are_counted_one_by_one_and_the_re
 ):
     for name, scores in {"a": range(700), "b": range(100, 1700)}.items():
         workspace.add_texts(f"{name}.jsonl", *map(str, scores), "hello", " ")
-    workspace.run(filter=filters("score"), record_keys=(), workers=workers)
+    workspace.run(filter=filters("score"), workers=workers)
     reasons = [f"own_filters:score: score {number}".ljust(219, "!") for number in range(999)]
     expected = {reason: 1 + (100 <= number < 700) for number, reason in enumerate(reasons)}
     assert workspace.corpus().manifest.dropped == {**expected, "empty text": 2, "other reasons of filters": 701}
@@ -118,16 +118,16 @@ def test_finished_chunks_of_another_version_of_a_filter_are_not_resumed(workspac
     workspace.add_texts("a.jsonl", "hello", "world")
     (workspace.inputs / "b.jsonl").write_text("broken\n" * 9)
     with pytest.raises(DataError):
-        workspace.run(filter=filters("rewrite"), record_keys=(), max_error_rate=0.1)
+        workspace.run(filter=filters("rewrite"), max_error_rate=0.1)
     file = workspace.folder / "own_filters.py"
     file.write_text(file.read_text().replace("xyz", "xy"))
     (workspace.inputs / "b.jsonl").write_text("")
     with pytest.raises(ConfigError, match="filters"):
-        workspace.run(filter=filters("rewrite"), record_keys=(), resume=True)
-    workspace.run(filter=filters("rewrite"), record_keys=(), overwrite=True)
+        workspace.run(filter=filters("rewrite"), resume=True)
+    workspace.run(filter=filters("rewrite"), overwrite=True)
     before = workspace.corpus().manifest.filters["own_filters:rewrite"]
     file.write_text(file.read_text() + "\n")
-    workspace.run(filter=filters("rewrite"), record_keys=(), overwrite=True)
+    workspace.run(filter=filters("rewrite"), overwrite=True)
     assert workspace.corpus().manifest.filters["own_filters:rewrite"] != before
 
 
@@ -147,7 +147,7 @@ def test_filters_that_cannot_be_used_are_refused_by_the_plan(workspace, monkeypa
     workspace.add_texts("a.jsonl", "hello")
     (workspace.folder / "ending.py").write_text("import sys\ndef main(*_): pass\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=message):
-        plan_preprocessing(workspace.settings(filter=tuple(names), record_keys=()))
+        plan_preprocessing(workspace.settings(filter=tuple(names)))
 
 
 def test_command_and_dry_run_apply_filters(workspace, filters):

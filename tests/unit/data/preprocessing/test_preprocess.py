@@ -169,7 +169,7 @@ def test_file_that_changes_after_the_plan_ends_the_run(workspace, change, name):
         workspace.add_texts(f"{file}.jsonl", "hello")
     (workspace.folder / "own.py").write_text("def keep(record):\n    return None\n")
     filters = (f"{workspace.folder / 'own.py'}:keep",)
-    plan = plan_preprocessing(workspace.settings(workers=2, filter=filters, record_keys=()))
+    plan = plan_preprocessing(workspace.settings(workers=2, filter=filters))
     change(workspace)
     with pytest.raises(DataError, match=f"{name} has changed since the run started"):
         preprocess(plan)
