@@ -147,11 +147,9 @@ def test_imports_have_no_cycle():
 
 
 def test_settings_and_phases_import_only_the_standard_library():
-    modules = {
-        f"megatron_neobert.{name}"
-        for name in ("cli", "config.schema", "config.phases", "errors", "megatron_flags", "text")
-    }
-    names = set().union(*(imported_names(MODULES[module].read_text(encoding="utf-8")) for module in modules))
-    others = {name for name in names if not any(f"{name}.".startswith(f"{module}.") for module in modules)}
+    names = ("cli", "config.schema", "config.phases", "errors", "megatron_flags", "text")
+    modules = {f"megatron_neobert.{name}" for name in names}
+    imported = set().union(*(imported_names(MODULES[module].read_text(encoding="utf-8")) for module in modules))
+    others = {name for name in imported if not any(f"{name}.".startswith(f"{module}.") for module in modules)}
     others -= set(NAMESPACES) | {"megatron_neobert.config"}
     assert {name.split(".")[0] for name in others} - {"argcomplete"} <= set(sys.stdlib_module_names)
