@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
 from megatron_neobert.errors import LONGEST_REASON, ConfigError, suggestion
+from megatron_neobert.megatron_flags import REPLACEMENTS
 
 _LARGEST_NUMBER = 2**63 - 1  # whole numbers are stored in int64 tensors and index files
 _PATH_MAX = 4096  # bytes of a path on Linux, with the final null byte
@@ -306,6 +307,8 @@ class Parser(argparse.ArgumentParser):
         return [self._unknown(flag) for flag in dict.fromkeys(flags) if flag not in known]
 
     def _unknown(self, flag: str) -> str:
+        if flag in REPLACEMENTS:
+            return f"unknown flag {flag}, which is Megatron-LM's; here: {REPLACEMENTS[flag]}."
         hint = suggestion(flag, [*self.all_flags(), *self._also])
         return f"unknown flag {' '.join(flag.split())[:80]}{hint}"
 

@@ -27,6 +27,7 @@ import msgspec
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError, OutputError
 from megatron_neobert.runtime.atomic_files import lock_if_possible, read_text, replace_file, sha256_of, sync_to_disk
+from megatron_neobert.runtime.folder_kinds import remedy_for
 from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import (
     RECORD,
@@ -80,10 +81,8 @@ def latest_checkpoint(save: Path, *, iteration: int | None = None) -> Path:
     """
     by_iteration = {iteration_of(checkpoint): checkpoint for checkpoint in list_checkpoints(save)}
     if not by_iteration:
-        raise MissingInputError(
-            f"{save} holds no checkpoint. Name the folder given to --save; a run writes its first checkpoint after "
-            "--save-interval iterations."
-        )
+        named = "name the folder given to --save; a run writes its first checkpoint after --save-interval iterations"
+        raise MissingInputError(f"{save} holds no checkpoint; {remedy_for(save, otherwise=named)}.")
     if iteration is None:
         iteration = max(by_iteration)
     if iteration not in by_iteration:

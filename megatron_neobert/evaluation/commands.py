@@ -6,10 +6,8 @@ interrupted download. If one download fails, the command continues with the next
 
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import TypeVar
 
 from megatron_neobert.errors import MissingInputError, OutputError, short_reason
@@ -56,7 +54,6 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
 
     Write OUTPUT/MODEL/pseudo_perplexity.json for each model, and OUTPUT/pseudo_perplexity.md and .png for all models.
     """
-    refuse_runs(options.model)
     options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
     from megatron_neobert.evaluation.pseudo_perplexity import run_perplexity
@@ -69,7 +66,6 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 
     Write OUTPUT/MODEL/throughput.json for each model, and OUTPUT/throughput.md and .png for all models. Print the .md.
     """
-    refuse_runs(options.model)
     options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
     from megatron_neobert.evaluation.throughput import run_throughput
@@ -143,22 +139,9 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
         )
 
 
-def refuse_runs(models: Iterable[Path]) -> None:
-    """Raise MissingInputError if a folder has checkpoints of `neobert train`, or is one, in place of a model."""
-    for model in models:
-        if model.is_dir() and not (model / "config.json").exists():
-            run = model.parent if model.name.startswith("iter_") else model
-            if any(run.glob("iter_*")):
-                raise MissingInputError(
-                    f"--model {model} has checkpoints of neobert train, and no Hugging Face model; convert them first: "
-                    f"neobert convert megatron-to-hf --load {run} --output DIR."
-                )
-
-
 def _prepare(options: _Options, remedy: str) -> _Options:
     """Return the options with a local folder as model, after checking that it and --data-dir exist. Go offline."""
     require_folder("--data-dir", options.data_dir, remedy=remedy)
-    refuse_runs([options.model])
     options = replace(options, model=find_model("--model", options.model))
     go_offline()
     return options

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_neobert.errors import ConversionError, MissingInputError
 from megatron_neobert.runtime.atomic_files import read_text
+from megatron_neobert.runtime.folder_kinds import remedy_for
 from megatron_neobert.text import listed, parse_json
 
 WEIGHTS = "model.safetensors"
@@ -40,9 +41,7 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
     """
     config_path, index_path = folder / "config.json", folder / INDEX
     if not config_path.exists():
-        remedy = "name a Hugging Face folder"
-        if any(folder.glob("iter_*")):
-            remedy = f"convert its checkpoints first: neobert convert megatron-to-hf --load {folder} --output DIR"
+        remedy = remedy_for(folder, otherwise="name a Hugging Face folder")
         raise MissingInputError(f"{folder}: no such folder, or one without config.json; {remedy}.")
     for path in sorted(folder.rglob("*")):
         if path.exists() and not (path.is_file() or path.is_dir()):

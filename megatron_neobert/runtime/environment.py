@@ -88,6 +88,14 @@ def find_node() -> Node:
                 f"srun started {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, but one task starts all ranks "
                 "of its node; give srun --ntasks-per-node=1, or set NNODES."
             )
+    elif "NNODES" not in os.environ and "LOCAL_RANK" not in os.environ:  # set for the ranks of a launcher
+        for of_pods in ("WORLD_SIZE", "PET_NNODES"):  # Kubeflow's, of one process per pod
+            if os.environ.get(of_pods, "1") != "1":
+                raise LauncherError(
+                    f"{of_pods} is {os.environ[of_pods][:80]!r}, but NNODES is not set, so each node would train a run "
+                    f"of its own; set NNODES to the number of nodes and NODE_RANK to the number of this one, or unset "
+                    f"{of_pods}."
+                )
     if nodes > 1 and (missing := _missing(name, "MASTER_ADDR", "MASTER_PORT")):
         raise LauncherError(
             f"{nodes} nodes need {name}, MASTER_ADDR and MASTER_PORT, but {missing} not set; number the nodes from 0 "

@@ -29,6 +29,7 @@ LAYERS = {
     "megatron_neobert.text": Layer(0, "errors"),
     "megatron_neobert.errors": Layer(0, "errors"),
     "megatron_neobert.cli": Layer(0, "errors"),
+    "megatron_neobert.megatron_flags": Layer(0, "errors"),
     "megatron_neobert.config": Layer(1, "config"),
     "megatron_neobert.config.cli": Layer(2, "command line"),
     # Start-up and files, without torch. Modules that use Megatron have a higher layer.
@@ -146,8 +147,9 @@ def test_imports_have_no_cycle():
 
 
 def test_settings_and_phases_import_only_the_standard_library():
-    modules = {f"megatron_neobert.{name}" for name in ("cli", "config.schema", "config.phases", "errors", "text")}
-    names = set().union(*(imported_names(MODULES[module].read_text(encoding="utf-8")) for module in modules))
-    others = {name for name in names if not any(f"{name}.".startswith(f"{module}.") for module in modules)}
+    names = ("cli", "config.schema", "config.phases", "errors", "megatron_flags", "text")
+    modules = {f"megatron_neobert.{name}" for name in names}
+    imported = set().union(*(imported_names(MODULES[module].read_text(encoding="utf-8")) for module in modules))
+    others = {name for name in imported if not any(f"{name}.".startswith(f"{module}.") for module in modules)}
     others -= set(NAMESPACES) | {"megatron_neobert.config"}
     assert {name.split(".")[0] for name in others} - {"argcomplete"} <= set(sys.stdlib_module_names)

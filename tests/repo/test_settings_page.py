@@ -11,6 +11,7 @@ import pytest
 from megatron_neobert.__main__ import COMMANDS
 from megatron_neobert.cli import choices_of, flag_of, plain_type
 from megatron_neobert.config import cli
+from megatron_neobert.megatron_flags import REPLACEMENTS
 
 # Settings that have another name in Megatron-LM -> its flag; empty if it has no such setting.
 MEGATRON_NAMES = dict.fromkeys((
@@ -44,7 +45,9 @@ def render_settings() -> str:
             )
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append(f"\n### {section}\n\n{subject}\n\n" + "\n".join(rows) + "\n")
-    return "".join(parts)
+    rows = [f"| `{flag}` | {replacement} |" for flag, replacement in REPLACEMENTS.items()]
+    head = "\n### Flags of Megatron-LM without a counterpart\n\n| in Megatron-LM | here |\n| --- | --- |\n"
+    return "".join(parts) + head + "\n".join(rows) + "\n"
 
 
 def values_of(item) -> str:
@@ -87,3 +90,12 @@ def test_names_in_megatron_are_those_of_its_parser():
     names = {item.name for config in cli.SECTIONS.values() for item in fields(config)}
     assert {name for name in names if flag_of(name) not in theirs} == set(MEGATRON_NAMES)
     assert set(MEGATRON_NAMES.values()) - {""} <= theirs
+    of_preprocessing = {"--json-keys", "--append-eod", "--split-sentences", "--partitions"}  # tools/preprocess_data.py
+    assert set(REPLACEMENTS) - of_preprocessing <= theirs
+
+
+def test_replacements_name_flags_that_exist_here_and_replace_none():
+    here = {flag_of(item.name) for config in cli.SECTIONS.values() for item in fields(config)}
+    here |= {"--text-key", "--record-key", "--workers"}  # of neobert preprocess
+    named = {flag for text in REPLACEMENTS.values() for flag in re.findall(r"--[a-z][a-z0-9-]*", text)}
+    assert named <= here and not set(REPLACEMENTS) & here

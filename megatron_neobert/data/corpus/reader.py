@@ -5,6 +5,7 @@ document are checked when it is read. `check_indexes` checks all index entries, 
 checksums. No file is copied into memory: a corpus of 10^9 documents takes no more memory per process than one of ten.
 """
 
+import glob
 import resource
 from collections.abc import Sequence
 from functools import cached_property
@@ -248,8 +249,8 @@ def _read_complete(files: CorpusFiles) -> Manifest:
     if not files.manifest.is_file():
         if not files.existing_files():
             raise MissingInputError(
-                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}; give the "
-                "prefix without .bin, as neobert preprocess printed it"
+                f"no corpus {prefix}: expected {files.bin.name}, {files.idx.name}, {files.manifest.name}"
+                f"{_similar_prefix(prefix)}"
             )
         raise _incomplete(prefix, [files.manifest], suggest_adopt=not files.partial.exists())
     manifest = read_manifest(files.manifest)
@@ -263,6 +264,17 @@ def _read_complete(files: CorpusFiles) -> Manifest:
             rule = f"{recorded.bytes} bytes as in {files.manifest.name}"
             raise damage_error(path, 0, rule, f"a file of {size} bytes")
     return manifest
+
+
+def _similar_prefix(prefix: Path) -> str:
+    """Return the end of the message about a missing corpus: the prefix that the user probably meant."""
+    without_suffix = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx", ".json") else prefix
+    written = [without_suffix, *sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_document.json"))]
+    found = [path.with_suffix("") if path.suffix == ".json" else path for path in written]
+    found = [path for path in found if path.with_name(f"{path.name}.json").is_file()]
+    if found:
+        return f"; did you mean {listed(map(str, found))}?"
+    return "; give the prefix that neobert preprocess printed, without .bin"
 
 
 def _incomplete(prefix: Path, missing: Sequence[Path], *, suggest_adopt: bool = False) -> DataError:

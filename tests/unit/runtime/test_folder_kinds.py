@@ -1,0 +1,45 @@
+"""A command that gets another kind of folder says which, and the command that makes the right one of it."""
+
+from pathlib import Path
+
+import pytest
+from commands import call
+
+
+@pytest.fixture
+def places(tiny_corpus, tmp_path: Path) -> dict[str, Path]:
+    (tmp_path / "run" / "iter_0000002").mkdir(parents=True)
+    (tmp_path / "run" / "iter_0000002" / "MANIFEST.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return {"run": tmp_path / "run", "model": tmp_path / "model", "corpus": Path(tiny_corpus.prefix)}
+
+
+TO_HF = "it is the --save folder of a run; convert its newest checkpoint: neobert convert megatron-to-hf"
+TO_MEGATRON = "it is a Hugging Face folder; make a checkpoint of it: neobert convert hf-to-megatron"
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "remedy"),
+    [
+        ("evaluate throughput --output {out} --model", "run", TO_HF),
+        ("convert hf-to-megatron --output {out} --load", "run", TO_HF),
+        ("evaluate throughput --output {out} --model", "run/iter_0000002", "it is a checkpoint; convert it"),
+        ("convert megatron-to-hf --output {out} --load", "model", TO_MEGATRON),
+        ("replay --iteration 1 --load", "model", TO_MEGATRON),
+        ("preprocess --input {out} --output-prefix {out} --tokenizer-model", "corpus", "it is a corpus, which --data"),
+    ],
+)
+def test_wrong_kind_of_folder_is_recognised(command, kind, remedy, places, tmp_path):
+    first, _, rest = kind.partition("/")
+    words = [word.format(out=tmp_path / "out") for word in command.split()]
+    number = 1 if words[1].startswith("--") else 2
+    code, _, errors = call(" ".join(words[:number]), *words[number:], places[first] / rest)
+    assert (code, remedy in errors) == (66, True), errors
+
+
+@pytest.mark.parametrize("ending", ["", ".bin", ".idx", ".json"])
+def test_prefix_of_preprocess_or_a_file_of_the_corpus_names_the_corpus(ending, tiny_corpus):
+    prefix = tiny_corpus.prefix + ending if ending else tiny_corpus.prefix.removesuffix("_content_document")
+    code, _, errors = call("train", "--data-path", prefix, "--tokenizer-model", tiny_corpus.tokenizer, "--dry-run")
+    assert (code, f"did you mean {tiny_corpus.prefix}?" in errors) == (66, True), errors
