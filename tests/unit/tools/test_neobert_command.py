@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ENVIRONMENT, run
+from commands import ENVIRONMENT, REPOSITORY, run
 
 from megatron_neobert import __main__ as neobert
 from megatron_neobert import __version__, pretrain
@@ -22,6 +22,11 @@ print(sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys
     assert imported == "['megatron_neobert']"
     assert [name for name in neobert.NAMES if not any(line.startswith(f"  {name} ") for line in shown)] == []
     assert max(map(len, shown)) <= 80
+
+
+def test_every_module_of_commands_has_the_first_word_of_a_command():
+    modules = {path.stem for path in (REPOSITORY / "megatron_neobert" / "commands").glob("[!_]*.py")}
+    assert modules == {name.split()[0].replace("-", "_") for name in neobert.NAMES}
 
 
 def test_version_is_that_of_the_package():
