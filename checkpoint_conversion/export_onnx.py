@@ -1,10 +1,8 @@
-"""The command `neobert export-onnx`: write a Hugging Face folder as ONNX, for onnxruntime, transformers.js and optimum.
+"""ONNX graphs of a Hugging Face folder, compared with PyTorch.
 
-Writes onnx/model.onnx in fp32, with dynamic batch size and length, and with --int8 onnx/model_quantized.onnx with 8-bit
-weights. config.json and the tokenizer are written where those libraries expect them. A graph has the inputs input_ids
-and attention_mask (int64, batch x sequence) and one output. Large weights are in a separate file, because protobuf is
-limited to 2 GB. onnxruntime runs every graph on padded batches of other sizes than the traced one, and the folder gets
-its final name only if the results agree with PyTorch. The full model needs 160 CPU-seconds and 5 GB of memory.
+A graph has the inputs input_ids and attention_mask (int64, batch x sequence, of any size) and one output. Large weights
+are in a separate file, because protobuf is limited to 2 GB. onnxruntime runs every graph on padded batches of other
+sizes than the traced one. The full model needs 160 CPU-seconds and 5 GB of memory.
 """
 
 import io
@@ -12,23 +10,19 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.cli import option
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
 from megatron_neobert.huggingface.checks import check_folder
 from megatron_neobert.huggingface.folder_files import copy_files, write_config
-from megatron_neobert.huggingface.hub import ALL_TOKENIZER_FILES, MODULE_FILES, find_model
-from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
+from megatron_neobert.huggingface.hub import ALL_TOKENIZER_FILES, MODULE_FILES
 
-if TYPE_CHECKING:  # --help answers without importing torch
+if TYPE_CHECKING:  # slow to import
     from torch import Tensor
 
     from checkpoint_conversion.compare import Checks
 
-TASKS = ("fill-mask", "feature-extraction")
 LARGEST_GRAPH_BYTES = 3 << 29  # of weights in one file; protobuf is limited to 2 GB
 OPSET = 18  # version of ONNX's operators: the lowest that PyTorch exports, for the most runtimes
 INPUTS = ("input_ids", "attention_mask")
@@ -42,41 +36,6 @@ TOLERANCE, TOLERANCE_INT8 = 1e-4, 0.5
 # traced batch, because a size that tracing has made constant fails at every other size.
 _BATCHES = ((1,), (7,), (64, 23), (40, 1, 17, 29, 33), (1024,))
 _TRACED_LENGTHS = (11, 5, 8)  # token counts of the traced batch, which has padding so that the mask is in the graph
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnnxOptions:
-    """The command line of `neobert export-onnx`."""
-
-    model: Path = option(help="output of neobert convert: folder, or OWNER/NAME[@REVISION] of the Hub", metavar="DIR")
-    output: Path = option(help="folder to create", metavar="DIR")
-    task: str = option(
-        "fill-mask",
-        "fill-mask: logits of the masked-language-model head; feature-extraction: the last hidden state",
-        choices=TASKS,
-    )
-    int8: bool = option(False, "also write model_quantized.onnx with 8-bit weights, and print its error")
-
-
-def export_onnx(options: OnnxOptions) -> None:
-    """Write a Hugging Face folder as ONNX and compare it with PyTorch."""
-    refuse_existing(options.output)  # before a minute of work
-    source = find_model("--model", options.model)
-    # Imported here so that a missing package is reported before the work.
-    import onnx  # noqa: F401
-    import onnxscript  # noqa: F401
-    import transformers.exporters  # noqa: F401
-
-    from checkpoint_conversion.compare import to_table
-
-    model = load_for_task(source, options.task)
-    with build_folder(options.output) as folder:
-        copy_companions(source, folder, options.task)
-        for path, batches in write_graphs(model, folder / "onnx", int8=options.int8).items():
-            size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
-            print(f"{path.name}, {size / 1e6:.1f} MB, difference from PyTorch by rows x tokens:")
-            print(f"{to_table(batches)}\n")
-    print(f"wrote {options.output}")
 
 
 def load_for_task(folder: Path, task: str) -> Any:

@@ -73,8 +73,8 @@ COMMIT = (
 )
 # From the top; a floor imports from the floors below it. tests/repo/test_import_direction.py has the full table.
 LAYERS = (
-    ("commands, launch, pretrain", "tools", "benchmarks"),
-    ("checkpoint_conversion", "inspection"),
+    ("commands", "tools", "benchmarks"),
+    ("launch, pretrain", "checkpoint_conversion", "inspection"),
     ("evaluation", "planning"),
     ("training", "checkpoint", "state"),
     ("model", "data: inputs, tokenizer, preprocessing, corpus, deduplication, batches"),

@@ -1,12 +1,13 @@
 """The console command `neobert`, also `python -m megatron_neobert`: the table of all commands, and its dispatch.
 
-A command has a name of one or two words and is a function. `cli.py` builds its command line from the dataclass that the
-function takes. `neobert --help` imports none of these functions. argcomplete completes commands and flags in a shell
-after: eval "$(register-python-argcomplete neobert)".
+A command has a name of one or two words and is a function in `commands/`. `cli.py` builds its command line from the
+dataclass that the function takes. `neobert --help` imports none of these functions. argcomplete completes commands and
+flags in a shell after: eval "$(register-python-argcomplete neobert)".
 """
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,56 +16,50 @@ from megatron_neobert import __version__
 from megatron_neobert.cli import run_function
 from megatron_neobert.errors import ConfigError, run_command, suggestion
 
-COMMON, DATA = "megatron_neobert.commands", "megatron_neobert.data"
-EVALUATION, INSPECTION = "megatron_neobert.evaluation.commands", "megatron_neobert.inspection"
-CONVERSION = "checkpoint_conversion"
-CONVERT = f"{CONVERSION}.convert"
-# Group -> command -> (module:function, purpose in --help and docs/commands.md).
+# Group -> command -> purpose in --help and docs/commands.md. `neobert evaluate glue` runs evaluate_glue in
+# commands/evaluate.py: the module has the first word of the name, the function all words.
 COMMANDS = {
     "Data": {
-        "sample-corpus": (f"{COMMON}.sample_corpus:write_sample_corpus", "write sample texts from installed packages"),
-        "train-tokenizer": (f"{DATA}.tokenizer.train:train_tokenizer", "train a WordPiece tokenizer"),
-        "preprocess": (f"{COMMON}.preprocess_data:preprocess_data", "tokenize raw text into a corpus (.bin and .idx)"),
-        "validate": (f"{DATA}.corpus.inspection:validate", "check the files of a corpus"),
-        "inspect data": (f"{DATA}.corpus.inspection:inspect_data", "show a summary or single documents of a corpus"),
-        "adopt": (f"{DATA}.corpus.adoption:adopt_corpora", "use corpora of Megatron-LM without copying them"),
-        "find-overlaps": (
-            f"{DATA}.deduplication.overlaps:print_overlaps",
-            "list documents that share text with evaluation sets",
-        ),
-        "find-duplicates": (f"{DATA}.deduplication.run:print_duplicates", "list near-duplicate documents of corpora"),
+        "sample-corpus": "write sample texts from installed packages",
+        "train-tokenizer": "train a WordPiece tokenizer",
+        "preprocess": "tokenize raw text into a corpus (.bin and .idx)",
+        "validate": "check the files of a corpus",
+        "inspect data": "show a summary or single documents of a corpus",
+        "adopt": "use corpora of Megatron-LM without copying them",
+        "find-overlaps": "list documents that share text with evaluation sets",
+        "find-duplicates": "list near-duplicate documents of corpora",
     },
     "Training": {
-        "recipe": ("megatron_neobert.planning.recipe:write_recipe", "write a recipe for a model size or a budget"),
-        "train": ("megatron_neobert.launch:train", "pre-train on the GPUs of this node, or on its CPU"),
-        "plot": (f"{INSPECTION}.plot:plot", "plot loss, throughput and other curves of runs"),
-        "inspect batch": (f"{INSPECTION}.batch:inspect_batch", "show the batch of one iteration"),
-        "replay": (f"{INSPECTION}.replay:replay", "recompute losses and gradients of one iteration"),
-        "average": (f"{CONVERSION}.average:average", "average the weights of a run's last checkpoints"),
+        "recipe": "write a recipe for a model size or a budget",
+        "train": "pre-train on the GPUs of this node, or on its CPU",
+        "plot": "plot loss, throughput and other curves of runs",
+        "inspect batch": "show the batch of one iteration",
+        "replay": "recompute losses and gradients of one iteration",
+        "average": "average the weights of a run's last checkpoints",
     },
     "Models": {
-        "convert megatron-to-hf": (f"{CONVERT}:megatron_to_hf", "convert a checkpoint to a Hugging Face model"),
-        "convert hf-to-megatron": (f"{CONVERT}:hf_to_megatron", "convert a Hugging Face model to a checkpoint"),
-        "verify": (f"{CONVERT}:verify", "check whether two models are equal"),
-        "export-onnx": (f"{CONVERSION}.export_onnx:export_onnx", "export a Hugging Face model to ONNX"),
+        "convert megatron-to-hf": "convert a checkpoint to a Hugging Face model",
+        "convert hf-to-megatron": "convert a Hugging Face model to a checkpoint",
+        "verify": "check whether two models are equal",
+        "export-onnx": "export a Hugging Face model to ONNX",
     },
     "Evaluation": {
-        "evaluate classify": (f"{EVALUATION}:evaluate_classify", "fine-tune and evaluate on your own texts and labels"),
-        "evaluate glue": (f"{EVALUATION}:evaluate_glue", "fine-tune and evaluate on GLUE as in the paper"),
-        "evaluate mteb": (f"{EVALUATION}:evaluate_mteb", "evaluate on MTEB"),
-        "evaluate ner": (f"{EVALUATION}:evaluate_ner", "fine-tune and evaluate named-entity recognition"),
-        "evaluate ppl": (f"{EVALUATION}:evaluate_ppl", "measure pseudo-perplexity by document length"),
-        "evaluate throughput": (f"{EVALUATION}:evaluate_throughput", "measure tokens/s by length and batch size"),
-        "train-embedder": (f"{EVALUATION}:train_embedder", "fine-tune an encoder for embeddings (contrastive)"),
-        "fetch mteb": (f"{EVALUATION}:fetch_mteb", "download the data of MTEB tasks"),
-        "report": (f"{EVALUATION}:report", "write one page with all results and the paper's"),
+        "evaluate classify": "fine-tune and evaluate on your own texts and labels",
+        "evaluate glue": "fine-tune and evaluate on GLUE as in the paper",
+        "evaluate mteb": "evaluate on MTEB",
+        "evaluate ner": "fine-tune and evaluate named-entity recognition",
+        "evaluate ppl": "measure pseudo-perplexity by document length",
+        "evaluate throughput": "measure tokens/s by length and batch size",
+        "train-embedder": "fine-tune an encoder for embeddings (contrastive)",
+        "fetch mteb": "download the data of MTEB tasks",
+        "report": "write one page with all results and the paper's",
     },
     "This machine": {
-        "check environment": (f"{COMMON}.environment:check_environment", "check whether this machine can train"),
-        "check parity": (f"{COMMON}.check_parity:check_parity", "compare reference, Megatron and exported model"),
+        "check environment": "check whether this machine can train",
+        "check parity": "compare reference, Megatron and exported model",
     },
 }
-FUNCTIONS = {name: function for group in COMMANDS.values() for name, (function, _) in group.items()}
+NAMES = [name for commands in COMMANDS.values() for name in commands]
 
 
 def main() -> int | None:
@@ -90,14 +85,17 @@ def main() -> int | None:
 
 def find_command(arguments: Sequence[str]) -> str | None:
     """Return the name of the command that the arguments start with, or None."""
-    return next((name for name in FUNCTIONS if name.split() == list(arguments[: len(name.split())])), None)
+    return next((name for name in NAMES if name.split() == list(arguments[: len(name.split())])), None)
 
 
 def run(name: str, arguments: Sequence[str]) -> int | None:
     """Set `sys.argv`, run command `name`, and return its exit code, or None for 0. Bad flags raise ConfigError."""
-    module, _, function_name = FUNCTIONS[name].partition(":")
     sys.argv = [f"neobert {name}", *arguments]
-    function = getattr(importlib.import_module(module), function_name)
+    # Names of files may contain bytes that are not text, and a terminal may not show all characters.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    words = name.replace("-", "_").split()
+    function = getattr(importlib.import_module(f"megatron_neobert.commands.{words[0]}"), "_".join(words))
     if name == "train":  # parses sys.argv itself, because every rank does so too
         return function()
     return run_function(function, arguments, prog=sys.argv[0], run_flags=_run_flags)
@@ -112,9 +110,9 @@ def _run_flags() -> list[str]:
 def _overview(typed: Sequence[str]) -> str:
     """Return the help text: commands by group. Only commands whose names start with the words `typed` are listed."""
     lines = ["usage: neobert COMMAND ...", "", "Pre-training of NeoBERT encoders, from raw text to an evaluated model."]
-    width = max(map(len, FUNCTIONS))
+    width = max(map(len, NAMES))
     for group, commands in COMMANDS.items():
-        shown = {name: purpose for name, (_, purpose) in commands.items() if name.split()[: len(typed)] == list(typed)}
+        shown = {name: purpose for name, purpose in commands.items() if name.split()[: len(typed)] == list(typed)}
         if shown:
             lines += ["", f"{group}:", *(f"  {name:{width}}  {purpose}" for name, purpose in shown.items())]
     return "\n".join([*lines, "", "neobert COMMAND --help shows the flags of a command; neobert --version."])
@@ -130,7 +128,7 @@ def _unknown(arguments: Sequence[str]) -> str:
 def _next_words(typed: Sequence[str]) -> list[str]:
     """Return the words that can follow `typed` in the name of a command, each once."""
     length = len(typed)
-    names = [name.split() for name in FUNCTIONS]
+    names = [name.split() for name in NAMES]
     return list(dict.fromkeys(name[length] for name in names if len(name) > length and name[:length] == list(typed)))
 
 

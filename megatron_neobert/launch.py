@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_neobert.checkpoint.folder import check_folders
@@ -51,12 +50,6 @@ _KILL_SECONDS = 6.0  # after a failure; the watchers of the ranks end them earli
 _MARGIN_SECONDS = 60.0  # after --distributed-timeout-minutes, in which a rank that hangs has failed
 _MOST_CPU_RANKS = 8  # each has a copy of the model; cores beyond them are threads of the ranks
 _LEAVE_SECONDS = 10.0  # node 0 serves the store until the other nodes have left
-
-
-def train() -> int:
-    """Run `neobert train [flags]`: start pretrain.py, and return the exit code. See `main`."""
-    sys.argv.insert(1, str(Path(__file__).with_name("pretrain.py")))
-    return main()
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ class SampleCorpusOptions:
     shards: int = option(4, "number of parquet files", minimum=1)
 
 
-def write_sample_corpus(options: SampleCorpusOptions) -> None:
+def sample_corpus(options: SampleCorpusOptions) -> None:
     """Write a small corpus of English prose, collected from the documentation of Python packages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Command-line options of all evaluation commands, one dataclass per command. Imports neither torch nor datasets."""
+"""Settings of the evaluations, which are also their command lines. Imports neither torch nor datasets."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,18 +165,3 @@ class EmbedderOptions:
     )
     device: Literal["cpu", "cuda"] | None = option(None, "device (default: cuda if there is a GPU)")
     attention: str | None = option(None, _ATTENTION, metavar="NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchMtebOptions(MtebTasks):
-    """Options of `neobert fetch mteb`."""
-
-    output: Path = option(help="folder to write to", metavar="DIR")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """Options of `neobert report`."""
-
-    results: tuple[Path, ...] = option(help="--output folders of evaluations", metavar="DIR")
-    output: Path = option(help="folder to write to; may exist", metavar="DIR")

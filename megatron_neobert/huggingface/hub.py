@@ -1,5 +1,6 @@
 """Models that a command line names: local folders, or models of the Hugging Face Hub, which are read from its cache."""
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,12 @@ def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
                 f"{name[1]} --local-dir DIR on a machine with network, and name DIR here."
             ) from error
         print(f"{model} of the Hugging Face Hub: {folder}", file=sys.stderr)
+    run = folder.parent if folder.name.startswith("iter_") else folder
+    if holding and not (folder / holding).exists() and any(run.glob("iter_*")):
+        raise MissingInputError(
+            f"{flag} {model} has checkpoints of neobert train, and no Hugging Face model; convert them first: "
+            f"neobert convert megatron-to-hf --load {run} --output DIR."
+        )
     require_folder(flag, folder, holding=holding)
     return folder
 
@@ -76,3 +83,12 @@ def model_name(folder: Path) -> str:
     """Return the name for results of a model: NAME in the Hub's cache, else the last part of the resolved path."""
     repository = re.fullmatch(r".*/models--.+--(.+)/snapshots/[^/]+", str(folder.resolve()))
     return repository[1] if repository else folder.resolve().name
+
+
+def go_offline() -> None:
+    """Set HF_HUB_OFFLINE and HF_DATASETS_OFFLINE. Hugging Face libraries, even if imported, then stay offline."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    # These modules read the variables only once, when they are imported.
+    for name in ("huggingface_hub.constants", "datasets.config"):
+        if name in sys.modules:
+            sys.modules[name].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

@@ -1,7 +1,4 @@
-"""The command `neobert plot`: draws the curves of one or several runs from their logs.
-
-    neobert plot runs/first --output plots
-    neobert plot runs/first runs/second --output plots --metrics loss grad_norm
+"""Logs of runs, and their curves.
 
 The logs may still grow, and may have lines that were cut by a kill. They may come from strangers: a value is dropped if
 its name is not a word, because names are printed, or if its number is too large to draw.
@@ -14,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.cli import option
-from megatron_neobert.errors import ConfigError, DataError, MissingInputError, OutputError
-from megatron_neobert.text import parse_json, visible
+from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.text import parse_json
 
 _LOG = "metrics.jsonl"
 _LINE_START = '{"iteration"'
@@ -26,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{0,63}")
 _PANEL_INCHES, _DOTS_PER_INCH = (6.4, 3.0), 120
 _LEGEND_INCHES = 0.28  # per name, one name per line
 # Metrics that are drawn by default, and their titles. Other metrics have their names in the log as titles.
-_TITLES = {
+TITLES = {
     "loss": "loss (nats per masked token)",
     "masked_accuracy": "masked accuracy",
     "lr": "learning rate",
@@ -37,51 +33,12 @@ _TITLES = {
 _VALIDATION = {"loss": "validation_loss", "masked_accuracy": "validation_accuracy"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlotOptions:
-    """Options of `neobert plot`."""
-
-    runs: tuple[Path, ...] = option(help="folder of a run (--save), or a metrics.jsonl", positional=True, metavar="RUN")
-    output: Path = option(help="folder for curves.png", metavar="DIR")
-    metrics: tuple[str, ...] | None = option(None, "metrics to draw; default: see above", metavar="NAME")
-
-
 @dataclass(frozen=True)
 class RunLog:
     """Logged values of a run by iteration."""
 
     name: str
     values: dict[int, dict[str, float]]  # by increasing iteration, then by metric
-
-
-def plot(options: PlotOptions) -> None:
-    """Draw the curves of runs by iteration: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
-
-    `options.metrics` selects other curves. Validation values are points in the colour of their run. The figure is
-    OUTPUT/curves.png. Values after the checkpoint from which a run resumed are those that it logged afterwards.
-
-    Raises:
-        MissingInputError, DataError: A run has no log, or no values in it yet.
-        ConfigError, OutputError: A metric was not logged, or OUTPUT cannot be written.
-    """
-    runs = [read_run(path, name=visible(str(path))) for path in options.runs]
-    logged = list(dict.fromkeys(name for run in runs for values in run.values.values() for name in values))
-    metrics = options.metrics or [name for name in _TITLES if name in logged] or logged
-    if unknown := [name for name in metrics if name not in logged]:
-        raise ConfigError(
-            f"--metrics {unknown[0]} was not logged by any of these runs. Choose from {', '.join(logged)}."
-        )
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-        write_curves(options.output / "curves.png", runs, metrics)
-    except OSError as error:
-        raise OutputError(
-            f"--output {options.output} cannot be written ({error.strerror}); name another folder."
-        ) from error
-    for run in runs:
-        losses = [values["loss"] for values in run.values.values() if "loss" in values]
-        print(f"{run.name}: iteration {max(run.values):,}" + (f" | loss {losses[-1]:.4f} nats" if losses else ""))
-    print(f"wrote {options.output / 'curves.png'}")
 
 
 def read_run(path: Path, *, name: str) -> RunLog:
@@ -162,7 +119,7 @@ def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> 
             if metric in _VALIDATION:
                 points = series(run, _VALIDATION[metric])
                 axes.plot(*points, "o", color=colour, markersize=4.5, markeredgecolor="white")
-        axes.set_title(_TITLES.get(metric, metric), loc="left", fontsize=11, parse_math=False)
+        axes.set_title(TITLES.get(metric, metric), loc="left", fontsize=11, parse_math=False)
         axes.grid(visible=True, alpha=0.3)
         axes.set_xlabel("iteration")
     for axes in panels[len(metrics) :]:

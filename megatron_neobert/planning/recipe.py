@@ -1,4 +1,4 @@
-"""The command `neobert recipe`: settings of a run for a size of model or an amount of computation.
+"""Settings of a run for a size of model or an amount of computation.
 
 Rules replace a search: depth follows from width, tokens from parameters, batch and learning rate from computation.
 docs/recipes.md has their sources and what was measured.
@@ -10,9 +10,8 @@ from pathlib import Path
 
 from megatron_neobert.cli import option
 from megatron_neobert.config.schema import ModelConfig, Settings
-from megatron_neobert.errors import ConfigError, OutputError
+from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
-from megatron_neobert.runtime.atomic_files import replace_file
 from megatron_neobert.text import with_prefix
 
 _SEQ_LENGTH = 1024
@@ -73,23 +72,13 @@ class Recipe:
         return float(f"{_NEOBERT_RATE * (_NEOBERT_FLOPS / self.flops) ** _RATE_POWER:.2g}")
 
 
-def write_recipe(options: RecipeOptions) -> None:
-    """Write a recipe for a model of about this size, or for about this many floating-point operations.
+def choose_recipe(options: RecipeOptions) -> Recipe:
+    """Return the recipe whose size, or computation, is nearest to the options'.
 
     Raises:
         ConfigError: None or all of parameters, tokens and computation are given, or only the tokens; or no recipe has
             about this size, computation or length.
-        OutputError: The file exists.
     """
-    if options.output.exists():
-        raise OutputError(f"{options.output} exists; remove it, or name another --output.")
-    recipe = choose_recipe(options)
-    replace_file(options.output, to_yaml(recipe))
-    print(f"{_summary(recipe)}\nwrote {options.output}; neobert train --config {options.output} --dry-run plans it")
-
-
-def choose_recipe(options: RecipeOptions) -> Recipe:
-    """Return the recipe whose size, or computation, is nearest to the options'. Raise ConfigError as `write_recipe`."""
     size, budget, tokens = options.parameters, options.budget_flop, options.tokens
     if (size is None and budget is None) or None not in (size, budget, tokens):
         raise ConfigError("give --parameters or --budget-flop, or two of --parameters, --budget-flop and --tokens.")
@@ -133,7 +122,8 @@ def _shape(width: int, vocab_size: int) -> tuple[ModelConfig, int, float]:
     return model, count_parameters(model, vocab_size=vocab_size).total, flops
 
 
-def _summary(recipe: Recipe) -> str:
+def summarize(recipe: Recipe) -> str:
+    """Return size and length of a recipe as a line."""
     model, tokens = recipe.model, recipe.iterations * recipe.batch * _SEQ_LENGTH
     return (
         f"{with_prefix(recipe.parameters, ' parameters')} in {model.num_layers} layers of width {model.hidden_size}; "
@@ -147,7 +137,7 @@ def to_yaml(recipe: Recipe) -> str:
     # At most the memory of NeoBERT's 64 sequences, 50 GiB. A start lowers the size to the batch of a rank.
     fitting = 64 * 28 * 768 / (recipe.model.num_layers * recipe.model.hidden_size)
     micro = 2 ** int(math.log2(min(64, max(1, fitting), recipe.batch)))
-    return f"""# {_summary(recipe)}.
+    return f"""# {summarize(recipe)}.
 # Written by neobert recipe. Settings that are left out are NeoBERT's (arXiv 2502.19587).
 model:
   num_layers: {recipe.model.num_layers}

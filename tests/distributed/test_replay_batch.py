@@ -13,7 +13,7 @@ from ranks import read_metrics, train_on_ranks
 from tests_tiny import tiny_settings
 
 from megatron_neobert.checkpoint.save import Saver
-from megatron_neobert.inspection import replay as tool
+from megatron_neobert.commands import replay as tool
 from megatron_neobert.inspection.global_batch import open_iteration
 from megatron_neobert.training import step
 

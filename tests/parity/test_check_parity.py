@@ -15,7 +15,7 @@ from tolerances import (
 )
 
 from checkpoint_conversion.mapping import TABLES
-from megatron_neobert.commands import check_parity
+from checkpoint_conversion.parity import STEPS
 
 Figures = dict[str, dict[str, Any]]
 SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "203"]
@@ -59,8 +59,8 @@ def test_step_has_the_loss_and_gradients_of_the_reference(figures: Figures, mask
     exact, control = step[f"local layers, float32{mask}"], step[f"control: {wrong}"]
     assert exact["loss"] <= STEP_LOSS.gate < control["loss"] / 1000
     assert exact["gradient"] <= STEP_GRADIENT.gate < control["gradient"] / 1000
-    local = {name for name in check_parity.STEPS if name.startswith("local")}
-    assert set(figures["not run"]) == set(check_parity.STEPS) - local
+    local = {name for name in STEPS if name.startswith("local")}
+    assert set(figures["not run"]) == set(STEPS) - local
     assert all("Transformer Engine" in reason for reason in figures["not run"].values())
 
 

@@ -63,8 +63,8 @@ LAYERS = {
     "tools.acceptance": Layer(8, "acceptance"),  # phases of tools/accept_gpu.py
     "benchmarks": Layer(8, "benchmarks"),
     "megatron_neobert.commands": Layer(8, "commands"),
-    "megatron_neobert.launch": Layer(8, "commands"),
-    "megatron_neobert.pretrain": Layer(8, "commands"),
+    "megatron_neobert.launch": Layer(7, "launch"),
+    "megatron_neobert.pretrain": Layer(7, "launch"),
     "megatron_neobert.api": Layer(8, "api"),
     "megatron_neobert.__main__": Layer(9, "names"),
 }
@@ -102,11 +102,7 @@ def imported_names(source: str) -> set[str]:
     return names
 
 
-NAMESPACES = (
-    "megatron_neobert",
-    "checkpoint_conversion",
-    "megatron_neobert.commands",
-)  # packages: `from` them imports modules
+NAMESPACES = ("megatron_neobert", "checkpoint_conversion")  # packages: `from` them imports modules
 
 
 def own_imports(names: set[str], known: set[str]) -> set[str]:

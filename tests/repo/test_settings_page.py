@@ -66,7 +66,7 @@ def render_commands() -> str:
     """Return a table for each group of `neobert --help`."""
     parts = []
     for group, commands in COMMANDS.items():
-        rows = [f"| `neobert {name}` | {purpose} |" for name, (_, purpose) in commands.items()]
+        rows = [f"| `neobert {name}` | {purpose} |" for name, purpose in commands.items()]
         parts.append("\n".join([f"\n## {group}\n", "| command | purpose |", "| --- | --- |", *rows]) + "\n")
     return "".join(parts) + "\n"
 

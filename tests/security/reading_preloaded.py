@@ -12,7 +12,7 @@ import seqeval.metrics  # noqa: F401
 import sklearn.metrics  # noqa: F401
 import torch.onnx  # noqa: F401
 
-import checkpoint_conversion.convert  # noqa: F401
+import megatron_neobert.commands.convert
 import megatron_neobert.evaluation.mteb
 import megatron_neobert.evaluation.plots  # noqa: F401
 

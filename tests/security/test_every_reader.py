@@ -25,7 +25,7 @@ from tests_tiny import TinyCorpus
 from torch.distributed.checkpoint import FileSystemReader
 from unit.data.small_corpus import random_documents, write_corpus
 
-from megatron_neobert.__main__ import FUNCTIONS
+from megatron_neobert.__main__ import NAMES
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
 PRELOADED = "reading_preloaded"
@@ -181,7 +181,7 @@ def start(inputs: Inputs, tmp_path: Path, network: Network) -> Callable[..., End
 
 
 def test_every_command_is_in_one_of_the_two_tables_and_every_kind_has_a_hostile_input():
-    assert {reader.command.removesuffix(" --dry-run") for reader in READERS} | set(OTHERS) == set(FUNCTIONS)
+    assert {reader.command.removesuffix(" --dry-run") for reader in READERS} | set(OTHERS) == set(NAMES)
     assert {hostile.kind for hostile in HOSTILE} == {kind for reader in READERS for kind in reader.kinds}
     assert {kind for reader in READERS for kind in reader.kinds} == set(Inputs._fields)
 

@@ -1,4 +1,4 @@
-"""`neobert adopt`: makes a corpus from the .bin and .idx that Megatron-LM wrote.
+"""Make a corpus from the .bin and .idx that Megatron-LM wrote.
 
 Files of Megatron's tools/preprocess_data.py differ from a corpus in three ways. With --split-sentences, a document is
 several sequences. With --append-eod, its last token is an end-of-document token. An empty document is a boundary that
@@ -8,53 +8,22 @@ to Megatron's, or a copy without the end-of-document tokens. The .bin is read on
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.format import NO_TOKENS, CorpusFiles, Counts, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.shard_files import HEADER, AllowedIds, check_index, damage_error, read_header
 from megatron_neobert.data.corpus.writer import TokenizedChunk, write_corpus
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
 from megatron_neobert.runtime.jobs import Finished, JobFolder
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import visible
 
 # Documents whose ids are in memory at a time.
 _STEP = 1 << 14
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdoptOptions:
-    """Options of `neobert adopt`."""
-
-    prefixes: tuple[str, ...] = option(
-        help="path of Megatron-LM's files without .bin; finished corpora are skipped", positional=True, metavar="PREFIX"
-    )
-    tokenizer_model: str = option(help="tokenizer with which the files were written", metavar="PATH")
-
-
-def adopt_corpora(options: AdoptOptions) -> None:
-    """Make a corpus from .bin and .idx files that Megatron-LM wrote.
-
-    The command checks sizes, the index, and every id against the vocabulary, and prints a summary of each corpus.
-    Megatron's files do not change. Raise MissingInputError for a missing file, DataError for a damaged one or another
-    tokenizer, and OutputError if a file with a new name exists.
-    """
-    tokenizer = load_tokenizer(options.tokenizer_model)
-    for prefix in options.prefixes:
-        corpus, eod_id = adopt(prefix, tokenizer)
-        text = tokenizer.backend.decode(corpus.document(0)[:32].tolist(), skip_special_tokens=False)
-        eod = "" if eod_id is None else f", without the id {eod_id} at the end of each (--append-eod)"
-        print(f"{corpus.prefix} is a corpus: {len(corpus):,} documents{eod}")
-        for name, value in corpus.describe().items():
-            print(f"  {name:<18} {value}")
-        print(f"  {'begins':<18} {visible(text)}")
 
 
 def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:

@@ -218,6 +218,11 @@ class Corpus:
         return _Locations(shards, begins, lengths)
 
 
+def open_corpus(prefix: str, *, cache: str | None) -> Corpus:
+    """Open a corpus of this machine, or a remote one through the folder `cache`."""
+    return Corpus(prefix, ObjectStorage(Path(cache)) if cache and is_url(prefix) else None)
+
+
 def check_indexes(corpus: Corpus) -> None:
     """Read all indexes; raise DataError with the file and the byte offset if an entry is wrong."""
     for shard in corpus.shards:

@@ -1,4 +1,4 @@
-"""`neobert find-overlaps`: finds documents that share an n-gram with evaluation texts, and writes a drop list of them.
+"""Find documents that share an n-gram with evaluation texts, and write a drop list of them.
 
 Evaluation texts are a corpus, too: `neobert preprocess` reads their files, with the tokenizer of the searched corpora.
 One job per chunk of documents looks for the 64-bit hash of each of its n-grams among those of the evaluation texts.
@@ -22,14 +22,12 @@ from megatron_neobert.data.deduplication.search import (
     SearchedDocuments,
     SearchSettings,
     begin,
-    is_complete,
     job_folder,
     open_corpora,
     steps_of,
 )
 from megatron_neobert.runtime.jobs import Job, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import percent
 
 # Base of the polynomial hash of an n-gram, 2^64 / golden ratio, and a factor that mixes its bits.
 _BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
@@ -80,29 +78,6 @@ class OverlapJob(Job[None]):
         files["ngrams"].write(np.unique(np.concatenate(found)).astype("<u8").tobytes())
 
 
-def print_overlaps(options: OverlapSettings) -> None:
-    """List the documents that share an n-gram of tokens with evaluation texts, so that training can leave them out.
-
-    Training skips the listed documents with --data-path PREFIX:drop=FILE. With --resume, nothing is done if the list is
-    complete.
-    """
-    corpora = open_corpora((*options.prefixes, *options.against))
-    if options.resume and is_complete(options, corpora[: len(options.prefixes)], _recorded(options, corpora)):
-        job_folder(options).sweep()
-        print(f"{options.output} is complete; nothing to do")
-        return
-    searched, evaluated = find_overlaps(options)
-    for entry in searched:
-        count, share = entry.dropped_documents, percent(entry.dropped_documents / entry.documents, digits=2)
-        print(f"{entry.prefix}: {count:,} of {entry.documents:,} documents share {options.ngram} tokens ({share})")
-    for each in evaluated:
-        print(
-            f"{each.prefix}: {each.shared:,} of {each.texts:,} texts share {options.ngram} tokens; "
-            f"{each.short:,} are shorter and were not searched for"
-        )
-    print(f"wrote {options.output}")
-
-
 def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[Overlaps]]:
     """Find the documents, write the drop list to `settings.output`, and remove OUTPUT.partial.
 
@@ -113,7 +88,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
     with job_folder(settings) as folder:
         documents = SearchedDocuments.of(searched)
-        begin(settings, folder, documents, _recorded(settings, corpora))
+        begin(settings, folder, documents, to_header(settings, corpora))
         known = np.concatenate(
             [hashes for corpus in evaluated for _, hashes, _ in _hash_documents(corpus, None, settings.ngram)]
         )
@@ -129,7 +104,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
         is_shared = np.zeros(len(documents), dtype=np.bool_)
         is_shared[np.concatenate([np.fromfile(job.file("documents"), "<i8") for job in jobs])] = True
         found = KnownHashes(np.unique(np.concatenate([np.fromfile(job.file("ngrams"), "<u8") for job in jobs])))
-        recorded = _recorded(settings, corpora)
+        recorded = to_header(settings, corpora)
         entries = write_drop_list(settings.output, searched, is_shared, recorded, folder=folder.path)
         overlaps = []
         for corpus in evaluated:
@@ -141,7 +116,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
     return entries, overlaps
 
 
-def _recorded(settings: OverlapSettings, corpora: Sequence[Corpus]) -> dict[str, Any]:
+def to_header(settings: OverlapSettings, corpora: Sequence[Corpus]) -> dict[str, Any]:
     """Return what the header of the drop list records; `corpora` are all corpora of the command."""
     evaluated = corpora[len(settings.prefixes) :]
     return {"ngram": settings.ngram, "against": [corpus.manifest.documents_sha256 for corpus in evaluated]}

@@ -1,4 +1,4 @@
-"""`neobert find-duplicates`: finds duplicates of finished corpora in three stages, and writes one drop list.
+"""Find duplicates of finished corpora in three stages, and write one drop list.
 
 1. Signatures: one job per chunk computes 64-bit keys of each document, one for each band and a hash of all of its
    token ids, and sorts the documents by each key. A threshold of 1 needs the hash only.
@@ -46,7 +46,6 @@ from megatron_neobert.data.deduplication.search import (
     SearchedDocuments,
     SearchSettings,
     begin,
-    is_complete,
     job_folder,
     open_corpora,
     steps_of,
@@ -54,7 +53,6 @@ from megatron_neobert.data.deduplication.search import (
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.runtime.jobs import Job, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
-from megatron_neobert.text import percent
 
 # Documents whose keys of one band are compared in one job, with 80 bytes of memory each.
 BUCKET_DOCUMENTS = 12_000_000
@@ -84,30 +82,6 @@ class FindSettings(SearchSettings):
         values = [f"{name}={value}" for name, value in asdict(self.minhash).items()]
         sha256 = [f"corpus={corpus.manifest.documents_sha256}" for corpus in corpora]
         return " ".join(["find-duplicates", f"add-attribute={self.add_attribute}", *values, *sha256])
-
-
-def print_duplicates(options: FindSettings) -> None:
-    """Find duplicates in finished corpora, and write a drop list of all but the first document of each cluster.
-
-    Equal documents are always found, near-duplicates by MinHash. With --threshold 1, only equal documents are searched.
-
-    Training skips the listed documents with --data-path PREFIX:drop=FILE; no corpus is copied. With --resume, nothing
-    is done if the list is complete.
-    """
-    corpora = open_corpora(options.prefixes)
-    origin = options.origin(corpora)
-    has_attribute = options.add_attribute is None or all(origin in c.manifest.added_attributes for c in corpora)
-    if options.resume and has_attribute and is_complete(options, corpora, asdict(options.minhash)):
-        job_folder(options).sweep()
-        print(f"{options.output} is complete; nothing to do")
-        return
-    for entry in find_duplicates(options):
-        print(
-            f"{entry.prefix}: {entry.dropped_documents:,} of {entry.documents:,} documents dropped "
-            f"({percent(entry.dropped_documents / entry.documents, digits=2)})"
-        )
-    added = f", added {options.add_attribute} to each corpus" if options.add_attribute is not None else ""
-    print(f"wrote {options.output}{added}")
 
 
 @dataclass(frozen=True)

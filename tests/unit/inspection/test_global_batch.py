@@ -7,12 +7,12 @@ import pytest
 from commands import call
 from unit.inspection.small_runs import LENGTHS, RED, REVERSED, settings_of, write_checkpoint, write_corpora
 
+from megatron_neobert.commands.inspect import describe
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.schema import PhaseChange
 from megatron_neobert.data.batches.windows import IGNORED_LABEL
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import CheckpointError, ConfigError, MissingInputError
-from megatron_neobert.inspection.batch import describe
 from megatron_neobert.inspection.global_batch import open_iteration, read_segments, rebuild_batch
 
 CLS, SEP, MASK = 2, 3, 4  # indices in small_corpus.SPECIAL

@@ -8,7 +8,7 @@ import sys
 import pytest
 from commands import ENVIRONMENT, REPOSITORY, run
 
-from megatron_neobert.commands.environment import Finding, folder_findings, package_findings
+from megatron_neobert.commands.check import Finding, folder_findings, package_findings
 from megatron_neobert.runtime.environment import installed_packages
 
 NVIDIA_SMI = "#!/usr/bin/env bash\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n"

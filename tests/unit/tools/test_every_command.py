@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY
 
-from megatron_neobert.__main__ import FUNCTIONS, run
+from megatron_neobert.__main__ import NAMES, run
 from megatron_neobert.errors import ConfigError
 
 SCRIPTS = [
@@ -80,7 +80,7 @@ def typed(monkeypatch):
     def start_here(command, *arguments):
         monkeypatch.setattr(sys, "argv", [str(command), *map(str, arguments)])
         monkeypatch.setattr(sys, "path", list(sys.path))
-        if command in FUNCTIONS:
+        if command in NAMES:
             return run(command, list(arguments))
         return runpy.run_path(str(command), run_name="read")["main"]()
 
@@ -89,7 +89,7 @@ def typed(monkeypatch):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in FUNCTIONS if name != "train")], ids=str)
+@pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in NAMES if name != "train")], ids=str)
 def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
     direction = ["megatron-to-hf"] if str(command).endswith("convert.py") else []
     with pytest.raises(ConfigError, match=r"unknown flag --hlep; did you mean '--help'\?"):
@@ -98,7 +98,7 @@ def test_misspelt_flag_gets_a_suggestion_in_every_command(command, typed):
 
 def test_help_of_every_command_does_not_import_torch():
     code = """import contextlib, io, runpy, sys
-from megatron_neobert.__main__ import FUNCTIONS, main
+from megatron_neobert.__main__ import NAMES, main
 def ask(words, start):
     sys.argv, shown = [*words, "--help"], io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
@@ -107,7 +107,7 @@ def ask(words, start):
     return shown.getvalue()
 for script in sys.argv[1:]:
     assert "usage: " in ask([script], lambda: runpy.run_path(script, run_name="__main__")), script
-for name in FUNCTIONS:
+for name in NAMES:
     assert ask(["neobert", *name.split()], main).startswith(f"usage: neobert {name} "), name
 """
     command = [sys.executable, "-c", code, *map(str, SCRIPTS)]

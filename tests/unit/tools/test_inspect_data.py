@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 from unit.inspection.small_runs import settings_of, write_checkpoint, write_corpora
 
+from megatron_neobert.commands import inspect as tool
 from megatron_neobert.config.cli import write_record
-from megatron_neobert.data.corpus import inspection as tool
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.inspection.global_batch import rebuild_batch
 

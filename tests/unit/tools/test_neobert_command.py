@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ENVIRONMENT, run
+from commands import ENVIRONMENT, REPOSITORY, run
 
 from megatron_neobert import __main__ as neobert
 from megatron_neobert import __version__, pretrain
@@ -20,8 +20,13 @@ print(sorted({name.partition(".")[0] for name in sys.modules} - before - set(sys
     ended = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     *shown, imported = ended.stdout.splitlines()
     assert imported == "['megatron_neobert']"
-    assert [name for name in neobert.FUNCTIONS if not any(line.startswith(f"  {name} ") for line in shown)] == []
+    assert [name for name in neobert.NAMES if not any(line.startswith(f"  {name} ") for line in shown)] == []
     assert max(map(len, shown)) <= 80
+
+
+def test_every_module_of_commands_has_the_first_word_of_a_command():
+    modules = {path.stem for path in (REPOSITORY / "megatron_neobert" / "commands").glob("[!_]*.py")}
+    assert modules == {name.split()[0].replace("-", "_") for name in neobert.NAMES}
 
 
 def test_version_is_that_of_the_package():

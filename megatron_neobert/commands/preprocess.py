@@ -25,9 +25,9 @@ from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import RecordBatch
+from megatron_neobert.data.preprocessing import run
 from megatron_neobert.data.preprocessing.filters import apply_filters
 from megatron_neobert.data.preprocessing.plan import Plan, PreprocessSettings, is_complete, plan_preprocessing
-from megatron_neobert.data.preprocessing.run import PreprocessReport, preprocess
 from megatron_neobert.errors import EXIT_STOPPED_EARLY, DataError
 from megatron_neobert.runtime.jobs import JobFolder
 from megatron_neobert.text import counted, duration, percent, visible, with_prefix
@@ -48,7 +48,7 @@ class StopRequested(KeyboardInterrupt):
     """SIGTERM or SIGUSR1, which schedulers send before the time limit of a job."""
 
 
-def preprocess_data(options: PreprocessSettings) -> int:
+def preprocess(options: PreprocessSettings) -> int:
     """Tokenize raw input files into a corpus that training and Megatron-LM read.
 
     The corpus is byte for byte the same for any --workers and --executor, and after any restart with --resume.
@@ -67,7 +67,7 @@ def preprocess_data(options: PreprocessSettings) -> int:
             print(f"{plan.files.manifest} is complete; nothing to do{advice}")
         else:
             warn_of_absent_fields(plan)
-            print_report(plan, preprocess(plan))
+            print_report(plan, run.preprocess(plan))
     except StopRequested as stop:
         kept = describe_kept_chunks(options) or "no chunk was finished"
         print(f"stopped by {signal.Signals(stop.args[0]).name}: {kept}", file=sys.stderr)
@@ -210,7 +210,7 @@ def print_document(text: str, ids: list[int]) -> None:
     print(f"ids   {' '.join(map(str, ids[:16]))}{' ...' if len(ids) > 16 else ''}  ({len(ids):,} ids)")
 
 
-def print_report(plan: Plan, report: PreprocessReport) -> None:
+def print_report(plan: Plan, report: run.PreprocessReport) -> None:
     """Print counts and files of a finished run; warnings go to stderr."""
     counts = report.counts
     for reason in report.damaged:

@@ -1,28 +1,21 @@
-"""The command `neobert check parity`: compares the reference, the Megatron model and the Hugging Face exports.
+"""Comparison of the reference, the Megatron model and the Hugging Face exports with the same random weights.
 
-All models get the same random weights, and the command prints the differences of their logits on the same prompts in
-fp32 and bfloat16. Two wrong models serve as controls: a comparison that does not detect them would prove nothing. The
-default model, 28 x 768, takes half a minute on one core and 4 GB of memory.
-
---step also compares loss and gradients of one training step of 1,024 tokens, for every kernel and FP8 recipe of this
-machine, with those of the reference in fp32 on the CPU.
+Logits of the same prompts are compared in fp32 and bfloat16, loss and gradients of a training step of 1,024 tokens for
+every kernel and FP8 recipe of this machine. Two wrong models serve as controls: a comparison that does not detect them
+would prove nothing.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_neobert.cli import option
-from megatron_neobert.config.rules import find_record_problems
-from megatron_neobert.config.schema import ModelConfig, Settings
+from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.runtime.atomic_files import replace_file
 
-if TYPE_CHECKING:  # --help must not import torch
+if TYPE_CHECKING:  # slow to import
     from torch import Tensor
 
     from checkpoint_conversion.compare import Comparison
@@ -62,68 +55,6 @@ class StepGap:
 # bfloat16 2.5e-4, 1.2e-3; FP8 2.2e-3, 0.10 (blockwise; other recipes 0.08). A wrong rotary convention: 1.4e-2, 0.80.
 # At 28 x 768 on an H200: docs/performance.md.
 STEP_TOLERANCES = {"float32": StepGap(1e-5, 1e-5), "bfloat16": StepGap(1e-2, 1e-2), "FP8": StepGap(1e-2, 0.3)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParityOptions:
-    """Options of `neobert check parity`."""
-
-    num_layers: int = option(28, "layers of the compared model", minimum=1)
-    hidden_size: int = option(768, "hidden size", minimum=1)
-    num_attention_heads: int = option(12, "attention heads", minimum=1)
-    vocab_size: int = option(30522, "size of the vocabulary", minimum=1)
-    step: bool = option(False, "also compare loss and gradients of a training step, with every kernel")
-    json: Path | None = option(None, "also write the figures to this file", metavar="FILE")
-
-
-def check_parity(options: ParityOptions) -> int:
-    """Compare the Megatron model with the reference and the exported models: exit 0 if all agree, else 1.
-
-    Models agree if their differences are within tolerance. All weights are random. If a deliberately wrong model is not
-    detected, the exit code is also 1. With `options.step`, a training step is compared too; kernels that cannot run
-    here are printed and do not count. The differences are printed, and written to the file `options.json` if it is
-    given. Raise ConfigError if the heads do not divide the hidden size into even widths.
-    """
-    settings = Settings(
-        model=ModelConfig(
-            num_layers=options.num_layers,
-            hidden_size=options.hidden_size,
-            num_attention_heads=options.num_attention_heads,
-        )
-    )
-    if problems := find_record_problems(settings):
-        raise ConfigError(problems)
-
-    from checkpoint_conversion.compare import to_table  # imports torch
-
-    comparisons: dict[str, Comparison] = {}
-    unexpected = []
-    for name, comparison, tolerance in measure_parity(settings, vocab_size=options.vocab_size):
-        comparisons[name] = comparison
-        # A control must differ by more than 100 times the tolerance of the others.
-        is_control = name.startswith(CONTROL)
-        if comparison.within(100 * tolerance if is_control else tolerance) == is_control:
-            unexpected.append(name)
-    print(f"logits, compared with the padded reference:\n{to_table(comparisons)}")
-    figures: dict[str, Any] = {name: asdict(comparison) for name, comparison in comparisons.items()}
-    if options.step:
-        figures |= {"step": {}, "not run": {}}
-        columns = "relative loss, 1 - cosine of the gradient, tensor"
-        print(f"\na step of {sum(LENGTHS):,} tokens, compared with the reference in fp32 on the CPU ({columns}):")
-        for name, gap, step_tolerance in measure_steps(settings, vocab_size=options.vocab_size):
-            if isinstance(gap, str):
-                figures["not run"][name] = gap
-                print(f"{name}: not run: {gap}")
-                continue
-            figures["step"][name] = asdict(gap)
-            is_control = name.startswith(CONTROL)
-            if gap.within(100 if is_control else 1, step_tolerance) == is_control:
-                unexpected.append(name)
-            print(f"{name:<42} {gap.loss:8.1e} {gap.gradient:8.1e}  {gap.tensor}", flush=True)
-    if options.json is not None:
-        replace_file(options.json, json.dumps(figures, indent=2) + "\n")
-    print(f"NOT as expected: {', '.join(unexpected)}" if unexpected else "as expected, including the controls")
-    return 1 if unexpected else 0
 
 
 def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str, Comparison, float]]":
