@@ -56,10 +56,6 @@ def main() -> int:
     """Check the command line in `sys.argv`, run the ranks of this node, and return the exit code.
 
     With one rank, this process becomes the rank (execv). `--help` and `--dry-run` start no rank.
-
-    Raises:
-        NeoBERTError: The environment, settings, corpus, checkpoint or folders are wrong.
-        ConnectionError: The nodes do not find each other.
     """
     if len(sys.argv) < 2:
         raise ConfigError("no script; start with python -m megatron_neobert.launch SCRIPT [flags]")
@@ -117,8 +113,6 @@ def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: i
     ended early with 0; otherwise that of all ranks, such as 0 or 75. After a second Ctrl-C it is 130.
 
     Raises:
-        ConnectionError: The nodes do not find each other within `timeout_seconds`, or a port cannot be used.
-        LauncherError: Another node has the same NODE_RANK or another NPROC_PER_NODE.
         WorkerError: The ranks of this node have ended, but those of another node neither end nor fail.
     """
     from torch.distributed import PrefixStore

@@ -49,11 +49,7 @@ class InspectDataOptions:
 
 
 def inspect_data(options: InspectDataOptions) -> None:
-    """Print a summary of a corpus, its input files (--inputs), or documents (--document).
-
-    Raises:
-        ConfigError: A document does not exist, or --tokenizer-model or --object-storage-cache-path is missing.
-    """
+    """Print a summary of a corpus, its input files (--inputs), or documents (--document)."""
     from megatron_neobert.data.corpus.reader import open_corpus
 
     corpus = open_corpus(options.prefix, cache=options.object_storage_cache_path)
@@ -150,9 +146,6 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
 
     Args:
         flags: Flags of `neobert train`, which override settings of the run.
-
-    Raises:
-        NeoBERTError: As `open_iteration` and `rebuild_batch`.
     """
     from megatron_neobert.inspection.global_batch import open_iteration, read_segments, rebuild_batch
 

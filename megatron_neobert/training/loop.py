@@ -46,8 +46,6 @@ def run_training(settings: Settings, watcher: Watcher) -> int:
     Creates and locks the folder --save.
 
     Raises:
-        NeoBERTError: Settings, corpus, folders or checkpoint are wrong, saving failed, or the run has diverged.
-        OSError: --save cannot be created.
         ModuleNotFoundError: --wandb-project is set, and wandb is not installed.
 
     Collective: all ranks.
@@ -96,11 +94,6 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
 
     Returns:
         The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 after a stop without one.
-
-    Raises:
-        DivergenceError: MOST_SKIPPED updates in a row were skipped, or weights to be saved are not finite.
-        SaveError: A checkpoint could not be written.
-        NeoBERTError: A batch could not be built.
 
     Collective: all ranks.
     """

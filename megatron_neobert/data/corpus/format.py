@@ -257,7 +257,6 @@ def read_manifest(path: Path) -> Manifest:
     """Read and validate a manifest.
 
     Raises:
-        FileNotFoundError: The file does not exist.
         DataError: The file is not a manifest of this format version, or contradicts itself.
     """
     if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:

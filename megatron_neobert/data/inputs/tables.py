@@ -35,9 +35,6 @@ def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> 
 
     Each cut is the first row of a row group, except row 0. A chunk has at most `chunk_bytes` of text, unless a single
     row group has more.
-
-    Raises:
-        DataError: The footer is damaged, the file has no text column --text-key, or two columns of one name.
     """
     with _named_damage(chunk), ExitStack() as stack:
         groups = []

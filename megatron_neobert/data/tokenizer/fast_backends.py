@@ -92,11 +92,7 @@ class Encoder:
         self._first_characters = 0
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Return the concatenated ids of all texts, in any integer dtype, and each length. No special tokens are added.
-
-        Raises:
-            BackendMismatch: The fast back end failed, or gave other ids than the reference for a verified document.
-        """
+        """Return the ids of all texts end to end, without special tokens, in any integer dtype, and each length."""
         batch = self._tokenizer.encode_batch(texts) if self._fast is None else _guarded(self.name, self._fast, texts)
         if selected := self._select(texts):
             self._examine(texts, batch, selected)
