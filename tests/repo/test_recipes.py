@@ -189,7 +189,7 @@ def documented_launches() -> dict[str, Path]:
     pages += [path for path in (REPOSITORY / "examples").rglob("*") if path.suffix in (".sh", ".yaml")]
     launch = re.compile(r"--config \"?(?:\$\w+/)?(?:examples/)?(?:configs/)?([\w/]+)")
     names = {name for path in pages for name in launch.findall(path.read_text(encoding="utf-8"))}
-    return {name: CONFIGS / f"{name}.yaml" for name in names if CONFIGS / f"{name}.yaml" in RECIPES}
+    return {name: CONFIGS / f"{name}.yaml" for name in sorted(names) if CONFIGS / f"{name}.yaml" in RECIPES}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 32])
