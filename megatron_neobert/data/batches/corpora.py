@@ -79,7 +79,7 @@ def open_corpora(data: DataConfig) -> OpenedCorpora:
 
 
 def open_phases(settings: Settings) -> list[OpenedCorpora]:
-    """Return the opened inputs of each phase of a run, in order. Phases with the same --data-path share one object.
+    """Return the corpora of each phase of a run, in order. Phases with the same --data-path share one object.
 
     Raise ConfigError for an invalid setting, MissingInputError for a missing path, DataError for a damaged or
     unsuitable file, and StorageError if a remote corpus cannot be read.
