@@ -78,7 +78,7 @@ def print_summary(corpus: "Corpus") -> None:
             "corpus shards": f"{len(manifest.shards):,}, {sum(s.bin.bytes for s in manifest.shards):,} bytes of "
             f"{manifest.dtype} and {sum(s.idx.bytes for s in manifest.shards):,} of index",
             "tokenizer": f"{manifest.tokenizer_fingerprint[:12]}, {manifest.vocab_size:,} ids",
-            "sha256": manifest.sha256,
+            "sha256": manifest.documents_sha256,
         }
     )
 

@@ -61,7 +61,7 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the texts of a Parquet or Arrow chunk, with their --record-key fields.
 
     Nulls and documents above `max_document_bytes` are in the `rejected` of their batch. A field without a column is
-    None. Raise DataError if the file is damaged, has no text column --text-key, or two columns of one name.
+    None.
     """
     keys, limit = settings.record_keys, settings.max_document_bytes
     batch, row = RecordBatch(), chunk.start
