@@ -59,12 +59,6 @@ def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
                 f"{name[1]} --local-dir DIR on a machine with network, and name DIR here."
             ) from error
         print(f"{model} of the Hugging Face Hub: {folder}", file=sys.stderr)
-    run = folder.parent if folder.name.startswith("iter_") else folder
-    if holding and not (folder / holding).exists() and any(run.glob("iter_*")):
-        raise MissingInputError(
-            f"{flag} {model} has checkpoints of neobert train, and no Hugging Face model; convert them first: "
-            f"neobert convert megatron-to-hf --load {run} --output DIR."
-        )
     require_folder(flag, folder, holding=holding)
     return folder
 
