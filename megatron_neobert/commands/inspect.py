@@ -180,14 +180,14 @@ def describe(batch: "RebuiltBatch", segments: "list[Segment]") -> list[str]:
         for input_id, label in zip(segment.input_ids_s.tolist(), segment.labels_s.tolist(), strict=True)
         if label != IGNORED_LABEL
     )
+    cut = sum(segment.text_tokens < segment.document_tokens for segment in segments)
     predicted = f"{kinds.total():,} predicted tokens, {percent(kinds.total() / tokens)} of all: " + ", ".join(
         f"{count:,} {kind}" for kind, count in sorted(kinds.items())
     )
     return [
         f"{training.global_batch_size:,} packed sequences of {data.seq_length:,} tokens in "
         f"{len(batch.micro_batches):,} micro-batches; packing efficiency {percent(tokens / capacity, digits=2)}",
-        f"{len(segments):,} segments of {min(lengths):,} to {max(lengths):,} tokens, "
-        f"{sum(segment.text_tokens < segment.document_tokens for segment in segments):,} of them parts of documents",
+        f"{len(segments):,} documents, {cut:,} of them cut; {min(lengths):,} to {max(lengths):,} tokens each",
         "every next token is predicted (--objective clm)" if data.objective == "clm" else predicted,
     ]
 

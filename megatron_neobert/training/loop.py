@@ -269,7 +269,7 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
     ranks = torch.distributed.get_world_size()
     phase = phase_at(settings, run.state.iteration + 1).settings
     micro_batches = counted(phase.micro_batches_per_rank(ranks), "micro-batch", "micro-batches")
-    start = f"from {loaded}" if loaded else f"from fresh weights of seed {settings.training.seed}"
+    start = f"from {loaded}" if loaded else f"from random weights (seed {settings.training.seed})"
     return (
         f"training {parameters:,} parameters {start} on {ranks} x {run.device.type}, "
         f"{phase.tokens_per_iteration:,} tokens per iteration, in {micro_batches} of "

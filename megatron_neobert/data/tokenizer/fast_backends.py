@@ -159,7 +159,10 @@ def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
     try:
         name = f"nanotoken {version('nanotoken')}"
     except PackageNotFoundError as error:
-        raise BackendMismatch(f"nanotoken is not installed; {install_command('fast')}") from error
+        raise BackendMismatch(
+            "nanotoken is not installed, with which this takes a sixth to a fifteenth of the time; "
+            f"{install_command('fast')}"
+        ) from error
     encode = _guarded(name, _build_nanotoken, tokenizer)
     if probe:
         check_on_probe(name, tokenizer, encode)

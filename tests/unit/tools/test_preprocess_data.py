@@ -24,7 +24,8 @@ def test_report_of_a_run_agrees_with_validation_and_only_the_full_check_finds_ex
     assert output.startswith("2 documents | 7 tokens | 0.0 MB of text in ")  # hello w ##o ##r ##l ##d, hello
     rows = [line.split()[0] for line in output.splitlines() if line.startswith("  ")]
     assert rows == ["tokens/document"], "no row that repeats the first line, and none of zeros"
-    assert output.splitlines()[-1] == f"wrote {place / 'run_content_document.json'}, run_content_document.bin, .idx"
+    prefix = place / "run_content_document"
+    assert output.splitlines()[-1] == f"wrote {prefix} (.bin, .idx, .json); train with --data-path {prefix}"
     code, output = run_forked("validate", place / "run_content_document", "--full")
     assert code == 0 and "2 documents, 7 tokens as uint16, 58 ids" in output
     ids = place / "run_content_document.bin"
