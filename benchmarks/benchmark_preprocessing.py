@@ -66,13 +66,7 @@ class Measured:
 
 
 def main() -> int:
-    """Measure every tool in turns, print the table, and write the figures to --output if given. Return exit code 0.
-
-    Raises:
-        ConfigError: No tool can run.
-        DataError: A tool fails, or the tools wrote different tokens.
-        SystemExit: A step fails, such as reading the inputs or counting the tokens of a tool.
-    """
+    """Measure every tool in turns, print the table, and write the figures to --output if given. Return exit code 0."""
     if sys.argv[1:2] == ["step"]:
         print(json.dumps(STEPS[sys.argv[2]](**parse_json(sys.argv[3]))))
         return 0

@@ -38,12 +38,7 @@ class Finish:
 
 
 def main() -> None:
-    """Print a line per recipe, and a line per comparison with the first recipe. Write both to --output if given.
-
-    Raises:
-        MissingInputError: A run has no log.
-        DataError: A recipe has no run or more than 16, a run is unfinished, or recipes have different runs.
-    """
+    """Print a line per recipe, and a line per comparison with the first recipe. Write both to --output if given."""
     parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("recipes", nargs="+", type=Path, metavar="FOLDER", help="folder of a recipe, with one --save folder per seed")
@@ -66,7 +61,6 @@ def read_recipe(folder: Path) -> dict[str, Finish]:
     """Return the result of each run of a recipe. The runs are the subfolders of `folder`, whose names are the keys.
 
     Raises:
-        MissingInputError: A run has no log.
         DataError: There is no run, there are more than 16, a log is empty, or a run has no validation at its end.
     """
     runs = sorted(path for path in folder.glob("*") if path.is_dir())

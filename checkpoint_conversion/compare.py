@@ -108,10 +108,10 @@ class Comparison:
 def to_table(comparisons: Mapping[str, Comparison]) -> str:
     """Return a text table: a header and one line per comparison. There must be at least one comparison."""
     width = max(map(len, comparisons))
-    header = f"{'':<{width}} {'tokens':>6} {'largest diff.':>13} {'relative':>9} {'same token':>10}"
+    header = f"{'':<{width}} {'tokens':>6} {'difference':>13} {'relative':>9} {'same prediction':>15}"
     lines = [
         f"{name:<{width}} {check.tokens:>6} {check.max_abs:>13.2e} {check.relative:>9.1e} "
-        f"{check.argmax_agreement:>10.1%}"
+        f"{check.argmax_agreement:>15.1%}"
         for name, check in comparisons.items()
     ]
     return "\n".join([header, *lines])

@@ -56,10 +56,6 @@ def main() -> int:
     """Check the command line in `sys.argv`, run the ranks of this node, and return the exit code.
 
     With one rank, this process becomes the rank (execv). `--help` and `--dry-run` start no rank.
-
-    Raises:
-        NeoBERTError: The environment, settings, corpus, checkpoint or folders are wrong.
-        ConnectionError: The nodes do not find each other.
     """
     if len(sys.argv) < 2:
         raise ConfigError("no script; start with python -m megatron_neobert.launch SCRIPT [flags]")
@@ -68,7 +64,9 @@ def main() -> int:
         os.environ.pop(variable, None)
     signals.forward_stop_signals()
     node = find_node()
-    nproc = whole_number("NPROC_PER_NODE", str(_count_gpus() or choose_cpu_ranks(arguments, nodes=node.nodes)))
+    is_given = "NPROC_PER_NODE" in os.environ
+    gpus = 0 if is_given else _count_gpus()
+    nproc = whole_number("NPROC_PER_NODE") if is_given else gpus or choose_cpu_ranks(arguments, nodes=node.nodes)
     timeout_seconds = whole_number("RENDEZVOUS_TIMEOUT_SECONDS", "600")
     world_size = node.nodes * nproc
     command = parse_command_line(arguments, world_size=world_size)
@@ -85,7 +83,7 @@ def main() -> int:
         # Block stop signals until the rank has installed its handlers: after execv, a signal would kill the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
         os.execv(sys.executable, [sys.executable, script, *arguments])
-    if "NPROC_PER_NODE" not in os.environ and not _count_gpus():
+    if not is_given and not gpus:
         print(f"no GPU: {nproc} ranks on {len(os.sched_getaffinity(0))} cores; NPROC_PER_NODE changes that", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     return run_ranks(node, [script, *arguments], nproc=nproc, timeout_seconds=timeout_seconds, settings=settings)
@@ -117,8 +115,6 @@ def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: i
     ended early with 0; otherwise that of all ranks, such as 0 or 75. After a second Ctrl-C it is 130.
 
     Raises:
-        ConnectionError: The nodes do not find each other within `timeout_seconds`, or a port cannot be used.
-        LauncherError: Another node has the same NODE_RANK or another NPROC_PER_NODE.
         WorkerError: The ranks of this node have ended, but those of another node neither end nor fail.
     """
     from torch.distributed import PrefixStore

@@ -23,10 +23,6 @@ def main() -> int:
 
     Returns:
         0 at the end of training or after the plan, 75 after a stop with a checkpoint, 130 after a stop without one.
-
-    Raises:
-        NeoBERTError: Settings, environment, data or checkpoint are wrong, or the run has diverged.
-        ModuleNotFoundError: --wandb-project is set, and wandb is not installed.
     """
     # The imports below take seconds.
     signals.install_signal_handlers()

@@ -99,9 +99,6 @@ def check_folders(config: CheckpointConfig) -> None:
         ConfigError: --save contains a file named STOP.
         OutputError: --save has checkpoints and is not --load, cannot be created, or contains a link or a folder of
             others under the name of an unfinished checkpoint.
-        CheckpointError: --load has remains of checkpoints, but no complete checkpoint.
-        MissingInputError: --continue-from has no checkpoint; or there is no --continue-from, and --load has no
-            checkpoint and is not --save.
     """
     if config.save is not None and (Path(config.save) / "STOP").exists():
         raise ConfigError(
@@ -158,7 +155,6 @@ def claim(save: str | None) -> Iterator[None]:
 
     Raises:
         OutputError: Another run still holds the lock after 10 seconds, or the lock is a link or a file of others.
-        OSError: The folder cannot be created.
     """
     if save is None:
         yield

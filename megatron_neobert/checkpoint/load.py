@@ -45,9 +45,6 @@ def find_checkpoint(settings: Settings) -> Found | None:
 
     Return None if neither has a checkpoint; `check_folders` has already checked that the run may start without one.
 
-    Raises:
-        CheckpointError: All checkpoints are damaged.
-
     Collective: all ranks.
     """
     config = settings.checkpoint
@@ -66,9 +63,6 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     Args:
         has_new_data: The checkpoint is of --continue-from, so its data may differ from this run's. If they differ, this
             run starts at the beginning of its data.
-
-    Raises:
-        CheckpointError, ConfigError: The checkpoint is of another model, data order, corpus or tokenizer.
 
     Collective: all ranks.
     """
@@ -117,11 +111,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
 
 def _read_tensors(run: Run, stored: StoredTensors, *, with_moments: bool) -> None:
-    """Read this rank's weights and moments. With the distributed optimizer, the weights of other ranks are not read.
-
-    Raises:
-        CheckpointError: A file cannot be read or lacks a tensor.
-    """
+    """Read this rank's weights and moments. With the distributed optimizer, the weights of other ranks are not read."""
     for part in local_parts(run):
         for name, box, data, is_padded in part.boxes_of(part.main, ""):
             stored.read(stored.main_name(name), data, offsets=box.offsets, is_padded=is_padded)
@@ -137,9 +127,6 @@ def _find_in(settings: Settings, load: str) -> Path | None:
 
     Each rank verifies a share of the files. Rank 0 prints a warning for each newer checkpoint that it skips. In the
     folder of --save, damaged checkpoints are renamed, so that --keep-last does not count them.
-
-    Raises:
-        CheckpointError: All checkpoints are damaged.
 
     Collective: all ranks.
     """

@@ -67,10 +67,6 @@ class Saver:
 
         Return when the checkpoint is complete, or with --async-save when its tensors are copied to host memory.
 
-        Raises:
-            SaveError: This checkpoint, or the previous one with --async-save, cannot be written.
-            DivergenceError: Weights or optimizer state have values that are not finite.
-
         Collective: all ranks.
         """
         self.finish()
@@ -104,9 +100,6 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and publish it.
-
-        Raises:
-            SaveError: The checkpoint cannot be written.
 
         Collective: all ranks.
         """

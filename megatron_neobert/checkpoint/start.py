@@ -25,9 +25,6 @@ def refuse_unfit_start(settings: Settings, opened: Sequence[OpenedCorpora]) -> N
 
     Args:
         opened: Data of each phase of the run.
-
-    Raises:
-        CheckpointError, ConfigError: The checkpoint is of another model, data order, corpus or tokenizer.
     """
     folder = newest_checkpoint(settings.checkpoint)
     if folder is None:

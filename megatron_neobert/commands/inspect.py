@@ -49,11 +49,7 @@ class InspectDataOptions:
 
 
 def inspect_data(options: InspectDataOptions) -> None:
-    """Print a summary of a corpus, its input files (--inputs), or documents (--document).
-
-    Raises:
-        ConfigError: A document does not exist, or --tokenizer-model or --object-storage-cache-path is missing.
-    """
+    """Print a summary of a corpus, its input files (--inputs), or documents (--document)."""
     from megatron_neobert.data.corpus.reader import open_corpus
 
     corpus = open_corpus(options.prefix, cache=options.object_storage_cache_path)
@@ -82,7 +78,7 @@ def print_summary(corpus: "Corpus") -> None:
             "corpus shards": f"{len(manifest.shards):,}, {sum(s.bin.bytes for s in manifest.shards):,} bytes of "
             f"{manifest.dtype} and {sum(s.idx.bytes for s in manifest.shards):,} of index",
             "tokenizer": f"{manifest.tokenizer_fingerprint[:12]}, {manifest.vocab_size:,} ids",
-            "sha256": manifest.sha256,
+            "sha256": manifest.documents_sha256,
         }
     )
 
@@ -150,9 +146,6 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
 
     Args:
         flags: Flags of `neobert train`, which override settings of the run.
-
-    Raises:
-        NeoBERTError: As `open_iteration` and `rebuild_batch`.
     """
     from megatron_neobert.inspection.global_batch import open_iteration, read_segments, rebuild_batch
 
@@ -187,14 +180,14 @@ def describe(batch: "RebuiltBatch", segments: "list[Segment]") -> list[str]:
         for input_id, label in zip(segment.input_ids_s.tolist(), segment.labels_s.tolist(), strict=True)
         if label != IGNORED_LABEL
     )
+    cut = sum(segment.text_tokens < segment.document_tokens for segment in segments)
     predicted = f"{kinds.total():,} predicted tokens, {percent(kinds.total() / tokens)} of all: " + ", ".join(
         f"{count:,} {kind}" for kind, count in sorted(kinds.items())
     )
     return [
         f"{training.global_batch_size:,} packed sequences of {data.seq_length:,} tokens in "
         f"{len(batch.micro_batches):,} micro-batches; packing efficiency {percent(tokens / capacity, digits=2)}",
-        f"{len(segments):,} segments of {min(lengths):,} to {max(lengths):,} tokens, "
-        f"{sum(segment.text_tokens < segment.document_tokens for segment in segments):,} of them parts of documents",
+        f"{len(segments):,} documents, {cut:,} of them cut; {min(lengths):,} to {max(lengths):,} tokens each",
         "every next token is predicted (--objective clm)" if data.objective == "clm" else predicted,
     ]
 

@@ -28,7 +28,6 @@ def plot(options: PlotOptions) -> None:
     OUTPUT/curves.png. Values after the checkpoint from which a run resumed are those that it logged afterwards.
 
     Raises:
-        MissingInputError, DataError: A run has no log, or no values in it yet.
         ConfigError, OutputError: A metric was not logged, or OUTPUT cannot be written.
     """
     from megatron_neobert.inspection.plot import TITLES, read_run, write_curves

@@ -66,6 +66,8 @@ def preprocess(options: PreprocessSettings) -> int:
             advice = "; to change --shard-size, add --overwrite" if options.shard_size else ""
             print(f"{plan.files.manifest} is complete; nothing to do{advice}")
         else:
+            if plan.encoder.note:
+                print(f"note: {plan.encoder.note}", file=sys.stderr)
             warn_of_absent_fields(plan)
             print_report(plan, run.preprocess(plan))
     except StopRequested as stop:
@@ -83,7 +85,9 @@ def describe_kept_chunks(settings: PreprocessSettings) -> str:
     """Return a sentence about the finished chunks that --resume can use; empty if there are none."""
     folder = JobFolder(settings.files.partial)
     chunks = folder.count_finished()
-    return f"{chunks:,} finished chunks are kept in {folder.path}; --resume continues from there" if chunks else ""
+    if not chunks:
+        return ""
+    return f"{counted(chunks, 'finished chunk')} in {folder.path}; --resume continues from there"
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -215,8 +219,6 @@ def print_report(plan: Plan, report: run.PreprocessReport) -> None:
     counts = report.counts
     for reason in report.damaged:
         print(f"warning: left out by --quarantine: {visible(reason)}", file=sys.stderr)
-    if plan.encoder.note:
-        print(f"note: {plan.encoder.note}", file=sys.stderr)
     warn_of_unknown_text(counts)
     print(
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {counts.utf8_bytes / 1e6:,.1f} MB of text in "
@@ -229,7 +231,7 @@ def print_report(plan: Plan, report: run.PreprocessReport) -> None:
     columns = attribute_types(corpus) if report.manifest.attributes else {}
     if without_value := [name for name, kind in columns.items() if kind == "null"]:
         print(f"warning: no document has a value of {', '.join(without_value)} (--record-key)", file=sys.stderr)
-    shards = plan.files.shard_files(len(report.manifest.shards))
-    pairs = f"{shards[0][0].name}, .idx" + (f" to {shards[-1][0].name}, .idx" if len(shards) > 1 else "")
-    rejects = f", {plan.files.rejects.name}" if counts.rejected else ""
-    print(f"wrote {plan.files.manifest}, {pairs}{rejects}")
+    shards = len(report.manifest.shards)
+    files = ".bin, .idx, .json" if shards == 1 else f"{shards:,} pairs of .bin and .idx, .json"
+    rejects = f" and {plan.files.rejects}" if counts.rejected else ""
+    print(f"wrote {corpus.prefix} ({files}){rejects}; train with --data-path {corpus.prefix}")

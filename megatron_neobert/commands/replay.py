@@ -44,8 +44,6 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
 
     Raises:
         ConfigError: The command runs under torchrun, a setting is wrong, or the run has no such iteration.
-        MissingInputError, DataError, StorageError: A checkpoint or the data do not exist or cannot be read.
-        CheckpointError: A checkpoint is damaged or does not fit the settings.
     """
     from megatron_neobert.inspection.global_batch import open_iteration
 
@@ -66,9 +64,6 @@ def compute_batch(settings: Settings, iteration: int, *, weights: Path | None, p
     Args:
         weights: Checkpoint with the weights; None leaves the initial weights.
         position: Checkpoint before the iteration, for the position in the data; None starts at the first iteration.
-
-    Raises:
-        ConfigError, MissingInputError, DataError, CheckpointError: This machine, the data or a checkpoint do not fit.
     """
     from megatron_neobert.model.kernels import check_hardware
 

@@ -48,8 +48,6 @@ def sample_corpus(options: SampleCorpusOptions) -> None:
 
     Raises:
         DataError: There are fewer texts than parquet files.
-        OutputError: The output folder exists and is not empty, or cannot be created.
-        SaveError: A file cannot be written.
     """
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     folders = [options.packages] if options.packages else installed
@@ -103,12 +101,7 @@ def read_documents(path: Path, *, name: str) -> Iterator[Document]:
 
 
 def write_files(documents: list[Document], output: Path, *, count: int) -> None:
-    """Write the documents to `output`/part-0000.parquet and so on; the folder appears when all files are complete.
-
-    Raises:
-        OutputError: The folder exists and is not empty, or cannot be created.
-        SaveError: A file cannot be written.
-    """
+    """Write the documents to `output`/part-0000.parquet and so on; the folder appears when all files are complete."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -75,8 +75,8 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     tokenizer.save_tokenizer_files(options.output, model_max_length=MODEL_MAX_LENGTH)
     left_out = describe_reasons(texts.counts.rejected | texts.counts.dropped)
     print(
-        f"{texts.counts.documents:,} documents | {tokenizer.vocab_size:,} ids | left out: {left_out} | "
-        f"wrote {options.output}"
+        f"wrote {options.output}: {tokenizer.vocab_size:,} ids, {'lower case' if options.lowercase else 'with case'}, "
+        f"from {texts.counts.documents:,} documents; records left out: {left_out}"
     )
 
 

@@ -78,7 +78,6 @@ def parse_command_line(arguments: list[str], *, world_size: int, record: Path | 
 
     Raises:
         ConfigError: With every problem of the file, the flags and their combination.
-        MissingInputError: The `--config` file does not exist.
     """
     texts, problems = build_parser().parse_all(arguments)
     config, is_dry_run = texts.pop("config", None), texts.pop("dry_run", False)
@@ -139,7 +138,6 @@ def read_settings(path: Path) -> Settings:
 
     Raises:
         ConfigError: The file has problems, such as unknown settings. The error lists all of them.
-        MissingInputError: The file does not exist.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if problems := _merge_file(path, values):

@@ -106,7 +106,6 @@ def refuse_unfit_checkpoint(
 
     Raises:
         CheckpointError: The checkpoint belongs to another run, or has no optimizer state and `has_new_data` is False.
-        ConfigError: --train-iters or --seed do not fit the run of --continue-from.
     """
     folder, iteration = saved.folder, saved.iteration
     saved_phase, new_phase = phase_at(saved.settings, iteration), phase_at(now, iteration)

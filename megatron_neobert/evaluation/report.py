@@ -238,8 +238,8 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
 def fine_tuning(records: Sequence[Record], output: Path) -> list[str]:
     """Return Markdown blocks of ner or classify: the scores' meaning, and the best points. `output` is not used."""
     kind = records[0].kind
-    note = f"{_METRICS[kind]} The validation set selects step and point, and gives the score; test_ scores are those of"
-    return [paragraph(f"{note} the test set if there is one."), *_best_points(records)]
+    note = "The validation set chooses the step and the hyper-parameters and gives the score."
+    return [paragraph(f"{_METRICS[kind]} {note} test_ columns are the test set's."), *_best_points(records)]
 
 
 def _best_points(records: Sequence[Record]) -> list[str]:

@@ -111,7 +111,6 @@ def read_weight_map(path: Path) -> dict[str, str]:
     """Return {tensor name: file name} of a model.safetensors.index.json. The named files need not exist.
 
     Raises:
-        MissingInputError: There is no such file.
         ConversionError: The file is not such an index, or one of its values is not a name like x.safetensors.
     """
     weight_map = read_object(path).get("weight_map")

@@ -96,9 +96,6 @@ def write_module_files(
         pooling: Configuration of the pooling in the format of version 6.
         more_modules: Classes after the pooling, Dense or Normalize.
         prompts: Prompts by name.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     modules = ["Transformer", "Pooling", *more_modules]
     paths = ["", *(f"{number}_{name}" for number, name in enumerate(modules[1:], 1))]

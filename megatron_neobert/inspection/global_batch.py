@@ -66,7 +66,6 @@ def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple
     Raises:
         ConfigError: A flag is unknown, the settings break a rule, or the run has no such iteration.
         MissingInputError: The folder has no checkpoint, or only later ones and the run began with --continue-from.
-        CheckpointError: The settings in a checkpoint are damaged.
     """
     checkpoints, record = [] if load is None else list_checkpoints(load), None
     if load is not None and not any(flag.partition("=")[0] == "--config" for flag in flags):
@@ -96,8 +95,6 @@ def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None
         checkpoint: Checkpoint of the run before the iteration. None starts at the first iteration of the run.
 
     Raises:
-        MissingInputError: A corpus or the tokenizer does not exist.
-        DataError, StorageError: A corpus or the tokenizer is damaged or cannot be read.
         CheckpointError: The checkpoint is damaged, or was trained on another corpus.
     """
     opened, phase = open_phases(settings), phase_at(settings, iteration)

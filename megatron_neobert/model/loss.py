@@ -21,7 +21,7 @@ def masked_token_losses(logits_mv: Tensor, labels_m: Tensor, config: Transformer
 
     Args:
         logits_mv: Logits of this rank's share of the vocabulary. They may be overwritten.
-        labels_m: Original token ids; below 0 for a filler, an unused entry of a batch with fixed shapes.
+        labels_m: Original token ids; below 0 for a filler, an unused entry of a batch that is padded to capacity.
 
     Returns:
         losses_m: fp32, in nats; 0 for a filler.

@@ -91,9 +91,6 @@ class NeoBERTModel(GPTModel):
             - On a stage without the head, always: hidden states for the next stage, [t/c, 1, h]. With sequence
               parallelism, this rank's share of them.
 
-        Raises:
-            ConfigError: Transformer Engine has no fused attention kernel for this model on this GPU.
-
         Collective: the tensor- and context-parallel groups.
         """
         ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()

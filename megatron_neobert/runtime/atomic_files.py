@@ -38,7 +38,6 @@ def open_regular(path: Path) -> IO[bytes]:
     """Open a regular file for reading, in binary mode. Do not block, even if the path is a pipe.
 
     Raises:
-        OSError: The file cannot be opened, or the path is a socket.
         ValueError: The path is a pipe, device or folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

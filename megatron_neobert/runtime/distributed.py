@@ -33,12 +33,6 @@ def initialize(settings: Settings, *, contents: Mapping[str, object] | None = No
     Args:
         contents: Hashes of files that every rank opens, by the name that messages use.
 
-    Raises:
-        ConfigError: A rank has settings or contents that differ from those of rank 0, or megatron.core is not a
-            supported version.
-        LauncherError: LOCAL_RANK is not a number in range.
-        torch.distributed.DistError: A rank does not join in time.
-
     Collective: all ranks.
     """
     parallel = settings.parallel

@@ -40,12 +40,7 @@ class WorkerPool:
             return self._pool.submit(function, job)
 
     def result(self, future: Future[Any], job: Any) -> Any:
-        """Return the result of a future that has ended. `job` is named in the message of ChildProcessError.
-
-        Raises:
-            ChildProcessError: A worker of the pool died, at this job or another one.
-            Exception: The exception that the job raised.
-        """
+        """Return the result of a future that has ended. `job` is named in the message of ChildProcessError."""
         with self._reporting_worker_death(job):
             return future.result()
 

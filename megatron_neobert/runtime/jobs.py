@@ -148,13 +148,6 @@ def run_jobs(
     Args:
         function: `run_job`, or a function that calls it. Workers import it, so it must be at module level.
         options: With Ray, `workers` is the largest number of jobs at a time.
-
-    Raises:
-        ChildProcessError: A worker died, most often because memory ran out.
-        ConfigError: Ray does not start, or no cluster answers.
-        ModuleNotFoundError: Ray is not installed.
-        Exception: The exception that the function raised. With Ray, other exceptions than NeoBERTError, OSError and
-            ModuleNotFoundError become ChildProcessError.
     """
     count = min(options.workers or 1, len(jobs))
     if not jobs or (options.executor == "local" and count == 1):

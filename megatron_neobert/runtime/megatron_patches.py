@@ -42,11 +42,7 @@ _NORM_ELEMENTS = 1 << 15
 
 
 def install() -> None:
-    """Patch the gradient norm and `create_group` of megatron.core; the other fix is called by name. May be repeated.
-
-    Raises:
-        ConfigError: The installed megatron.core is not one that the patches were written for.
-    """
+    """Patch the gradient norm and `create_group` of megatron.core; the other fix is called by name. May be repeated."""
     if clip_grads.get_grad_norm_fp32 is norm_on_device:
         return
     check_sources()

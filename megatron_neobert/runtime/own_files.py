@@ -77,10 +77,6 @@ def delete_folder(path: Path, record: str = RECORD) -> None:
 
     Args:
         record: See `is_own_folder`.
-
-    Raises:
-        OutputError: The path is a link, a file or a folder of others.
-        OSError: A file cannot be deleted.
     """
     if not os.path.lexists(path):
         return

@@ -24,7 +24,9 @@ _REASONS = ("", "--exit-duration-in-mins is reached", "the file STOP exists in -
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 ABORT_SIGNAL = signal.SIGQUIT  # the launcher sends it to the ranks at the second Ctrl-C
-FIRST_INTERRUPT = "stopping after this iteration, with a checkpoint if there is --save; Ctrl-C again aborts at once"
+FIRST_INTERRUPT = (
+    "stopping after this iteration, then saving if there is --save; Ctrl-C again stops at once without saving"
+)
 
 _WRITE_SECONDS = 2.0
 

@@ -114,7 +114,8 @@ class Watcher:
         node, ranks = os.environ.get("GROUP_RANK", self._status.host), int(os.environ.get("WORLD_SIZE", "1"))
         self._run = RunStatus(connect_to_store("watcher", timeout_seconds=self._limit_seconds), node=node, ranks=ranks)
         self._publish()
-        threading.Thread(target=self._follow, daemon=True).start()
+        self._follower = threading.Thread(target=self._follow, daemon=True)
+        self._follower.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
@@ -127,6 +128,8 @@ class Watcher:
         if error is None:
             with contextlib.suppress(DistError):
                 self._run.publish(self._status._replace(is_finished=True))
+            # C++ aborts a process in which a thread returns from the store after the end of the interpreter.
+            self._follower.join(LONGEST_REPORT_SECONDS)
             return
         code, message = errors.explain(error)
         failure = Failure(*self._status[:3], message or errors.short_reason(error), code)

@@ -46,8 +46,6 @@ def run_training(settings: Settings, watcher: Watcher) -> int:
     Creates and locks the folder --save.
 
     Raises:
-        NeoBERTError: Settings, corpus, folders or checkpoint are wrong, saving failed, or the run has diverged.
-        OSError: --save cannot be created.
         ModuleNotFoundError: --wandb-project is set, and wandb is not installed.
 
     Collective: all ranks.
@@ -96,11 +94,6 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
 
     Returns:
         The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 after a stop without one.
-
-    Raises:
-        DivergenceError: MOST_SKIPPED updates in a row were skipped, or weights to be saved are not finite.
-        SaveError: A checkpoint could not be written.
-        NeoBERTError: A batch could not be built.
 
     Collective: all ranks.
     """
@@ -276,7 +269,7 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
     ranks = torch.distributed.get_world_size()
     phase = phase_at(settings, run.state.iteration + 1).settings
     micro_batches = counted(phase.micro_batches_per_rank(ranks), "micro-batch", "micro-batches")
-    start = f"from {loaded}" if loaded else f"from fresh weights of seed {settings.training.seed}"
+    start = f"from {loaded}" if loaded else f"from random weights (seed {settings.training.seed})"
     return (
         f"training {parameters:,} parameters {start} on {ranks} x {run.device.type}, "
         f"{phase.tokens_per_iteration:,} tokens per iteration, in {micro_batches} of "

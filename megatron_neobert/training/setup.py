@@ -28,12 +28,6 @@ def join(settings: Settings) -> tuple[list[OpenedCorpora], torch.device]:
 
     From then on, a stop signal ends the run after the current iteration.
 
-    Raises:
-        ConfigError: A rank has settings or corpora that differ from those of rank 0, or --data-path or --split is
-            malformed.
-        MissingInputError, DataError, StorageError: Corpus or tokenizer cannot be used.
-        RuntimeError: Another rank has ended, or does not join in time.
-
     Collective: all ranks.
     """
     # First, because errors in the data are the same on all ranks, and found without waiting for the other ranks.

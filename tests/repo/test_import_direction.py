@@ -59,8 +59,8 @@ LAYERS = {
     "checkpoint_conversion": Layer(7, "conversion"),
     "checkpoint_conversion.convert": Layer(9, "names"),  # started as a file of a checkout, it runs commands
     "tools": Layer(9, "names"),  # preprocess_data.py runs a command
-    "tools.accept_gpu": Layer(9, "names"),
-    "tools.acceptance": Layer(8, "acceptance"),  # phases of tools/accept_gpu.py
+    "tools.accept_gpu": Layer(8, "commands"),
+    "tools.acceptance": Layer(7, "acceptance"),  # phases of tools/accept_gpu.py
     "benchmarks": Layer(8, "benchmarks"),
     "megatron_neobert.commands": Layer(8, "commands"),
     "megatron_neobert.launch": Layer(7, "launch"),

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_neobert.inspection.plot import read_run
 from megatron_neobert.text import parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS_PER_PHASE = 600  # timeout, so that a phase that hangs does not block the others
 
-Curve = dict[int, dict[str, float]]  # iteration -> values of metrics.jsonl
+Curve = dict[int, dict[str, Any]]  # iteration -> line of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +145,8 @@ class Phase:
         length = ("--train-iters", iterations, "--eval-iters", 0)
         start = ("examples/pretrain_neobert.sh", *sizes.model, *(self.precision if bf16 else ()))
         self.run(name, *start, *data, *rate, *batch, *length, "--save", folder, "--load", folder, *flags, device=device)
-        values = read_run(folder, name=name).values
-        return {iteration: logged for iteration, logged in values.items() if "loss" in logged}
+        lines = map(parse_json, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+        return {line["iteration"]: line for line in lines if "loss" in line}
 
     def remove_runs(self, *names: str) -> None:
         """Remove runs that an earlier, interrupted phase started."""

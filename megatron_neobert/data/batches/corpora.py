@@ -51,13 +51,6 @@ def open_corpora(data: DataConfig) -> OpenedCorpora:
 
     --split divides a corpus before filtering, so all components with this corpus hold out the same documents. Each part
     is spread evenly over the corpus.
-
-    Raises:
-        ConfigError: --data-path or --split is invalid.
-        MissingInputError: A path does not exist.
-        DataError: A file is damaged, a corpus was written with another tokenizer, or the filters of a component leave
-            no document for training, or none of those held out.
-        StorageError: A remote corpus cannot be read, or its local cache cannot be written.
     """
     components = parse_data_path(data.data_path)
     storage = ObjectStorage(Path(data.object_storage_cache_path or ""))
@@ -86,7 +79,7 @@ def open_corpora(data: DataConfig) -> OpenedCorpora:
 
 
 def open_phases(settings: Settings) -> list[OpenedCorpora]:
-    """Return the opened inputs of each phase of a run, in order. Phases with the same --data-path share one object.
+    """Return the corpora of each phase of a run, in order. Phases with the same --data-path share one object.
 
     Raise ConfigError for an invalid setting, MissingInputError for a missing path, DataError for a damaged or
     unsuitable file, and StorageError if a remote corpus cannot be read.

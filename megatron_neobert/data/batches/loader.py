@@ -77,10 +77,6 @@ def build_loader(stream: BatchStream, *, num_workers: int) -> Iterator[RankBatch
 
     Tensors are on the CPU, in pinned memory if CUDA is available. The workers end with this process or when the
     iterator is deleted. With num_workers 0, this process builds each rank batch when it is requested.
-
-    Raises:
-        NeoBERTError: Raised by the iterator at the first batch that could not be built.
-        RuntimeError: Raised while the iterator is used: a worker was killed. `named_worker_deaths` converts this error.
     """
     if not num_workers:
         batches = stream.rank_batches()
@@ -151,7 +147,6 @@ def build_dali_loader(stream: BatchStream, *, num_workers: int, device: torch.de
 
     Raises:
         ConfigError: DALI is not installed. Raised by the call, not by the iterator.
-        NeoBERTError, RuntimeError: Raised by the iterator: a step could not be built, or a worker was killed.
     """
     # Imported here, so that the error comes before the first step.
     try:

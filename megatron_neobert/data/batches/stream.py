@@ -101,10 +101,6 @@ class BatchStream:
         """Yield the batches of `self.rank` for the iterations first, first + every, ... after `self.iteration`.
 
         Skipped iterations are packed, but their tokens are not read.
-
-        Raises:
-            CheckpointError: While iterating: the documents have no packed sequence at the cursor.
-            DataError, StorageError: While iterating: a corpus is damaged, or a remote corpus cannot be read.
         """
         sources = [source for phase in self.phases for source in phase.sources]
         ahead = _REMOTE_BATCHES_AHEAD if any(source.corpus.is_remote for source in sources) else 0
@@ -120,10 +116,6 @@ class BatchStream:
         """Yield the global batches after `self.iteration`, without end. No token is read.
 
         A batch may extend over several windows and epochs.
-
-        Raises:
-            CheckpointError: While iterating: the documents have no packed sequence at the cursor.
-            DataError: While iterating: the index of a corpus is damaged.
         """
         iteration, cursor, window = self.iteration, self.cursor, None
         previous = self.phase_at(iteration)

@@ -50,7 +50,6 @@ def add_attribute(corpus: Corpus, origin: str, name: str, values: Sequence[Any] 
 
     Raises:
         DataError: The corpus has been written again since it was opened.
-        ConfigError: Another run has added an attribute of this name.
     """
     import pyarrow as pa
 

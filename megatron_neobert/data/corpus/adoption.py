@@ -36,8 +36,6 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
 
     Raises:
         MissingInputError: The .bin or the .idx does not exist.
-        DataError: A file is damaged or was written with another tokenizer, or only some documents end with a special
-            token.
         OutputError: A file without a manifest has the name of a new file, or another process writes the corpus.
     """
     source, files = corpus_files(prefix), corpus_files(f"{prefix}_documents")

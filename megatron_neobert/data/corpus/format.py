@@ -218,12 +218,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     added_attributes: dict[str, FileRecord] = {}
 
     @cached_property
-    def sha256(self) -> str:
-        """SHA-256 of the only .bin; for several shards, SHA-256 over the SHA-256 of each .bin."""
-        hashes = [shard.bin.sha256 for shard in self.shards]
-        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-    @cached_property
     def documents_sha256(self) -> str:
         """SHA-256 over the checksums of all .bin and .idx files; other corpora have another value, copies the same."""
         hashes = [f"{shard.bin.sha256} {shard.idx.sha256}\n" for shard in self.shards]
@@ -257,7 +251,6 @@ def read_manifest(path: Path) -> Manifest:
     """Read and validate a manifest.
 
     Raises:
-        FileNotFoundError: The file does not exist.
         DataError: The file is not a manifest of this format version, or contradicts itself.
     """
     if (size := path.stat().st_size) > _LARGEST_MANIFEST_BYTES:

@@ -180,8 +180,9 @@ class Corpus:
         for limit in _TRUNCATION_LENGTHS:
             above = counts[limit + 1 :]
             dropped = percent(int(above @ np.arange(1, len(above) + 1)) / self.manifest.tokens)
-            rows[f"over {limit} tokens"] = (
-                f"{percent(int(above.sum()) / len(self))} of the documents; truncation drops {dropped} of the tokens"
+            rows[f"over {limit:,} tokens"] = (
+                f"{percent(int(above.sum()) / len(self))} of the documents; cutting them there drops {dropped} of all "
+                "tokens"
             )
         return self.manifest.describe() | rows
 

@@ -76,7 +76,7 @@ class SearchedDocuments:
 def begin(
     settings: SearchSettings, folder: JobFolder, documents: SearchedDocuments, recorded: Mapping[str, Any]
 ) -> None:
-    """Start or resume a search; `recorded` are its settings. Raise the errors of `JobFolder.begin`.
+    """Start or resume a search; `recorded` are its settings.
 
     Raise OutputError if `output` exists, without `overwrite` or an unfinished run to resume, or is no drop list.
     """

@@ -52,10 +52,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def input_version(path: str) -> InputVersion:
-    """Return the size in bytes and the version of an input file or URL, to detect later changes.
-
-    Raise DataError if a server does not report the size, and MissingInputError or OSError if the file is unreadable.
-    """
+    """Return the size in bytes and the version of an input file or URL, to detect later changes."""
     if not is_url(path):
         status = Path(path).stat()
         return InputVersion(status.st_size, str(status.st_mtime_ns))
@@ -76,8 +73,7 @@ def version_from_info(info: dict[str, Any], url: str) -> InputVersion:
 def _with_lists(patterns: Iterable[str]) -> Iterable[str]:
     """Yield the patterns, with the lines of the file or URL `list` in place of each `@list`. Skip blank lines.
 
-    A pattern `@list` is not replaced if a file `@list` exists. Raise MissingInputError if `list` does not exist, and
-    OSError if `list` cannot be read.
+    A pattern `@list` is not replaced if a file `@list` exists. Raise MissingInputError if `list` does not exist.
     """
     for pattern in patterns:
         if not pattern.startswith("@") or Path(pattern).exists():

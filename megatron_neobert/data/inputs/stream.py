@@ -120,10 +120,7 @@ def file_system_of(url: str) -> tuple[Any, str]:
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file or URL for reading bytes. A local file is unbuffered, because callers read large blocks.
-
-    Raise OSError if it cannot be opened. A URL may also raise MissingInputError, and the errors of `file_system_of`.
-    """
+    """Open a file or URL for reading bytes. A local file is unbuffered, because callers read large blocks."""
     if not is_url(path):
         return Path(path).open("rb", buffering=0)
     file_system, path_in_file_system = file_system_of(path)

@@ -35,9 +35,6 @@ def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> 
 
     Each cut is the first row of a row group, except row 0. A chunk has at most `chunk_bytes` of text, unless a single
     row group has more.
-
-    Raises:
-        DataError: The footer is damaged, the file has no text column --text-key, or two columns of one name.
     """
     with _named_damage(chunk), ExitStack() as stack:
         groups = []
@@ -64,7 +61,7 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the texts of a Parquet or Arrow chunk, with their --record-key fields.
 
     Nulls and documents above `max_document_bytes` are in the `rejected` of their batch. A field without a column is
-    None. Raise DataError if the file is damaged, has no text column --text-key, or two columns of one name.
+    None.
     """
     keys, limit = settings.record_keys, settings.max_document_bytes
     batch, row = RecordBatch(), chunk.start

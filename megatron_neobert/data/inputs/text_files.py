@@ -116,7 +116,7 @@ def read_text(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield the documents of plain text in batches. Without --text-separator, the file is one document.
 
     A document of more than `max_document_bytes` is in `rejected`. Documents of only white space are skipped, but have a
-    number. Raise DamagedStream if the file is damaged.
+    number.
     """
     limit, number, separator = settings.max_document_bytes, 0, settings.text_separator
     with InputReader(chunk) as stream:

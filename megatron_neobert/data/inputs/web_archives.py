@@ -53,8 +53,7 @@ class ArchiveRecord(NamedTuple):
 def read_archive(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield the texts of HTTP responses and WET records in batches. Other records are counted in `dropped`.
 
-    If the archive is damaged, yield the records before the damage, then raise DamagedStream. Raise ModuleNotFoundError
-    if there are HTTP responses, and the extra [warc] is not installed.
+    If the archive is damaged, yield the records before the damage, then raise DamagedStream.
     """
     batch = RecordBatch()
     with InputReader(chunk) as stream:

@@ -65,7 +65,6 @@ class TokenizeJob(Job[TokenizedChunk]):
 
         Raises:
             DamagedInput: The input file is damaged, or has changed since the run was planned.
-            DataError: The tokenizer or a filter has changed since the run was planned.
             BackendMismatch: A fast back end failed, or differs from the reference tokenizer.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use the cores, threads would compete

@@ -166,8 +166,6 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     Nothing is written.
 
     Raises:
-        DataError: Input files have a damaged or unsupported format, schema or footer. The message names all such files.
-            With --quarantine, this is only an error if all input files are damaged.
         ConfigError: Two URLs have the same label.
     """
     if not settings.jobs.resume:

@@ -92,11 +92,7 @@ class Encoder:
         self._first_characters = 0
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
-        """Return the concatenated ids of all texts, in any integer dtype, and each length. No special tokens are added.
-
-        Raises:
-            BackendMismatch: The fast back end failed, or gave other ids than the reference for a verified document.
-        """
+        """Return the ids of all texts end to end, without special tokens, in any integer dtype, and each length."""
         batch = self._tokenizer.encode_batch(texts) if self._fast is None else _guarded(self.name, self._fast, texts)
         if selected := self._select(texts):
             self._examine(texts, batch, selected)
@@ -163,7 +159,10 @@ def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
     try:
         name = f"nanotoken {version('nanotoken')}"
     except PackageNotFoundError as error:
-        raise BackendMismatch(f"nanotoken is not installed; {install_command('fast')}") from error
+        raise BackendMismatch(
+            "nanotoken is not installed, with which this takes a sixth to a fifteenth of the time; "
+            f"{install_command('fast')}"
+        ) from error
     encode = _guarded(name, _build_nanotoken, tokenizer)
     if probe:
         check_on_probe(name, tokenizer, encode)

@@ -91,7 +91,7 @@ def test_command_writes_into_an_empty_folder_and_prints_the_comparison(saved, tm
     (tmp_path / "model").mkdir()
     code, output, errors = to_hf(tmp_path / load, tmp_path / "model")
     assert (code, errors) == (0, "")
-    assert "iter_0000030" in output and "same token" in output
+    assert "iter_0000030" in output and "same prediction" in output
     assert re.search(r"wrote \S+model in \d+ s", output)
     assert {"config.json", "conversion_report.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
 

@@ -75,7 +75,7 @@ def test_stop_signal_ends_a_launcher_that_waits_for_another_node_with_75():
 
 
 def test_second_interrupt_aborts_a_rank_that_waits_for_another_rank():
-    first = "stopping after this iteration, with a checkpoint if there is --save; Ctrl-C again aborts at once\n"
+    first = "stopping after this iteration, then saving if there is --save; Ctrl-C again stops at once without saving\n"
     ended = end_while_waiting(rank_in_a_group, signal.SIGINT, signal.SIGINT, answers=[first])
     assert ended == (130, f"{first}rank 0: aborted\n")
 

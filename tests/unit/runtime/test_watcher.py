@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,25 @@ def work_longer_than_the_limit() -> None:
 @pytest.mark.slow
 def test_run_longer_than_the_limit_is_not_a_hang_while_it_makes_progress():
     run_on_ranks(work_longer_than_the_limit, world_size=2)
+
+
+def leave_while_the_store_answers_slowly() -> None:
+    check = watcher.RunStatus.failure
+
+    def check_slowly(run: RunStatus) -> Failure | None:
+        in_store.set()
+        time.sleep(1.0)
+        return check(run)
+
+    in_store, watcher.RunStatus.failure = threading.Event(), check_slowly
+    before = set(threading.enumerate())
+    with Watcher(limit_seconds=60.0):
+        assert in_store.wait(60)
+    assert set(threading.enumerate()) == before
+
+
+def test_watcher_leaves_no_thread_in_the_store_when_the_interpreter_ends():
+    run_on_ranks(leave_while_the_store_answers_slowly, world_size=1)
 
 
 @pytest.mark.slow

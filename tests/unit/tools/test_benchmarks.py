@@ -46,7 +46,7 @@ def inputs(tmp_path_factory) -> Inputs:
         pq.write_table(pa.table({"content": texts[40 * number :][:40]}), file)
     tokenizer = train_wordpiece(texts, vocab_size=150, lowercase=True, min_frequency=2)
     tokenizer.save_tokenizer_files(folder / "tokenizer", model_max_length=512)
-    return Inputs(files, texts, folder / "tokenizer" / "vocab.txt")
+    return Inputs(files, texts, folder / "tokenizer")
 
 
 def test_tools_that_wrote_the_same_ids_are_compared(inputs, tmp_path):

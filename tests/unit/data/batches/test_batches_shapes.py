@@ -1,4 +1,4 @@
-"""Shapes of a rank's micro-batch: its share under context parallelism, and fixed shapes."""
+"""Shapes of a rank's micro-batch: its share under context parallelism, and padding to capacity."""
 
 from dataclasses import replace
 from itertools import islice

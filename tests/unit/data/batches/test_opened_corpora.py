@@ -1,4 +1,4 @@
-"""Inputs of a run: a corpus that is split, a corpus for validation, blends, drop lists, and their hashes."""
+"""Opened corpora of a run: one that is split, one for validation, blends, drop lists, and their hashes."""
 
 import numpy as np
 import pytest

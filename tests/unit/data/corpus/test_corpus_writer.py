@@ -16,7 +16,7 @@ from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.errors import OutputError
 from megatron_neobert.runtime import new_file
-from megatron_neobert.runtime.jobs import JobFolder
+from megatron_neobert.runtime.jobs import JobFolder, JobOptions
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def chunks(tmp_path):
 
 
 @pytest.mark.parametrize("copied_bytes", [1 << 20, 10])
-@pytest.mark.parametrize("layout", [{}, {"shard_bytes": 30}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"shard_bytes": 30}, {"shard_bytes": 30, "options": JobOptions(workers=2)}])
 def test_a_corpus_is_its_chunks_in_order(chunks, monkeypatch, copied_bytes, layout):
     monkeypatch.setattr(new_file, "_BLOCK_BYTES", copied_bytes)
     monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", 2)

@@ -144,8 +144,10 @@ def test_missing_package_falls_back_with_its_remedy(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     encoder = open_encoder(wordpiece(tmp_path), "auto")
-    remedy = f"nanotoken is not installed; {install_command('fast')}"
-    assert encoder.is_reference and encoder.note is not None and encoder.note.endswith(remedy)
+    assert (
+        encoder.is_reference and encoder.note is not None and "nanotoken is not installed, with which" in encoder.note
+    )
+    assert encoder.note.endswith(install_command("fast"))
 
 
 def test_backend_that_fails_the_probe_is_not_used(two_tokenizers, monkeypatch):
