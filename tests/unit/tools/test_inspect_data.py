@@ -129,7 +129,7 @@ def show(*arguments):
 def test_a_batch_is_the_same_from_a_checkpoint_and_from_the_start_for_any_layout(tmp_path):
     settings = settings_of(write_corpora(tmp_path))
     write_record(settings, tmp_path / "settings.yaml")
-    cursor = asdict(rebuild_batch(settings, 5, checkpoint=None).batch.cursor_after)
+    cursor = asdict(rebuild_batch(settings, 4, checkpoint=None).batch.cursor_after)
     write_checkpoint(tmp_path / "run", settings, iteration=4, cursor=cursor)
     config = ("--config", tmp_path / "settings.yaml", "--iteration", 6, "--rows", 8)
     layout = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
