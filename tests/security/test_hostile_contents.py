@@ -65,7 +65,7 @@ COMMAND_LINES = [
     (["--data-path", "1", "a", "1", "a"], 2, "names a 2 times; name it once"),
     (["--data-path", *["1", "a"] * 1025], 2, "names 1,025 corpora, more than 1,024"),
     (["--data-path", "{corpus}"], 66, "no corpus"),
-    (["--data-path", "{corpus}/small.bin"], 66, "did you mean {corpus}/small?"),
+    (["--data-path", "{corpus}/small.bin"], 66, "/corpus/small?"),
     (["--data-path", "{corpus}/small.bin/deeper"], 66, "no corpus"),
     (["--data-path", "{corpus}/" + "x" * 300], 74, "File name too long"),
     *(([f"--split={split}"], 2, f"--split {split} is not one to three") for split in ("nan", "inf", "-1,2", "0,0")),
