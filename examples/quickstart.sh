@@ -95,11 +95,14 @@ print("\n== Summary")
 print(f"   loss         {losses[0]:.2f} -> {losses[-1]:.2f} nats per masked token, {validation[-1]:.2f} on held-out documents;")
 print(f"                random guessing among {vocab_size:,} tokens has the loss ln V = {math.log(vocab_size):.2f}")
 END
+"$python" -m megatron_neobert plot "$folder/checkpoints" --output "$folder/plots" >/dev/null
 cat <<END
    corpus       $folder/corpus_content_document.bin, .idx, .json
    tokenizer    $folder/tokenizer
    checkpoints  $folder/checkpoints
-   curves       "$python" -m tensorboard.main --logdir "$folder/checkpoints/tensorboard"
+   curves       $folder/plots/curves.png
    model        $folder/model
    time         $((SECONDS - started)) s, without the environment
+
+   next: source "$(dirname "$python")/activate", then docs/tutorial.md with your own texts
 END

@@ -70,8 +70,9 @@ def percent(share: float, *, digits: int = 1) -> str:
 
 def approximate(number: float) -> str:
     """Return a number with three significant digits, such as `1.68`, `27.0`, `3,790` or `37.9 million`."""
-    if number >= 999_500:
-        return f"{approximate(number / 1e6)} million"
+    for factor, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= 0.9995 * factor:
+            return f"{approximate(number / factor)} {word}"
     rounded = float(f"{number:.3g}")
     return f"{rounded:,.{2 if rounded < 10 else 1 if rounded < 100 else 0}f}"
 

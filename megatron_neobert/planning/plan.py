@@ -154,7 +154,8 @@ def iteration_lines(forecast: Forecast, *, world_size: int) -> list[str]:
 def corpus_lines(forecast: Forecast) -> list[str]:
     sample, iterations = forecast.sample, forecast.iterations
     lines = [
-        f"{percent(tokens, digits=2)} of the tokens, about {approximate(epochs * iterations)} epochs of {line}"
+        f"{line}; read about {approximate(epochs * iterations)} times"
+        + (f", {percent(tokens, digits=2)} of the tokens" if len(sample.epochs) > 1 else "")
         for line, tokens, epochs in zip(forecast.opened.description, sample.token_shares, sample.epochs, strict=True)
     ]
     if (most := max(sample.epochs) * iterations) > _MANY_EPOCHS:
@@ -169,14 +170,14 @@ def phase_lines(forecast: Forecast, settings: Settings) -> list[str]:
     phase = forecast.phase
     flags = settings.training.phases[phase.number - 1].flags if phase.number else ""
     tokens = forecast.iterations * forecast.sample.tokens
-    lines = [f"iterations {phase.first:,} to {phase.last:,}: {tokens:.3e} tokens of documents"]
+    lines = [f"iterations {phase.first:,} to {phase.last:,}: {approximate(tokens)} tokens of documents"]
     return lines + ([flags] if flags else [])
 
 
 def run_line(settings: Settings, forecasts: Sequence[Forecast], *, done: int) -> str:
     iterations = counted(settings.training.train_iters, "iteration") + (f", {done:,} of them done" if done else "")
     tokens = sum(forecast.iterations * forecast.sample.tokens for forecast in forecasts)
-    return f"{iterations}: {tokens:.3e} tokens of documents{' to go' if done else ''}"
+    return f"{iterations}: {approximate(tokens)} tokens of documents{' to go' if done else ''}"
 
 
 def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:

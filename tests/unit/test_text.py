@@ -13,7 +13,8 @@ def test_rates_have_three_digits(rate, text):
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(1.684, "1.68"), (26.96, "27.0"), (3_792, "3,790"), (37_925_925.93, "37.9 million")]
+    ("number", "text"),
+    [(1.684, "1.68"), (26.96, "27.0"), (3_792, "3,790"), (37_925_925.93, "37.9 million"), (2.091e12, "2.09 trillion")],
 )
 def test_approximate_numbers_have_three_digits(number, text):
     assert approximate(number) == text

@@ -148,9 +148,9 @@ def _describe(component: Component, source: Source, data: DataConfig) -> str:
     """Return a log line: the number of training documents of a component, and how many documents --split holds out."""
     corpus = source.corpus
     held_out = len(corpus) - len(split_documents(len(corpus), data.share_of_data_path)[0])
-    return (
-        f"{component}: {len(source.documents):,} of {len(corpus):,} documents ({corpus.manifest.tokens:,} tokens)"
-        + (f", {held_out:,} held out by --split {data.split}" if held_out else "")
+    documents = f"{len(source.documents):,} of {len(corpus):,} documents"
+    return f"{component}: {documents} ({corpus.manifest.tokens:,} tokens before any cut)" + (
+        f", {held_out:,} held out by --split {data.split}" if held_out else ""
     )
 
 
