@@ -10,7 +10,7 @@ def remedy_for(path: Path, *, otherwise: str) -> str:
             f"it is the --save folder of a run; convert its newest checkpoint: neobert convert megatron-to-hf --load "
             f"{path} --output DIR"
         )
-    if (path / "MANIFEST.json").is_file():
+    if path.is_dir() and path.name.startswith("iter_"):
         return f"it is a checkpoint; convert it: neobert convert megatron-to-hf --load {path.parent} --output DIR"
     if (path / "config.json").is_file():
         return (

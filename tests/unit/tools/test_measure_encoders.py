@@ -48,15 +48,6 @@ def test_models_and_data_that_cannot_be_measured_are_refused(folder, tmp_path, m
     assert ended == code and problem in errors
 
 
-@pytest.mark.parametrize("command", ["evaluate ppl", "evaluate throughput", "evaluate ner", "train-embedder"])
-@pytest.mark.parametrize("name", ["run", "run/iter_0000010"])
-def test_run_in_place_of_a_model_is_recognised(tmp_path, command, name):
-    (tmp_path / "run" / "iter_0000010").mkdir(parents=True)
-    data = {"evaluate ppl": ("--data", tmp_path), "evaluate throughput": ()}.get(command, ("--data-dir", tmp_path))
-    code, _, errors = call(command, "--model", tmp_path / name, *data, "--output", tmp_path / "out")
-    assert code == 66 and f"neobert convert megatron-to-hf --load {tmp_path / 'run'} --output DIR" in errors
-
-
 # --- neobert evaluate throughput and neobert report; nothing is timed
 
 
