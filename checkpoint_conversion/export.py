@@ -19,10 +19,10 @@ from checkpoint_conversion.card import REPORT, write_model_card
 from checkpoint_conversion.checkpoint import MegatronCheckpoint
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.mapping import TABLES, to_published
-from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.huggingface.folder_files import write_config, write_json, write_module_files
 from megatron_neobert.runtime.atomic_files import build_folder, sha256_of
+from megatron_neobert.runtime.folder_kinds import MANIFEST
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and an export without verification does not need it
     from checkpoint_conversion.compare import Checks

@@ -20,8 +20,7 @@ def adopt(options: AdoptOptions) -> None:
     """Make a corpus from .bin and .idx files that Megatron-LM wrote.
 
     The command checks sizes, the index, and every id against the vocabulary, and prints a summary of each corpus.
-    Megatron's files do not change. Raise MissingInputError for a missing file, DataError for a damaged one or another
-    tokenizer, and OutputError if a file with a new name exists.
+    Megatron's files do not change.
     """
     from megatron_neobert.data.corpus import adoption
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer

@@ -138,12 +138,12 @@ def probe() -> bool:
 
 
 def torch_findings() -> Iterator[Finding]:
-    """Yield what torch is built for, whether it uses the GPUs, the kernels of each precision, and broken packages."""
-    try:
-        import torch
-    except Exception as error:  # a broken package can raise any exception
-        yield Finding("torch", f"cannot be used: {type(error).__name__}: {error}", PREPARE)
-        return
+    """Yield what torch is built for, whether it uses the GPUs, each compiled package, and the kernels by precision.
+
+    A broken torch can raise any exception.
+    """
+    import torch
+
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield Finding(f"torch {torch.__version__}", f"CUDA {torch.version.cuda}; {', '.join(devices) or 'no GPU'}")
     if not devices and shutil.which("nvidia-smi"):
@@ -161,6 +161,8 @@ def torch_findings() -> Iterator[Finding]:
             detail = f"is installed but cannot be imported: {type(error).__name__}: {error}"
             remedy = f"install it again for this Python and torch, or pip uninstall {package} if you do not need it"
             yield Finding(f"{package} {version}", detail, remedy)
+        else:
+            yield Finding(f"{package} {version}", f"{module} can be imported")
     from megatron_neobert.config.schema import Settings
     from megatron_neobert.model.kernels import check_hardware, choose_kernels
 
@@ -245,4 +247,8 @@ def check_parity(options: ParityOptions) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(not show(torch_findings()))
+    try:
+        can_train = show(torch_findings())
+    except Exception as error:
+        can_train = show([Finding("torch", f"cannot be used: {type(error).__name__}: {error}", PREPARE)])
+    sys.exit(not can_train)

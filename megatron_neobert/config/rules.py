@@ -224,7 +224,7 @@ def batch_problems(settings: Settings, world_size: int) -> Iterator[str]:
         )
         return
     dp = settings.data_parallel_size(world_size)
-    # Of another loss, the command line has chosen a micro-batch that divides the batch of a rank.
+    # With the default loss normalization, the command line has chosen a micro-batch that divides the batch of a rank.
     is_fixed = training.loss_normalization == "micro_batch"
     step = training.micro_batch_size * dp if is_fixed else dp
     if training.global_batch_size % step:

@@ -99,7 +99,7 @@ class Sweep:
 def run_sweep(sweep: Sweep) -> None:
     """Execute the runs that the ledger lacks, and add the task to OUTPUT/MODEL/KIND.json and .md.
 
-    Raises DataError if the initial weights change meanwhile.
+    Raises DataError if the initial weights are not those of the fingerprint taken at the start.
     """
     folder = sweep.options.output / model_name(sweep.options.model)
     with open_ledger(task_folder(folder, sweep.kind, sweep.task.name), sweep.options.device) as ledger:

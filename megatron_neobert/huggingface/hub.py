@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_neobert.errors import ConfigError, MissingInputError, short_reason
 from megatron_neobert.runtime.atomic_files import require_folder
+from megatron_neobert.runtime.folder_kinds import remedy_for_model
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,7 +60,7 @@ def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
                 f"{name[1]} --local-dir DIR on a machine with network, and name DIR here."
             ) from error
         print(f"{model} of the Hugging Face Hub: {folder}", file=sys.stderr)
-    require_folder(flag, folder, holding=holding)
+    require_folder(flag, folder, holding=holding, remedy=remedy_for_model(folder))
     return folder
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO
 
 from megatron_neobert.errors import MissingInputError, OutputError, SaveError, short_reason
-from megatron_neobert.runtime.folder_kinds import remedy_for
 from megatron_neobert.runtime.own_files import create_temporary
 
 _CHUNK_BYTES = 1 << 20  # bytes per read
@@ -31,7 +30,7 @@ def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = 
     """
     if not folder.is_dir() or not (folder / holding).exists():
         without = f", or one without {holding}" if holding else ""
-        raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy_for(folder, otherwise=remedy)}.")
+        raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy}.")
 
 
 def open_regular(path: Path) -> IO[bytes]:

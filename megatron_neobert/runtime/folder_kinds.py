@@ -1,22 +1,27 @@
-"""The kind of a path that a command cannot use, for the remedy in its error message. Reads names of files only."""
+"""Remedies in the message about a folder of the wrong kind. The kind is read from the names of its files."""
 
 from pathlib import Path
 
+MANIFEST = "MANIFEST.json"  # of a checkpoint
 
-def remedy_for(path: Path, *, otherwise: str) -> str:
-    """Return what `path` is and the command that makes a usable path of it, or `otherwise` if its kind is not known."""
-    if path.is_dir() and any(path.glob("iter_*")):
+
+def remedy_for_model(folder: Path, *, otherwise: str = "name a Hugging Face folder") -> str:
+    """Return how to get a Hugging Face folder from a run or a checkpoint; for any other path return `otherwise`."""
+    if any(folder.glob(f"iter_*/{MANIFEST}")):
         return (
             f"it is the --save folder of a run; convert its newest checkpoint: neobert convert megatron-to-hf --load "
-            f"{path} --output DIR"
+            f"{folder} --output DIR"
         )
-    if path.is_dir() and path.name.startswith("iter_"):
-        return f"it is a checkpoint; convert it: neobert convert megatron-to-hf --load {path.parent} --output DIR"
-    if (path / "config.json").is_file():
+    if (folder / MANIFEST).is_file():
+        return f"it is a checkpoint; convert it: neobert convert megatron-to-hf --load {folder} --output DIR"
+    return otherwise
+
+
+def remedy_for_run(folder: Path, *, otherwise: str) -> str:
+    """Return how to get a checkpoint from a Hugging Face folder; for any other path return `otherwise`."""
+    if (folder / "config.json").is_file():
         return (
             "it is a Hugging Face folder; make a checkpoint of it: neobert convert hf-to-megatron --load "
-            f"{path} --output DIR"
+            f"{folder} --output DIR"
         )
-    if path.suffix in (".bin", ".idx", ".json") or path.with_name(f"{path.name}.idx").is_file():
-        return "it is a corpus, which --data-path reads; " + otherwise
     return otherwise

@@ -29,7 +29,7 @@ _packing_settings = attrgetter("data.seq_length", "data.long_documents", "data.b
 
 
 class OrderKey(NamedTuple):
-    """What the order of packed sequences depends on. A phase with an equal key continues at the same cursor."""
+    """Settings and data that decide the order of packed sequences. A phase with an equal key keeps the cursor."""
 
     documents: tuple[Any, ...] = ()  # documents, weights, --split, seed and block size
     packing: tuple[Any, ...] = ()

@@ -28,6 +28,7 @@ from megatron_neobert.data.corpus.format import (
     FileRecord,
     InputRecord,
     Manifest,
+    QuarantinedInput,
     read_manifest,
     token_dtype,
     write_manifest,
@@ -97,7 +98,9 @@ def write_corpus(
     dtype: np.dtype[Any] | None = None,
     shard_bytes: int | None = None,
     options: JobOptions | None = None,
-    **recorded: Any,
+    text_key: str,
+    filters: Mapping[str, int | float | str | None],
+    quarantined: Mapping[str, QuarantinedInput] | None = None,
 ) -> Manifest:
     """Write the corpus of these chunks, replacing a corpus with the same prefix, and return its manifest.
 
@@ -108,7 +111,7 @@ def write_corpus(
         dtype: Of the ids; None for that of the vocabulary.
         shard_bytes: Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
         options: How the corpus shards are written; None writes one after the other.
-        recorded: Other fields of the manifest.
+        text_key: Recorded in the manifest, as are `filters` and `quarantined`; see `Manifest`.
     """
     dtype, folder = dtype or token_dtype(tokenizer.vocab_size), files.partial.absolute()
     work = folder / "output"
@@ -154,7 +157,9 @@ def write_corpus(
         bytes_per_token=counts.utf8_bytes / counts.tokens if counts.utf8_bytes else None,
         tokenizer_backends=dict(sorted(backends.items())),
         attributes=attributes,
-        **recorded,
+        text_key=text_key,
+        filters=dict(filters),
+        quarantined=dict(quarantined or {}),
     )
     write_manifest(work / files.manifest.name, manifest)
     _replace_old_corpus(files, manifest, work)

@@ -15,7 +15,6 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_neobert.errors import DataError, MissingInputError
-from megatron_neobert.runtime.folder_kinds import remedy_for
 from megatron_neobert.text import parse_json, visible
 
 # Names of the special tokens unless a tokenizer_config.json renames them: BERT's, then RoBERTa's.
@@ -41,16 +40,17 @@ def find_tokenizer_file(path: Path) -> Path:
     if path.is_dir():
         file = next((path / name for name in _FILE_NAMES if (path / name).is_file()), None)
         if file is None:
-            named = remedy_for(path, otherwise="name a folder that has one, or a file")
-            raise MissingInputError(f"--tokenizer-model {path} has no {' or '.join(_FILE_NAMES)}; {named}")
+            raise MissingInputError(
+                f"--tokenizer-model {path} has no {' or '.join(_FILE_NAMES)}; name a folder that has one, or a file"
+            )
         return file
     if not path.is_file():
-        named = (
+        is_corpus = path.with_name(f"{path.name}.idx").is_file()
+        found = "a corpus, which --data-path reads" if is_corpus else "no such file or folder"
+        raise MissingInputError(
+            f"--tokenizer-model {path}: {found}; "
             "name a local vocab.txt, tokenizer.json or SentencePiece model, or a folder with one of them (nothing is "
             "downloaded)"
-        )
-        raise MissingInputError(
-            f"--tokenizer-model {path}: no such file or folder; {remedy_for(path, otherwise=named)}"
         )
     return path
 

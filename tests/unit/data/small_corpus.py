@@ -93,8 +93,7 @@ def write_corpus(
     files.partial.mkdir()
     groups = [documents] if shard_bytes is None else [[document] for document in documents]
     chunks = [write_chunk(files.partial, number, group, tokenizer) for number, group in enumerate(groups)]
-    recorded = {"text_key": "content", "filters": {}}
-    manifest = writer.write_corpus(chunks, files, tokenizer, shard_bytes=shard_bytes, **recorded)
+    manifest = writer.write_corpus(chunks, files, tokenizer, shard_bytes=shard_bytes, text_key="content", filters={})
     shutil.rmtree(files.partial)
     return manifest
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from tests_tiny import tiny_settings
 
-from megatron_neobert.checkpoint.folder import MANIFEST
 from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import PhaseChange, Settings
@@ -18,6 +17,7 @@ from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.forecast import sample_iteration
 from megatron_neobert.planning.plan import print_plan, start_warnings
+from megatron_neobert.runtime.folder_kinds import MANIFEST
 from megatron_neobert.text import approximate, duration, percent
 
 # ---- averages over iterations

@@ -30,7 +30,11 @@ TO_MEGATRON = "it is a Hugging Face folder; make a checkpoint of it: neobert con
         ("train-embedder --data-dir . --output {out} --model", "run", TO_HF),
         ("convert megatron-to-hf --output {out} --load", "model", TO_MEGATRON),
         ("replay --iteration 1 --load", "model", TO_MEGATRON),
-        ("preprocess --input {out} --output-prefix {out} --tokenizer-model", "corpus", "it is a corpus, which --data"),
+        (
+            "preprocess --input {out} --output-prefix {out} --tokenizer-model",
+            "corpus",
+            "a corpus, which --data-path reads",
+        ),
     ],
 )
 def test_wrong_kind_of_folder_is_recognised(command, kind, remedy, places, tmp_path):
@@ -46,3 +50,12 @@ def test_prefix_of_preprocess_or_a_file_of_the_corpus_names_the_corpus(ending, t
     prefix = tiny_corpus.prefix + ending if ending else tiny_corpus.prefix.removesuffix("_content_document")
     code, _, errors = call("train", "--data-path", prefix, "--tokenizer-model", tiny_corpus.tokenizer, "--dry-run")
     assert (code, f"did you mean {tiny_corpus.prefix}?" in errors) == (66, True), errors
+
+
+@pytest.mark.parametrize(("name", "is_of_a_corpus"), [("my.json", False), ("model", False), ("{corpus}", True)])
+def test_tokenizer_that_does_not_exist_is_called_a_corpus_only_if_it_is_one(name, is_of_a_corpus, places, tmp_path):
+    path = tmp_path / name.format(corpus=places["corpus"])
+    command = ("--input", tmp_path / "out", "--output-prefix", tmp_path / "out", "--tokenizer-model", path)
+    code, _, errors = call("preprocess", *command)
+    assert code == 66 and f"--tokenizer-model {path}" in errors
+    assert ("a corpus" in errors, "convert" in errors) == (is_of_a_corpus, False), errors

@@ -46,18 +46,27 @@ def test_this_machine_can_train_and_other_variables_are_not_printed(tmp_path):
     code, output, errors = run("check environment", "--save", tmp_path / "run", env=variables)
     assert (code, errors) == (0, "") and "Training can start." in output
     assert "do-not-tell" not in output
+    assert f"megatron-core {installed_packages()['megatron-core']}: megatron.core can be imported" in output
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     code, output, _ = run("check environment", env={**variables, "PATH": path})
     assert code == 69 and "problem GPU: nvidia-smi lists GPU 0: NVIDIA H100 80GB HBM3, but" in output
 
 
-def test_torch_that_cannot_be_imported_is_a_problem_and_ends_with_69(tmp_path):
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        ("import os\nos.abort()\n", "the process was ended by SIGABRT"),
+        ("import no_such_module\n", "cannot be used: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("", "cannot be used: AttributeError: module 'torch' has no attribute 'cuda'"),
+    ],
+)
+def test_torch_that_cannot_be_used_is_a_problem_and_ends_with_69(broken, problem, tmp_path):
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import os\nos.abort()\n")
+    (tmp_path / "torch" / "__init__.py").write_text(broken)
     modules = f"{tmp_path}{os.pathsep}{REPOSITORY}"
     code, output, errors = run("check environment", cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": modules})
     assert (code, errors) == (69, "")
-    assert "problem torch: the process was ended by SIGABRT" in output
+    assert f"problem torch: {problem}" in output
     assert "Training cannot start." in output
 
 
