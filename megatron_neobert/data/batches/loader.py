@@ -10,6 +10,7 @@ of the pipeline has the tensors of one micro-batch, so a step can begin while it
 copied. Without a GPU the pipeline runs on the CPU, where it saves no time (measurements: docs/performance.md).
 """
 
+import gc
 import os
 import signal
 import threading
@@ -88,6 +89,9 @@ def build_loader(stream: BatchStream, *, num_workers: int) -> Iterator[RankBatch
         worker_init_fn=partial(_detach_worker, parent=os.getpid()),
         pin_memory=torch.cuda.is_available(),
     )
+    # A worker that collected an unused pipeline of DALI would wait forever for the pipeline's threads, which are not
+    # copied by a fork.
+    gc.collect()
     return _raise_errors(iter(loader))
 
 

@@ -1,8 +1,10 @@
 """The loaders: torch's with worker processes, and DALI's, which needs the package but no GPU."""
 
+import gc
 import multiprocessing
 import subprocess
 import time
+import weakref
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -62,6 +64,27 @@ def test_an_error_in_a_worker_keeps_its_class_and_message(load, stream):
     beyond = replace(stream, cursor=Cursor(0, 0, 9999))
     with pytest.raises(CheckpointError, match=r"^the checkpoint continues at packed sequence 9,999 of .* new run\.$"):
         next(load(beyond, num_workers=1))
+
+
+def test_unused_pipeline_is_collected_before_workers_are_forked(load, stream):
+    """In a worker, the end of DALI's pipeline would wait for threads that only the parent has."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself, self.steps = self, load(stream, num_workers=0)
+
+    cycle = Cycle()
+    next(cycle.steps)
+    unused = weakref.ref(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert unused() is not None, "control: only a collection ends a cycle"
+        batches = build_loader(stream, num_workers=1)
+        assert unused() is None
+    finally:
+        gc.enable()
+    assert contents([next(batches)]) == contents(islice(stream.rank_batches(), 1))
 
 
 def test_batches_from_workers_hold_no_file_descriptors(stream):
