@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -64,22 +64,31 @@ class WorkerPool:
 
 @contextmanager
 def _deferred_stop_signals() -> Iterator[None]:
-    """Handle stop signals only when the block has ended, because an exception in the block could break a pool.
+    """Defer stop signals as `deferred` does. An exception in the block could break a pool.
 
     Processes that start in the block never receive these signals. Ctrl-C and a scheduler's SIGTERM go to all processes
     of a group, but only this process should act on them.
     """
+    with deferred(_STOP_SIGNALS):
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def deferred(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Handle these signals only when the block has ended; in other threads than the main one, change nothing."""
     received: list[int] = []
     # Python allows signal handlers in the main thread only.
     is_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS} if is_main else {}
+    handlers = {number: signal.getsignal(number) for number in signals} if is_main else {}
     for number in handlers:
         signal.signal(number, lambda signal_number, _: received.append(signal_number))
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for received_number in received:

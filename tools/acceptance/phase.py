@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_neobert.runtime.executors import deferred
 from megatron_neobert.text import parse_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -104,13 +105,17 @@ class Phase:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("w", encoding="utf-8") as stream:
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True, **options)
+            process: subprocess.Popen[bytes] | None = None
             try:
+                with deferred((signal.SIGINT, signal.SIGTERM)):  # one in the middle would leave the process running
+                    process = subprocess.Popen(
+                        command, cwd=REPOSITORY, env=environment, start_new_session=True, **options
+                    )
                 code = process.wait(max(1.0, self.ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise Failed(f"not finished within the {SECONDS_PER_PHASE} s of the phase; see {log}") from None
             finally:
-                if process.poll() is None:
+                if process is not None and process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         printed = log.read_text(encoding="utf-8", errors="replace")

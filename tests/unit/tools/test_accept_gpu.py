@@ -47,6 +47,20 @@ def processes_about(folder: Path) -> list[str]:
     return [line for line in command_lines if str(folder) in line]
 
 
+def test_interrupt_while_a_command_starts_ends_the_command(tmp_path, monkeypatch):
+    started, start = [], subprocess.Popen
+
+    def start_and_raise(*arguments, **options):
+        started.append(start(*arguments, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_raise)
+    with pytest.raises(KeyboardInterrupt):
+        Phase("resume", tmp_path, "cpu").run("sleep", "-c", "import time; time.sleep(60)")
+    assert started[0].poll() == -signal.SIGKILL
+
+
 def test_resumed_run_whose_losses_differ_fails(tmp_path, monkeypatch):
     """The resumed run has another learning rate, which shows from its second iteration on."""
     train = Phase.train
