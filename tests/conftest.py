@@ -12,6 +12,7 @@ from tests_tiny import TinyCorpus, build_corpus
 
 # A job that a shell starts in the background ignores Ctrl-C, and so would every process that these tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGPIPE)
 os.environ.pop("HF_HUB_OFFLINE", None)  # exported on many clusters; tests that need it set it
 os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported: before a command, which starts a cluster so
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: one thread each
@@ -23,6 +24,16 @@ PUBLISHED = REPOSITORY / "tests" / "published"
 def pytest_collection_finish() -> None:
     """What was imported stays: a garbage collection that looks at it takes longer than many a test."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A command that a test calls in this process sets handlers, which would receive the signals of later tests."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

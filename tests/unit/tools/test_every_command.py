@@ -3,7 +3,6 @@
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,8 +73,7 @@ def test_python_that_is_too_old_is_refused():
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Return a function that runs a command or a script here; signal handlers are restored afterwards."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
+    """Return a function that runs a command or a script in this process."""
 
     def start_here(command, *arguments):
         monkeypatch.setattr(sys, "argv", [str(command), *map(str, arguments)])
@@ -84,9 +82,7 @@ def typed(monkeypatch):
             return run(command, list(arguments))
         return runpy.run_path(str(command), run_name="read")["main"]()
 
-    yield start_here
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return start_here
 
 
 @pytest.mark.parametrize("command", [*SCRIPTS, *(name for name in NAMES if name != "train")], ids=str)
