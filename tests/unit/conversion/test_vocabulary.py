@@ -93,10 +93,15 @@ def test_vocabulary_maps_onto_itself(tmp_path, kind):
     assert (vocabulary.copied, vocabulary.unknown) == (size, 0)
 
 
-def test_part_of_a_character_takes_no_row_of_another_token(tmp_path):
-    old = write_word_pieces(tmp_path / "pieces", [*OLD, "\N{REPLACEMENT CHARACTER}"])
-    new = write_byte_level(tmp_path / "bytes", ["cat"])
-    assert map_vocabulary(old, new).old_ids[new.backend.token_to_id("Ġ") - 1] == []
+# The last two bytes of 世 in the letters of a byte-level vocabulary, and a byte of a SentencePiece vocabulary.
+@pytest.mark.parametrize(("part", "text"), [("¸ĸ", "\N{REPLACEMENT CHARACTER}" * 2), ("<0xE4>", "<0xE4>")])
+def test_part_of_a_character_takes_no_row_of_another_token(tmp_path, part, text):
+    """Even if the old vocabulary can divide the text to which the part is decoded."""
+    old = write_byte_level(tmp_path / "old", ["\N{REPLACEMENT CHARACTER}"])
+    assert old.encode_batch([text]).ids.size
+    is_byte_level = part != "<0xE4>"
+    new = write_byte_level(tmp_path / "new", ["世"]) if is_byte_level else load_tokenizer(write_sentencepiece(tmp_path))
+    assert map_vocabulary(old, new).old_ids[new.backend.token_to_id(part)] == []
 
 
 def test_model_with_the_same_vocabulary_in_another_order_is_the_same_model(exported, tmp_path):
