@@ -31,7 +31,20 @@ from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 from megatron_neobert.state import TrainState
 
-_LAYER_SETTINGS = ("swiglu", "normalization", "position_embedding_type")
+# Settings of the model that affect its function or its longest input. An exported model must equal its source in them.
+COMPARED_SETTINGS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_width",
+    "max_position_embeddings",
+    "rotary_base",
+    "norm_epsilon",
+)
+# Values without which ReferenceNeoBERT and the published layouts compute another function.
+_NEOBERT_LAYERS = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
+# Settings without a part in an exported model, and the one that `ffn_width` compares.
+_NOT_COMPARED = ("init_method_range", "make_vocab_size_divisible_by", "ffn_hidden_size")
 
 
 @dataclass(frozen=True)
@@ -79,8 +92,12 @@ def model_shape(settings: Settings, *, vocab_size: int) -> ModelShape:
 
 
 def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
-    """Return settings with which ReferenceNeoBERT computes the function of a run's model with `vocab_size` tokens."""
+    """Return settings with which ReferenceNeoBERT computes the function of a run's model with `vocab_size` tokens.
+
+    Raise ConversionError if it cannot.
+    """
     model = settings.model
+    refuse_other_layers(model, "the model")
     return ReferenceConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -93,6 +110,27 @@ def reference_config(settings: Settings, *, vocab_size: int) -> ReferenceConfig:
     )
 
 
+def refuse_other_layers(model: ModelConfig, source: str) -> None:
+    """Raise ConversionError if ReferenceNeoBERT, and so the comparison of an exported model, computes another function.
+
+    A setting that this module does not list is refused with any value.
+
+    Args:
+        source: Where the model comes from, for the message.
+    """
+    other = [
+        f"{name} {value}"
+        for name, value in vars(model).items()
+        if name not in (*COMPARED_SETTINGS, *_NOT_COMPARED) and (name, value) not in _NEOBERT_LAYERS.items()
+    ]
+    if other:
+        raise ConversionError(
+            f"{source} has {', '.join(other)}, which no published layout has: they have SwiGLU, RMSNorm and rotary "
+            "positions. Convert a run with these layers; a new setting must be known to "
+            "checkpoint_conversion/checkpoint.py."
+        )
+
+
 def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
     """Verify and read the checkpoint of `iteration` in a --save folder, or the newest if it is None.
 
@@ -102,12 +140,7 @@ def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronChec
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)
     settings = read_record(folder / "settings.yaml")
-    if not settings.model.is_neobert:
-        layers = [f"{name} {getattr(settings.model, name)}" for name in _LAYER_SETTINGS]
-        raise ConversionError(
-            f"{folder} was trained with {', '.join(layers)}, but all published layouts have SwiGLU, RMSNorm and rotary "
-            "positions. Convert a run that was trained with these."
-        )
+    refuse_other_layers(settings.model, str(folder))
     tensors = _read_tensors(folder)
     numbers = {name.split(".")[2] for name in tensors if name.startswith("decoder.layers.")}
     # Checked before tables are expanded, because settings.yaml can ask for any number of layers.

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import EuroBertForMaskedLM
 
-from checkpoint_conversion.checkpoint import MegatronCheckpoint
+from checkpoint_conversion.checkpoint import COMPARED_SETTINGS, MegatronCheckpoint
 from checkpoint_conversion.config_json import read_model_config
 from checkpoint_conversion.mapping import TABLES, ModelShape, to_internal, without_padding
 from megatron_neobert.config.schema import ModelConfig
@@ -42,16 +42,6 @@ from megatron_neobert.model.reference import ReferenceNeoBERT
 # neobert check parity measures 1.4e-6 and 0.026 at 28 x 768 on CPU, and 0.9 for a wrong rotary convention.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
-# Settings that affect the function or the longest input. Initialization and vocabulary padding do not.
-COMPARED_SETTINGS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_width",
-    "max_position_embeddings",
-    "rotary_base",
-    "norm_epsilon",
-)
 PROMPT_TOKENS = (7, 23, 64, 128)  # lengths of the four prompts
 
 _CLASSES: dict[str, Any] = {"eurobert": EuroBertForMaskedLM, "neobert": NeoBERTForMaskedLM}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import megatron_neobert
 from checkpoint_conversion.card import REPORT, write_model_card
-from checkpoint_conversion.checkpoint import MegatronCheckpoint
+from checkpoint_conversion.checkpoint import COMPARED_SETTINGS, MegatronCheckpoint
 from checkpoint_conversion.config_json import FolderSpec, build_config
 from checkpoint_conversion.mapping import TABLES, to_published
 from megatron_neobert.config.phases import phase_at
@@ -96,8 +96,6 @@ def write_report(checkpoint: MegatronCheckpoint, folder: Path, checks: "Checks",
     """Write `folder`/conversion_report.json: source checkpoint, its training settings without paths, and `checks`."""
     compared: dict[str, Any] = {}
     if checks:  # the folder exists only if settings and weights were equal
-        from checkpoint_conversion.compare import COMPARED_SETTINGS
-
         compared = {"settings": COMPARED_SETTINGS, "weights": len(checkpoint.tensors)}
     state, continued = checkpoint.train_state, checkpoint.settings.checkpoint.continue_from
     settings: dict[str, dict[str, Any]] = {}

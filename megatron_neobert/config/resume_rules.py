@@ -1,8 +1,9 @@
 """Rules for resuming: which settings may differ between a checkpoint and the run that starts from it. Needs no torch.
 
-There are three kinds of settings. `_MUST_FIT`: with other values the weights or the optimizer state cannot be loaded.
-`_SAME_RUN`: other values need --continue-from and new folders, because the result is another run. All other settings
-(rates, length, precision, layout of the ranks, kernels) may change, and the log lists the changes.
+There are three kinds of settings. All settings of the model except `_MODEL_MAY_CHANGE` must fit: with other values the
+weights cannot be loaded, or mean another function. `_SAME_RUN`: other values need --continue-from and new folders,
+because the result is another run. All other settings (rates, length, precision, layout of the ranks, kernels) may
+change, and the log lists the changes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,20 +16,8 @@ from megatron_neobert.config.phases import order_settings, phase_at, phases_unti
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import CheckpointError, ConfigError
 
-_MUST_FIT = {
-    "model": (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "ffn_width",
-        "swiglu",
-        "normalization",
-        "position_embedding_type",
-        "position_rows",
-        "rotary_base",
-        "norm_epsilon",
-    ),
-}
+# Learned positions have max_position_embeddings in their shape, which `position_rows` compares.
+_MODEL_MAY_CHANGE = ("max_position_embeddings", "init_method_range", "make_vocab_size_divisible_by")
 
 _SAME_RUN = {
     "data": (
@@ -207,7 +196,8 @@ def refuse_other_run(
         has_new_data: The checkpoint is of the run in --continue-from, so only weights and optimizer state must fit.
         weights_only: The checkpoint has no optimizer state, so only the model must fit.
     """
-    must_fit: dict[str, tuple[str, ...]] = dict(_MUST_FIT)
+    fixed = [name for name in _model_settings(saved) if name not in _MODEL_MAY_CHANGE]
+    must_fit: dict[str, tuple[str, ...]] = {"model": (*fixed, "position_rows")}
     if not weights_only and "muon" in (saved.optimizer.optimizer, now.optimizer.optimizer):
         must_fit["optimizer"] = ("optimizer",)  # Muon has no second moments
     unfit = dict(_differences(saved, now, must_fit))
@@ -232,11 +222,16 @@ def changes(saved: Settings, now: Settings, *, weights_only: bool = False) -> It
     """
     logged = {"model"} if weights_only else set(vars(now)) - _NOT_LOGGED
     sections = {name: tuple(vars(getattr(now, name))) for name in vars(now) if name in logged}
-    # The width and not the setting: None and the same number given explicitly are equal.
-    sections["model"] = tuple("ffn_width" if name == "ffn_hidden_size" else name for name in sections["model"])
+    sections["model"] = _model_settings(saved)
     for name, text in _differences(saved, now, sections):
         if name not in _NOT_LOGGED:
             yield text
+
+
+def _model_settings(settings: Settings) -> tuple[str, ...]:
+    """Return the names to compare of all settings of the model."""
+    # The width and not the setting: None and the same number given explicitly are equal.
+    return tuple("ffn_width" if name == "ffn_hidden_size" else name for name in vars(settings.model))
 
 
 def _differences(saved: Settings, now: Settings, sections: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:

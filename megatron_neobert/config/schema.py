@@ -53,11 +53,6 @@ class ModelConfig:
         """Rows of the learned position table: one per position, and row 0 for padding as in the released ablation."""
         return self.max_position_embeddings + 1 if self.position_embedding_type == "learned_absolute" else 0
 
-    @property
-    def is_neobert(self) -> bool:
-        """True if the layers are NeoBERT's, so that the published formats can represent the model."""
-        return self.swiglu and self.normalization == "RMSNorm" and self.position_embedding_type == "rope"
-
     def padded_vocab_size(self, vocab_size: int, *, tensor_parallel: int) -> int:
         """Return the size of the vocabulary with Megatron's padding: rows of the embedding and of the decoder."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel

@@ -1,9 +1,11 @@
 """Settings that may and may not differ between a checkpoint and the run that starts from it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from megatron_neobert.cli import flag_of
 from megatron_neobert.config.resume_rules import (
     ReadCorpus,
     SavedRun,
@@ -12,7 +14,7 @@ from megatron_neobert.config.resume_rules import (
     refuse_other_run,
     refuse_unfit_checkpoint,
 )
-from megatron_neobert.config.schema import PhaseChange, Settings
+from megatron_neobert.config.schema import ModelConfig, PhaseChange, Settings
 from megatron_neobert.errors import CheckpointError, ConfigError
 
 FOLDER = Path("run/iter_0000010")
@@ -61,6 +63,31 @@ def test_weights_or_state_that_do_not_fit_are_refused_with_continue_from_too(sec
     with pytest.raises(CheckpointError, match=sentence) as caught:
         refuse(now, has_new_data=True)
     assert "--continue-from" not in str(caught.value)
+
+
+MAY_CHANGE = {"max_position_embeddings": 8192, "init_method_range": 0.05, "make_vocab_size_divisible_by": 64}
+OTHER_VALUES = {"swiglu": False, "normalization": "LayerNorm", "position_embedding_type": "learned_absolute"}
+OTHER_VALUES |= {"ffn_hidden_size": 1024, **MAY_CHANGE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfigWithGeGLU(ModelConfig):
+    """The settings of the model with a new one, as a contributor adds it."""
+
+    gate: int = 1
+
+
+@pytest.mark.parametrize("name", vars(ModelConfigWithGeGLU()))
+def test_each_setting_of_the_model_must_fit_except_those_that_do_not_affect_its_function(name):
+    saved = Settings(model=ModelConfigWithGeGLU())
+    value = OTHER_VALUES[name] if name in OTHER_VALUES else 2 * getattr(saved.model, name)
+    now = saved.with_section("model", **{name: value})
+    if name in MAY_CHANGE:
+        refuse_other_run(saved, now, FOLDER, has_new_data=False)
+        return
+    for more in ({"has_new_data": False}, {"has_new_data": True}, {"has_new_data": True, "weights_only": True}):
+        with pytest.raises(CheckpointError, match=rf"{flag_of(name)} was .* and is now "):
+            refuse_other_run(saved, now, FOLDER, **more)
 
 
 def test_settings_of_another_run_are_refused_with_every_difference_unless_it_is_a_new_run():

@@ -4,7 +4,7 @@ import math
 import re
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from saved_model import MODEL, READ, WORDS, SavedModel, assert_nothing_written, change_config, convert
 from torch import Tensor
 
-from checkpoint_conversion import compare, export
+from checkpoint_conversion import checkpoint, compare, export
 from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.compare import Comparison, build_prompts, compare_logits
-from megatron_neobert.config.schema import PhaseChange, Settings
+from megatron_neobert.config.schema import ModelConfig, PhaseChange, Settings
 from megatron_neobert.errors import CheckpointError, ConversionError, OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder
 from megatron_neobert.state import TrainState
@@ -72,7 +72,7 @@ def test_export_with_a_wrong_setting_that_logits_do_not_show_is_refused(saved, t
         ({"num_attention_heads": 0}, "--num-attention-heads 0 is below 1"),
         ({"hidden_size": 2**31}, "shape"),
         ({"num_layers": 3}, r"of 2 layers, but settings.yaml has --num-layers 3\."),
-        ({"normalization": "LayerNorm"}, "iter_0000030 was trained with .*normalization LayerNorm.* have SwiGLU"),
+        ({"normalization": "LayerNorm"}, "iter_0000030 has normalization LayerNorm, which no published"),
     ],
 )
 def test_settings_of_another_model_or_of_a_model_without_a_layout_are_refused(saved, tmp_path, change, message):
@@ -80,6 +80,25 @@ def test_settings_of_another_model_or_of_a_model_without_a_layout_are_refused(sa
     with pytest.raises((CheckpointError, ConversionError), match=message):
         convert(saved, tmp_path / "model")
     assert_nothing_written(tmp_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfigWithGeGLU(ModelConfig):
+    """The settings of the model with a new one, as a contributor adds it."""
+
+    gate: str = "silu"
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_model_with_a_setting_that_conversion_does_not_know_is_refused(saved, tmp_path, monkeypatch, gate):
+    """The reference would compute SwiGLU with either value, so a comparison with it would prove nothing."""
+    settings = Settings(model=ModelConfigWithGeGLU(**asdict(MODEL), gate=gate))
+    monkeypatch.setattr(checkpoint, "read_record", lambda path: settings)
+    with pytest.raises(ConversionError, match=f"iter_0000030 has gate {gate}, which no published layout has"):
+        convert(saved, tmp_path / "model")
+    assert_nothing_written(tmp_path)
+    with pytest.raises(ConversionError, match=f"the model has gate {gate}, which"):
+        checkpoint.reference_config(settings, vocab_size=len(WORDS))
 
 
 def to_hf(load, output, *flags):
