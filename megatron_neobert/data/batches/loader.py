@@ -16,7 +16,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -170,7 +170,7 @@ def _copy_ahead(steps: Iterator[RankBatches], device: torch.device) -> Iterator[
     # Steps whose tensors are in the pipeline. Their other fields wait here.
     in_flight: deque[RankBatches] = deque()
 
-    def next_tensors() -> Iterator[list[list[NDArray[Any]]]]:
+    def next_tensors(steps: Iterator[RankBatches]) -> Iterator[list[list[NDArray[Any]]]]:
         for step in steps:
             in_flight.append(step)
             for batch in step.micro_batches:
@@ -189,13 +189,16 @@ def _copy_ahead(steps: Iterator[RankBatches], device: torch.device) -> Iterator[
         prefetch_queue_depth=_PREFETCHED_MICRO_BATCHES,
         exec_dynamic=True,  # memory of an output is reused only after the caller has released it
     )
-    with pipeline:
-        outputs = fn.external_source(next_tensors(), num_outputs=len(_TENSORS), batch=True)
-        pipeline.set_outputs(*(output.gpu() if on_gpu else output for output in outputs))
-    while True:
-        # The first run calls next_tensors ahead, which fills in_flight.
-        first = next_micro_batch()
-        step = in_flight.popleft()
-        tensors = [first, *(next_micro_batch() for _ in step.micro_batches[1:])]
-        batches = [replace(batch, **values) for batch, values in zip(step.micro_batches, tensors, strict=True)]
-        yield replace(step, micro_batches=batches)
+    # The pipeline and its source are in a reference cycle. If DataLoader's iterator were collected with them, it would
+    # wait five seconds for each worker, because Python closes its queues to the workers first.
+    with closing(next_tensors(steps)) as arrays:
+        with pipeline:
+            outputs = fn.external_source(arrays, num_outputs=len(_TENSORS), batch=True)
+            pipeline.set_outputs(*(output.gpu() if on_gpu else output for output in outputs))
+        while True:
+            # The first run calls next_tensors ahead, which fills in_flight.
+            first = next_micro_batch()
+            step = in_flight.popleft()
+            tensors = [first, *(next_micro_batch() for _ in step.micro_batches[1:])]
+            batches = [replace(batch, **values) for batch, values in zip(step.micro_batches, tensors, strict=True)]
+            yield replace(step, micro_batches=batches)

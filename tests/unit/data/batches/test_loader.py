@@ -115,6 +115,21 @@ def test_a_worker_survives_the_stop_signal_of_its_job_and_ends_with_its_loader(s
     assert worker.exitcode == 0
 
 
+def test_workers_of_a_loader_that_is_not_needed_any_more_end_by_themselves(load, stream, monkeypatch):
+    """DataLoader terminates a worker that has not ended within five seconds."""
+    terminated = []
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", terminated.append)
+    before = multiprocessing.active_children()
+    steps = iter(load(stream, num_workers=2))
+    next(steps)
+    workers = set(multiprocessing.active_children()) - set(before)
+    del steps
+    gc.collect()
+    assert len(workers) == 2
+    assert not terminated
+    assert [worker.exitcode for worker in workers] == [0, 0]
+
+
 @pytest.mark.parametrize("moment", ["waiting for a batch", "computing"])
 def test_the_error_after_a_killed_worker_has_the_reason_and_a_remedy(load, stream, moment):
     before = multiprocessing.active_children()
