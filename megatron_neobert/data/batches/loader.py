@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -170,7 +170,7 @@ def _copy_ahead(steps: Iterator[RankBatches], device: torch.device) -> Iterator[
     # Steps whose tensors are in the pipeline. Their other fields wait here.
     in_flight: deque[RankBatches] = deque()
 
-    def next_tensors(steps: Iterator[RankBatches]) -> Iterator[list[list[NDArray[Any]]]]:
+    def next_tensors(steps: Iterator[RankBatches]) -> Generator[list[list[NDArray[Any]]]]:
         for step in steps:
             in_flight.append(step)
             for batch in step.micro_batches:
