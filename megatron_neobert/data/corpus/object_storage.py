@@ -34,7 +34,6 @@ from megatron_neobert.runtime.own_files import claim_folder, open_lock
 
 # Limit for all blocks of a cache folder.
 LIMIT_BYTES = 100 * 10**9
-# docs/recipes.md has the cost of other sizes.
 BLOCK_BYTES = 256 << 10
 # A process measures the size of all blocks each time it has written this fraction of the limit.
 _MEASUREMENTS_PER_LIMIT = 32
