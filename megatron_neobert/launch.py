@@ -63,7 +63,7 @@ def main() -> int:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # of another launcher, from whose shell this one was started
         os.environ.pop(variable, None)
     signals.forward_stop_signals()
-    node = find_node()
+    node = find_node(starts="--dry-run" not in arguments)
     is_given = "NPROC_PER_NODE" in os.environ
     gpus = 0 if is_given else _count_gpus()
     nproc = whole_number("NPROC_PER_NODE") if is_given else gpus or choose_cpu_ranks(arguments, nodes=node.nodes)
@@ -71,9 +71,14 @@ def main() -> int:
     world_size = node.nodes * nproc
     command = parse_command_line(arguments, world_size=world_size)
     settings = command.settings
-    opened = open_phases(settings)
     check_folders(settings.checkpoint)
-    refuse_unfit_start(settings, opened)
+    if settings.data.data_path:
+        opened = open_phases(settings)
+        refuse_unfit_start(settings, opened)
+    else:  # a plan without a corpus
+        from megatron_neobert.planning.assumed_data import assume_phases
+
+        opened = assume_phases(settings)
     refuse_full_disk(settings, vocab_size=opened[0].tokenizer.vocab_size)
     if command.dry_run:
         from megatron_neobert.planning.plan import print_plan

@@ -72,7 +72,7 @@ class Command:
 def parse_command_line(arguments: list[str], *, world_size: int, record: Path | None = None) -> Command:
     """Return the settings, checked for `world_size` ranks or the first of --gpus, and the flags of --dry-run.
 
-    The micro-batch is lowered to the largest that divides the batch of a rank.
+    The micro-batch is lowered to the largest that divides the batch of a rank. --dry-run needs no --data-path.
 
     Flags override the optional `--config` file, or without one the settings in `record`, which a run saved.
 
@@ -97,7 +97,8 @@ def parse_command_line(arguments: list[str], *, world_size: int, record: Path | 
         problems += _assign(values, _SECTION_OF[name], name, text, source=flag_of(name))
     # Invalid values have been reported, and are replaced by their defaults.
     settings = fit_micro_batches(_build(values), world_size=world_size)
-    problems += find_problems(settings, world_size=world_size)
+    needs_data = not is_dry_run or bool(settings.data.data_path)
+    problems += find_problems(settings, world_size=world_size, needs_data=needs_data)
     if problems:
         raise ConfigError(problems)
     return Command(settings=settings, dry_run=is_dry_run, plan=plan, world_size=world_size)
@@ -117,7 +118,7 @@ def build_parser(*, shown: tuple[str, ...] = FIRST) -> Parser:
     config = parser.add_argument("--config", metavar="FILE", help=config_help)
     setattr(config, "completer", lambda **_: recipes())  # noqa: B010  argcomplete's attribute
     parser.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
-    add_flags(parser, PlanOptions, is_shown=lambda name: shown != FIRST)
+    add_flags(parser, PlanOptions)
     add_flags(parser, Settings, is_shown=shown.__contains__, negatable=True)
     return parser
 

@@ -60,12 +60,16 @@ REQUIREMENTS = (
 )
 
 
-def find_problems(settings: Settings, *, world_size: int) -> list[str]:
-    """Return error messages why these settings cannot run on `world_size` ranks. Invalid values hide other problems."""
+def find_problems(settings: Settings, *, world_size: int, needs_data: bool = True) -> list[str]:
+    """Return error messages why these settings cannot run on `world_size` ranks. Invalid values hide other problems.
+
+    Args:
+        needs_data: False for a plan that assumes a corpus and a vocabulary.
+    """
     if problems := list(value_problems(settings)):  # the rules below compute with the values
         return problems
     if settings.training.phases:
-        return list(phase_problems(settings, world_size=world_size))
+        return list(phase_problems(settings, world_size=world_size, needs_data=needs_data))
     layout_problems = [*division_problems(settings), *batch_problems(settings, world_size)]
     return [
         *requirement_problems(settings),
@@ -73,7 +77,7 @@ def find_problems(settings: Settings, *, world_size: int) -> list[str]:
         *layout_problems,
         *([] if layout_problems else kernel_problems(settings)),
         *([] if layout_problems else fp8_problems(settings)),  # divides by sizes of the layout
-        *data_problems(settings.data),
+        *data_problems(settings.data, needs_data=needs_data),
         *schedule_problems(settings),
         *folder_problems(settings),
     ]
@@ -105,7 +109,7 @@ def value_problems(settings: Settings) -> Iterator[str]:
                 yield problem
 
 
-def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
+def phase_problems(settings: Settings, *, world_size: int, needs_data: bool) -> Iterator[str]:
     """Yield error messages, each once, about --phases and the settings of each phase. Call this only with phases."""
     counts = [phase.after_iters for phase in settings.training.phases]
     if counts != sorted(set(counts)) or counts[0] < 1:
@@ -120,7 +124,7 @@ def phase_problems(settings: Settings, *, world_size: int) -> Iterator[str]:
         )
     reported: list[str] = []
     for phase in resolve_phases(settings):
-        for problem in find_problems(phase.settings, world_size=world_size):
+        for problem in find_problems(phase.settings, world_size=world_size, needs_data=needs_data):
             if problem not in reported:
                 reported.append(problem)
                 prefix = f"phase {phase.number} (after {phase.first - 1} iterations): " if phase.number else ""
@@ -285,9 +289,10 @@ def fp8_problems(settings: Settings) -> Iterator[str]:
             )
 
 
-def data_problems(data: DataConfig) -> Iterator[str]:
+def data_problems(data: DataConfig, *, needs_data: bool) -> Iterator[str]:
     validation = data.valid_data_path or ()
-    paths = [("--data-path", data.data_path), *(("--valid-data-path", (entry,)) for entry in validation)]
+    paths = [("--data-path", data.data_path)] if needs_data or data.data_path else []
+    paths += [("--valid-data-path", (entry,)) for entry in validation]
     for flag, entries in paths:
         try:
             remote = [component.prefix for component in parse_data_path(entries, flag=flag) if component.is_remote]
@@ -306,7 +311,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
             f"--document-block-size {data.document_block_size} exceeds {LARGEST_DOCUMENT_BLOCK}, the number of "
             "documents that are packed together. Use 256."
         )
-    if data.tokenizer_model is None:
+    if data.tokenizer_model is None and needs_data:
         yield "--tokenizer-model is missing: give the tokenizer that the corpus was written with."
     if not 2**-16 <= data.mask_prob < 1.0:  # draws have 16 bits
         yield f"--mask-prob {data.mask_prob} is not between 1/65,536 and 1; use 0.2, as NeoBERT does."

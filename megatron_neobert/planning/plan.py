@@ -19,6 +19,7 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.corpora import OpenedCorpora
 from megatron_neobert.model.flops import checkpoint_bytes, count_parameters
 from megatron_neobert.model.gpus import GPUS, find_gpu
+from megatron_neobert.planning.assumed_data import assumptions
 from megatron_neobert.planning.forecast import Forecast, forecast_phases
 from megatron_neobert.planning.memory import RankMemory
 from megatron_neobert.planning.network import (
@@ -83,6 +84,7 @@ def print_plan(settings: Settings, opened: Sequence[OpenedCorpora], options: Pla
     forecasts = forecast_phases(settings, opened, done=done, world_size=world_size)
     fullest = max(forecasts, key=lambda forecast: forecast.memory.total)
     sections = [
+        ("assumed", assumptions(settings)),
         ("model", [model_line(settings, vocab_size)]),
         ("ranks", [ranks_line(settings, world_size)]),
     ]

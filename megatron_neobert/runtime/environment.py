@@ -71,10 +71,13 @@ def is_rank_zero() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def find_node() -> Node:
+def find_node(*, starts: bool = True) -> Node:
     """Return the number of nodes, the number of this node, and the address of node 0, which is empty for one node.
 
     NNODES and NODE_RANK give the numbers, or else the Slurm step of this process. Without them, the run has one node.
+
+    Args:
+        starts: False to read the number of nodes only, for a plan. The result is then node 0 without an address.
 
     Raises:
         LauncherError: A variable is missing, is not a number in range, or contradicts another one, or srun has started
@@ -96,6 +99,8 @@ def find_node() -> Node:
                     f"of its own; set NNODES to the number of nodes and NODE_RANK to the number of this one, or unset "
                     f"{of_pods}."
                 )
+    if not starts:
+        return Node(nodes=nodes, rank=0)
     if nodes > 1 and (missing := _missing(name, "MASTER_ADDR", "MASTER_PORT")):
         raise LauncherError(
             f"{nodes} nodes need {name}, MASTER_ADDR and MASTER_PORT, but {missing} not set; number the nodes from 0 "

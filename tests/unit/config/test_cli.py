@@ -110,7 +110,7 @@ def test_help_shows_twenty_settings_and_help_all_shows_every_setting(capsys):
             parse_command_line([flag], world_size=1)
         shown[flag] = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, flags=re.MULTILINE))
         assert end.value.code == 0
-    common = {"--help-all", "--config", "--dry-run"}
+    common = {"--help-all", "--config", "--dry-run", "--gpus", "--price", "--network-gbps"}
     assert shown["--help"] == {flag_of(name) for name in FIRST} | common and len(FIRST) == 20
     assert shown["--help-all"] == {flag for flag in run_flags() if not flag.startswith("--no-")} - {"-h", "--help"}
 
