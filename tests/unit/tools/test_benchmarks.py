@@ -10,11 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import call, run, run_forked
+from unit.evaluation.mteb_inputs import make_encoder
 
 from benchmarks import benchmark_loader, benchmark_preprocessing, benchmark_step
 from benchmarks.benchmark_preprocessing import Measured
+from benchmarks.published_scores import TASK
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
 from megatron_neobert.errors import DataError
+from megatron_neobert.evaluation.ledger import read_record
 
 # --- preprocessing
 
@@ -175,3 +178,19 @@ def test_the_checkpoint_benchmark_prints_what_each_rank_writes_reads_and_hashes(
         # Each of two ranks has half of the state.
         assert float(of_two[column]) == pytest.approx(float(alone[column]) / 2, rel=0.1), name
     assert list(tmp_path.iterdir()) == []
+
+
+# --- published scores
+
+
+def test_another_model_than_the_published_one_does_not_repeat_its_score(tmp_path):
+    model = make_encoder(tmp_path / "random_weights")
+    categories = [f"category {number}" for number in range(9)]
+    for split in ("train", "test"):
+        rows = [f'"{word}, {category}",{category}\n' for category in categories for word in ("one", "two", "three")]
+        (tmp_path / f"{split}.csv").write_text("text,category\n" + "".join(rows))
+    flags = ("--model", model, "--data", tmp_path, "--output", tmp_path / "results")
+    code, output, errors = run("benchmarks/published_scores.py", *flags)
+    assert code == 1, errors
+    score = read_record(tmp_path / "results" / "random_weights" / "mteb.json")["results"]["tasks"][TASK]["score"]
+    assert output.endswith(f"{TASK}: published 80.04, measured {score:.2f}\n")
