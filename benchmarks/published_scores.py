@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, b
 
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import DataError, MissingInputError, run_command
+from megatron_neobert.huggingface.hub import go_offline
 
 TASK = "Banking77Classification"
 # Accuracy in percent, the mean of mteb's ten draws of training texts: 0.80042 in the repository embeddings-benchmark/
@@ -31,13 +32,14 @@ def main() -> int:
     parser.add_argument("--device", help="torch device (default: a GPU if there is one)")
     arguments = parser.parse_args()
     model = arguments.model or find_installed_model()
+    go_offline()
     write_task(arguments.data, arguments.output / "mteb_data")
 
-    from megatron_neobert.commands.evaluate import evaluate_mteb
     from megatron_neobert.evaluation.ledger import read_record
+    from megatron_neobert.evaluation.mteb import run_mteb
     from megatron_neobert.evaluation.options import MtebOptions
 
-    evaluate_mteb(
+    run_mteb(
         MtebOptions(
             model=model,
             output=arguments.output,
