@@ -34,6 +34,7 @@ from megatron_neobert.runtime.own_files import claim_folder, open_lock
 
 # Limit for all blocks of a cache folder.
 LIMIT_BYTES = 100 * 10**9
+# Size of a request; docs/preprocessing.md has its cost for single documents.
 BLOCK_BYTES = 256 << 10
 # A process measures the size of all blocks each time it has written this fraction of the limit.
 _MEASUREMENTS_PER_LIMIT = 32
