@@ -21,19 +21,17 @@ class ModelConfig:
     Source: chandar-lab/NeoBERT@ed75b68 conf/model/250M-opt.yaml and conf/model/neobert.yaml.
     """
 
-    num_layers: int = setting(28, "number of transformer layers", minimum=1)
-    hidden_size: int = setting(768, "hidden size: width of the residual stream", minimum=1)
-    num_attention_heads: int = setting(12, "number of attention heads", minimum=1)
-    swiglu: bool = setting(True, "SwiGLU feed-forward; without it, two layers with GELU in between, as in BERT")
+    num_layers: int = setting(28, "transformer layers", minimum=1)
+    hidden_size: int = setting(768, "width of the residual stream", minimum=1)
+    num_attention_heads: int = setting(12, "attention heads", minimum=1)
+    swiglu: bool = setting(True, "SwiGLU feed-forward; off: GELU, as in BERT")
     ffn_hidden_size: int | None = setting(
         None, "feed-forward width; default: 8/3 x hidden size with SwiGLU, 4 x without", minimum=1
     )
-    normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", "type of the normalization layers")
-    position_embedding_type: Literal["rope", "learned_absolute"] = setting(
-        "rope", "position embeddings: rotary or learned"
-    )
+    normalization: Literal["RMSNorm", "LayerNorm"] = setting("RMSNorm", "normalization layers")
+    position_embedding_type: Literal["rope", "learned_absolute"] = setting("rope", "position embeddings")
     max_position_embeddings: int = setting(4096, "context length of the exported model, in tokens", minimum=1)
-    rotary_base: int = setting(10000, "base frequency (theta) of rotary embeddings", minimum=2)
+    rotary_base: int = setting(10000, "base frequency of rotary embeddings", minimum=2)
     norm_epsilon: float = setting(1e-5, "epsilon of the normalization layers", minimum=0.0)
     init_method_range: float = setting(0.02, "initial weights are uniform in [-X, X)", minimum=0.0)
     make_vocab_size_divisible_by: int = setting(
@@ -63,11 +61,9 @@ class ModelConfig:
 class ParallelConfig:
     """Parallel layout. The data-parallel size is the number of ranks divided by the product of the other sizes."""
 
-    tensor_model_parallel_size: int = setting(1, "tensor-parallel size: ranks that share each layer", minimum=1)
-    pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size: stages of consecutive layers", minimum=1)
-    context_parallel_size: int = setting(
-        1, "context-parallel size: ranks that share the tokens of a micro-batch", minimum=1
-    )
+    tensor_model_parallel_size: int = setting(1, "ranks that share each layer", minimum=1)
+    pipeline_model_parallel_size: int = setting(1, "pipeline stages of consecutive layers", minimum=1)
+    context_parallel_size: int = setting(1, "ranks that share the tokens of a micro-batch", minimum=1)
     use_distributed_optimizer: bool = setting(True, "shard the optimizer state over data-parallel ranks (ZeRO-1)")
     overlap_grad_reduce: bool | None = setting(
         None, "overlap data-parallel communication with computation; default: on CUDA only"
@@ -101,12 +97,11 @@ class ComputeConfig:
 
     transformer_impl: Literal["auto", "transformer_engine", "local"] = setting(
         "auto",
-        "implementation of the layers: Transformer Engine, or torch (local); auto: Transformer Engine if it is "
-        "installed and CUDA is available",
+        "layers of Transformer Engine or torch (local); auto: Transformer Engine on CUDA if it is installed",
     )
     attention_backend: Literal["auto", "flash", "fused"] = setting(
         "auto",
-        "attention kernel of Transformer Engine: FlashAttention, cuDNN (fused), or its own choice (auto)",
+        "attention kernel of Transformer Engine: FlashAttention, cuDNN (fused), or its choice (auto)",
     )
     recompute_granularity: Literal["full", "selective"] | None = setting(
         None, "recompute activations of whole layers (full) or of attention only (selective)"
@@ -117,8 +112,8 @@ class ComputeConfig:
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = setting("tensorwise", "scaling of FP8 tensors")
     cuda_graph_impl: Literal["auto", "none", "full_iteration"] = setting(
         "auto",
-        "full_iteration: launch forward and backward of a step as one CUDA graph, which is faster if a GPU has few "
-        "tokens per step; auto: on CUDA in bfloat16 or FP8, with one pipeline stage",
+        "full_iteration: launch forward and backward of a step as one CUDA graph, faster with few tokens per GPU; "
+        "auto: on CUDA in bfloat16 or FP8, with one pipeline stage",
     )
 
 
@@ -128,8 +123,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = setting(
         (),
-        "corpus prefix that neobert preprocess printed; or a blend: weight, prefix, weight, prefix, ...; "
-        "PREFIX:min=N:max=M:where=EXPRESSION:drop=FILE selects documents by tokens, attributes and drop lists",
+        "corpus prefix that neobert preprocess printed, or a blend: weight, prefix, weight, prefix, ...; "
+        "PREFIX:min=N:max=M:where=EXPRESSION:drop=FILE selects documents",
         is_path=True,
     )
     valid_data_path: tuple[str, ...] | None = setting(
@@ -138,15 +133,13 @@ class DataConfig:
     tokenizer_model: str | None = setting(
         None, "tokenizer: folder, tokenizer.json, vocab.txt or tokenizer.model", is_path=True
     )
-    split: str = setting(
-        "99,1", "shares of the documents for training and validation, each spread evenly over the corpus"
-    )
+    split: str = setting("99,1", "shares of documents for training and validation, spread evenly over the corpus")
     seq_length: int = setting(1024, "tokens per packed sequence, and maximum per document", minimum=8)
     long_documents: Literal["truncate", "chunk"] = setting(
         "truncate", "truncate documents longer than --seq-length, or divide them"
     )
     batch_layout: Literal["packed", "concatenated"] = setting(
-        "packed", "attention within each document, or across the documents of a sequence (concatenated, the paper's M6)"
+        "packed", "attention within each document, or across documents (concatenated, the paper's M6)"
     )
     document_block_size: int = setting(
         1, "shuffle blocks of N consecutive documents; above 1 for slow storage", minimum=1
@@ -154,15 +147,15 @@ class DataConfig:
     objective: Literal["mlm", "clm"] = setting(
         "mlm", "predict masked tokens (mlm), or every next token with causal attention (clm); for --phases"
     )
-    mask_prob: float = setting(0.2, "masking rate: share of the tokens that the model predicts")
+    mask_prob: float = setting(0.2, "share of the tokens that the model predicts")
     mask_replacement: Literal["all_mask", "bert"] = setting(
         "all_mask", "replace predicted tokens by [MASK], or as BERT: 80 % [MASK], 10 % random, 10 % unchanged"
     )
     object_storage_cache_path: str | None = setting(
         None, "local cache folder for corpora at URLs in --data-path", is_path=True
     )
-    dataloader_type: Literal["torch", "dali"] = setting("torch", "data loader: torch or NVIDIA DALI")
-    num_workers: int = setting(1, "data loader processes; 0: batches are built in the training process", minimum=0)
+    dataloader_type: Literal["torch", "dali"] = setting("torch", "data loader of torch or NVIDIA DALI")
+    num_workers: int = setting(1, "data loader processes; 0: load in the training process", minimum=0)
 
     @property
     def predicted_share(self) -> float:
@@ -194,8 +187,7 @@ class OptimizerConfig:
     lr_warmup_iters: int = setting(2000, "iterations of linear warm-up from 0", minimum=0)
     lr_decay_iters: int | None = setting(
         None,
-        "iteration at which --min-lr is reached; default: 90 % of --train-iters, or 100 % for WSD and "
-        "inverse-square-root",
+        "iteration that reaches --min-lr; default: 90 % of --train-iters, 100 % for WSD and inverse-square-root",
         minimum=1,
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
@@ -206,9 +198,9 @@ class OptimizerConfig:
     weight_decay_scope: Literal["all", "matrices"] = setting(
         "all", "decay all parameters (as the paper's code), or matrices only"
     )
-    adam_beta1: float = setting(0.9, "Adam beta1: decay rate of the first moment", minimum=0.0)
-    adam_beta2: float = setting(0.95, "Adam beta2: decay rate of the second moment", minimum=0.0)
-    adam_eps: float = setting(1e-8, "Adam epsilon: added to the root of the second moment", minimum=0.0)
+    adam_beta1: float = setting(0.9, "decay rate of the first moment", minimum=0.0)
+    adam_beta2: float = setting(0.95, "decay rate of the second moment", minimum=0.0)
+    adam_eps: float = setting(1e-8, "added to the root of the second moment", minimum=0.0)
     clip_grad: float = setting(1.0, "clip gradients to this norm; 0: no clipping", minimum=0.0)
 
 
@@ -250,7 +242,7 @@ class TrainingConfig:
     """Batches, length and precision of the run."""
 
     micro_batch_size: int = setting(
-        64, "most packed sequences per forward pass and rank; lowered until they divide the batch of a rank", minimum=1
+        64, "most packed sequences per forward pass and rank; lowered to divide the batch of a rank", minimum=1
     )
     global_batch_size: int = setting(2048, "packed sequences per iteration, over all ranks", minimum=1)
     train_iters: int = setting(1_000_000, "iterations of the whole run", minimum=1)
@@ -263,8 +255,7 @@ class TrainingConfig:
     bf16: bool = setting(False, "compute in bfloat16, with float32 main weights")
     loss_normalization: Literal["global", "micro_batch"] = setting(
         "global",
-        "loss: mean over the masked tokens of the global batch, or mean of the micro-batches' means (as the paper's "
-        "code)",
+        "mean loss over the masked tokens of the global batch, or mean of micro-batch means (as the paper's code)",
     )
     eval_interval: int = setting(1000, "iterations between validations", minimum=1)
     eval_iters: int = setting(10, "global batches per validation of each corpus; 0: no validation", minimum=0)
@@ -279,21 +270,17 @@ class CheckpointConfig:
     """Folders that a run saves to and loads from."""
 
     save: str | None = setting(None, "folder to save checkpoints and logs to", is_path=True)
-    load: str | None = setting(
-        None, "folder to resume from; can be empty if it is also the folder of --save", is_path=True
-    )
+    load: str | None = setting(None, "folder to resume from; may be empty if it is also --save", is_path=True)
     continue_from: str | None = setting(
         None,
-        "start a new run from another run, or one of its checkpoints (RUN/iter_0001000), while --load is empty. The "
-        "run continues weights, optimizer and iteration count, and the position in the data if the data are the same",
+        "while --load is empty, start from weights, optimizer and iteration of a run or checkpoint "
+        "(RUN/iter_0001000), and from its position in the data if these are the same",
         is_path=True,
     )
     save_interval: int = setting(1000, "iterations between checkpoints", minimum=1)
-    async_save: bool = setting(False, "write checkpoints in the background while training continues")
+    async_save: bool = setting(False, "write checkpoints while training continues")
     keep_last: int | None = setting(None, "keep only the newest N checkpoints; default: keep all", minimum=2)
-    keep_every: int | None = setting(
-        None, "with --keep-last: also keep checkpoints at multiples of N iterations", minimum=1
-    )
+    keep_every: int | None = setting(None, "with --keep-last: also keep multiples of N iterations", minimum=1)
 
     @property
     def loads_save(self) -> bool:
@@ -308,7 +295,7 @@ class LoggingConfig:
     """Logging and profiling."""
 
     log_interval: int = setting(100, "iterations between log lines", minimum=1)
-    profile: str | None = setting(None, "profile these iterations on rank 0, as 10-12; writes a trace to SAVE/profile")
+    profile: str | None = setting(None, "iterations to trace on rank 0, such as 10-12; written to SAVE/profile")
     wandb_project: str | None = setting(
         None, "also log to this Weights & Biases project; its environment variables apply (WANDB_MODE, ...)"
     )

@@ -31,23 +31,21 @@ def render_settings() -> str:
     parts = []
     for section, config in cli.SECTIONS.items():
         subject = (config.__doc__ or "").partition("\n")[0]
-        rows = ["| flag | in Megatron-LM | default | values | what it changes |", "| --- | --- | --- | --- | --- |"]
+        rows = ["| flag | default | values | what it changes |", "| --- | --- | --- | --- |"]
         for item in fields(config):
             default = None if item.default is MISSING else item.default
             shown = "" if default in (None, ()) else f"`{default}`"
-            theirs = MEGATRON_NAMES.get(item.name, "same")
-            cells = (
-                f"`{flag_of(item.name)}`",
-                f"`{theirs}`" if theirs.startswith("--") else theirs,
-                shown,
-                values_of(item),
-                item.metadata["help"],
-            )
+            cells = (f"`{flag_of(item.name)}`", shown, values_of(item), item.metadata["help"])
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append(f"\n### {section}\n\n{subject}\n\n" + "\n".join(rows) + "\n")
+    renamed = [f"`{flag_of(name)}` is `{theirs}`" for name, theirs in MEGATRON_NAMES.items() if theirs]
+    missing = [f"`{flag_of(name)}`" for name, theirs in MEGATRON_NAMES.items() if not theirs]
+    names = (
+        "\n### For users of Megatron-LM\n\nFlags have the names and meanings of Megatron-LM 0.19, except that "
+        f"{', '.join(renamed)} there, and that Megatron-LM has no {', '.join(missing)}. Other flags of Megatron-LM:\n\n"
+    )
     rows = [f"| `{flag}` | {replacement} |" for flag, replacement in REPLACEMENTS.items()]
-    head = "\n### Flags of Megatron-LM without a counterpart\n\n| in Megatron-LM | here |\n| --- | --- |\n"
-    return "".join(parts) + head + "\n".join(rows) + "\n"
+    return "".join(parts) + names + "| in Megatron-LM | here |\n| --- | --- |\n" + "\n".join(rows) + "\n"
 
 
 def values_of(item) -> str:
@@ -56,7 +54,7 @@ def values_of(item) -> str:
         return f"`--no-{flag_of(item.name)[2:]}` switches it off" if item.default else "given or not"
     if choices := choices_of(item, item.type):
         return ", ".join(f"`{choice}`" for choice in choices)
-    words = {int: "whole number", float: "number"}.get(plain, "YAML" if item.name == "phases" else "text")
+    words = {int: "integer", float: "number"}.get(plain, "YAML" if item.name == "phases" else "text")
     words += "s, one or more" if plain == tuple[str, ...] else ""
     minimum = item.metadata["minimum"]
     return words if minimum is None else f"{words} from {minimum:g}"
