@@ -4,7 +4,7 @@
 #   bash examples/half_hour.sh DATA TOKENIZER RUN [GLUE]
 #
 # DATA is a folder of Parquet files with the column `content`; the last file is held out for the pseudo-perplexity.
-# TOKENIZER is a vocabulary or tokenizer folder, such as bert-base-uncased/vocab.txt. RUN is the folder of all results.
+# TOKENIZER is a vocabulary, a tokenizer folder or a model of the Hub, such as bert-base-uncased. RUN is the folder of all results.
 # GLUE is a folder with SST-2, CoLA and RTE (docs/evaluation.md); without it, these tasks are left out.
 #
 # The script preprocesses the files, trains half_hour.yaml, stops halfway and resumes, converts the checkpoints at an

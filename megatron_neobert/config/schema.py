@@ -131,7 +131,7 @@ class DataConfig:
         None, "validation corpora, one curve each, instead of the validation part of --split", is_path=True
     )
     tokenizer_model: str | None = setting(
-        None, "tokenizer: folder, tokenizer.json, vocab.txt or tokenizer.model", is_path=True
+        None, "tokenizer: folder, tokenizer.json, vocab.txt, tokenizer.model, or [OWNER/]NAME of the Hub", is_path=True
     )
     split: str = setting("99,1", "shares of documents for training and validation, spread evenly over the corpus")
     seq_length: int = setting(1024, "tokens per packed sequence, and maximum per document", minimum=8)

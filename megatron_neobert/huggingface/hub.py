@@ -26,6 +26,7 @@ ALL_TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+_SUFFIXES_OF_TOKENIZERS = (".json", ".txt", ".model")
 MODULE_FILES = ("modules.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors", "*sentence*.json")
 # Patterns of every file that influences outputs. In subfolders, only the modules of sentence-transformers do: an ONNX
 # export beside the model does not change the fingerprint.
@@ -41,27 +42,46 @@ FILES_OF_OUTPUT = (
 def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
     """Return the folder of a model that a flag gives as a local folder, or as OWNER/NAME[@REVISION] of the Hub.
 
-    A path that exists, or whose first part does, is never taken for a name. Files that the Hub's cache lacks are
-    downloaded: configs, safetensors and tokenizers, and no code or pickles. Raises MissingInputError if there is no
-    such model, or no network and no cached model, or no file `holding` in the folder.
+    Raises MissingInputError if there is no such model, or no network and no cached model, or no file `holding` in the
+    folder.
     """
-    folder, name = model, re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", str(model))
-    if name and not model.exists() and not Path(model.parts[0]).exists():
-        from huggingface_hub import snapshot_download  # slow to import
-
-        # A folder with an adapter is refused, and an ONNX export keeps the license.
-        patterns = [*FILES_OF_OUTPUT, "adapter_config.json", "LICENSE"]
-        try:
-            folder = Path(snapshot_download(name[1], revision=name[2], allow_patterns=patterns))
-        except Exception as error:  # the libraries for HTTP and for large files have errors of their own
-            raise MissingInputError(
-                f"{flag} {model}: no such folder, and no model of the Hugging Face Hub ({short_reason(error)}); "
-                "check the name. For a private or gated model: hf auth login. Without network: hf download "
-                f"{name[1]} --local-dir DIR on a machine with network, and name DIR here."
-            ) from error
-        print(f"{model} of the Hugging Face Hub: {folder}", file=sys.stderr)
+    # A folder with an adapter is refused, and an ONNX export keeps the license.
+    patterns = [*FILES_OF_OUTPUT, "adapter_config.json", "LICENSE"]
+    cached = find_in_hub(flag, model, patterns) if len(model.parts) == 2 else None
+    if cached:
+        print(f"{model} of the Hugging Face Hub: {cached}", file=sys.stderr)
+    folder = cached or model
     require_folder(flag, folder, holding=holding, remedy=remedy_for_model(folder))
     return folder
+
+
+def find_in_hub(flag: str, path: Path, patterns: Sequence[str]) -> Path | None:
+    """Return the folder, in the Hub's cache, of a model that a flag gives as [OWNER/]NAME[@REVISION].
+
+    Files that match `patterns` and that the cache lacks are downloaded; no pattern matches code or pickles. A path that
+    exists, or whose first part does, and the path of a tokenizer file are never taken for a name: the result is None.
+    Raises MissingInputError if there is no such model, or no network and no cached model.
+    """
+    name = re.fullmatch(r"((?:\w[\w.-]*/)?\w[\w.-]*)(?:@(.+))?", str(path))
+    if name is None or path.exists() or Path(path.parts[0]).exists() or path.suffix in _SUFFIXES_OF_TOKENIZERS:
+        return None
+    from huggingface_hub import snapshot_download  # slow to import
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name[1], revision=name[2], allow_patterns=list(patterns)))
+    except LocalEntryNotFoundError as error:
+        problem = "the Hub does not answer" if isinstance(error.__cause__, HfHubHTTPError) else "no network"
+        raise MissingInputError(
+            f"{problem}: {flag} {path} is no path of this machine, and the Hugging Face Hub, where it may be a model, "
+            f"cannot be asked ({short_reason(error.__cause__ or error)}). Check the path, or hf download {name[1]} "
+            "--local-dir DIR on a machine with network, and name DIR here."
+        ) from error
+    except Exception as error:  # the libraries for HTTP and for large files have errors of their own
+        raise MissingInputError(
+            f"{flag} {path}: no such path, and no model of the Hugging Face Hub ({short_reason(error)}); check the "
+            "name. For a private or gated model: hf auth login."
+        ) from error
 
 
 def find_models(models: Sequence[Path]) -> dict[str, Path]:

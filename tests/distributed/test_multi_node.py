@@ -82,10 +82,10 @@ def test_node_with_a_wrong_setting_ends_at_once_and_the_other_after_the_timeout(
     monkeypatch.chdir(tmp_path)
     good = flags_of(tiny_settings(tiny_corpus, save=tmp_path / "run"))
     port = free_port()
-    first, second = start_both(good, [*good, "--tokenizer-model", "nowhere"], seconds=2, ports=(port, port))
+    first, second = start_both(good, [*good, "--tokenizer-model", "nowhere/vocab.txt"], seconds=2, ports=(port, port))
     assert (first.code, second.code) == (74, 66)
     assert f"the 2 nodes did not all meet at localhost port {port} within " in first.output
-    assert second.output.startswith("error: --tokenizer-model nowhere: no such file or folder")
+    assert second.output.startswith("error: --tokenizer-model nowhere/vocab.txt: no such file or folder")
     assert "Traceback" not in first.output + second.output
     assert not (tmp_path / "run").exists(), "no rank must start"
 

@@ -25,6 +25,7 @@ from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.chunks import TokenizeJob
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
 from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
+from megatron_neobert.data.tokenizer.files import find_tokenizer_file
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.jobs import JobFolder, JobOptions
@@ -45,7 +46,9 @@ class PreprocessSettings:
     )
     output_prefix: str = option(help="path of the corpus; _KEY_document is appended (--text-key KEY)", metavar="PREFIX")
     tokenizer_model: str = option(
-        help="vocab.txt, tokenizer.json, SentencePiece's tokenizer.model, or a folder with one of them", metavar="PATH"
+        help="vocab.txt, tokenizer.json, SentencePiece's tokenizer.model, a folder with one of them, or a model of the "
+        "Hugging Face Hub: [OWNER/]NAME[@REVISION]",
+        metavar="PATH",
     )
     read: ReadSettings = field(default_factory=ReadSettings, metadata={"help": "what is read"})
     tokenizer_backend: Literal["auto", "fast", "reference"] = option(
@@ -139,7 +142,7 @@ class Plan:
                     version=self.versions[chunk.path],
                     input_name=input_label(chunk.path),
                     read=settings.read,
-                    tokenizer_model=str(Path(settings.tokenizer_model).absolute()),
+                    tokenizer_model=settings.tokenizer_model,
                     fingerprint=self.tokenizer.fingerprint,
                     backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
                     filters=self.filter_sources,
@@ -170,6 +173,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     """
     if not settings.jobs.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
+    settings = replace(settings, tokenizer_model=str(find_tokenizer_file(Path(settings.tokenizer_model)).absolute()))
     tokenizer = load_tokenizer(settings.tokenizer_model)
     encoder = open_encoder(tokenizer, settings.tokenizer_backend)
     paths = find_inputs(settings.inputs)

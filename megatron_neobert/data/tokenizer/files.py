@@ -1,7 +1,6 @@
 """Read and check tokenizer files.
 
-Every error message names the file and, if possible, the line. Nothing is downloaded, and no code of a tokenizer is
-executed.
+Every error message names the file and, if possible, the line. No code of a tokenizer is executed.
 """
 
 import base64
@@ -15,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.huggingface.hub import ALL_TOKENIZER_FILES, find_in_hub
 from megatron_neobert.text import parse_json, visible
 
 # Names of the special tokens unless a tokenizer_config.json renames them: BERT's, then RoBERTa's.
@@ -35,22 +35,23 @@ _FILE_NAMES = ("tokenizer.json", "vocab.txt", "tokenizer.model", "spiece.model")
 def find_tokenizer_file(path: Path) -> Path:
     """Return `path` if it is a file. For a folder, return the first of _FILE_NAMES that exists there.
 
-    Raise MissingInputError if the path does not exist, or the folder has none of these files.
+    A path that does not exist may be [OWNER/]NAME[@REVISION] of the Hugging Face Hub, see `find_in_hub`. Raise
+    MissingInputError if the path does not exist, or the folder has none of these files.
     """
-    if path.is_dir():
-        file = next((path / name for name in _FILE_NAMES if (path / name).is_file()), None)
+    is_corpus = path.with_name(f"{path.name}.idx").is_file()
+    folder = path if is_corpus else find_in_hub("--tokenizer-model", path, ALL_TOKENIZER_FILES) or path
+    if folder.is_dir():
+        file = next((folder / name for name in _FILE_NAMES if (folder / name).is_file()), None)
         if file is None:
             raise MissingInputError(
                 f"--tokenizer-model {path} has no {' or '.join(_FILE_NAMES)}; name a folder that has one, or a file"
             )
         return file
     if not path.is_file():
-        is_corpus = path.with_name(f"{path.name}.idx").is_file()
         found = "a corpus, which --data-path reads" if is_corpus else "no such file or folder"
         raise MissingInputError(
-            f"--tokenizer-model {path}: {found}; "
-            "name a local vocab.txt, tokenizer.json or SentencePiece model, or a folder with one of them (nothing is "
-            "downloaded)"
+            f"--tokenizer-model {path}: {found}; name a vocab.txt, tokenizer.json or SentencePiece model, a folder "
+            "with one of them, or a model of the Hugging Face Hub"
         )
     return path
 

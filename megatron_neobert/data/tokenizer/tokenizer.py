@@ -1,8 +1,8 @@
 """The tokenizer interface: load a `vocab.txt`, a `tokenizer.json` or a SentencePiece model, encode, save, train.
 
 `encode_batch` is for corpora: it adds no special tokens, and the text "[MASK]" never becomes the mask id. The folder
-that `save_tokenizer_files` writes is for inference and does both. Nothing is downloaded, and no code of a tokenizer is
-executed. Costs: 4 MB of text per second and core, and 130 bytes of memory per character of one call.
+that `save_tokenizer_files` writes is for inference and does both. No code of a tokenizer is executed. Costs: 4 MB of
+text per second and core, and 130 bytes of memory per character of one call.
 """
 
 import hashlib
@@ -265,7 +265,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     A vocab.txt without this setting is uncased if no ordinary piece has an upper-case letter.
 
     Args:
-        path: Local file or folder.
+        path: File or folder, or [OWNER/]NAME[@REVISION] of the Hugging Face Hub.
     """
     file = find_tokenizer_file(Path(path))
     if is_sentencepiece(file):

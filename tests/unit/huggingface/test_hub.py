@@ -12,6 +12,7 @@ from huggingface_hub.errors import GatedRepoError
 from huggingface_hub.utils import filter_repo_objects
 from unit.evaluation.pseudo_perplexity_models import make_texts, write_model
 
+from megatron_neobert.data.tokenizer.files import find_tokenizer_file
 from megatron_neobert.errors import MissingInputError
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.huggingface.hub import find_model
@@ -32,6 +33,7 @@ def cache(tmp_path_factory):
         for number, path in enumerate(sorted(snapshot.iterdir())):
             blob = path.rename(repository / "blobs" / f"{commit}{number}")
             path.symlink_to(Path("..") / ".." / "blobs" / blob.name)
+    (cache / "models--tiny").symlink_to(repository)
     return cache
 
 
@@ -50,6 +52,35 @@ def test_cached_model_is_evaluated_without_network_and_its_results_have_its_name
     assert str(offline / COMMITS["v1"]) in errors
     record = json.loads((tmp_path / "out" / "tiny" / "pseudo_perplexity.json").read_text())
     assert record["model"] == {"name": "tiny", "fingerprint": fingerprint(offline / COMMITS["v1"])}
+
+
+@pytest.mark.parametrize("name", ["tiny", "lab/tiny", "lab/tiny@v1"])
+def test_tokenizer_of_the_hub_gives_the_corpus_of_its_files(offline, tmp_path, name):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"content": text}) + "\n" for text in make_texts(9, longest=38)))
+    commit = COMMITS["v1" if "@" in name else "main"]
+    for output, tokenizer in (("named", name), ("local", offline / commit)):
+        flags = ("--input", texts, "--output-prefix", tmp_path / output, "--tokenizer-model", tokenizer)
+        code, _, errors = call("preprocess", *flags)
+        assert code == 0, errors
+    named, local = (tmp_path / f"{output}_content_document.bin" for output in ("named", "local"))
+    assert named.read_bytes() == local.read_bytes() != b""
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "google-bert/bert-base-uncased"])
+def test_missing_tokenizer_without_a_network_is_reported_in_these_words_first(offline, tmp_path, name):
+    code, _, errors = call(
+        "preprocess", "--input", tmp_path, "--output-prefix", tmp_path / "out", "--tokenizer-model", name
+    )
+    assert code == 66 and errors.startswith(f"error: no network: --tokenizer-model {name} is no path of this machine")
+    assert f"hf download {name} --local-dir DIR on a machine with network, and name DIR here." in errors
+
+
+@pytest.mark.parametrize("path", ["vocab.txt", "lab/tokenizer.json", "lab/spiece.model", "/lab/tiny", "a/b/c"])
+def test_path_of_a_tokenizer_file_is_no_name_of_the_hub(offline, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingInputError, match=f"--tokenizer-model {path}: no such file or folder"):
+        find_tokenizer_file(Path(path))
 
 
 def test_misspelt_folder_in_a_local_folder_is_no_name_of_the_hub(offline, tmp_path, monkeypatch):
@@ -98,7 +129,7 @@ def test_model_that_the_cache_lacks_is_refused_offline_with_the_command_that_fet
 ):
     monkeypatch.chdir(tmp_path)
     code, _, errors = call(command, *flags.split(), model)
-    assert code == 66 and f"{model}: no such folder, and" in errors
+    assert code == 66 and errors.startswith("error: no network: ") and f" {model} is no path of this mac" in errors
     assert f"hf download {model.partition('@')[0]} --local-dir DIR on a machine with network" in errors
 
 
