@@ -1,16 +1,18 @@
 """The plan of a run that --dry-run prints. Needs no GPU and does not import torch.
 
-Times on GPUs are printed for several values of MFU, because only a run can measure its MFU. Communication and the table
-by number of GPUs are for H100 GPUs at a fixed MFU, with the assumptions of network.py.
+All times and prices follow from the MFU that one H200 reached in the precision of the run, and from the communication
+that network.py assumes.
 """
 
 import itertools
+import math
 import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_neobert.checkpoint.folder import iteration_of, list_checkpoints
 from megatron_neobert.checkpoint.start import first_iteration
 from megatron_neobert.config.cli import PlanOptions
 from megatron_neobert.config.phases import fit_micro_batch
@@ -43,16 +45,21 @@ _LARGE_TRUNCATION = 0.1  # share of truncated tokens from which on the plan warn
 _MANY_EPOCHS = 5  # epochs above which the plan warns
 _CPU_FLOPS = 50e9  # FLOP/s of a core, assumed for the time of an iteration on a CPU
 GPU = "H100 80GB HBM3"
-# One H200 reached it in bf16 (docs/performance.md). The faster GPUs compute, the more the network matters.
-MFU = 0.4
-_SHOWN_GPUS = ("A100-SXM4-80GB", GPU, "H200")
-_SHOWN_MFU = (0.15, 0.25, MFU)  # 15 % is that of the paper's run
+_SHOWN_GPUS = {"A100-SXM4-80GB": False, GPU: True, "H200": True}  # -> has FP8
+# Share of the bf16 peak that one H200 reached with the paper's model, by precision: docs/performance.md, machine A.
+MEASURED_MFU = {
+    "bf16": 0.41,
+    "bf16 with local layers": 0.38,
+    "FP8 tensorwise": 0.44,
+    "FP8 delayed": 0.48,
+    "FP8 blockwise": 0.40,
+}
 
 
 def start_warnings(
     settings: Settings, opened: Sequence[OpenedCorpora], *, world_size: int, cpu_cores: int | None
 ) -> list[str]:
-    """Return the plan's warnings about the data of a fresh run, and about an iteration of over a minute on a CPU.
+    """Return the plan's warnings about data and disk of a fresh run, and about an iteration of a minute on a CPU.
 
     Only first windows are sampled, which the run reads at its start anyway.
 
@@ -64,6 +71,7 @@ def start_warnings(
     lines = [
         line for each in forecasts for line in (*iteration_lines(each, world_size=world_size), *corpus_lines(each))
     ]
+    lines += checkpoint_lines(settings, vocab_size=opened[0].tokenizer.vocab_size, done=0)
     warnings = [line for line in lines if line.startswith("warning: ")]
     seconds = forecasts[0].flops / (_CPU_FLOPS * cpu_cores) if cpu_cores else 0.0
     if seconds > 60:
@@ -98,10 +106,10 @@ def print_plan(settings: Settings, opened: Sequence[OpenedCorpora], options: Pla
         ("run", [run_line(settings, forecasts, done=done)]),
         ("rate", [describe_schedule(settings), *schedule_warnings(settings)]),
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
-        ("GPUs", gpu_lines(forecasts, fullest.memory, world_size=world_size)),
+        ("GPUs", gpu_lines(forecasts, fullest.memory, options, **sizes)),
         *([("network", network_lines(fullest.phase.settings, options, **sizes))] if world_size > 1 else []),
-        *([("scaling", scaling_lines(forecasts, options, **sizes))] if settings.training.bf16 else []),
-        ("checkpoints", [checkpoint_line(settings, vocab_size=vocab_size)]),
+        *([("scaling", scaling_lines(forecasts, options, **sizes))] if _precision(settings) in MEASURED_MFU else []),
+        ("checkpoints", checkpoint_lines(settings, vocab_size=vocab_size, done=done)),
     ]
     for name, lines in sections:
         for number, line in enumerate(itertools.chain.from_iterable(map(_WRAPPER.wrap, lines))):
@@ -116,8 +124,9 @@ def model_line(settings: Settings, vocab_size: int) -> str:
     model, count = settings.model, count_parameters(settings.model, vocab_size=vocab_size)
     padded = model.padded_vocab_size(vocab_size, tensor_parallel=settings.parallel.tensor_model_parallel_size)
     return (
-        f"parameters {count.total:,} ({count.blocks:,} in {model.num_layers} layers of width {model.hidden_size:,}), "
-        f"vocabulary {vocab_size:,} (padded to {padded:,})"
+        f"parameters {count.total:,} ({count.blocks:,} in {model.num_layers} layers of width {model.hidden_size:,}, "
+        f"{count.total - count.blocks:,} in embedding, last norm and head), vocabulary {vocab_size:,} (padded to "
+        f"{padded:,})"
     )
 
 
@@ -130,7 +139,7 @@ def ranks_line(settings: Settings, world_size: int) -> str:
     }
     factors = [f"{settings.data_parallel_size(world_size)} data-parallel"]
     factors += [f"{size} {name}" for name, size in shares.items() if size > 1]
-    return f"{world_size} = {' x '.join(factors)}"
+    return f"{world_size} = {' x '.join(factors)}" if len(factors) > 1 else factors[0]
 
 
 def iteration_lines(forecast: Forecast, *, world_size: int) -> list[str]:
@@ -179,7 +188,10 @@ def phase_lines(forecast: Forecast, settings: Settings) -> list[str]:
 def run_line(settings: Settings, forecasts: Sequence[Forecast], *, done: int) -> str:
     iterations = counted(settings.training.train_iters, "iteration") + (f", {done:,} of them done" if done else "")
     tokens = sum(forecast.iterations * forecast.sample.tokens for forecast in forecasts)
-    return f"{iterations}: {approximate(tokens)} tokens of documents{' to go' if done else ''}"
+    flops = sum(forecast.iterations * forecast.flops for forecast in forecasts)
+    return f"{iterations}: {approximate(tokens)} tokens of documents, {flops:.3g} FLOP".replace("e+", "e") + (
+        " to go" if done else ""
+    )
 
 
 def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
@@ -192,43 +204,90 @@ def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
         "head and loss": memory.head,
         "working memory": memory.work,
         "CUDA, NCCL (assumed)": memory.context,
-        "total": memory.total,
+        "total per GPU": memory.total,
     }
     lines = [f"{use:<20}{size / (1 << 30):>10,.2f} GiB" for use, size in uses.items()]
     return lines + ([f"fullest pipeline stage: {memory.stage + 1} of {stages}"] if stages > 1 else [])
 
 
-def gpu_lines(forecasts: Sequence[Forecast], memory: RankMemory, *, world_size: int) -> list[str]:
-    """Format a table of GPUs: the time of the run at several MFU, and whether the memory suffices."""
-    flops = sum(forecast.iterations * forecast.flops for forecast in forecasts)
-    shares = _SHOWN_MFU if forecasts[0].phase.settings.training.bf16 else ()
-    header = "".join(f"{f'{percent(mfu, digits=0)} MFU':>12}" for mfu in shares)
+def gpu_lines(
+    forecasts: Sequence[Forecast], memory: RankMemory, options: PlanOptions, *, vocab_size: int, world_size: int
+) -> list[str]:
+    """Format a table of GPUs: the time of the run at the measured MFU, and whether the memory suffices."""
+    settings = forecasts[0].phase.settings
+    precision, tokens = _precision(settings), sum(each.iterations * each.sample.tokens for each in forecasts)
+    mfu = MEASURED_MFU.get(precision)
+    header = f"{'TFLOP/s':>9}{'tokens/s':>14}{'time':>12}" if mfu else ""
     lines = [f"{f'{world_size:,} x':<14}{header}  memory, GiB"]
     for gpu in GPUS:
-        if gpu.name not in _SHOWN_GPUS:
+        if gpu.name not in _SHOWN_GPUS or (settings.compute.fp8_format and not _SHOWN_GPUS[gpu.name]):
             continue
-        peak = world_size * gpu.bf16_tflops * 1e12
-        times = "".join(f" {duration(flops / (peak * mfu)):>11}" for mfu in shares)
+        speed = ""
+        if mfu:
+            steps = _plan_steps(world_size, forecasts, options, vocab_size=vocab_size, gpu=gpu.name)
+            seconds = _run_seconds(forecasts, steps)
+            rate = approximate(tokens / seconds) if seconds else "-"
+            speed = f"{gpu.bf16_tflops:>9,.0f}{rate:>14}{_days(seconds):>12}"
         spare = gpu.memory_gib - memory.total / (1 << 30)
         room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
-        lines.append(f"{gpu.name:<14}{times}  {room}")
-    note = f"The paper's run had about 15 % MFU; {percent(MFU, digits=0)} is what our measured runs reached."
-    lines.append(note if shares else "Times are shown for bfloat16 only (--bf16).")
-    return lines
+        lines.append(f"{gpu.name:<14}{speed}  {room}")
+    note = f"Times are shown for --bf16, and no run in {precision} has been measured."
+    if mfu:
+        note = (
+            f"time: FLOP / (GPUs x TFLOP/s x {percent(mfu, digits=0)}), and the wait for the network. One H200 reached "
+            f"{percent(mfu, digits=0)} in {precision}; other GPUs, and several, have not been measured"
+        )
+    return [*lines, note]
 
 
-def checkpoint_line(settings: Settings, *, vocab_size: int) -> str:
-    """Format the size of a checkpoint, and how many checkpoints the disk of --save has room for."""
+def _precision(settings: Settings) -> str:
+    """Return the precision of a run, which is a key of MEASURED_MFU if its speed has been measured."""
+    compute = settings.compute
+    if not settings.training.bf16:
+        return "float32"
+    if compute.fp8_format is not None:
+        return f"FP8 {compute.fp8_recipe}"
+    return "bf16 with local layers" if compute.transformer_impl == "local" else "bf16"
+
+
+def _days(seconds: float) -> str:
+    """Return a duration of two days or more in days, to be multiplied, and a shorter one in its two largest units."""
+    return f"{seconds / 86_400:,.1f} days" if seconds >= 2 * 86_400 else duration(seconds)
+
+
+def checkpoint_lines(settings: Settings, *, vocab_size: int, done: int) -> list[str]:
+    """Format number and size of the checkpoints after iteration `done`, and a warning if --save has no room for them.
+
+    For a moment, one more than those that are kept is on the disk: old ones are deleted after a new one is written.
+    """
     size, checkpoint = checkpoint_bytes(settings, vocab_size=vocab_size), settings.checkpoint
-    if checkpoint.save is None:
-        return f"{in_bytes(size)} each; none is saved without --save"
-    folder = existing_parent(Path(checkpoint.save).resolve())
-    free = shutil.disk_usage(folder).free
-    retention = "all are kept" if checkpoint.keep_last is None else f"the last {checkpoint.keep_last} are kept"
-    return (
-        f"{in_bytes(size)} each, every {counted(checkpoint.save_interval, 'iteration')}; {retention}; "
-        f"{in_bytes(free)} free in {folder}, which is room for {free // size:,}"
+    last, interval, keep_last = settings.training.train_iters, checkpoint.save_interval, checkpoint.keep_last
+    before = done // interval
+    saves = len(range((before + 1) * interval, last, interval)) + (done < last)
+    most, kept = saves, "all"
+    if keep_last is not None:
+        most, kept = min(saves, keep_last + 1), f"the last {keep_last}"
+        if checkpoint.keep_every is not None:
+            multiple = math.lcm(interval, checkpoint.keep_every)
+            most += len(range((done // multiple + 1) * multiple, (before + saves - most) * interval + 1, multiple))
+            kept += f" and multiples of {checkpoint.keep_every:,}"
+    line = (
+        f"{saves:,} of {in_bytes(size)}, one every {counted(interval, 'iteration')}, and {kept} are kept: at most "
+        f"{most:,} at a time, {in_bytes(most * size)}"
     )
+    if checkpoint.save is None:
+        return [f"{line}; none is saved without --save"]
+    save = Path(checkpoint.save).resolve()
+    folder, present = existing_parent(save), map(iteration_of, list_checkpoints(save))
+    deleted = sum(keep_last is not None and iteration % (checkpoint.keep_every or last) > 0 for iteration in present)
+    free, needed = shutil.disk_usage(folder).free, (most - deleted) * size
+    lines = [f"{line}; {in_bytes(free)} free in {folder}"]
+    if needed > free:
+        lines.append(
+            f"warning: {in_bytes(needed)} of checkpoints do not fit into {in_bytes(free)}; set --keep-last, raise "
+            "--save-interval, or make room"
+        )
+    return lines
 
 
 # ---- communication, and time and price by number of GPUs
@@ -261,46 +320,61 @@ def scaling_lines(
     price = "" if options.price is None else f"{'price':>10}"
     lines = [f"{'GPUs':>6}{'micro-batches':>14}{'step':>8}{'network':>9}{'busy':>6}{'hours':>8}{price}"]
     for gpus in options.gpus or (world_size,):
-        fitted = [fit_micro_batch(forecast.phase.settings, world_size=gpus) for forecast in forecasts]
-        fitting = [settings for settings in fitted if settings is not None]
-        if len(fitting) < len(fitted):
+        planned = _plan_steps(gpus, forecasts, options, vocab_size=vocab_size)
+        if not planned:
             lines.append(f"{gpus:>6,}  the global batch is no multiple of the data-parallel ranks")
             continue
-        steps = [
-            step_on(gpus, each, forecast.flops, vocab_size=vocab_size, network_gbps=options.network_gbps)
-            for each, forecast in zip(fitting, forecasts, strict=True)
-        ]
-        hours = sum(step.total * each.iterations for step, each in zip(steps, forecasts, strict=True)) / 3600
-        total, exposed = steps[main]
-        micro_batches = f"{fitting[main].micro_batches_per_rank(gpus):,} x {fitting[main].tokens_per_micro_batch:,}"
+        settings, (total, exposed) = planned[main]
+        hours = _run_seconds(forecasts, planned) / 3600
+        micro_batches = f"{settings.micro_batches_per_rank(gpus):,} x {settings.tokens_per_micro_batch:,}"
         shown_step = f"{total:,.2f} s" if total >= 1 else f"{1e3 * total:,.0f} ms"
-        busy = percent(compute_seconds(gpus, forecasts[main].flops) / total, digits=0)
+        busy = percent(compute_seconds(gpus, settings, forecasts[main].flops) / total, digits=0)
         shown_price = "" if options.price is None else f"{options.price * gpus * hours:>10,.0f}"
-        shown_hours = f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}"
         lines.append(
-            f"{gpus:>6,}{micro_batches:>14}{shown_step:>8}{percent(exposed / total):>9}{busy:>6}{shown_hours:>8}"
+            f"{gpus:>6,}{micro_batches:>14}{shown_step:>8}{percent(exposed / total):>9}{busy:>6}{hours:>8,.1f}"
             f"{shown_price}"
         )
     lines.append(
-        f"{GPU} at {percent(MFU, digits=0)} MFU. network: share of the step in which only the network works; busy: "
-        "share in which the GPU computes. If it is low, use fewer GPUs or a larger --global-batch-size"
+        f"{GPU}. micro-batches: number x tokens, per GPU and step; network: share of the step in which only the "
+        "network works; busy: share in which the GPU computes. If it is low, use fewer GPUs or a larger "
+        "--global-batch-size" + ("" if options.price is None else f". price: GPUs x hours x {options.price:g}")
     )
     return lines
 
 
-def step_on(gpus: int, settings: Settings, flops: float, *, vocab_size: int, network_gbps: float = 400) -> StepTime:
-    """Return the time of an iteration of `flops` operations on H100 GPUs, for settings whose micro-batches fit."""
+def _plan_steps(
+    gpus: int, forecasts: Sequence[Forecast], options: PlanOptions, *, vocab_size: int, gpu: str = GPU
+) -> list[tuple[Settings, StepTime]]:
+    """Return the settings and the time of an iteration of each phase, or [] if a global batch cannot be divided."""
+    planned = []
+    for forecast in forecasts:
+        settings = fit_micro_batch(forecast.phase.settings, world_size=gpus)
+        if settings is None:
+            return []
+        sizes: dict[str, Any] = {"vocab_size": vocab_size, "network_gbps": options.network_gbps}
+        planned.append((settings, step_on(gpus, settings, forecast.flops, gpu=gpu, **sizes)))
+    return planned
+
+
+def _run_seconds(forecasts: Sequence[Forecast], planned: Sequence[tuple[Settings, StepTime]]) -> float:
+    return sum(each.iterations * step.total for each, (_, step) in zip(forecasts, planned, strict=True))
+
+
+def step_on(
+    gpus: int, settings: Settings, flops: float, *, vocab_size: int, network_gbps: float = 400, gpu: str = GPU
+) -> StepTime:
+    """Return the time of an iteration of `flops` operations on GPUs of a kind, for settings whose micro-batches fit."""
     return plan_step(
         settings,
         vocab_size=vocab_size,
         world_size=gpus,
-        compute_seconds=compute_seconds(gpus, flops),
+        compute_seconds=compute_seconds(gpus, settings, flops, gpu=gpu),
         network_gbps=network_gbps,
     )
 
 
-def compute_seconds(gpus: int, flops: float) -> float:
-    """Return the seconds of `flops` operations on H100 GPUs that only compute, at the assumed MFU."""
-    gpu = find_gpu(GPU)
-    assert gpu is not None, GPU
-    return flops / (gpus * gpu.bf16_tflops * 1e12 * MFU)
+def compute_seconds(gpus: int, settings: Settings, flops: float, *, gpu: str = GPU) -> float:
+    """Return the seconds of `flops` operations on GPUs that only compute, at the MFU of the precision of `settings`."""
+    kind = find_gpu(gpu)
+    assert kind is not None, gpu
+    return flops / (gpus * kind.bf16_tflops * 1e12 * MEASURED_MFU[_precision(settings)])

@@ -156,4 +156,5 @@ training:
   bf16: true
 checkpoint:
   save_interval: {max(1, min(2000, recipe.iterations // 10))}
+  keep_last: 3
 """

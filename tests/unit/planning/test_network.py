@@ -13,9 +13,10 @@ import pytest
 from megatron_neobert.config.cli import PlanOptions, read_settings
 from megatron_neobert.config.phases import fit_micro_batch
 from megatron_neobert.config.schema import Settings, TrainingConfig
-from megatron_neobert.model.flops import training_flops_per_token
+from megatron_neobert.planning.assumed_data import assume_phases
+from megatron_neobert.planning.forecast import forecast_phases
 from megatron_neobert.planning.network import collective_seconds, gradient_buckets, plan_step
-from megatron_neobert.planning.plan import compute_seconds, scaling_lines, step_on
+from megatron_neobert.planning.plan import MEASURED_MFU, compute_seconds, scaling_lines, step_on
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = REPOSITORY / "docs" / "performance.md"
@@ -119,12 +120,12 @@ def test_the_micro_batch_is_the_largest_that_divides_the_global_batch():
 
 
 def scaling_table() -> list[str]:
-    """Stage 1 in documents of 1,024 tokens, with 400 Gb/s per GPU and per node of eight GPUs, with CUDA graphs."""
+    """Stage 1 in documents like RefinedWeb's, with 400 Gb/s per GPU and per node of eight GPUs, with CUDA graphs."""
     lines = [
         "| GPUs | micro-batches | step, no graph | step | only network | per node: step | only network | hours |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    flops = training_flops_per_token(STAGE_1, vocab_size=VOCAB, document_tokens=1024) * STAGE_1.tokens_per_iteration
+    flops = forecast_phases(STAGE_1, assume_phases(STAGE_1), done=0, world_size=8)[0].flops
     for gpus in (8, 64, 256, 1024):
         graphed = fit_micro_batch(STAGE_1, world_size=gpus)
         assert graphed is not None
@@ -134,7 +135,7 @@ def scaling_table() -> list[str]:
         cells.append(f"{1e3 * launched.total:.0f} ms")
         for each in (own, shared):
             cells += [f"{1e3 * each.total:.0f} ms", f"{100 * each.exposed / each.total:.1f} %"]
-        lines.append(f"| {gpus:,} | {' | '.join(cells)} | {own.total * 1e6 / 3600:.0f} |")
+        lines.append(f"| {gpus:,} | {' | '.join(cells)} | {own.total * 1e6 / 3600:.1f} |")
     return lines
 
 
@@ -149,6 +150,18 @@ def test_documentation_has_the_planned_scaling():
         PAGE.write_text(before + start + expected + end + after, encoding="utf-8")
     else:
         assert written == expected, "run WRITE_DOCUMENTATION=1 python -m pytest tests/unit/planning/test_network.py"
+
+
+def test_plans_have_the_mfu_that_the_page_has_for_one_h200():
+    rows = [[cell.strip() for cell in line.split("|")] for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    measured = {row[1]: row[5] for row in rows if len(row) == 8 and row[3] == "A"}
+    names = {
+        "local": "bf16 with local layers",
+        "Transformer Engine": "bf16",
+        **{f"the same in FP8, {name}": f"FP8 {name}" for name in ("tensorwise", "delayed", "blockwise")},
+    }
+    of_page = {names[layers]: float(share.removesuffix(" %")) for layers, share in measured.items()}
+    assert pytest.approx({name: 100 * share for name, share in MEASURED_MFU.items()}, abs=0.5) == of_page
 
 
 # ---- the printed table
@@ -169,7 +182,7 @@ def test_hours_and_price_are_those_of_all_phases_and_steps_those_of_the_largest(
     assert row.split()[-2:] == [f"{hours:.1f}", f"{2.5 * 64 * hours:,.0f}"]
     assert no_multiple == "    96  the global batch is no multiple of the data-parallel ranks"
     busy = (
-        compute_seconds(1024, 3e15)
+        compute_seconds(1024, STAGE_1, 3e15)
         / step_on(1024, settings.with_section("training", micro_batch_size=2), 3e15, vocab_size=VOCAB).total
     )
     assert f" {100 * busy:.0f} % " in waiting

@@ -1,6 +1,8 @@
 """The plan of --dry-run equals real batches and formulas that are written out here."""
 
 import re
+import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,12 @@ from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.data.batches import windows
 from megatron_neobert.data.batches.corpora import open_corpora, open_phases
 from megatron_neobert.data.batches.stream import build_stream
-from megatron_neobert.model.flops import training_flops_per_token
+from megatron_neobert.model.flops import checkpoint_bytes, training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.forecast import sample_iteration
-from megatron_neobert.planning.plan import print_plan, start_warnings
+from megatron_neobert.planning.plan import checkpoint_lines, print_plan, start_warnings
 from megatron_neobert.runtime.folder_kinds import MANIFEST
-from megatron_neobert.text import approximate, duration, percent
+from megatron_neobert.text import approximate, in_bytes, percent
 
 # ---- averages over iterations
 
@@ -87,23 +89,42 @@ def test_the_plan_of_a_blend_has_the_shares_and_epochs_of_its_batches(tiny_corpu
 # ---- the printed plan
 
 
-def plan_of(settings: Settings, capsys: Any, *, world_size: int = 1) -> str:
-    assert print_plan(settings, open_phases(settings), PlanOptions(), world_size=world_size) == 0
+def plan_of(settings: Settings, capsys: Any, *, price: float | None = None) -> str:
+    assert print_plan(settings, open_phases(settings), PlanOptions(price=price), world_size=1) == 0
     return str(capsys.readouterr().out)
 
 
-def test_the_time_on_a_gpu_is_flops_divided_by_the_rate_at_the_stated_mfu(tiny_corpus, capsys):
-    settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 10**9})
+@pytest.mark.parametrize(
+    ("compute", "percent_of_peak"),
+    [({}, 41), ({"fp8_format": "hybrid"}, 44), ({"fp8_format": "e4m3", "fp8_recipe": "delayed"}, 48)],
+    ids=["bf16", "FP8 tensorwise", "FP8 delayed"],
+)
+def test_time_hours_and_price_are_flops_divided_by_the_measured_rate(tiny_corpus, capsys, compute, percent_of_peak):
+    """One rank does not wait for a network."""
+    settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 10**12}, compute=compute)
     sample = sample_iteration(settings, open_corpora(settings.data))
     flops = training_flops_per_token(
         settings, vocab_size=tiny_corpus.vocab_size, document_tokens=sample.attended_tokens
     )
     gpu = find_gpu("NVIDIA H200")
     assert gpu is not None
-    seconds = flops * sample.tokens * 10**9 / (2 * gpu.bf16_tflops * 1e12 * 0.15)  # two ranks, 15 % MFU
-    (line,) = [line for line in plan_of(settings, capsys, world_size=2).splitlines() if " H200 " in line]
-    assert duration(seconds) in line
-    assert "fits" in line
+    seconds = flops * sample.tokens * 10**12 / (gpu.bf16_tflops * 1e12 * percent_of_peak / 100)
+    lines = plan_of(settings, capsys, price=2.5).splitlines()
+    (line,) = [line for line in lines if " H200 " in line and "fits" in line]
+    assert f" {seconds / 86_400:,.1f} days " in line
+    assert f" {approximate(sample.tokens * 10**12 / seconds)} " in line
+    (row,) = [line for line in lines if line.endswith(f" {2.5 * seconds / 3600:,.0f}")]
+    assert row.split()[0] == "1" and f" {seconds / 3600:,.1f} " in row
+    assert any("A100" in line for line in lines) == (not compute), "an A100 has no FP8"
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"}])
+def test_a_precision_whose_speed_was_not_measured_has_no_times(tiny_corpus, capsys, precision):
+    settings = tiny_settings(tiny_corpus, training={"bf16": "bf16" in precision})
+    settings = settings.with_section("compute", **{name: precision[name] for name in precision if name != "bf16"})
+    plan = plan_of(settings, capsys)
+    assert f"no run in {'FP8 mxfp8' if precision else 'float32'} has been measured" in " ".join(plan.split())
+    assert "tokens/s" not in plan and "scaling" not in plan
 
 
 @pytest.mark.parametrize(("epochs", "warns"), [(4.0, 0), (27.0, 1)])
@@ -148,7 +169,7 @@ def test_the_plan_counts_the_iterations_of_the_newest_checkpoint_as_done(tiny_co
     settings = tiny_settings(tiny_corpus, save=tmp_path / "run", checkpoint={"continue_from": str(tmp_path), **keep})
     plan = " ".join(plan_of(settings, capsys).split())
     assert "6 iterations, 4 of them done" in plan
-    assert "each, every 1 iteration; the last 2 are kept" in plan
+    assert "2 of 1.6 MiB, one every 1 iteration, and the last 2 are kept: at most 2 at a time" in plan
     assert "done" not in plan_of(tiny_settings(tiny_corpus), capsys)
 
 
@@ -167,7 +188,7 @@ def test_the_plan_of_phases_has_the_figures_of_each_phase_and_their_sums(tiny_co
     for first, last, phase in zip((1, 401), (400, 1000), resolve_phases(settings), strict=False):
         alone = phase.settings.with_section("training", train_iters=last - first + 1)
         lines = plan_of(alone, capsys).splitlines()
-        (tokens,) = [line.split(": ")[1] for line in lines if "tokens of documents" in line]
+        (tokens,) = [line.split(": ")[1].split(", ")[0] for line in lines if "tokens of documents, " in line]
         assert f"iterations {first:,} to {last:,}: {tokens}" in plan
         efficiency = percent(sample_iteration(alone, open_corpora(alone.data)).packing_efficiency, digits=2)
         assert f"packing efficiency {efficiency}" in plan
@@ -180,3 +201,47 @@ def test_the_plan_of_phases_has_the_figures_of_each_phase_and_their_sums(tiny_co
     resumed = plan_of(settings.with_section("checkpoint", load=str(tmp_path)), capsys)
     assert "iterations 1 to 400" not in resumed
     assert "500 of them done" in resumed
+
+
+# ---- checkpoints
+
+
+def most_at_a_time(saved: list[int], *, keep_last: int | None, keep_every: int | None) -> int:
+    """Return the largest number of checkpoints on the disk, which is after a save and before the deletion."""
+    present: list[int] = []
+    most = 0
+    for iteration in saved:
+        present.append(iteration)
+        most = max(most, len(present))
+        if keep_last is not None:
+            kept_too = [each for each in present[:-keep_last] if keep_every and each % keep_every == 0]
+            present = kept_too + present[-keep_last:]
+    return most
+
+
+@pytest.mark.parametrize("done", [0, 30, 33, 87, 95])
+@pytest.mark.parametrize(("keep_last", "keep_every"), [(None, None), (2, None), (3, 20), (2, 25), (50, 10)])
+@pytest.mark.parametrize("last", [90, 95])
+def test_the_plan_has_the_number_of_checkpoints_and_the_most_at_a_time(tmp_path, last, keep_last, keep_every, done):
+    keep = {"save": str(tmp_path), "save_interval": 10, "keep_last": keep_last, "keep_every": keep_every}
+    settings = Settings().with_section("checkpoint", **keep).with_section("training", train_iters=last)
+    saved = [each for each in range(done + 1, last + 1) if each % 10 == 0 or each == last]
+    (line,) = checkpoint_lines(settings, vocab_size=300, done=done)
+    size = checkpoint_bytes(settings, vocab_size=300)
+    most = most_at_a_time(saved, keep_last=keep_last, keep_every=keep_every)
+    assert line.startswith(f"{len(saved)} of {in_bytes(size)}, one every 10 iterations, and ")
+    assert f"at most {most} at a time, {in_bytes(most * size)};" in line
+
+
+@pytest.mark.parametrize(("present", "room", "warns"), [((), 3, True), ((), 4, False), ((10, 20, 25), 2, False)])
+def test_the_plan_and_a_start_warn_if_the_checkpoints_do_not_fit(tmp_path, monkeypatch, present, room, warns):
+    """The last two and the multiples of 20 are kept, at most four. Two of the present ones are deleted."""
+    for iteration in present:
+        (tmp_path / f"iter_{iteration:07}").mkdir()
+        (tmp_path / f"iter_{iteration:07}" / MANIFEST).touch()
+    keep = {"save": str(tmp_path), "save_interval": 10, "keep_last": 2, "keep_every": 20}
+    settings = Settings().with_section("checkpoint", **keep).with_section("training", train_iters=60)
+    free = room * checkpoint_bytes(settings, vocab_size=300)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    lines = checkpoint_lines(settings, vocab_size=300, done=max(present, default=0))
+    assert [line.startswith("warning: ") for line in lines] == [False, True][: 1 + warns]
