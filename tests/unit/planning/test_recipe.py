@@ -33,6 +33,7 @@ def test_rules_give_the_recipe_of_neobert_for_its_parameters_and_tokens(tmp_path
     assert settings.optimizer.lr_decay_iters is None  # the end of the decay follows --train-iters, also for WSD
     assert (training.micro_batch_size, training.global_batch_size) == (64, 2048)
     assert training.train_iters == 1_001_359  # the paper: 1,050,000, a part of them at 4,096 tokens
+    assert (settings.checkpoint.save_interval, settings.checkpoint.keep_last) == (2000, 3)  # and not all 501
 
 
 @pytest.mark.parametrize(
