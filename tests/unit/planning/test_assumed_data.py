@@ -35,7 +35,10 @@ def test_a_plan_of_two_nodes_needs_no_corpus_no_tokenizer_and_no_other_node(tmp_
     [
         (["--config", "tiny"], "--data-path is missing"),
         (["--config", "tiny", "--dry-run", "--data-path", "corpus"], "--tokenizer-model is missing"),
-        (["--config", "tiny", "--dry-run", "--tokenizer-model", "gone"], "--tokenizer-model gone: no such file"),
+        (
+            ["--config", "tiny", "--dry-run", "--tokenizer-model", "a/b/gone"],
+            "--tokenizer-model a/b/gone: no such file",
+        ),
     ],
 )
 def test_nothing_is_assumed_for_a_start_or_beside_a_corpus_or_for_a_wrong_tokenizer(flags, message):
