@@ -144,7 +144,7 @@ class GlobalBatch:
             batch = _take_tokens(batch, first=rank.context_parallel_rank * capacity // ranks, count=capacity // ranks)
         if not settings.pads_to_capacity:
             return batch
-        share = 1.0 if settings.objective == "clm" else settings.masking.probability
+        share = 1.0 if settings.objective == "clm" else settings.mask_prob
         masked = masked_capacity(capacity // ranks, probability=share)
         bounds = batch.cu_seqlens_n.numpy()
         bounds = np.concatenate([bounds[:1], pad_to_capacity(bounds[1:], document_capacity(documents), capacity)])
@@ -183,7 +183,8 @@ def build_micro_batch(sources: tuple[Source, ...], packed: PackedSequences, *, s
             tokens_t,
             segments[has_text_n],
             text_starts_n[has_text_n],
-            scheme=settings.masking,
+            mask_prob=settings.mask_prob,
+            mask_replacement=settings.mask_replacement,
             ids=ids,
             seed=settings.seed,
         )

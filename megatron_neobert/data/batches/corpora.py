@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron_neobert.config.data_path import Component, curve_names, parse_data_path, whole_weights
 from megatron_neobert.config.phases import resolve_phases
 from megatron_neobert.config.schema import DataConfig, Settings
-from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
+from megatron_neobert.data.batches.masking import TokenIds
 from megatron_neobert.data.batches.order import SplitPart, split_documents
 from megatron_neobert.data.batches.windows import BatchSettings, Source
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
@@ -25,8 +25,6 @@ from megatron_neobert.errors import DataError
 
 # Documents of a part of --split that are marked in one step.
 _STEP = 1 << 20
-# --mask-replacement: shares of the selected tokens that become [MASK] and random tokens; the rest stays unchanged.
-_MASKING = {"all_mask": (1.0, 0.0), "bert": (0.8, 0.1)}
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,6 @@ def open_phases(settings: Settings) -> list[OpenedCorpora]:
 
 def to_batch_settings(settings: Settings, tokenizer: Tokenizer, *, pads_to_capacity: bool = False) -> BatchSettings:
     """Return the settings, including special token ids, that decide the batches of the phase with these `settings`."""
-    mask_share, random_share = _MASKING[settings.data.mask_replacement]
     token_ids = TokenIds(
         vocab_size=tokenizer.vocab_size,
         cls=tokenizer.cls_id,
@@ -106,7 +103,8 @@ def to_batch_settings(settings: Settings, tokenizer: Tokenizer, *, pads_to_capac
         micro_batch_size=settings.training.micro_batch_size,
         global_batch_size=settings.training.global_batch_size,
         long_documents=settings.data.long_documents,
-        masking=MaskingScheme(settings.data.mask_prob, mask_share=mask_share, random_share=random_share),
+        mask_prob=settings.data.mask_prob,
+        mask_replacement=settings.data.mask_replacement,
         token_ids=token_ids,
         objective=settings.data.objective,
         seed=settings.training.seed,
@@ -166,7 +164,7 @@ def _choose(
         is_in_part[numbers - 8 * begin] = True
         packed = np.packbits(is_in_part, bitorder="little")
         in_part[begin : begin + len(packed)] |= packed
-    chosen = ChosenDocuments(bits & in_part, range(len(corpus)))
+    chosen = ChosenDocuments(bits & in_part)
     if not chosen:
         raise DataError(
             f"{component}: none of the {len(part):,} documents for {purpose} is chosen. neobert inspect data "

@@ -12,36 +12,21 @@ Source: NeoBERT selects 20 % of the tokens that are not special and replaces all
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.batches.packing import Segments
 from megatron_neobert.data.batches.philox import Stream, draw_words
-from megatron_neobert.errors import ConfigError
 
 _LEVELS = 1 << 16  # values of a 16-bit draw
 _BLOCK_TOKENS = 8  # four 32-bit words give eight 16-bit draws
 
+# With "bert": shares of the selected tokens that become [MASK], and random tokens. The rest keeps the original token.
+_MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1
 
-@dataclass(frozen=True)
-class MaskingScheme:
-    """Share of tokens that are selected, and shares of the selected tokens by replacement.
-
-    Raises:
-        ConfigError: The probability is below the resolution of a draw or above 1.
-    """
-
-    probability: float = 0.2
-    mask_share: float = 1.0  # share of the selected tokens that become [MASK]
-    random_share: float = 0.0  # share that becomes a random token; the rest keeps the original token
-
-    def __post_init__(self) -> None:
-        if not 1 / _LEVELS <= self.probability <= 1:
-            raise ConfigError(
-                f"masking probability {self.probability} is outside 1/65,536 to 1. "
-                "Set --mask-prob to the share of tokens to predict; the paper uses 0.2."
-            )
+MaskReplacement = Literal["all_mask", "bert"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +65,8 @@ def mask_tokens(
     segments: Segments,
     positions_n: NDArray[np.int64],
     *,
-    scheme: MaskingScheme,
+    mask_prob: float,
+    mask_replacement: MaskReplacement,
     ids: TokenIds,
     seed: int,
 ) -> MaskedTokens:
@@ -92,6 +78,7 @@ def mask_tokens(
         tokens_t: Token ids of the micro-batch.
         segments: Segments of the micro-batch in order, with at least one token each.
         positions_n: Index in tokens_t of each segment's first text token, which follows its [CLS] if it has one.
+        mask_prob: Share of the tokens to select, from 1/65,536 to 1.
         seed: In [0, 2^64).
     """
     # Draws come in blocks of 8 neighbouring tokens, aligned to the start of the document. The blocks of all segments
@@ -110,7 +97,7 @@ def mask_tokens(
     ).view(np.uint16)
 
     # The first and last block of a segment also have draws for tokens before and after it, which must not count.
-    selected_b8 = draws_b8 < round(scheme.probability * _LEVELS)
+    selected_b8 = draws_b8 < round(mask_prob * _LEVELS)
     index_in_block = np.arange(_BLOCK_TOKENS)
     head_n = segments.starts_n % _BLOCK_TOKENS
     tail_n = (segments.starts_n + segments.lengths_n - 1) % _BLOCK_TOKENS
@@ -129,11 +116,11 @@ def mask_tokens(
         positions_m, labels_m = positions_m[ordinary_m], labels_m[ordinary_m]
 
     replacements_m = np.full(len(labels_m), ids.mask)
-    if scheme.mask_share < 1:
+    if mask_replacement == "bert":
         # A selected token's draw is uniform below the selection threshold, so it also decides the replacement.
         draws_m = draws_b8.reshape(-1)[draw_indices_m]
-        mask_limit = round(scheme.probability * scheme.mask_share * _LEVELS)
-        random_limit = round(scheme.probability * (scheme.mask_share + scheme.random_share) * _LEVELS)
+        mask_limit = round(mask_prob * _MASK_SHARE * _LEVELS)
+        random_limit = round(mask_prob * (_MASK_SHARE + _RANDOM_SHARE) * _LEVELS)
         unchanged_m = draws_m >= random_limit
         replacements_m[unchanged_m] = labels_m[unchanged_m]
         random_r = np.flatnonzero((draws_m >= mask_limit) & ~unchanged_m)

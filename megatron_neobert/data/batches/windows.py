@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
+from megatron_neobert.data.batches.masking import MaskReplacement, TokenIds
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT, DocumentOrder, SplitPart
 from megatron_neobert.data.batches.packing import (
     BatchLayout,
@@ -53,7 +53,8 @@ class BatchSettings:
     micro_batch_size: int  # packed sequences
     global_batch_size: int  # packed sequences
     long_documents: LongDocuments
-    masking: MaskingScheme
+    mask_prob: float
+    mask_replacement: MaskReplacement
     token_ids: TokenIds
     seed: int
     objective: Literal["mlm", "clm"] = "mlm"
@@ -72,15 +73,9 @@ class Source:
     """Documents of one corpus, and their weight in a blend."""
 
     corpus: Corpus
-    documents: range | SplitPart | ChosenDocuments
+    documents: SplitPart | ChosenDocuments
     weight: int = 1  # documents of this source among sum(weights) documents of the blend
     bits_sha256: str = ""  # of the documents that an expression chooses, before --split; empty without an expression
-
-    def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers in the corpus of the documents at `indices`, each in [0, len(self.documents))."""
-        if isinstance(self.documents, range):
-            return self.documents.start + indices
-        return self.documents.numbers(indices)
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ def documents_in_window(sources: Sequence[Source], settings: BatchSettings, *, e
             per_window = max(1, size * source.weight // period)
             order = _order_of(source, settings, window_documents=per_window, component=component)
             indices, epochs_n = order.between(first, stop)
-        numbers = source.numbers(indices)
+        numbers = source.documents.numbers(indices)
         relative_positions_n = (np.arange(len(numbers)) + 0.5) / max(1, len(numbers))
         tagged_n = numbers + (component << COMPONENT_SHIFT)
         columns.append((relative_positions_n, tagged_n, source.corpus.lengths_of(numbers), epochs_n))

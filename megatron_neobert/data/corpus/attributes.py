@@ -51,42 +51,31 @@ _COMPARE = {
 
 
 class ChosenDocuments:
-    """The chosen documents of a range, numbered from 0.
+    """The documents of a corpus whose bits are set.
 
     Finding the n-th chosen document takes a binary search for its block and a search in the bits of that block.
 
     Args:
-        bits: One bit per document of the corpus, from `choose_documents`.
-        documents: Numbers of the documents to consider.
+        bits: As `choose_documents` returns them, but the bits after the last document are 0.
     """
 
-    def __init__(self, bits: NDArray[np.uint8], documents: range) -> None:
-        self.bits, self.documents = bits, documents
+    def __init__(self, bits: NDArray[np.uint8]) -> None:
         self._blocks = bits.reshape(-1, _BLOCK // 8)
         # Number of chosen documents before each block.
         self._before = np.append(0, np.cumsum(_BITS_SET[self._blocks].sum(axis=1, dtype=np.int64)))
-        self._first = self._chosen_before(documents.start)
-        self._count = self._chosen_before(documents.stop) - self._first
 
     def __len__(self) -> int:
-        return self._count
+        return int(self._before[-1])
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, for each index in [0, len(self)), the number in the corpus of the chosen document at this index."""
-        ranks = indices + self._first
-        blocks = np.searchsorted(self._before, ranks, side="right") - 1
-        ranks_in_block = ranks - self._before[blocks]
+        blocks = np.searchsorted(self._before, indices, side="right") - 1
+        ranks_in_block = indices - self._before[blocks]
         up_to_byte = np.cumsum(_BITS_SET[self._blocks[blocks]], axis=1, dtype=np.int16)
         at = np.argmax(up_to_byte > ranks_in_block[:, None], axis=1)
         byte = self._blocks[blocks, at]
         before_byte = up_to_byte[np.arange(len(at)), at] - _BITS_SET[byte]
         return blocks * _BLOCK + 8 * at + _SET_BITS_FIRST[byte, ranks_in_block - before_byte]
-
-    def _chosen_before(self, document: int) -> int:
-        """Return the number of chosen documents of the corpus before a document."""
-        block, position = divmod(document, _BLOCK)
-        bits_of_block = np.unpackbits(self._blocks[block : block + 1], bitorder="little")
-        return int(self._before[block]) + int(bits_of_block[:position].sum())
 
 
 def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[str] = ()) -> NDArray[np.uint8]:

@@ -51,7 +51,7 @@ def test_the_sample_has_the_epochs_documents_and_tokens_of_the_batches(data, tin
         if step.cursor_after.epoch == EPOCHS:
             break
     source = inputs.training[0]
-    lengths = source.corpus.lengths_of(source.numbers(np.arange(len(source.documents))))
+    lengths = source.corpus.lengths_of(source.documents.numbers(np.arange(len(source.documents))))
     read = lengths.clip(max=62).sum() / lengths.sum() if settings.data.long_documents == "truncate" else 1
     assert sample.truncated == pytest.approx(1 - read)
     documents = EPOCHS * len(source.documents)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from unit.data.corpus.memory_corpus import (
+    BERT,
     IDS,
+    PAPER,
     MemoryCorpus,
     contents,
     first_epoch,
@@ -17,17 +19,15 @@ from unit.data.corpus.memory_corpus import (
     ranks_of,
     stream_of,
     stream_over,
+    whole,
 )
 
 from megatron_neobert.data.batches.batch import MicroBatch
-from megatron_neobert.data.batches.masking import MaskingScheme
 from megatron_neobert.data.batches.packing import Documents, concatenate_documents
 from megatron_neobert.data.batches.windows import Cursor, Source
 from megatron_neobert.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
-
-BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1)
 
 
 class Document(NamedTuple):
@@ -49,15 +49,13 @@ def documents_of(batch: MicroBatch) -> list[Document]:
 
 @pytest.fixture(params=["one corpus", "blend"])
 def sources(request, corpus, corpora) -> tuple[Source, ...]:
-    if request.param == "one corpus":
-        return (Source(corpus, range(150)),)
-    return tuple(Source(one, range(len(one.lengths)), weight) for one, weight in zip(corpora, (1, 2, 2), strict=True))
+    return (whole(corpus),) if request.param == "one corpus" else tuple(map(whole, corpora, (1, 2, 2)))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("masking", [MaskingScheme(), BERT])
+@pytest.mark.parametrize("masking", [PAPER, BERT])
 def test_global_batches_do_not_depend_on_the_number_of_ranks(sources, ranks, masking):
-    stream = stream_over(sources, masking=masking)
+    stream = stream_over(sources, **masking)
     streams = ranks_of(stream, ranks)
     steps = list(islice(stream.rank_batches(), 60))
     assert len({(step.cursor_after.epoch, step.cursor_after.window) for step in steps}) > 8
@@ -68,7 +66,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(sources, ranks, mas
 
 
 def test_micro_batch_size_does_not_change_the_documents_and_masks_of_a_global_batch(corpus):
-    steps = [stream_of(corpus, micro_batch_size=size, masking=BERT).rank_batches() for size in (1, 2, 8)]
+    steps = [stream_of(corpus, micro_batch_size=size, **BERT).rank_batches() for size in (1, 2, 8)]
     for steps_of_sizes in islice(zip(*steps, strict=True), 30):
         size_1, size_2, size_8 = (
             Counter(d for b in step.micro_batches for d in documents_of(b)) for step in steps_of_sizes
@@ -101,10 +99,10 @@ def test_every_document_occurs_exactly_once_per_epoch(corpus, long_documents):
     assert actual == expected
 
 
-@pytest.mark.parametrize("masking", [MaskingScheme(), BERT])
+@pytest.mark.parametrize("masking", [PAPER, BERT])
 def test_a_packed_batch_has_documents_then_padding_and_masks_no_special_token(corpus, masking):
     specials = torch.tensor(IDS.special)
-    for batch in micro_batches(stream_of(corpus, micro_batch_size=4, masking=masking), 30):
+    for batch in micro_batches(stream_of(corpus, micro_batch_size=4, **masking), 30):
         bounds = batch.cu_seqlens_n
         assert (batch.tokens_t.dtype, bounds.dtype) == (torch.int64, torch.int32)
         assert (batch.labels_m.dtype, batch.masked_positions_m.dtype) == (torch.int64, torch.int64)

@@ -5,13 +5,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import IDS, MemoryCorpus, batch_settings, ranks_of
+from unit.data.corpus.memory_corpus import BERT, IDS, PAPER, MemoryCorpus, batch_settings, bits_of, ranks_of
 
-from megatron_neobert.data.batches.masking import MaskingScheme
 from megatron_neobert.data.batches.stream import BatchPhase, BatchStream
 from megatron_neobert.data.batches.windows import Cursor, Source
-
-BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1)
+from megatron_neobert.data.corpus.attributes import ChosenDocuments
 
 
 def arithmetic_corpus() -> MemoryCorpus:
@@ -37,17 +35,18 @@ def digest(stream: BatchStream) -> tuple[Cursor, str]:
 @pytest.mark.parametrize(
     ("long_documents", "masking", "cursor", "expected"),
     [
-        ("truncate", MaskingScheme(), (3, 1, 1990), "9c1dbc3a8035fe9d90835fd30c8854818ff8917e6d8f106b6e7c47e5481f92c8"),
+        ("truncate", PAPER, (3, 1, 1990), "9c1dbc3a8035fe9d90835fd30c8854818ff8917e6d8f106b6e7c47e5481f92c8"),
         ("truncate", BERT, (3, 1, 1990), "5e56e09b503e9370fa66e187488442a8ad6f2872cee71975d59f104dd5974ff3"),
-        ("chunk", MaskingScheme(), (2, 0, 4551), "65cd2bb114066b63f1dd365831458a7a938e0215ef5811894b2c84fd67ecba8f"),
+        ("chunk", PAPER, (2, 0, 4551), "65cd2bb114066b63f1dd365831458a7a938e0215ef5811894b2c84fd67ecba8f"),
         ("chunk", BERT, (2, 0, 4551), "bd513a1f16d1617c5bc1510f7bbcddbf45ea66c1ea710f3de0315cc0673ab755"),
     ],
 )
 def test_batches_of_one_corpus_are_those_of_the_first_release(long_documents, masking, cursor, expected):
     settings = batch_settings(
-        seq_length=128, micro_batch_size=4, global_batch_size=64, long_documents=long_documents, masking=masking
+        seq_length=128, micro_batch_size=4, global_batch_size=64, long_documents=long_documents, **masking
     )
-    sources = (Source(arithmetic_corpus(), range(100, 8900)),)
+    chosen = ChosenDocuments(bits_of((np.arange(9000) >= 100) & (np.arange(9000) < 8900)))
+    sources = (Source(arithmetic_corpus(), chosen),)
     _, stream = ranks_of(BatchStream((BatchPhase(sources, settings),)), 2)
     assert IDS.special == (0, 1, 2, 3, 4)
     assert digest(stream) == (Cursor(*cursor), expected)

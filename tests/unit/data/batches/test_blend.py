@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import batch_settings, stream_over
+from unit.data.corpus.memory_corpus import batch_settings, stream_over, whole
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
 from megatron_neobert.data.batches.stream import BatchStream
@@ -18,8 +18,7 @@ pytestmark = pytest.mark.usefixtures("windows_of_40_documents")
 
 
 def blend(corpora, *, weights=WEIGHTS, **settings) -> BatchStream:
-    sources = tuple(Source(one, range(len(one.lengths)), weight) for one, weight in zip(corpora, weights, strict=True))
-    return stream_over(sources, **settings)
+    return stream_over(tuple(map(whole, corpora, weights)), **settings)
 
 
 def documents_per_component(sources: tuple[Source, ...], window: int) -> np.ndarray:

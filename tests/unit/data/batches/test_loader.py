@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from unit.data.child_processes import has_ended, wait_for
-from unit.data.corpus.memory_corpus import MemoryCorpus, bits_of, contents, stream_of, stream_over, web_like_lengths
+from unit.data.corpus.memory_corpus import (
+    MemoryCorpus,
+    bits_of,
+    contents,
+    stream_of,
+    stream_over,
+    web_like_lengths,
+    whole,
+)
 
 from megatron_neobert.data.batches.loader import build_dali_loader, build_loader, named_worker_deaths
 from megatron_neobert.data.batches.stream import BatchStream
@@ -32,8 +40,8 @@ def stream() -> BatchStream:
 def blend() -> BatchStream:
     """Three sources, in blocks, the last with documents chosen by length."""
     corpora = [MemoryCorpus(web_like_lengths(200 + 50 * n, seed=n), seed=n) for n in range(2)]
-    kept = ChosenDocuments(bits_of(corpora[1].lengths >= 300), range(250))
-    sources = (Source(corpora[0], range(200), 1), Source(corpora[1], range(250), 2), Source(corpora[1], kept, 2))
+    kept = ChosenDocuments(bits_of(corpora[1].lengths >= 300))
+    sources = (whole(corpora[0]), whole(corpora[1], 2), Source(corpora[1], kept, 2))
     return stream_over(sources, seq_length=256, document_block_size=16, pads_to_capacity=True)
 
 

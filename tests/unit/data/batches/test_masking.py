@@ -1,12 +1,10 @@
 import numpy as np
 import pytest
-from unit.data.corpus.memory_corpus import IDS, UNKNOWN, VOCABULARY
+from unit.data.corpus.memory_corpus import BERT, IDS, UNKNOWN, VOCABULARY
 
-from megatron_neobert.data.batches.masking import MaskedTokens, MaskingScheme, mask_tokens
+from megatron_neobert.data.batches.masking import MaskedTokens, mask_tokens
 from megatron_neobert.data.batches.packing import Segments
 from megatron_neobert.data.batches.philox import Stream, draw_words, philox4x32
-
-BERT = MaskingScheme(probability=0.15, mask_share=0.8, random_share=0.1)
 
 
 def ordinary_tokens(count: int, *, seed: int = 0) -> np.ndarray:
@@ -19,14 +17,14 @@ def segments(*values: tuple[int, int, int, int]) -> Segments:
     return Segments(*np.array(values, dtype=np.int64).T, has_cls_n=true_n, has_sep_n=true_n)
 
 
-def mask(tokens, segments, positions, *, scheme) -> MaskedTokens:
-    return mask_tokens(tokens, segments, np.array(positions), scheme=scheme, ids=IDS, seed=1)
+def mask(tokens, segments, positions) -> MaskedTokens:
+    return mask_tokens(tokens, segments, np.array(positions), **BERT, ids=IDS, seed=1)
 
 
 def test_shares_of_selected_masked_random_and_unchanged_tokens_are_those_of_bert():
     """The counts are binomial. A random token equals the original with probability 1 / 995 and counts as unchanged."""
     n = 1_000_000
-    masked = mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0], scheme=BERT)
+    masked = mask(ordinary_tokens(n), segments((3, 0, 0, n)), [0])
     selected = len(masked.labels_m)
     assert abs(selected - n * 0.15) < 4 * np.sqrt(n * 0.15 * 0.85)
     is_mask = masked.replacements_m == IDS.mask
@@ -44,11 +42,11 @@ def test_shares_of_selected_masked_random_and_unchanged_tokens_are_those_of_bert
 @pytest.mark.parametrize("start", [0, 1, 8, 13, 123])
 def test_masks_of_a_document_do_not_depend_on_how_it_is_cut_and_packed(start):
     tokens = ordinary_tokens(700)
-    whole = mask(tokens, segments((17, 2, 0, 700)), [0], scheme=BERT)
+    whole = mask(tokens, segments((17, 2, 0, 700)), [0])
     around = ordinary_tokens(900, seed=1)
     around[201:701] = tokens[start : start + 500]
     neighbours = segments((4, 2, 0, 150), (17, 2, start, 500), (5, 3, 0, 100))
-    packed = mask(around, neighbours, [1, 201, 750], scheme=BERT)
+    packed = mask(around, neighbours, [1, 201, 750])
     # Tokens 151 to 200 and 701 to 749 belong to no segment: a mask there fails the comparison.
     of_cut = (packed.positions_m > 150) & (packed.positions_m < 750)
     of_whole = (whole.positions_m >= start) & (whole.positions_m < start + 500)

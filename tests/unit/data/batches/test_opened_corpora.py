@@ -31,7 +31,7 @@ def settings(place, *data_path, **changes):
 
 
 def numbers(source):
-    return source.numbers(np.arange(len(source.documents))).tolist()
+    return source.documents.numbers(np.arange(len(source.documents))).tolist()
 
 
 def test_with_a_corpus_for_validation_all_documents_of_the_other_are_for_training(place):

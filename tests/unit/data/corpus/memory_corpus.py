@@ -10,13 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_neobert.data.batches.batch import MicroBatch, RankBatches, RankPosition
-from megatron_neobert.data.batches.masking import MaskingScheme, TokenIds
+from megatron_neobert.data.batches.masking import TokenIds
+from megatron_neobert.data.batches.order import SplitPart
 from megatron_neobert.data.batches.stream import BatchPhase, BatchStream
 from megatron_neobert.data.batches.windows import BatchSettings, Source
 
 VOCABULARY = 1000
 UNKNOWN = 4
 IDS = TokenIds(vocab_size=VOCABULARY, cls=1, sep=2, pad=0, mask=3, special=(0, 1, 2, 3, UNKNOWN))
+PAPER = {"mask_prob": 0.2, "mask_replacement": "all_mask"}
+BERT = {"mask_prob": 0.15, "mask_replacement": "bert"}
 
 
 class MemoryCorpus:
@@ -61,13 +64,17 @@ def web_like_lengths(documents: int, *, seed: int = 0) -> NDArray[np.int64]:
 
 def batch_settings(**changes: Any) -> BatchSettings:
     defaults = {"seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8, "long_documents": "truncate"}
-    more = {"masking": MaskingScheme(), "token_ids": IDS, "seed": 1234}
-    return BatchSettings(**{**defaults, **more, **changes})
+    return BatchSettings(**{**defaults, **PAPER, "token_ids": IDS, "seed": 1234, **changes})
+
+
+def whole(corpus: MemoryCorpus, weight: int = 1) -> Source:
+    """Return a source with all documents of a corpus."""
+    return Source(corpus, SplitPart((len(corpus.lengths),), 0), weight)
 
 
 def stream_of(corpus: MemoryCorpus, **settings: Any) -> BatchStream:
     """Return the batches of all documents of a corpus, for one rank, from the beginning."""
-    return stream_over((Source(corpus, range(len(corpus.lengths))),), **settings)
+    return stream_over((whole(corpus),), **settings)
 
 
 def stream_over(sources: tuple[Source, ...], **settings: Any) -> BatchStream:

@@ -12,6 +12,7 @@ from unit.data.corpus.memory_corpus import contents, stream_over
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_attributes, write_corpus
 
 from megatron_neobert.data.batches.loader import build_loader
+from megatron_neobert.data.batches.order import SplitPart
 from megatron_neobert.data.batches.windows import Source
 from megatron_neobert.data.corpus import object_storage
 from megatron_neobert.data.corpus.added_attributes import add_attribute
@@ -57,7 +58,7 @@ def count_requests(server, suffix):
 
 
 def batches(corpus, *, steps=12, workers=0):
-    stream = stream_over((Source(corpus, range(DOCUMENTS)),))
+    stream = stream_over((Source(corpus, SplitPart((DOCUMENTS,), 0)),))
     return contents(islice(build_loader(stream, num_workers=workers), steps))
 
 
@@ -108,7 +109,7 @@ def test_documents_of_a_remote_corpus_are_chosen_by_a_copy_of_its_attributes(tmp
         assert not count_requests(running, ".parquet")
         for _ in range(2):
             remote = Corpus(f"{running.url}/P", storage)
-            chosen = ChosenDocuments(choose_documents(remote, ["score>=15 and score!=added"]), range(20))
+            chosen = ChosenDocuments(choose_documents(remote, ["score>=15 and score!=added"]))
             assert chosen.numbers(np.arange(len(chosen))).tolist() == [18, 19]
             # A damaged copy is fetched again.
             copy = next(storage.folder.rglob("P.attributes.parquet"))

@@ -256,7 +256,7 @@ def test_every_document_gets_the_size_of_its_cluster_and_is_chosen_by_it(tmp_pat
     assert ended == (0, "\n".join(expected), "")
     assert cluster_sizes(prefixes) == CLUSTER_SIZES
     chosen = choose_documents(Corpus(prefixes[0]), ["size>=3"], [str(output)])
-    assert ChosenDocuments(chosen, range(3)).numbers(np.arange(1)).tolist() == [1]
+    assert ChosenDocuments(chosen).numbers(np.arange(1)).tolist() == [1]
     # The list remains valid, and a second run has nothing to do or needs another name.
     code, printed, _ = call("find-duplicates", *prefixes, "--output", output, "--add-attribute", "size", "--resume")
     assert (code, printed) == (0, f"{output} is complete; nothing to do\n")

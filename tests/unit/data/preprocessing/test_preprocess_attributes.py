@@ -78,7 +78,7 @@ def test_attributes_equal_those_of_a_plain_loop_in_the_order_of_the_corpus(works
     workspace.run(record_keys=("meta.from",), **changes)
     corpus, expected = workspace.corpus(), list(kept(workspace.records, **rule))
     assert attributes_of(corpus) == expected
-    chosen = ChosenDocuments(choose_documents(corpus, ["meta_from in ['wiki', '7']"]), range(len(corpus)))
+    chosen = ChosenDocuments(choose_documents(corpus, ["meta_from in ['wiki', '7']"]))
     expected_numbers = [number for number, (value, _) in enumerate(expected) if value in ("wiki", "7")]
     assert chosen.numbers(np.arange(len(chosen))).tolist() == expected_numbers
 
@@ -136,7 +136,7 @@ def test_numbers_of_tables_keep_their_identity(workspace):
     assert table["unsigned"].to_pylist() == [*map(str, ids), None, None, None]
     assert (table["id"].type, table["id"].to_pylist()) == (pa.int64(), [2**60 + 1, 2, 3, 7, None, 9])
     for expression, expected in (("score>=0.7", [0, 2, 3, 5]), (f"id=={2**60 + 1}", [0]), (f"id=={2**60}", [])):
-        chosen = ChosenDocuments(choose_documents(corpus, [expression]), range(6))
+        chosen = ChosenDocuments(choose_documents(corpus, [expression]))
         assert chosen.numbers(np.arange(len(chosen))).tolist() == expected
 
 
