@@ -91,7 +91,7 @@ class Comparison:
     argmax_agreement: float  # share of tokens for which both models predict the same id
 
     def within(self, tolerance: float) -> bool:
-        """Return whether the relative difference is at most `tolerance`; NaN is not."""
+        """Return True if the relative difference is at most `tolerance`; False for NaN."""
         return self.relative <= tolerance
 
 

@@ -47,7 +47,7 @@ def export(
         sentence_transformers: Add the files that `SentenceTransformer(output)` reads.
 
     Returns:
-        Differences of the logits from those of the checkpoint in plain PyTorch, by input; empty if not `verified`.
+        Differences of the logits from the checkpoint's in plain PyTorch, by input; empty if not `verified`.
     """
     torch_dtype, length = getattr(torch, dtype), checkpoint.trained_length
     spec = FolderSpec(checkpoint.shape, checkpoint.tokenizer, torch_dtype, model_max_length=length)

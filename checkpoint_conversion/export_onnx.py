@@ -51,7 +51,7 @@ def write_graphs(model: Any, folder: Path, *, int8: bool) -> "dict[Path, Checks]
     """Create `folder` and write model.onnx into it and, with `int8`, model_quantized.onnx. The folder must not exist.
 
     Returns:
-        For the path of each graph, differences from PyTorch's output by "rows x tokens" of a test batch.
+        {path of a graph: {"rows x tokens" of a test batch: difference from PyTorch's output}}.
     """
     import torch
     from onnxruntime.quantization import QuantType

@@ -60,7 +60,7 @@ def import_folder(
 ) -> "tuple[ImportedModel, Checks]":
     """Write the model of `folder` as a checkpoint of iteration 0 in the new folder `output`, and verify it.
 
-    With another `tokenizer`, embedding and decoder are those of its vocabulary, and nothing is verified.
+    With another `tokenizer`, embedding and decoder fit its vocabulary, and nothing is verified.
 
     Returns:
         The content of the folder, and the differences between the two models' logits (empty if not `verified`).

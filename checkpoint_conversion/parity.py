@@ -58,7 +58,7 @@ STEP_TOLERANCES = {"float32": StepGap(1e-5, 1e-5), "bfloat16": StepGap(1e-2, 1e-
 
 
 def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str, Comparison, float]]":
-    """Give all models the same random weights, and compare their logits with those of the reference on a padded batch.
+    """Give all models the same random weights, and compare their logits with the reference's on a padded batch.
 
     Gradients are switched off in this process. Process groups of one rank are created for Megatron and destroyed again.
 

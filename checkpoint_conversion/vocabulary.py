@@ -48,7 +48,7 @@ class VocabularyMap:
         )
 
     def apply(self, rows: Tensor) -> Tensor:
-        """Return a row of the new vocabulary per token, from one row of the old one per token, [tokens, ...]."""
+        """Return the rows of the new vocabulary, [new tokens, ...], from the rows of the old one, [old tokens, ...]."""
         mean_of_all = rows.float().mean(0)
         means = [rows[ids].float().mean(0) if ids else mean_of_all for ids in self.old_ids]
         return torch.stack(means).to(rows.dtype)
@@ -83,7 +83,7 @@ def _token_strings(backend: Backend) -> list[str]:
 
 
 def _kind(backend: Backend) -> tuple[bool, str | None]:
-    """Return whether token strings are bytes, and WordPiece's prefix of a token that continues a word."""
+    """Return (True if token strings are bytes, WordPiece's prefix of a token that continues a word)."""
     state = parse_json(backend.to_str())
     prefix = state["model"].get("continuing_subword_prefix") if state["model"]["type"] == "WordPiece" else None
     return '"ByteLevel"' in json.dumps(state["pre_tokenizer"]), prefix

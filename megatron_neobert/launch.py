@@ -1,11 +1,11 @@
 """Start a training script on the ranks of this node: `python -m megatron_neobert.launch SCRIPT [flags]`.
 
 The launcher checks all flags before it starts a rank, then runs the script once per rank, with torchrun's environment
-variables. It exits with the exit code of the rank that failed first, of whatever node.
+variables. Its exit code is that of the first rank that failed, on any node.
 
 Environment: NPROC_PER_NODE (default: one rank per GPU; on a CPU one per core, at most 8), NNODES (default: 1),
 RENDEZVOUS_TIMEOUT_SECONDS (default: 600). Runs of several nodes also need NODE_RANK, MASTER_ADDR and MASTER_PORT. In a
-Slurm step, NNODES and NODE_RANK default to those of the step. See docs/cluster.md.
+Slurm step, NNODES and NODE_RANK default to the step's values. See docs/cluster.md.
 """
 
 import contextlib
@@ -116,11 +116,11 @@ def choose_cpu_ranks(arguments: Sequence[str], *, nodes: int) -> int:
 def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: int, timeout_seconds: int) -> int:
     """Run `script`, a file and its arguments, on the ranks of this node, and return the exit code of the run.
 
-    The code is that of the rank of the run that failed first, or 128 + N if signal N ended it, or 69 if it hung or
-    ended early with 0; otherwise that of all ranks, such as 0 or 75. After a second Ctrl-C it is 130.
+    If a rank failed, the code is that of the first such rank: 128 + N if signal N ended it, 69 if it hung or ended
+    early with 0. Otherwise it is the code of all ranks, such as 0 or 75. After a second Ctrl-C it is 130.
 
     Raises:
-        WorkerError: The ranks of this node have ended, but those of another node neither end nor fail.
+        WorkerError: The ranks of this node have ended, but the ranks of another node neither end nor fail.
     """
     from torch.distributed import PrefixStore
 
@@ -168,10 +168,10 @@ def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: i
 
 
 def _follow_ranks(run: "RunStatus", ranks: Mapping[int, subprocess.Popen[bytes]], failures: list["Failure"]) -> None:
-    """Wait until the ranks of all nodes have finished, or a rank has failed and those of this node have ended.
+    """Wait until all ranks of the run have finished, or a rank has failed and all ranks of this node have ended.
 
-    Record a rank that ends before it has finished, print the first failure, append it to `failures`, and kill the ranks
-    of this node that do not end then. Return early if the store is lost.
+    Ranks that end too early are recorded as failures. The first failure of the run is printed and appended to
+    `failures`; ranks of this node that run on after it are killed. Return early if the store is lost.
     """
     from torch.distributed import DistError
 

@@ -22,7 +22,7 @@ def main() -> int:
     """Train with the settings in `sys.argv`, or print the plan with --dry-run. Collective: all ranks.
 
     Returns:
-        0 at the end of training or after the plan, 75 after a stop with a checkpoint, 130 after a stop without one.
+        0 at the end of training or after the plan, 75 after a stop with a checkpoint, 130 without a checkpoint.
     """
     # The imports below take seconds.
     signals.install_signal_handlers()

@@ -50,7 +50,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], boxes: Mapping[str,
 
     Args:
         tensors: Contiguous CPU tensors by name.
-        boxes: Box of the named tensor that each of them is; by default they are whole tensors.
+        boxes: For each name, the box of the stored tensor that the given tensor is. None: all are whole tensors.
 
     Raises:
         OSError: The file cannot be written.
@@ -68,8 +68,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], boxes: Mapping[str,
 class StoredTensors:
     """Tensors in the files of a checkpoint. `shapes` and `dtypes` are by name, of whole tensors.
 
-    The headers of all files are read at once, and a file is opened again when its values are read. Pickled, for other
-    ranks, it keeps what the headers say.
+    The headers of all files are read at once, and a file is opened again when its values are read. A pickled copy,
+    for another rank, keeps the content of the headers.
 
     Raises:
         CheckpointError: A file is damaged, or the boxes of a tensor do not make up the whole tensor.
@@ -179,7 +179,7 @@ class StoredTensors:
 
 
 def _make_up(boxes: Sequence[Box], whole: Sequence[int]) -> bool:
-    """Return whether every element of a tensor of shape `whole` is in exactly one box."""
+    """Return True if every element of a tensor of shape `whole` is in exactly one box."""
     # As Python numbers, because a product of hostile shapes does not fit into an int64.
     if sum(prod(box.shape) for box in boxes) != prod(whole):
         return False

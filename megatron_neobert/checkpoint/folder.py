@@ -185,7 +185,7 @@ def verify_files(checkpoint: Path, *, with_tensors: bool = True, share: tuple[in
 
     Args:
         with_tensors: Also check the safetensors files, which takes seconds per GB.
-        share: (number, shares): check every so many-th file, so that ranks can share the work. By default all files.
+        share: (number, shares): check files number, number + shares and so on, so that ranks share the work.
     """
     files = _read_manifest(checkpoint / MANIFEST)
     number, shares = share

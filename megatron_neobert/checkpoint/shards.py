@@ -2,7 +2,7 @@
 
 With the distributed optimizer, a rank has the optimizer state of one range of each flattened parameter. A range of a
 matrix is at most three boxes: part of a row, whole rows, part of a row. Each rank saves and loads its own boxes, so
-nothing is gathered. Names and offsets are those of whole tensors, as megatron.core describes them (ShardedTensor), so
+nothing is gathered. Names and offsets refer to whole tensors, as megatron.core describes them (ShardedTensor), so
 they do not depend on the layout of the ranks.
 """
 
@@ -144,7 +144,7 @@ def entries_of(model: Any) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]
 
 
 def _main_weights(optimizer: Any, model: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield each parameter, this rank's main weights of it, and the element with which these begin."""
+    """Yield (parameter, this rank's main weights, index of their first element in the flattened parameter)."""
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, number) in optimizer.model_param_group_index_map.items():
             main = optimizer.optimizer.param_groups[group]["params"][number]
@@ -191,5 +191,5 @@ def assign_to_files(boxes: Iterable[LocalBox]) -> list[dict[str, LocalBox]]:
 
 
 def _is_first_copy(entry: ShardedTensor | ShardedTensorFactory) -> bool:
-    """Return whether no rank of a lower tensor-parallel rank or pipeline stage has the same tensor."""
+    """Return True if no lower tensor-parallel rank or pipeline stage has the same tensor."""
     return not any(entry.replica_id[:2])  # the last number is the data-parallel rank

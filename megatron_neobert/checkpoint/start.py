@@ -21,7 +21,8 @@ from megatron_neobert.text import in_bytes, parse_json
 def refuse_unfit_start(settings: Settings, opened: Sequence[OpenedCorpora]) -> None:
     """Check that settings, data and tokenizer fit the newest checkpoint of --load, or else of --continue-from.
 
-    Tensors are not read. A damaged checkpoint is not checked, because loading skips it and may use an older one.
+    Raise the errors of `refuse_unfit_checkpoint` and `refuse_other_tokenizer`. Tensors are not read. A damaged
+    checkpoint is not checked, because loading skips it and may use an older one.
 
     Args:
         opened: Data of each phase of the run.

@@ -73,7 +73,7 @@ def check_environment(options: EnvironmentOptions) -> int:
 
 
 def show(findings: Iterable[Finding]) -> bool:
-    """Print the findings, and return whether none of them is a problem."""
+    """Print the findings, and return True if none of them is a problem."""
     has_problem = False
     for subject, detail, remedy in findings:
         has_problem = has_problem or bool(remedy)
@@ -87,7 +87,7 @@ def package_findings(installed: Mapping[str, str] | None = None) -> Iterator[Fin
     """Yield the version of Python, and a problem for each package that is missing or outside its range.
 
     Args:
-        installed: Versions of packages by name; default: those of this environment.
+        installed: Versions of packages by name; default: the packages of this environment.
     """
     yield Finding(f"Python {platform.python_version()}", sys.executable)
     installed = installed_packages() if installed is None else installed
@@ -108,7 +108,7 @@ def package_findings(installed: Mapping[str, str] | None = None) -> Iterator[Fin
 
 
 def folder_findings(save: Path) -> Iterator[Finding]:
-    """Yield whether a run can write to a folder, which may not exist yet, and its free space."""
+    """Yield the free space of a folder, which may not exist yet, or a problem if a run cannot write there."""
     nearest = save.absolute()
     while not os.path.lexists(nearest):  # True for a broken link, below which no folder can be created
         nearest = nearest.parent
@@ -123,7 +123,7 @@ def folder_findings(save: Path) -> Iterator[Finding]:
 
 
 def probe() -> bool:
-    """Show `torch_findings` from another process, and return whether there is no problem. A crash or hang is one."""
+    """Show `torch_findings` from another process. Return True if no problem, crash or hang was found."""
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
     sys.stdout.flush()
     try:
@@ -138,7 +138,7 @@ def probe() -> bool:
 
 
 def torch_findings() -> Iterator[Finding]:
-    """Yield what torch is built for, whether it uses the GPUs, each compiled package, and the kernels by precision.
+    """Yield findings on the build of torch, its use of the GPUs, each compiled package, and the kernels by precision.
 
     A broken torch can raise any exception.
     """

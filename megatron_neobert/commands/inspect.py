@@ -7,8 +7,8 @@
     neobert inspect batch --config FILE --data-path P --tokenizer-model PATH --iteration 1
 
 Documents are printed as the tokenizer decodes their ids. White space differs from the original text; with an uncased
-vocabulary, case and accents differ too. Characters that a terminal would act upon are printed as escapes. Of a batch,
-statistics are printed, then some packed sequences with brackets around each predicted token.
+vocabulary, case and accents differ too. Characters that a terminal would act upon are printed as escapes. For a
+batch, statistics are printed, then some packed sequences with brackets around each predicted token.
 """
 
 import itertools
@@ -141,7 +141,7 @@ class InspectBatchOptions:
 def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
     """Print statistics and text of one iteration's batch.
 
-    The code of training builds the batch of all ranks. No model is built and no file is written. --load starts from the
+    Training code builds the batch of all ranks. No model is built and no file is written. --load starts from the
     run's newest checkpoint before the iteration, and takes the run's settings unless --config is given.
 
     Args:

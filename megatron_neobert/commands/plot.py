@@ -25,7 +25,8 @@ def plot(options: PlotOptions) -> None:
     """Draw the curves of runs by iteration: loss, accuracy, learning rate, gradient norm, speed and slowest rank.
 
     `options.metrics` selects other curves. Validation values are points in the colour of their run. The figure is
-    OUTPUT/curves.png. Values after the checkpoint from which a run resumed are those that it logged afterwards.
+    OUTPUT/curves.png. If a run resumed, values that it had logged after the checkpoint are
+    replaced by the values of the resumed run.
 
     Raises:
         ConfigError, OutputError: A metric was not logged, or OUTPUT cannot be written.

@@ -66,8 +66,8 @@ def sample_corpus(options: SampleCorpusOptions) -> None:
 def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Document]:
     """Read whole files in a fixed pseudo-random order until their texts have `budget_bytes` of UTF-8, or none is left.
 
-    The documents are returned in another pseudo-random order. Of texts that differ only in case or white space, only
-    the first is kept.
+    The documents are returned in another pseudo-random order. Texts that differ from an earlier text only in
+    case or white space are left out.
     """
     files = {path.relative_to(folder).as_posix(): path for folder in folders for path in _documented_files(folder)}
     chosen: dict[bytes, Document] = {}

@@ -74,7 +74,7 @@ def parse_command_line(arguments: list[str], *, world_size: int, record: Path | 
 
     The micro-batch is lowered to the largest that divides the batch of a rank. --dry-run needs no --data-path.
 
-    Flags override the optional `--config` file, or without one the settings in `record`, which a run saved.
+    Flags override the `--config` file. Without a file, they override the settings in `record`, which a run saved.
 
     Raises:
         ConfigError: With every problem of the file, the flags and their combination.
@@ -246,8 +246,8 @@ def _name_of(key: Any) -> str:
 def _assign(values: dict[str, dict[str, Any]], section: str, name: str, value: Any, *, source: str) -> list[str]:
     """Store `value`, converted to the type of its setting, in `values[section][name]`. Return error messages, or [].
 
-    An unknown name or an invalid value is not stored; of `phases`, those before the first error are. `source` is the
-    flag, or FILE: SECTION.NAME, and begins the messages.
+    Nothing is stored for an unknown name or an invalid value, except the phases before the first invalid phase.
+    `source` is the flag, or FILE: SECTION.NAME, and begins the messages.
     """
     settings = {item.name: (item, item_type) for item, item_type in typed_fields(SECTIONS[section])}
     if name not in settings:

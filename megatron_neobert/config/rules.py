@@ -61,7 +61,7 @@ REQUIREMENTS = (
 
 
 def find_problems(settings: Settings, *, world_size: int, needs_data: bool = True) -> list[str]:
-    """Return error messages why these settings cannot run on `world_size` ranks. Invalid values hide other problems.
+    """Return an error message for each problem of a run on `world_size` ranks. Invalid values hide other problems.
 
     Args:
         needs_data: False for a plan that assumes a corpus and a vocabulary.
@@ -95,7 +95,7 @@ def graph_obstacle(settings: Settings, *, on_cuda: bool) -> str | None:
 
 
 def find_record_problems(settings: Settings) -> list[str]:
-    """Return the problems of a saved record that no version accepts. A record with one is damaged or forged."""
+    """Return the problems of a saved record that no version accepts. A record with a problem is damaged or forged."""
     return list(value_problems(settings)) or list(head_problems(settings.model))
 
 

@@ -61,9 +61,9 @@ class ClassifyTask(SequenceTask):
         return replace(rows, labels=[self.labels.index(label) for label in rows.labels])
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> Scores:
-        """Return accuracy, and the mean of F1 over all classes of the head, of predictions [rows, classes].
+        """Return the accuracy of predictions [rows, classes], and their mean F1 over all classes of the head.
 
-        F1 of a class that no row has and no prediction names is 0.
+        F1 of a class without rows and predictions is 0.
         """
         # -1 is no class: outputs that are not finite count as wrong.
         predicted = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
@@ -73,7 +73,7 @@ class ClassifyTask(SequenceTask):
 
 
 def run_classify(options: ClassifyOptions) -> Path:
-    """Execute the runs that no earlier command has finished. After each dataset, write the results; then all figures.
+    """Execute the unfinished runs. After each dataset, write the results; then all figures.
 
     Return OUTPUT/MODEL, the folder with classify.json and .md. Raises MissingInputError without a dataset, and
     DataError if a dataset has one class only.
@@ -155,7 +155,7 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
 
 
 def _divide(rows: Dataset, splits: Sequence[str], where: Path) -> dict[str, Dataset]:
-    """Return a tenth of the rows for each of `splits`, and the others as "train", by a hash of the text."""
+    """Return {split: rows}: for each of `splits` a tenth, chosen by a hash of the text, and the rest as "train"."""
     texts, _ = columns_of(rows, [_TEXTS[0], _LABEL], str(where))
     digits = np.array([int.from_bytes(hashlib.sha256(str(text).encode()).digest()[:8], "big") % 10 for text in texts])
     chosen = {split: digits == tenth for tenth, split in enumerate(splits)} | {"train": digits >= len(splits)}
@@ -216,7 +216,7 @@ def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -
 def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[int], predicted: Iterable[int]) -> None:
     """Draw the share of the rows of each class (a row of the matrix) that was predicted as each class, as PNG.
 
-    Of many classes, those that take part in the most frequent confusions are shown.
+    With many classes, only the classes of the most frequent confusions are shown.
     """
     classes = len(task.labels)
     counts = metrics.confusion_matrix(labels, predicted, labels=range(classes))

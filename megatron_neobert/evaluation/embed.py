@@ -310,9 +310,9 @@ def train(
 
 
 def save_final(model: SentenceTransformer, source: Path, final: Path) -> None:
-    """Write the model to the folder `final`, whole or not at all. It has our record, by which it may be replaced.
+    """Write the model to the folder `final`, whole or not at all, with a record that lets a later call replace it.
 
-    Tokenizer and code are those of `source`, the folder before fine-tuning.
+    Tokenizer and code are copied from `source`, the folder before fine-tuning.
     """
     temporary = temporary_path(final)
     create_folder(temporary)

@@ -5,7 +5,7 @@ The same command resumes after a kill. Commands for different tasks may run at t
 
 With transfer from MNLI, all layers except the output layer start from the fine-tuned weights.
 
-Task and column names are those of nyu-mll/glue on the Hub. WNLI is excluded, as in the paper. Scores are computed by
+Task and column names are from nyu-mll/glue on the Hub. WNLI is excluded, as in the paper. Scores are computed by
 scikit-learn and SciPy, as fractions of 1. An undefined score counts as 0, with a warning, because NaN would win or lose
 every comparison by accident.
 
@@ -112,7 +112,7 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
 
 
 def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
-    """Return the class index of a label, or in a regression its value as float. Raises DataError if it is invalid."""
+    """Return the class index of a label, or the value as float for regression. Raises DataError if it is invalid."""
     if task.is_regression:
         with suppress(TypeError, ValueError):  # an empty cell is None
             if 0 <= float(value) <= 5:
@@ -160,7 +160,7 @@ def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray
 
 
 def run_glue(options: GlueOptions) -> Path:
-    """Execute the runs that no earlier command has finished. After each task, write glue.json and glue.md.
+    """Execute the unfinished runs. After each task, write glue.json and glue.md.
 
     Return OUTPUT/MODEL, the folder with these files.
     """

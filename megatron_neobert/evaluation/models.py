@@ -111,7 +111,7 @@ def load_tokenizer(folder: Path) -> Any:
 def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
     """Return the SentenceTransformer of a folder, with its prompts, on `options.device`.
 
-    Its modules are those of modules.json, or the encoder and mean pooling without this file.
+    modules.json names its modules. Without this file, the modules are the encoder and mean pooling.
 
     Args:
         max_length: Maximum number of tokens per text, special tokens included; the model or the folder may lower it.

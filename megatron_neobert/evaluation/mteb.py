@@ -4,7 +4,7 @@ OUTPUT/NAME/mteb is a cache of mteb. A result is found there by the revision of 
 everything that the score depends on: files of the model and of the task's data, splits, settings and mteb's version.
 OUTPUT/NAME/mteb.json and .md have the scores of the last command.
 
-Texts are pooled as the folder's modules.json says, and by the mean of the token states without one. The folder's
+Texts are pooled as the folder's modules.json says; without this file, by the mean of the token states. The folder's
 prompts `query` and `document` are used, unless a file of instructions gives all models the same. Scores depend on the
 batch size, because sentence-transformers sorts the texts by length and pads each batch, but not on the order of the
 data.
@@ -125,7 +125,7 @@ def measure_tasks(
 ) -> dict[str, float]:
     """Return the main score of each task with a revision, as a fraction of 1, and print a line for each task.
 
-    Results that the cache in `folder` has are read.
+    Scores in the cache `folder` are read, not measured again.
 
     Args:
         tasks: Tasks without aggregates, by name.

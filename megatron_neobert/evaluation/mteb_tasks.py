@@ -83,7 +83,7 @@ def _get_task(name: str, languages: Sequence[str]) -> AbsTask:
 
 
 def folder_of(data_dir: Path, task: AbsTask) -> Path:
-    """Return the folder of a task's data, of the revision that the installed mteb uses."""
+    """Return the folder of a task's data at the revision that the installed mteb uses."""
     return data_dir / task.metadata.name / str(task.metadata.revision)
 
 
@@ -97,7 +97,7 @@ def digest_of_files(folder: Path) -> str:
 
 
 def store_task(data_dir: Path, task: AbsTask) -> None:
-    """Download the repository of a task's data set, without changing the task."""
+    """Download the repository of a task's data set to `folder_of(data_dir, task)`, which must not exist."""
     target = folder_of(data_dir, task)
     temporary = temporary_path(target)
     create_folder(temporary)

@@ -93,7 +93,7 @@ class NerTask(Task):
 
 
 def run_ner(options: NerOptions) -> Path:
-    """Execute the runs that no earlier command has finished. After each dataset, write ner.json and ner.md.
+    """Execute the unfinished runs. After each dataset, write ner.json and ner.md.
 
     Return OUTPUT/MODEL, the folder with these files. Raises MissingInputError without a dataset, and ConversionError if
     the tokenizer cannot map words to tokens.

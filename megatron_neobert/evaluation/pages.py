@@ -35,7 +35,7 @@ def figure(path: Path, caption: str) -> str:
 
 
 def table(header: Sequence[str], measured: Sequence[Sequence[str]], reported: Sequence[Sequence[str]] = ()) -> str:
-    """Return a Markdown table: measured rows, then reported rows of the paper. With these, it has a column "source"."""
+    """Return a Markdown table: measured rows, then reported rows of the paper. Reported rows add a column "source"."""
     rows = [*measured, *reported]
     # Columns of numbers, dashes and "missing" are aligned to the right.
     are_numbers = [all(re.match(r"\d|–|-$|missing$", cells[column]) for cells in rows) for column in range(len(header))]

@@ -1,6 +1,6 @@
 """Figures of evaluations: curves of several models in one PNG of about 1,200 pixels, drawn without a display.
 
-The colours are those of Okabe and Ito, which colour-blind readers can distinguish. Markers and dashes differ too, for
+The colours, by Okabe and Ito, can be distinguished by colour-blind readers. Markers and dashes differ too, for
 print in black and white. Equal curves give equal bytes.
 """
 

@@ -151,7 +151,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
 
 
 def measure_document(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
-    """Return the result of a document, whose copies with one masked token each are computed in batches.
+    """Score a document with one masked token at a time, and return its result. Copies of the document form batches.
 
     Args:
         batch_tokens: Maximum tokens of a batch. Each position of a longer document is a batch of its own.

@@ -245,7 +245,7 @@ def fine_tuning(records: Sequence[Record], output: Path) -> list[str]:
 def _best_points(records: Sequence[Record]) -> list[str]:
     """Return Markdown blocks: the best point of each task, and a warning if models have other settings.
 
-    Seeds and steps are those of the best point's runs. The column "weights kept" names the weights of the best single
+    Seeds and steps belong to the runs of the best point. The column "weights kept" names the weights of the best single
     run, which may belong to another point.
     """
     rows, settings_of = [], dict[str, list[dict[str, Any]]]()  # task -> settings of each model
@@ -342,7 +342,7 @@ def _differences(*groups: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
-    """Return the mean, or None without scores or if a score is missing: a mean of the others is not comparable."""
+    """Return the mean, or None if there are no scores or one is missing: partial means are not comparable."""
     values = [score for score in scores if score is not None]
     return fmean(values) if values and len(values) == len(scores) else None
 

@@ -99,7 +99,7 @@ class Sweep:
 def run_sweep(sweep: Sweep) -> None:
     """Execute the runs that the ledger lacks, and add the task to OUTPUT/MODEL/KIND.json and .md.
 
-    Raises DataError if the initial weights are not those of the fingerprint taken at the start.
+    Raises DataError if the initial weights have changed since the fingerprint was taken at the start.
     """
     folder = sweep.options.output / model_name(sweep.options.model)
     with open_ledger(task_folder(folder, sweep.kind, sweep.task.name), sweep.options.device) as ledger:
@@ -125,9 +125,8 @@ def run_sweep(sweep: Sweep) -> None:
 def _run_points(ledger: Ledger, sweep: Sweep, earlier: Result | None) -> tuple[dict[str, Any], Result]:
     """Execute the runs that the ledger lacks, and print progress on stderr. Return settings and result of the sweep.
 
-    Of the runs of this sweep, only the best so far keeps its weights; the weights of the others are deleted. The best
-    run of `earlier`, the last finished sweep, keeps its weights, too, and stays the best if no run of this sweep is
-    better.
+    Only the best run so far keeps its weights; the weights of other runs are deleted. The best run of `earlier`, the
+    last finished sweep, also keeps its weights, and stays the best if no run of this sweep is better.
     """
     folder = ledger.path.parent
     units = {point: {**sweep.common_unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
@@ -186,7 +185,7 @@ def task_folder(folder: Path, kind: str, task: str) -> Path:
 
 
 def _read_record(folder: Path, kind: str, model: str) -> Record | None:
-    """Return the record of a model's last finished sweeps, or None if it is missing or of other weights."""
+    """Return the record of a model's last finished sweeps, or None if it is missing or belongs to other weights."""
     if not (path := folder / f"{kind}.json").exists():
         return None
     record = load_record(path, kind)

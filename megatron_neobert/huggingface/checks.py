@@ -75,7 +75,7 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
 
 
 def refuse_outside(path: Path, folder: Path) -> None:
-    """Raise ConversionError if a file, which is to be copied, is a link out of the model's folder.
+    """Raise ConversionError if a file to copy is a link out of the model's folder.
 
     In Hugging Face's cache, the files of snapshots/REVISION are links into blobs, which has the same owner.
     """

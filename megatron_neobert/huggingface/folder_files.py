@@ -2,7 +2,7 @@
 
 These are exports, ONNX exports and fine-tuned models. transformers 5 and sentence-transformers 6 write files that their
 previous versions cannot read (TokenizersBackend, sentence_transformers.base), and arguments of the call that loaded the
-model. Fine-tuning changes no tokenizer, so the files of the folder before it are written again, and module files have
+model. Fine-tuning changes no tokenizer, so the tokenizer files of the starting folder are copied, and module files have
 the format of sentence-transformers 3.
 """
 
@@ -34,7 +34,7 @@ _POOLING = {
 
 
 def restore_files(folder: Path, source: Path) -> None:
-    """Replace the tokenizer files in the folder of a fine-tuned model by those of `source`, the folder it started from.
+    """Replace the tokenizer files of a fine-tuned model by the files of `source`, the folder from which it started.
 
     config.json is written as `write_config` does. Raises OSError if a file cannot be written, and ConversionError if a
     file is a link out of `source`.
@@ -61,7 +61,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copy the files of a model that match a pattern, in subfolders as well. Chat templates are programs, and left out.
+    """Copy the files of a model that match a pattern, also in subfolders, but no chat templates (programs).
 
     Raise OSError if a file cannot be written, and ConversionError if a file is a link out of `source`.
     """

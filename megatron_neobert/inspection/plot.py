@@ -131,7 +131,7 @@ def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> 
 
 
 def series(run: RunLog, metric: str) -> tuple[list[int], list[float]]:
-    """Return iterations, increasing, and the metric's values at each of them.
+    """Return the iterations in increasing order, and the metric's value at each iteration.
 
     Validation metrics have the iterations that logged them. Other metrics have every interval, NaN where missing.
     """

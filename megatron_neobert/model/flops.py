@@ -46,7 +46,7 @@ def training_flops_per_token(
     Args:
         document_tokens: Length of a token's document, averaged over all tokens. Ignored for the layout "concatenated",
             in which a token attends to its whole packed sequence.
-        predicted_share: Share of the tokens that are predicted. None: as the settings say.
+        predicted_share: Share of the tokens that are predicted; None for the share in the settings.
     """
     model, data = settings.model, settings.data
     attended_tokens = data.seq_length if data.batch_layout == "concatenated" else document_tokens
@@ -68,7 +68,7 @@ def checkpoint_bytes(settings: Settings, *, vocab_size: int) -> int:
 def moment_bytes(settings: Settings, parameters: int, *, layers: int) -> int:
     """Return the bytes of the optimizer's fp32 moments.
 
-    Adam keeps two moments per parameter. Muon keeps one for each weight in a matrix of a layer, and two for the others.
+    Adam keeps two moments per parameter. Muon keeps one per weight in a matrix of a layer, and two per other parameter.
 
     Args:
         parameters: Number of parameters that the optimizer updates.
@@ -79,5 +79,5 @@ def moment_bytes(settings: Settings, parameters: int, *, layers: int) -> int:
 
 
 def _matrix_weights(model: ModelConfig) -> int:
-    """Return the weights in the matrices of one layer: four of attention, and two of GELU or three of SwiGLU."""
+    """Return the weights in the matrices of one layer: four for attention, and two for GELU or three for SwiGLU."""
     return 4 * model.hidden_size**2 + (3 if model.swiglu else 2) * model.hidden_size * model.ffn_width

@@ -113,7 +113,7 @@ def _installed_version(distribution: str) -> str:
 
 
 def _foreign_apex() -> str | None:
-    """Return the version of a package apex that is not NVIDIA's, or None without such a package. Imports nothing."""
+    """Return the version of a package apex that is not NVIDIA's, or None. Imports nothing."""
     spec = importlib.util.find_spec("apex")
     if spec is None or importlib.util.find_spec("amp_C") is not None:
         return None
@@ -161,8 +161,8 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
 def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
     """Return the packed attention of local layers for heads of `width` channels in bfloat16, and its name for the log.
 
-    It is FlashAttention 4 if the package flash-attn-4 is installed and computes on the current CUDA device what
-    attention in fp32 computes, gradients included. Otherwise it is torch's FlashAttention 2, and the name includes the
+    The kernel is FlashAttention 4 if the package flash-attn-4 is installed and agrees with attention in fp32 on the
+    current CUDA device, gradients included. Otherwise it is torch's FlashAttention 2, and the name includes the
     reason why an installed package does not work.
     """
     failure = ""
@@ -178,7 +178,7 @@ def choose_packed_attention(width: int) -> tuple[PackedAttention, str]:
 
 
 def attend_with_torch(heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, scale: float, is_causal: bool) -> Tensor:
-    """Return the context, [t, n, d], by torch's variable-length kernel: CUDA, bfloat16, d a multiple of 8."""
+    """Compute the context, [t, n, d], with torch's variable-length kernel: CUDA, bfloat16, d a multiple of 8."""
     # Only CUDA needs this import, and some builds of torch do not have the module.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -191,7 +191,7 @@ def attend_with_torch(heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, sc
 def attend_with_flash_attention_4(
     heads: Heads, cu_seqlens_n: Tensor, max_seqlen: int, *, scale: float, is_causal: bool
 ) -> Tensor:
-    """Return the context, [t, n, d], by the package flash-attn-4. Raises ModuleNotFoundError without it."""
+    """Compute the context, [t, n, d], with the package flash-attn-4. Raises ModuleNotFoundError without it."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     context_tnd, _ = flash_attn_varlen_func(

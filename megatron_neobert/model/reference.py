@@ -22,7 +22,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Shape of a NeoBERT model. The defaults are those of the published model with 245,136,954 parameters."""
+    """Shape of a NeoBERT model. The defaults give the published model with 245,136,954 parameters."""
 
     num_layers: int = 28
     hidden_size: int = 768

@@ -34,7 +34,7 @@ def to_transformer_config(settings: Settings) -> TransformerConfig:
     """Return Megatron's configuration of NeoBERT: pre-norm, no biases, no dropout.
 
     It has no rotary embedding, because CoreAttention (attention.py) rotates the halves of each head. Published weights
-    rotate adjacent channels, so conversion (checkpoint_conversion/mapping.py) permutes those of queries and keys.
+    rotate adjacent channels, so conversion (checkpoint_conversion/mapping.py) permutes queries and keys.
     """
     model, training = settings.model, settings.training
     kernels = choose_kernels(settings)

@@ -29,7 +29,7 @@ _DRAWN = 1 << 18
 
 
 class AssumedCorpus:
-    """Lengths of RefinedWeb's documents; stands for a `Corpus`, of which a plan reads lengths only.
+    """Lengths of RefinedWeb's documents, in place of a `Corpus`: a plan reads nothing but lengths.
 
     Raises:
         ConfigError: The limits of `component` select none of the drawn lengths.
@@ -67,7 +67,7 @@ def assumptions(settings: Settings) -> list[str]:
 def assume_phases(settings: Settings) -> list[OpenedCorpora]:
     """Return documents like RefinedWeb's for each phase of a run, and its tokenizer, or one with VOCAB_SIZE ids.
 
-    Of the --data-path of a phase, weights, `min` and `max` are applied; no file is opened.
+    Weights, `min` and `max` in --data-path are applied; no file is opened.
     """
     path = settings.data.tokenizer_model
     tokenizer = _build_tokenizer() if path is None else load_tokenizer(Path(path))

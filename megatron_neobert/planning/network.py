@@ -37,7 +37,7 @@ class Traffic:
 
 
 def step_traffic(settings: Settings, *, vocab_size: int, world_size: int, stage: int = 0) -> list[Traffic]:
-    """Return the collectives of a training step on a rank, except those of scalars (loss, norm, number of tokens).
+    """Return the collectives of a training step on a rank. Collectives of scalars (loss, norm, tokens) are left out.
 
     Args:
         vocab_size: Tokens in the vocabulary, without padding.
@@ -181,8 +181,8 @@ def plan_step(
 ) -> StepTime:
     """Return the time of a training step. Collectives of scalars are left out.
 
-    With overlap, gradients are reduced during the backward pass of the last micro-batch, except those of the last
-    bucket. Weights are gathered during the forward pass of the first micro-batch, except those of the first bucket.
+    With overlap, gradients are reduced during the backward pass of the last micro-batch, except the last
+    bucket. Weights are gathered during the forward pass of the first micro-batch, except the first bucket.
     Nothing hides the communication of tensor, context and pipeline parallelism.
 
     Args:

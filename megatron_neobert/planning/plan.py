@@ -314,7 +314,7 @@ def scaling_lines(
 ) -> list[str]:
     """Format a table with a line per number of GPUs.
 
-    Steps are those of the phase with the most FLOPs; hours and price are those of all phases.
+    The step is from the phase with the most FLOPs. Hours and price are sums over all phases.
     """
     main = max(range(len(forecasts)), key=lambda number: forecasts[number].flops * forecasts[number].iterations)
     price = "" if options.price is None else f"{'price':>10}"

@@ -191,7 +191,7 @@ def build_folder(output: Path) -> Iterator[Path]:
 def saving_weights(folder: Path) -> Iterator[None]:
     """Run a `with` block in which safetensors or torch.save write into `folder`.
 
-    Their errors for a full disk are no OSError, and become SaveError.
+    Their errors for a full disk, which are not OSErrors, become SaveError.
     """
     from safetensors import SafetensorError
 

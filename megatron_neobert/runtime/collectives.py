@@ -16,7 +16,7 @@ _LOST_CONNECTION = re.compile(
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Return whether an error of a collective means that the connection to another rank is lost."""
+    """Return True if an error of a collective means that the connection to another rank is lost."""
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
@@ -36,7 +36,7 @@ def pending_collective() -> str:
 
 
 def main_thread_waits() -> bool:
-    """Return whether the main thread is in code that waits for other ranks: Megatron's or torch.distributed's."""
+    """Return True if the main thread is in code that waits for other ranks: Megatron's or torch.distributed's."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     name = "" if frame is None else frame.f_code.co_filename
     # The last is the start of the process group, which waits for the store.

@@ -12,7 +12,7 @@ _LARGEST = 2**31 - 1  # ranks are int32 in NCCL and gloo
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """This node of a run. `address` and `port` are those of node 0, and empty in a run of one node."""
+    """This node of a run. `address` and `port` belong to node 0, and are empty in a run of one node."""
 
     nodes: int
     rank: int
@@ -67,7 +67,7 @@ def local_rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this is rank 0, which logs for all ranks."""
+    """Return True if this is rank 0, which logs for all ranks."""
     return int(os.environ.get("RANK", "0")) == 0
 
 

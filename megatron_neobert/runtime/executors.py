@@ -79,7 +79,7 @@ def _deferred_stop_signals() -> Iterator[None]:
 
 @contextmanager
 def deferred(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Handle these signals only when the block has ended; in other threads than the main one, change nothing."""
+    """Handle these signals only when the block has ended. Outside the main thread, do nothing."""
     received: list[int] = []
     # Python allows signal handlers in the main thread only.
     is_main = threading.current_thread() is threading.main_thread()

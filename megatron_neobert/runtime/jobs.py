@@ -175,7 +175,7 @@ def run_jobs(
 def finish_jobs(
     jobs: Sequence[Job[Any]], options: JobOptions, *, label: str, function: Callable[[Any], Any] = run_job
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Run the jobs that are not finished. Yield pairs (job, record), finished jobs first, the others as they end.
+    """Run the jobs that are not finished. Yield pairs (job, record), finished jobs first, all other jobs as they end.
 
     Nothing runs before the first item is requested. A progress bar is drawn on standard error. Raise ChildProcessError
     if a worker dies, ConfigError or ModuleNotFoundError if Ray cannot start, or the exception that a job raised.

@@ -3,8 +3,8 @@
 1. The gradient norm is a Python number, so the host waits for the device; without Transformer Engine and Apex it waits
    once more per parameter. `norm_on_device` returns a tensor. 0.19 does so with some versions of Transformer Engine.
 2. `finalize_model_grads` reads the number of tokens from the device. `finalize_gradients` does not, nor does 0.19.
-3. All ranks wait in the store for each group of the run: 11,270 groups with 1,024 ranks, about twenty minutes
-   (docs/performance.md). With `use_local_synchronization` a rank waits only for the 17 groups it is in.
+3. All ranks wait in the store for each group of the run: 11,270 groups with 1,024 ranks, about twenty
+   minutes. With `use_local_synchronization` a rank waits only for the 17 groups it is in.
 
 tests/gpu_path tests the first two. Checkpoints do not use megatron.core's format for the state of its distributed
 optimizer, which has another defect: it cuts the state at wrong offsets if a bucket before the last one is padded.

@@ -46,7 +46,7 @@ def create_folder(path: Path) -> None:
 
 
 def is_own_folder(path: Path, record: str = RECORD) -> bool:
-    """Return True if the path is a folder, and no link, that is empty or has our record.
+    """Return True if the path is a folder, not a link, that is empty or has our record.
 
     Args:
         record: Name of another file that identifies a folder of this project, besides RECORD.
@@ -135,7 +135,7 @@ def open_own(path: Path) -> IO[bytes]:
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open a lock file, see `open_own`. Raise OutputError also if it has a content that no lock file has."""
+    """Open a lock file, see `open_own`. Raise OutputError if its content is not that of a lock file."""
     stream = open_own(path)
     stream.seek(0)
     if stream.read(len(_LOCK_RECORD)) not in (b"", _LOCK_RECORD):
@@ -145,7 +145,7 @@ def open_lock(path: Path) -> IO[bytes]:
 
 
 def create_temporary(path: Path) -> IO[bytes]:
-    """Create a file for writing. What has this name is deleted: the file of a killed process with our number.
+    """Create a file for writing. Delete an existing file, which a killed process with the same number has left.
 
     Raise OSError if the file cannot be created.
     """

@@ -169,7 +169,7 @@ class Watcher:
         return self._published
 
     def _exchange_status(self) -> Failure | None:
-        """Publish the status of this rank, and return the failure of the run, which this rank may have to find."""
+        """Publish the status of this rank, detect failures, and return the first failure of the run or None."""
         progress = self._published.progress
         is_idle = self._publish().progress == progress
         if failure := self._run.failure():

@@ -24,7 +24,7 @@ class GraphedSchedule:
     """`run_schedule` with a graph. The run must be built and trained on a stream that is not CUDA's default stream.
 
     The first step with new shapes runs without a graph, because kernels are chosen and compiled in it. The second one
-    is captured. All steps of a phase have the same shapes, but for the number of documents. It is padded to the largest
+    is captured. All steps of a phase have the same shapes, except the number of documents. It is padded to the largest
     number so far, so the graph is captured again a few times at the start of a phase.
     """
 
@@ -87,20 +87,20 @@ def mark_weights_as_updated(run: Run) -> None:
     """Make the next forward pass gather the weights of other ranks, if gathering overlaps with computing.
 
     Megatron gathers a bucket of weights unless its `param_gather_dispatched` is set. Each forward pass sets the flag,
-    and the end of a backward pass clears it, but a replay does not. Captured after a validation, a graph would hold no
-    gather; validated after a replay, weights of other ranks would be those before the update.
+    and the end of a backward pass clears it, but a replay does not. Otherwise a graph that is captured
+    after a validation would have no gather, and a validation after a replay would use outdated weights of other ranks.
     """
     for group in run.model.bucket_groups:
         group.param_gather_dispatched = False
 
 
 def _shapes(batch: MicroBatch) -> tuple:
-    """Return what must be equal in all steps of a graph."""
+    """Return the sizes and the kind of attention, which must be equal in all steps of a graph."""
     return batch.max_seqlen, batch.is_causal, len(batch.tokens_t), len(batch.labels_m)
 
 
 def copy_batch(batch: MicroBatch, target: MicroBatch) -> None:
-    """Copy the tensors of a micro-batch to those of `target`, which has more empty documents at the end."""
+    """Copy the tensors of a micro-batch into `target`, which has more empty documents at the end."""
     for name in ("tokens_t", "labels_m", "masked_positions_m"):
         getattr(target, name).copy_(getattr(batch, name), non_blocking=True)
     bounds = len(batch.cu_seqlens_n)

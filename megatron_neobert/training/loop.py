@@ -93,7 +93,7 @@ def train(run: Run, monitor: Monitor, watcher: Watcher) -> int:
     """Train from `run.state` until the last iteration, a stop request, or a failure. Changes `run`.
 
     Returns:
-        The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 after a stop without one.
+        The exit code: 0 after the last iteration, 75 after a stop with a checkpoint, 130 without a checkpoint.
 
     Collective: all ranks.
     """
@@ -195,7 +195,7 @@ def _control_after_step(run: Run, result: StepResult) -> LoopControl:
 def _validate(run: Run, monitor: Monitor, saver: Saver, watcher: Watcher, control: LoopControl) -> LoopControl:
     """Compute and log the loss over the first `eval_iters` batches of each held-out corpus. Updates `run.state`.
 
-    The objective is that of the current phase; all other settings are those of the first phase.
+    The objective is from the current phase, all other settings are from the first phase.
 
     A stop request ends the validation. Nothing is logged then, and the validation is repeated when the run resumes.
 

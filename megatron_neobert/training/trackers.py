@@ -1,7 +1,7 @@
 """Trackers of logged values: SAVE/metrics.jsonl, TensorBoard, and optionally Weights & Biases. Only rank 0 uses them.
 
 A resumed run appends to metrics.jsonl, first a line with `start` and the iteration of its checkpoint. Readers then drop
-the values after this iteration, because the run repeats these iterations or goes back to take another course.
+the values after this iteration, because the run repeats these iterations or takes another course.
 The id of a run at Weights & Biases is stored in the save folder, so that the same command resumes the same run. A
 tracker that fails is reported once, and training continues.
 """

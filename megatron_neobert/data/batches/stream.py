@@ -50,7 +50,7 @@ class BatchPhase:
     order: OrderKey = OrderKey()  # noqa: RUF009  immutable
 
     def start_after(self, order: OrderKey, cursor: Cursor) -> Cursor:
-        """Return where this phase begins after batches with the key `order`, which ended at `cursor`.
+        """Return the cursor at which this phase begins, after batches with the key `order` that ended at `cursor`.
 
         This is the start of the data if the documents or their order differ, the start of the next unread window if
         only their packing differs, and otherwise `cursor`.

@@ -171,9 +171,9 @@ def masked_capacity(tokens: int, *, probability: float) -> int:
 
 
 def document_capacity(documents: int) -> int:
-    """Return the number that a micro-batch of `documents` documents, dummies included, is padded to.
+    """Return the number of documents to which a micro-batch of `documents` documents, dummies included, is padded.
 
-    A power of two from 32 to 512, or a multiple of 512.
+    The result is a power of two from 32 to 512, or a multiple of 512.
     """
     # Attention kernels start blocks for empty documents, too, and cuDNN is planned anew for each number. Up to 512,
     # Transformer Engine itself rounds in this way. 64 packed sequences of 1,024 tokens contain 139 web pages on

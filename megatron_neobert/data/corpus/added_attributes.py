@@ -21,7 +21,7 @@ from megatron_neobert.runtime.jobs import JobFolder
 
 
 def attributes_folder(corpus: Corpus) -> JobFolder:
-    """Return PREFIX.attributes.partial, not yet entered. Its lock allows one addition to a corpus at a time."""
+    """Return the context manager of PREFIX.attributes.partial. Its lock allows one addition to a corpus at a time."""
     return JobFolder(corpus.files.attributes.absolute().with_suffix(".partial"))
 
 

@@ -1,4 +1,4 @@
-"""Columns of document attributes: writing the columns of one chunk, and joining those of all chunks.
+"""Columns of document attributes: writing the columns of one chunk, and joining the columns of all chunks.
 
 An attribute value is a number, a text or a truth value; lists and objects become missing values. A column has one type:
 integers of 64 bits, floats, truth values or texts. If the values of a record key have several types, all become texts.

@@ -135,10 +135,10 @@ def _open_file(path: Path, **options: Any) -> "Iterator[pq.ParquetFile]":
 
 
 def _read_columns(corpus: Corpus, names: set[str]) -> "Iterator[tuple[int, dict[str, pa.Array]]]":
-    """Yield for each batch of consecutive documents the number of its first document, and {name: column} for `names`.
+    """Yield (number of the first document, {name: column}) of each batch of documents.
 
     Raises:
-        ConfigError: The corpus lacks an attribute, or an attribute has neither numbers, texts, nor true and false.
+        ConfigError: The corpus lacks an attribute, or one has values other than numbers, texts and truth values.
         DataError: A file of attributes is damaged.
     """
     stored = sorted(names - DERIVED.keys())

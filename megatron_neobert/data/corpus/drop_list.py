@@ -83,7 +83,7 @@ def read_drop_list(path: Path, corpus: Corpus) -> tuple[DropListEntry, NDArray[n
 
 
 def _read_header(path: Path) -> tuple[int, list[DropListEntry]]:
-    """Return the bytes and the entries of the header. Raise DataError if the file is not a drop list."""
+    """Return the size of the header in bytes, and its entries. Raise DataError if the file is not a drop list."""
     with path.open("rb") as stream:
         header = stream.readline(_LONGEST_HEADER_BYTES)
     try:
@@ -96,7 +96,7 @@ def _read_header(path: Path) -> tuple[int, list[DropListEntry]]:
 
 
 def refuse_other_file(path: Path) -> None:
-    """Raise OutputError if the path exists and is not a drop list, which alone may be replaced."""
+    """Raise OutputError if the path exists and is not a drop list. Only drop lists are replaced."""
     try:
         is_drop_list = path.is_file() and not path.is_symlink() and bool(_read_header(path))
     except DataError:

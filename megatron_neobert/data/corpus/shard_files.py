@@ -37,7 +37,7 @@ def write_index(index: NewFile, lengths: Sequence[Path], dtype: np.dtype[Any]) -
 
     Args:
         lengths: Files of the lengths of documents in tokens, as int32. The files are read one after the other.
-        dtype: Of the token ids in the .bin, one of DTYPES.
+        dtype: Dtype of the token ids in the .bin, one of DTYPES.
     """
     code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
     documents = sum(file.stat().st_size for file in lengths) // 4

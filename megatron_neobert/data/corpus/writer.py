@@ -108,9 +108,9 @@ def write_corpus(
         chunks: In the order of the input files; the chunks of an input file are consecutive and in order. At least one
             has a document.
         files: Final paths. No other process may use PREFIX.partial, which has the files of the chunks.
-        dtype: Of the ids; None for that of the vocabulary.
+        dtype: Dtype of the ids; None for the result of `token_dtype`.
         shard_bytes: Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
-        options: How the corpus shards are written; None writes one after the other.
+        options: Workers that write the corpus shards; None writes one shard after the other.
         text_key: Recorded in the manifest, as are `filters` and `quarantined`; see `Manifest`.
     """
     dtype, folder = dtype or token_dtype(tokenizer.vocab_size), files.partial.absolute()
@@ -184,7 +184,7 @@ def _group_chunks(
 def _sum(
     chunks: Sequence[Finished[TokenizedChunk]],
 ) -> tuple[Counts, dict[str, InputRecord], dict[str, BackendRecord]]:
-    """Return the counts of all chunks, the records of their input files, and those of their tokenizer back ends."""
+    """Return the sums of all chunks: counts, records of input files, and records of tokenizer back ends."""
     total, inputs, backends = Counts(), dict[str, InputRecord](), dict[str, BackendRecord]()
     for chunk in (finished.result for finished in chunks):
         counts = chunk.counts
@@ -229,8 +229,8 @@ def _replace_old_corpus(files: CorpusFiles, manifest: Manifest, work: Path) -> N
 def refuse_existing(files: CorpusFiles, *, overwrite: bool) -> None:
     """Raise OutputError if a file of the corpus exists, unless `overwrite` is set.
 
-    Raise it even then if the files have no manifest of ours, unless a killed run, which removes the manifest first, has
-    left PREFIX.partial.
+    With `overwrite`, raise it if the files have no manifest of this project, unless PREFIX.partial shows that a killed
+    run has removed the manifest.
     """
     paths = [*files.existing_files(), files.manifest]
     existing = [str(path) for path in paths if path.exists()]

@@ -26,7 +26,7 @@ _MIX_64 = np.uint64(0xD6E8FEB86659FD93)
 
 @dataclass(frozen=True)
 class MinHashSettings:
-    """Settings that decide which documents are near-duplicates. The first three defaults are those of datatrove."""
+    """Settings that decide which documents are near-duplicates. The first three defaults are datatrove's."""
 
     bands: int = option(14, "number of bands; documents with an equal band are compared", minimum=1)
     rows: int = option(8, "permutations per band", minimum=1)
@@ -82,7 +82,7 @@ def band_keys(minima_pn: NDArray[np.uint32], rows: int) -> NDArray[np.uint64]:
 
 
 def hash_documents(ids: NDArray[np.integer], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of the token ids of each document; the arguments are those of `minima`."""
+    """Return a 64-bit hash of the token ids of each document. `minima` describes the arguments."""
     bounds, content = [0, *(ids.itemsize * np.cumsum(lengths, dtype=np.int64)).tolist()], ids.tobytes()
     hashes = (hashlib.blake2b(content[begin:end], digest_size=8).digest() for begin, end in pairwise(bounds))
     return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64)

@@ -1,7 +1,7 @@
 """Find documents that share an n-gram with evaluation texts, and write a drop list of them.
 
 Evaluation texts are a corpus, too: `neobert preprocess` reads their files, with the tokenizer of the searched corpora.
-One job per chunk of documents looks for the 64-bit hash of each of its n-grams among those of the evaluation texts.
+One job per chunk of documents looks for the 64-bit hashes of its n-grams among the hashes of the evaluation texts.
 Texts of fewer than n tokens are not searched for. Memory per worker: up to 50 bytes per n-gram of the evaluation texts
 (4.5 million n-grams: measured 44, and 46 without worker processes).
 
@@ -125,9 +125,10 @@ def to_header(settings: OverlapSettings, corpora: Sequence[Corpus]) -> dict[str,
 def _hash_documents(
     corpus: Corpus, numbers: NDArray[np.int64] | None, ngram: int
 ) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.int64]]]:
-    """Yield for consecutive steps the index of the first document, and hashes and documents of its n-grams.
+    """Yield (index of the first document, n-gram hashes, document of each hash) for consecutive steps.
 
-    Documents are counted from the first one of the step. `numbers` are the documents to read, None for all.
+    The document of a hash is counted from the first document of its step. `numbers` are the documents to read, None for
+    all.
     """
     numbers = np.arange(len(corpus)) if numbers is None else numbers
     lengths = corpus.lengths_of(numbers)

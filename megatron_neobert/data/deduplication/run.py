@@ -167,7 +167,7 @@ class PairJob(Job[None]):
             compare(positions[pairs])
 
     def _read_bucket(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return the sorted keys of this bucket, and their documents; those of one key are in ascending order."""
+        """Return the sorted keys of this bucket, and their documents. Documents of one key are in ascending order."""
         low, high = (number * 2**64 // self.buckets for number in (self.bucket, self.bucket + 1))
         columns = [
             job.read_keys(self.band, low, high) for job in signature_jobs(self.folder, self.documents, self.minhash)

@@ -62,7 +62,7 @@ class SearchedDocuments:
         return [range(at, min(at + step, end)) for start, end in pairwise(bounds) for at in range(start, end, step)]
 
     def by_corpus(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Corpus, NDArray[np.int64]]]:
-        """Yield for each corpus with documents in `numbers` a mask of them, the corpus, and their numbers in it.
+        """Yield (mask of its documents in `numbers`, corpus, their numbers in the corpus) for each corpus.
 
         The mask has the shape of `numbers`. Raise DataError if a corpus has changed since the run began.
         """
@@ -78,7 +78,8 @@ def begin(
 ) -> None:
     """Start or resume a search; `recorded` are its settings.
 
-    Raise OutputError if `output` exists, without `overwrite` or an unfinished run to resume, or is no drop list.
+    Raise OutputError if `output` exists and may not be replaced: it is not a drop list, or there is neither `overwrite`
+    nor an unfinished run to resume.
     """
     may_replace = settings.overwrite or (settings.resume and folder.has_begun)
     if settings.output.exists() and not may_replace:
@@ -109,12 +110,12 @@ def is_complete(settings: SearchSettings, corpora: Sequence[Corpus], recorded: M
 
 
 def job_folder(settings: SearchSettings) -> JobFolder:
-    """Return OUTPUT.partial, not yet entered. Its path is absolute, as workers have other working directories."""
+    """Return the context manager of OUTPUT.partial. Its path is absolute, because workers have other folders."""
     return JobFolder(settings.output.absolute().with_name(f"{settings.output.name}.partial"))
 
 
 def steps_of(lengths: NDArray[np.integer]) -> list[slice]:
-    """Return consecutive slices of about _STEP_TOKENS tokens: at most that number and one element more."""
+    """Return consecutive slices of at most _STEP_TOKENS tokens plus the tokens of one element."""
     step_of = np.cumsum(lengths, dtype=np.int64) // _STEP_TOKENS
     bounds = [0, *(np.flatnonzero(np.diff(step_of)) + 1).tolist(), len(lengths)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]

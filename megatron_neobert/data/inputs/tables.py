@@ -231,7 +231,7 @@ def _check_offsets(column: "pa.Array") -> None:
 def _named_damage(chunk: Chunk) -> Iterator[None]:
     """Context manager: convert pyarrow errors, ValueError and OverflowError to DataError. Name the file in OSErrors.
 
-    An OSError of pyarrow is of no subclass and has no errno. All others are errors of the file system or the network.
+    pyarrow raises plain OSErrors without errno. All other OSErrors come from the file system or the network.
     """
     import pyarrow as pa
 

@@ -139,7 +139,7 @@ def _add_response(batch: RecordBatch, block: bytes, number: int, fields: Fields,
 
 
 def join_chunks(body: bytes) -> bytes:
-    """Return a body whose `Transfer-Encoding` is chunked as one piece.
+    """Return a body with chunked `Transfer-Encoding` as one piece.
 
     Archives often store the joined body under the header of the server, so a body without chunks is returned as it is.
     """
@@ -155,7 +155,7 @@ def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
     """Return up to `limit` + 1 decompressed bytes of a body with this `Content-Encoding`.
 
     Archives often store the decompressed body under the header of the server, so a body that cannot be decompressed is
-    returned as it is. Of a truncated body, the part before its end is returned.
+    returned as it is. For a truncated body, return the part before its end.
     """
     content = b""
     if encoding == "br":

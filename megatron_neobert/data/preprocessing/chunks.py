@@ -36,7 +36,7 @@ class DamagedInput(DataError):
 
 @dataclass(frozen=True)
 class TokenizeJob(Job[TokenizedChunk]):
-    """Tokenize one chunk. Its files are those of `TokenizedChunk`."""
+    """Tokenize one chunk. `TokenizedChunk` describes its files."""
 
     result_type = TokenizedChunk
 

@@ -225,7 +225,7 @@ def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
 def is_complete(plan: Plan) -> bool:
     """Return True if no run is unfinished, and the corpus matches settings and input files (size and time, no hash).
 
-    Of --shard-size, only its absence is compared, with the number of corpus shards.
+    --shard-size is not compared, except that a corpus with several shards needs one.
     """
     files, settings = plan.files, plan.settings
     manifest = None if JobFolder(files.partial).has_begun else _read_complete(files)

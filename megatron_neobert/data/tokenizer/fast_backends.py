@@ -1,4 +1,4 @@
-"""Encode with a fast back end, and verify that its ids are those of the reference.
+"""Encode with a fast back end, and verify that its ids equal the reference's.
 
 The reference is `Tokenizer.encode_batch`. A fast back end must give the same ids for `probe_strings` before it is used,
 and for the first documents of each chunk and every 2,000th document after that. The only fast back end is nanotoken,
@@ -73,8 +73,8 @@ class Encoder:
         note: Reason why "auto" did not choose a fast back end, or None.
         is_reference: True if the ids come from the tokenizer itself.
         compared: Number of documents since `start_chunk` whose ids were compared with the reference.
-        sampled_characters: Characters of the documents that `_select` chose since `start_chunk`.
-        unknown_characters: Those of them that unknown tokens replace.
+        sampled_characters: Number of characters in the documents that `_select` chose since `start_chunk`.
+        unknown_characters: Number of sampled characters that unknown tokens replace.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, name: str, note: str | None = None, fast: EncodeTexts | None = None):

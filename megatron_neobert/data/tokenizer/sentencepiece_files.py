@@ -1,6 +1,6 @@
 """Read SentencePiece models (BPE and Unigram) as back ends of the `tokenizers` library.
 
-The ids are those of SentencePiece with four exceptions:
+The ids equal SentencePiece's, with four exceptions:
 
 - The text of a special token stays text, even if the model declares the token user-defined.
 - A text that consists of one user-defined symbol gets no space in front.
