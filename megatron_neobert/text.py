@@ -92,12 +92,12 @@ def in_bytes(size: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units, such as `9 d 2 h` or `3 min 5 s`; from 10 days on, only in days."""
+    """Return a duration in its two largest units, such as `9 d 2 h` or `3 min 5 s`; from 10 days on, as `10.5 d`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
-        return f"{days:,} d" if days >= 10 else f"{days} d {hours} h"
+        return f"{days + hours / 24:,.1f} d" if days >= 10 else f"{days} d {hours} h"
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -20,7 +20,7 @@ from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.planning.forecast import sample_iteration
 from megatron_neobert.planning.plan import checkpoint_lines, print_plan, start_warnings
 from megatron_neobert.runtime.folder_kinds import MANIFEST
-from megatron_neobert.text import approximate, in_bytes, percent
+from megatron_neobert.text import approximate, duration, in_bytes, percent, with_prefix
 
 # ---- averages over iterations
 
@@ -111,8 +111,8 @@ def test_time_hours_and_price_are_flops_divided_by_the_measured_rate(tiny_corpus
     seconds = flops * sample.tokens * 10**12 / (gpu.bf16_tflops * 1e12 * percent_of_peak / 100)
     lines = plan_of(settings, capsys, price=2.5).splitlines()
     (line,) = [line for line in lines if " H200 " in line and "fits" in line]
-    assert f" {seconds / 86_400:,.1f} days " in line
-    assert f" {approximate(sample.tokens * 10**12 / seconds)} " in line
+    assert f" {duration(seconds)} " in line
+    assert f" {with_prefix(sample.tokens * 10**12 / seconds, '')} " in line
     (row,) = [line for line in lines if line.endswith(f" {2.5 * seconds / 3600:,.0f}")]
     assert row.split()[0] == "1" and f" {seconds / 3600:,.1f} " in row
     assert any("A100" in line for line in lines) == (not compute), "an A100 has no FP8"
