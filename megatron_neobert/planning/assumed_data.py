@@ -11,8 +11,9 @@ from tokenizers import models
 
 from megatron_neobert.config.data_path import Component, parse_data_path, whole_weights
 from megatron_neobert.config.phases import resolve_phases
-from megatron_neobert.config.schema import Settings
+from megatron_neobert.config.schema import DataConfig, Settings
 from megatron_neobert.data.batches.corpora import OpenedCorpora
+from megatron_neobert.data.batches.order import split_documents
 from megatron_neobert.data.batches.windows import Source
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.tokenizer.files import STANDARD_NAMES, build_bert_backend
@@ -71,16 +72,16 @@ def assume_phases(settings: Settings) -> list[OpenedCorpora]:
     """
     path = settings.data.tokenizer_model
     tokenizer = _build_tokenizer() if path is None else load_tokenizer(Path(path))
-    return [_assume(phase.settings.data.data_path, tokenizer) for phase in resolve_phases(settings)]
+    return [_assume(phase.settings.data, tokenizer) for phase in resolve_phases(settings)]
 
 
-def _assume(data_path: tuple[str, ...], tokenizer: Tokenizer) -> OpenedCorpora:
-    components = parse_data_path(data_path or ("RefinedWeb",))
+def _assume(data: DataConfig, tokenizer: Tokenizer) -> OpenedCorpora:
+    components = parse_data_path(data.data_path or ("RefinedWeb",))
     corpora = [AssumedCorpus(component) for component in components]
     return OpenedCorpora(
         tokenizer=tokenizer,
         training=tuple(
-            Source(cast(Corpus, corpus), range(corpus.documents), weight)
+            Source(cast(Corpus, corpus), split_documents(corpus.documents, data.share_of_data_path)[0], weight)
             for corpus, weight in zip(corpora, whole_weights(components), strict=True)
         ),
         validation={},
