@@ -217,8 +217,8 @@ def print_document(text: str, ids: list[int]) -> None:
 def print_report(plan: Plan, report: run.PreprocessReport) -> None:
     """Print counts and files of a finished run; warnings go to stderr."""
     counts = report.counts
-    for reason in report.damaged:
-        print(f"warning: left out by --quarantine: {visible(reason)}", file=sys.stderr)
+    for left_out in report.manifest.quarantined.values():
+        print(f"warning: left out by --quarantine: {visible(left_out.reason)}", file=sys.stderr)
     warn_of_unknown_text(counts)
     print(
         f"{counts.documents:,} documents | {counts.tokens:,} tokens | {counts.utf8_bytes / 1e6:,.1f} MB of text in "

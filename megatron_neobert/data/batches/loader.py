@@ -148,9 +148,7 @@ def build_dali_loader(stream: BatchStream, *, num_workers: int, device: torch.de
     """Return an iterator over the same steps as `build_loader`, with their tensors on `device`.
 
     The device is the CPU or a GPU with an index. The tensors of a step stay valid for as long as the caller keeps them.
-
-    Raises:
-        ConfigError: DALI is not installed. Raised by the call, not by the iterator.
+    Raise ConfigError if DALI is not installed.
     """
     # Imported here, so that the error comes before the first step.
     try:

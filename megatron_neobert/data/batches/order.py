@@ -216,16 +216,9 @@ def _scale_odd(indices: NDArray[np.int64], factor: int, divisor: int, *, less: i
 def split_documents(documents: int, split: str) -> list[SplitPart]:
     """Divide the documents of a corpus into parts for training, validation and test, of the sizes that Megatron uses.
 
-    Args:
-        documents: Number of documents in the corpus.
-        split: One to three weights with any sum, such as `99,1` or `969,30,1`; weight 0 gives an empty part.
-
-    Returns:
-        One part per weight. Each document is in one part. Cumulative sizes are rounded to the nearest document, halves
-        to even.
-
-    Raises:
-        ConfigError: The weights are malformed, or a part with a weight above 0 would be empty.
+    `split` has one to three weights with any sum, such as `99,1` or `969,30,1`. There is one part per weight; weight 0
+    gives an empty part. Each document is in one part. Cumulative sizes are rounded to the nearest document, halves to
+    even. Raise ConfigError if the weights are malformed, or a part with a weight above 0 would be empty.
     """
     # Source: megatron-core 0.16.1 datasets/blended_megatron_dataset_config.py (cumulative weights) and
     # blended_megatron_dataset_builder.py (rounding).

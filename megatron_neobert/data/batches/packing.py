@@ -102,8 +102,7 @@ def join_sequences(groups: Sequence[PackedSequences]) -> PackedSequences:
 def cut_documents(documents: Documents, *, seq_length: int, long_documents: LongDocuments) -> Segments:
     """Cut documents, in order, into segments that fit into `seq_length` tokens together with their [CLS] and [SEP].
 
-    Args:
-        long_documents: `truncate` keeps the first segment of each document, `chunk` keeps all.
+    `truncate` keeps the first segment of each document, `chunk` keeps all.
     """
     segment_tokens = seq_length - ADDED_TOKENS
     segments_n = -(-documents.lengths_n.astype(np.int64) // segment_tokens)
@@ -140,9 +139,7 @@ def concatenate_documents(documents: Documents, *, seq_length: int, long_documen
     """Join the documents of one window, at least one, end to end, and cut them into sequences of `seq_length` tokens.
 
     Each document has one [CLS] and one [SEP], even if it is cut. Only the last sequence of the window can be shorter.
-
-    Args:
-        long_documents: `truncate` keeps the first `seq_length - 2` tokens of each document, `chunk` keeps all.
+    `truncate` keeps the first `seq_length - 2` tokens of each document, `chunk` keeps all.
     """
     lengths_n = documents.lengths_n.astype(np.int64)
     if long_documents == "truncate":
@@ -173,11 +170,8 @@ def concatenate_documents(documents: Documents, *, seq_length: int, long_documen
 def best_fit_decreasing(sizes: list[int], *, capacity: int) -> list[int]:
     """Return for each segment the index of its sequence. Sequences are numbered from 0 as they are opened.
 
-    A segment goes into the fullest sequence that has room for it. If none has room, a new sequence is opened.
-
-    Args:
-        sizes: Tokens of each segment, in decreasing order, at most `capacity`. At least one segment.
-        capacity: Tokens that fit into a sequence.
+    A segment goes into the fullest sequence that has room for it. If none has room, a new sequence is opened. `sizes`
+    are the tokens of each segment, at least one segment, in decreasing order and at most `capacity`.
     """
     smallest = sizes[-1]
     sequences_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]

@@ -42,14 +42,10 @@ def is_added(corpus: Corpus, origin: str, name: str) -> bool:
 
 
 def add_attribute(corpus: Corpus, origin: str, name: str, values: Sequence[Any] | NDArray[Any]) -> None:
-    """Add an attribute to a corpus, unless it has one of this origin.
+    """Add an attribute with one value per document to a corpus, unless it has one of this origin.
 
-    Args:
-        origin: What computed the attribute, for the manifest.
-        values: One value per document.
-
-    Raises:
-        DataError: The corpus has been written again since it was opened.
+    `origin` states what computed the attribute, for the manifest. Raise DataError if the corpus has been written again
+    since it was opened.
     """
     import pyarrow as pa
 

@@ -60,8 +60,7 @@ def adopt(prefix: str, tokenizer: Tokenizer) -> tuple[Corpus, int | None]:
 class _MegatronIndex:
     """The documents of Megatron's .idx, each of which is a run of sequences.
 
-    Raises:
-        DataError: The index contradicts itself or the size of the .bin.
+    Raise DataError if the index contradicts itself or the size of the .bin.
     """
 
     def __init__(self, files: CorpusFiles) -> None:

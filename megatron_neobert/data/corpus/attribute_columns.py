@@ -48,8 +48,7 @@ def check_record_keys(keys: Sequence[str]) -> Iterator[str]:
 def pack_columns(columns: Mapping[str, Sequence[object]]) -> bytes:
     """Return the attributes of a chunk as the bytes of an Arrow IPC file.
 
-    Args:
-        columns: For each record key, one value per document of the chunk. None stands for a missing value.
+    `columns` has, for each record key, one value per document of the chunk. None stands for a missing value.
     """
     import pyarrow as pa
 
@@ -142,10 +141,8 @@ def _common_type(types: "set[pa.DataType]", columns: "Iterable[pa.ChunkedArray]"
     """Return the type of a column whose chunks have these types.
 
     Integers and floats become integers if all floats are whole numbers, such as ids that pandas wrote as floats, floats
-    if no integer changes by this, and texts otherwise. Any other mixture of types becomes texts.
-
-    Args:
-        columns: The values of all chunks; only read for integers and floats.
+    if no integer changes by this, and texts otherwise. Any other mixture of types becomes texts. `columns` are the
+    values of all chunks; they are only read for integers and floats.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -53,10 +53,8 @@ _COMPARE = {
 class ChosenDocuments:
     """The documents of a corpus whose bits are set.
 
-    Finding the n-th chosen document takes a binary search for its block and a search in the bits of that block.
-
-    Args:
-        bits: As `choose_documents` returns them, but the bits after the last document are 0.
+    Finding the n-th chosen document takes a binary search for its block and a search in the bits of that block. `bits`
+    are those of `choose_documents`, but the bits after the last document are 0.
     """
 
     def __init__(self, bits: NDArray[np.uint8]) -> None:
@@ -79,15 +77,11 @@ class ChosenDocuments:
 
 
 def choose_documents(corpus: Corpus, conditions: Sequence[str], drop: Sequence[str] = ()) -> NDArray[np.uint8]:
-    """Return one bit per document, set if all conditions hold and no drop list drops the document.
+    """Return one bit per document, set if all conditions hold and none of the drop lists drops the document.
 
-    Each byte has eight documents, the first in its lowest bit. Bits after the last document pad the array to whole
-    blocks of 256 bits; their values have no meaning. A missing value satisfies neither a comparison nor its negation.
-
-    Args:
-        corpus: The corpus.
-        conditions: Expressions of config/expressions.py.
-        drop: Paths of drop lists.
+    `conditions` are expressions of config/expressions.py, and `drop` has the paths of the drop lists. A missing value
+    satisfies neither a comparison nor its negation. Each byte has eight documents, the first in its lowest bit. Bits
+    after the last document pad the array to whole blocks of 256 bits; their values have no meaning.
     """
     bits = np.full(-(-len(corpus) // _BLOCK) * _BLOCK // 8, 0 if conditions else 255, dtype=np.uint8)
     if conditions:

@@ -111,8 +111,6 @@ def write_drop_list(
     """Write a drop list, replacing an existing file atomically, and return its entries, one per corpus.
 
     Args:
-        path: The file to write.
-        corpora: The corpora.
         is_dropped: One value per document of all corpora, in their order.
         settings: JSON values for the header that record how the list was made.
         folder: Folder of the unfinished file, in which a killed run may leave it.

@@ -94,11 +94,8 @@ class ObjectStorage:
     def open_corpus(self, prefix: str) -> "tuple[CorpusFiles, Manifest, list[tuple[RemoteFile, Path]]]":
         """Copy the manifest and the indexes of a remote corpus to the cache. Indexes in the cache are kept.
 
-        Returns:
-            The local files of the corpus, its manifest, and for each corpus shard the remote .bin and the local .idx.
-
-        Raises:
-            MissingInputError: There is no manifest at this URL.
+        Return the local files of the corpus, its manifest, and for each corpus shard the remote .bin and the local
+        .idx. Raise MissingInputError if there is no manifest at this URL.
         """
         parent, _, name = prefix.rpartition("/")
         url = f"{prefix}.json"
@@ -153,8 +150,7 @@ class ObjectStorage:
     def copy(self, url: str, path: Path, recorded: FileRecord) -> None:
         """Copy a remote file to `path`, unless `path` has the recorded size and checksum. Hashing takes 1 s per GB.
 
-        Raises:
-            DataError: Size or checksum of the remote file differ from the manifest.
+        Raise DataError if the size or checksum of the remote file differs from the manifest.
         """
         with self.locked(path):
             if path.exists() and path.stat().st_size == recorded.bytes and sha256_of(path) == recorded.sha256:
@@ -234,8 +230,7 @@ class RemoteFile:
     def load(self, number: int) -> bytes:
         """Return block `number` from the cache. Fetch it into the cache first if it is missing or damaged there.
 
-        Raises:
-            DataError: The remote file was replaced after this object had been created.
+        Raise DataError if the remote file was replaced after this object had been created.
         """
         if (cached := self._read_cached(number)) is not None:
             return cached
@@ -302,7 +297,6 @@ def _retry(url: str, action: Callable[[Any, str, dict[str, float]], _Result], *,
     """Return the result of `action`. After an OSError, wait and call `action` again, up to five calls in all.
 
     Args:
-        url: The remote file.
         action: Called with the fsspec file system, the path in it, and keyword arguments that limit the time of a call.
         retry_missing: Retry if the file is missing: an overloaded server may report existing files as missing.
 

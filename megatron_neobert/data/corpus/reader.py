@@ -47,12 +47,8 @@ class _Locations(NamedTuple):
 class Corpus:
     """A finished corpus, opened for reading. Documents are numbered from 0 across all corpus shards.
 
-    Args:
-        prefix: Path of the corpus without .bin, .idx or .json; a URL if `storage` is given.
-        storage: Reads a remote corpus through a local cache folder.
-
-    Raises:
-        ConfigError: `prefix` is a URL, and there is no `storage`.
+    `prefix` is the path of the corpus without .bin, .idx or .json. It is a URL if `storage` is given, which reads a
+    remote corpus through a local cache folder. Raise ConfigError for a URL without `storage`.
     """
 
     def __init__(self, prefix: str | Path, storage: ObjectStorage | None = None) -> None:
@@ -100,10 +96,8 @@ class Corpus:
     ) -> NDArray[Any]:
         """Return the token ids of segments of documents, concatenated in one new array of the corpus's dtype.
 
-        Segment i has lengths[i] tokens of documents[i], from token starts[i] on, and must be within its document.
-
-        Raises:
-            DataError: The index contradicts itself about a document, or an id may not occur in a document.
+        Segment i has lengths[i] tokens of documents[i], from token starts[i] on, and must be within its document. Raise
+        DataError if the index contradicts itself about a document, or an id may not occur in a document.
         """
         item = self.dtype.itemsize
         locations = self._locate(documents)

@@ -35,9 +35,8 @@ _PREFETCHED_STEPS = 8
 def write_index(index: NewFile, lengths: Sequence[Path], dtype: np.dtype[Any]) -> None:
     """Write the content of an .idx to `index`, which the caller commits.
 
-    Args:
-        lengths: Files of the lengths of documents in tokens, as int32. The files are read one after the other.
-        dtype: Dtype of the token ids in the .bin, one of DTYPES.
+    The files in `lengths` have the lengths of the documents in tokens, as int32. `dtype` is the type of the token ids
+    in the .bin.
     """
     code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
     documents = sum(file.stat().st_size for file in lengths) // 4
@@ -71,15 +70,8 @@ def _pointers_and_boundaries(lengths: Iterable[NDArray[np.int32]], dtype: np.dty
 class MappedShard:
     """One corpus shard: a mapped .idx, and a .bin that is mapped or remote.
 
-    Args:
-        bin_: Local path or remote file.
-        idx: Local path.
-        expected: Number of documents and tokens, from the manifest.
-        dtype: Name of the dtype, from the manifest.
-        manifest: Path of the manifest, for error messages.
-
-    Raises:
-        DataError: The sizes of both files, the ends of the index and the manifest contradict each other.
+    Raise DataError if the sizes of both files, the ends of the index and the manifest contradict each other. `expected`
+    and `dtype` are from the manifest, whose path is for error messages.
     """
 
     def __init__(
@@ -176,8 +168,7 @@ class AllowedIds:
     def scan(self, shard: MappedShard) -> str:
         """Read all token ids of a shard, and return the hexadecimal SHA-256 of its .bin.
 
-        Raises:
-            DataError: An id may not occur in a document. The message has its byte offset.
+        Raise DataError with the byte offset of an id that may not occur in a document.
         """
         digest, first = hashlib.sha256(), 0
         for ids in shard.read_ids():
@@ -198,13 +189,10 @@ def damage_error(path: Path | RemoteFile, offset: int, expected: object, found: 
 
 
 def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Read the header of an .idx.
+    """Return from an .idx the dtype of the token ids, and the numbers of sequences and of document boundaries.
 
-    Returns:
-        Dtype of the token ids, number of sequences, and number of document boundaries, one more than documents.
-
-    Raises:
-        DataError: The header is malformed, or the size of the file contradicts it.
+    There is one boundary more than documents. Raise DataError if the header is malformed, or the size of the file
+    contradicts it.
     """
     size = path.stat().st_size
     if size < HEADER.size:
@@ -226,16 +214,10 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def check_index(path: Path, lengths: NDArray[np.int32], entries: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
-    """Check that all lengths are positive, and that pointers and boundaries follow from the lengths.
+    """Raise DataError with a byte offset in the .idx `path` unless all lengths are positive, and `entries` follow.
 
-    Args:
-        path: The .idx, for error messages.
-        lengths: Number of tokens of each document.
-        entries: Pointers (byte offsets of documents in the .bin), with or without the document boundaries after them.
-        dtype: Dtype of the token ids. Pointers depend on its size.
-
-    Raises:
-        DataError: An entry is wrong; the message has its byte offset.
+    The entries are the pointers (byte offsets of documents in the .bin), with or without the document boundaries after
+    them. Pointers depend on the size of `dtype`, which is that of the token ids.
     """
 
     def positive_lengths() -> Iterator[NDArray[np.int32]]:

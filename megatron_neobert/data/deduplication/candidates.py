@@ -51,11 +51,8 @@ def divide_families(
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Yield blocks of documents to search together: positions in `keys`, and for each of them a number of its family.
 
-    A family with more than BLOCK_TOKENS tokens is divided into several, by the length of the documents.
-
-    Args:
-        keys: Sorted keys of the documents.
-        lengths: Number of tokens of each document.
+    A family with more than BLOCK_TOKENS tokens is divided into several, by the length of the documents. `keys` is
+    sorted, and `lengths` are in tokens.
     """
     positions = np.lexsort((lengths, keys))
     tokens = np.cumsum(lengths[positions])

@@ -81,8 +81,7 @@ class OverlapJob(Job[None]):
 def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[Overlaps]]:
     """Find the documents, write the drop list to `settings.output`, and remove OUTPUT.partial.
 
-    Returns:
-        The entries of the drop list, one per searched corpus, and the overlaps of each corpus of evaluation texts.
+    Return the entries of the drop list, one per searched corpus, and the overlaps of each corpus of evaluation texts.
     """
     corpora = open_corpora((*settings.prefixes, *settings.against))
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
@@ -143,9 +142,7 @@ def hash_ngrams(
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Return a 64-bit hash of each n-gram within a document, and the index of its document.
 
-    Args:
-        ids: Concatenated token ids of the documents.
-        lengths: Number of tokens of each document.
+    `ids` are the concatenated token ids of the documents, and `lengths` their numbers of tokens.
     """
     tokens = ids.astype(np.uint64) + np.uint64(1)
     count = max(0, len(tokens) - ngram + 1)

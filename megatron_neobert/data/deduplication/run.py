@@ -219,11 +219,7 @@ def signature_jobs(folder: Path, documents: SearchedDocuments, minhash: MinHashS
 def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
     """Find near-duplicates, write the drop list to `settings.output`, and remove OUTPUT.partial.
 
-    Returns:
-        The entries of the drop list, one per corpus.
-
-    Raises:
-        ConfigError: The threshold is out of range.
+    Return the entries of the drop list, one per corpus. Raise ConfigError if the threshold is out of range.
     """
     if not 0 < settings.minhash.threshold <= 1:
         raise ConfigError(

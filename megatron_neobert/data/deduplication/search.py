@@ -132,12 +132,7 @@ def open_corpus(prefix: str, documents_sha256: str) -> Corpus:
 
 
 def open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
-    """Open the corpora.
-
-    Raises:
-        DataError: The corpora were written with different tokenizers.
-        ConfigError: Two corpora have the same documents.
-    """
+    """Open the corpora. Raise DataError if their tokenizers differ, and ConfigError if two have the same documents."""
     corpora = [Corpus(prefix) for prefix in prefixes]
     first = corpora[0]
     for index, corpus in enumerate(corpora):

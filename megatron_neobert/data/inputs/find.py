@@ -36,10 +36,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     A pattern is a path, a glob (`**` descends), a folder, a URL, or `@list.txt`, whose lines are patterns. The files of
     each glob and folder are sorted. A folder stands for all files below it, except files and folders that begin with
     `.` or `_`, and files about the data (README, LICENSE, checksums, metadata of `datasets`). A file that several
-    patterns or symbolic links name is returned once.
-
-    Raises:
-        MissingInputError: A pattern matches no input file.
+    patterns or symbolic links name is returned once. Raise MissingInputError if a pattern matches no input file.
     """
     inputs: dict[str, str] = {}  # by the path after all symbolic links
     for pattern in _with_lists(patterns):

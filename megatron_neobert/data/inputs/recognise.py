@@ -70,10 +70,9 @@ _LARGEST_INVALID_SHARE = 0.1
 
 
 def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """Return the chunks of an input file in order. Only Parquet files and uncompressed files of lines have several.
+    """Return the chunks of an input file in order, each with about `chunk_bytes` of text.
 
-    Args:
-        chunk_bytes: Approximate size of the text in a chunk.
+    Only Parquet files and uncompressed files of lines have several.
     """
     whole = recognise(path, settings)
     cuts: list[int] = []  # in units of Chunk.start
@@ -89,8 +88,7 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
 def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """Yield batches of the records of a chunk, in file order. Malformed records are in the `rejected` of their batch.
 
-    Raises:
-        DataError: The file is damaged. Batches before the damage are yielded.
+    If the file is damaged, yield the batches before the damage, then raise DataError.
     """
     numbers = 0
     try:
@@ -146,12 +144,9 @@ def recognise(path: str, settings: ReadSettings) -> Chunk:
 def _format_of_text(path: str, compression: str | None, head: bytes) -> Format:
     """Return "jsonl" or "text", the format of a file without the magic bytes of a table or web archive.
 
-    Args:
-        path: If the content is ambiguous, the file's ending, such as .jsonl or .csv, decides.
-        head: First _HEAD_BYTES of the decompressed file.
-
-    Raises:
-        DataError: The content is binary, a PDF, markup, a CSV table, or JSON whose objects span lines.
+    `head` has the first _HEAD_BYTES of the decompressed file. If they are ambiguous, the ending of `path`, such as
+    .jsonl or .csv, decides. Raise DataError for binary content, a PDF, markup, a CSV table, and JSON whose objects span
+    lines.
     """
     for magic, (kind, remedy) in _REFUSED_CONTENT.items():
         if head.startswith(magic):

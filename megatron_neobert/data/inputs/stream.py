@@ -206,10 +206,8 @@ class InputReader(io.RawIOBase):
     def read(self, size: int = BATCH_BYTES) -> bytes:
         """Return the next `size` decompressed bytes, or b"" after the end of the chunk.
 
-        Fewer bytes are returned only at the end, and if a byte-order mark was removed at the beginning.
-
-        Raises:
-            DamagedStream: The stream is damaged within these bytes.
+        Fewer bytes are returned only at the end, and if a byte-order mark was removed at the beginning. Raise
+        DamagedStream if the stream is damaged within these bytes.
         """
         with named_errors(self._path):
             try:

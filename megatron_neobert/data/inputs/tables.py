@@ -170,8 +170,7 @@ def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[
 def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
     """Context manager: open an Arrow file or stream, memory-mapped if local. Raise ArrowInvalid if it is truncated.
 
-    Yields:
-        The source, the pyarrow function that opens a reader for it, and its size in bytes.
+    Yield the source, the pyarrow function that opens a reader for it, and its size in bytes.
     """
     import pyarrow as pa
 
@@ -264,11 +263,8 @@ def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "li
 
     A path has the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
     named `a.b` takes precedence over the field `b` of the struct `a`. The path of a --record-key without a column is
-    empty.
-
-    Raises:
-        DataError: The file `path` has no column --text-key, its type is neither text nor null, or a key has several
-            columns.
+    empty. Raise DataError if the file `path` has no column --text-key, its type is neither text nor null, or a key has
+    several columns.
     """
     import pyarrow as pa
 

@@ -221,8 +221,7 @@ def _nesting_depth(tree: Any) -> int:
 def cut_records(archive: BinaryIO, *, limit: int) -> Iterator[ArchiveRecord]:
     """Yield all records of a decompressed archive. Only the beginning of a record of more than `limit` bytes is kept.
 
-    Raises:
-        DamagedStream: The archive ends within a record, has an invalid header, or has other data between two records.
+    Raise DamagedStream if the archive ends within a record, has an invalid header, or other data between two records.
     """
     while line := archive.readline(_LONGEST_HEADER_BYTES):
         if not line.strip():  # between two records

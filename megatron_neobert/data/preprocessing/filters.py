@@ -96,9 +96,6 @@ def apply_filters(batch: RecordBatch, sources: Sequence[FilterSource], input_nam
 
     A record whose filter raises an exception or returns a wrong type is rejected. The new batch shares `rejected` and
     `dropped` with the argument, so rejected and dropped records are added to both.
-
-    Args:
-        input_name: Path or URL of the input file.
     """
     if not sources:
         return batch

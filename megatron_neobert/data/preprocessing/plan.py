@@ -15,7 +15,7 @@ from typing import Any, Literal
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
 from megatron_neobert.data.corpus.attribute_columns import check_record_keys
-from megatron_neobert.data.corpus.format import CorpusFiles, Manifest, corpus_files
+from megatron_neobert.data.corpus.format import CorpusFiles, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.data.inputs.find import InputVersion, find_inputs, input_label, input_version
@@ -166,10 +166,7 @@ class Plan:
 def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     """Find the input files, cut them into chunks, load the tokenizer and the filters, and check the output.
 
-    Nothing is written.
-
-    Raises:
-        ConfigError: Two URLs have the same label.
+    Nothing is written. Raise ConfigError if two URLs have the same label.
     """
     if not settings.jobs.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
@@ -210,8 +207,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
 def refuse_damaged(plan: Plan, damaged: Mapping[str, str]) -> None:
     """Raise DataError if `damaged` is not empty. With --quarantine, raise it only if all input files are damaged.
 
-    Args:
-        damaged: Reason for each damaged input file, by label.
+    `damaged` has the reason for each damaged input file, by label.
     """
     if not damaged or (plan.settings.quarantine and len(damaged) < len(plan.versions)):
         return
@@ -228,8 +224,11 @@ def is_complete(plan: Plan) -> bool:
     --shard-size is not compared, except that a corpus with several shards needs one.
     """
     files, settings = plan.files, plan.settings
-    manifest = None if JobFolder(files.partial).has_begun else _read_complete(files)
-    if manifest is None:
+    if JobFolder(files.partial).has_begun:
+        return False
+    try:
+        manifest = Corpus(files.manifest.with_suffix("")).manifest
+    except (MissingInputError, DataError):
         return False
     sizes = {input_label(path): version.bytes for path, version in plan.versions.items()}
     written = files.manifest.stat().st_mtime_ns
@@ -242,11 +241,3 @@ def is_complete(plan: Plan) -> bool:
         and (len(manifest.shards) == 1 or settings.shard_size is not None)
         and all(is_url(path) or int(version.version) < written for path, version in plan.versions.items())
     )
-
-
-def _read_complete(files: CorpusFiles) -> Manifest | None:
-    """Return the manifest, or None if it is missing or invalid, or if a corpus file is missing or has another size."""
-    try:
-        return Corpus(files.manifest.with_suffix("")).manifest
-    except (MissingInputError, DataError):
-        return None

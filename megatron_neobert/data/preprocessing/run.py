@@ -28,17 +28,14 @@ class PreprocessReport:
     manifest: Manifest
     counts: Counts  # of all chunks, including the chunks of an earlier run
     seconds: float
-    damaged: list[str]  # reasons why input files were left out
 
 
 def preprocess(plan: Plan) -> PreprocessReport:
     """Tokenize the unfinished chunks, write the corpus of all chunks, and remove PREFIX.partial.
 
-    After an error, finished chunks stay in PREFIX.partial for --resume, unless no chunk has a document.
-
-    Raises:
-        DataError: Too many records are in error, there is no document, or input files are damaged. Damaged files are
-            reported together after all other files are finished.
+    After an error, finished chunks stay in PREFIX.partial for --resume, unless no chunk has a document. Raise DataError
+    if too many records are in error, there is no document, or input files are damaged. Damaged files are reported
+    together after all other files are finished.
     """
     started, settings = time.monotonic(), plan.settings
     with JobFolder(plan.files.partial) as folder:
@@ -93,7 +90,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
             quarantined={name: QuarantinedInput(versions[name].bytes, reason) for name, reason in damaged.items()},
         )
         folder.remove()
-    return PreprocessReport(manifest, counts, time.monotonic() - started, list(damaged.values()))
+    return PreprocessReport(manifest, counts, time.monotonic() - started)
 
 
 def check_error_rate(counts: Counts, max_error_rate: float, first_error: str | None) -> None:

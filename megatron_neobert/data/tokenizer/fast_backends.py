@@ -165,7 +165,11 @@ def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
         ) from error
     encode = _guarded(name, _build_nanotoken, tokenizer)
     if probe:
-        check_on_probe(name, tokenizer, encode)
+        texts = probe_strings(tokenizer)
+        expected = tokenizer.encode_batch(texts)
+        # The second time verifies the words that nanotoken caches.
+        for _ in range(2):
+            _compare(name, texts, _guarded(name, encode, texts), expected)
     return Encoder(tokenizer, name=name, fast=encode)
 
 
@@ -194,15 +198,6 @@ def _guarded(name: str, function: Callable[..., Result], *arguments: Any) -> Res
         raise_unless_library(error)
         first_line = str(error).partition("\n")[0]
         raise BackendMismatch(f"{name} failed ({type(error).__name__}: {first_line})") from error
-
-
-def check_on_probe(name: str, tokenizer: Tokenizer, encode: EncodeTexts) -> None:
-    """Raise BackendMismatch if the back end `name` fails, or differs from the reference on `probe_strings`."""
-    texts = probe_strings(tokenizer)
-    expected = tokenizer.encode_batch(texts)
-    # The second time verifies the words that fast back ends cache.
-    for _ in range(2):
-        _compare(name, texts, _guarded(name, encode, texts), expected)
 
 
 def _compare(name: str, texts: Sequence[str], batch: EncodedBatch, expected: EncodedBatch) -> None:

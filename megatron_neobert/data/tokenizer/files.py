@@ -75,11 +75,8 @@ def read_whole(path: Path) -> bytes:
 def read_tokenizer_files(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Return the back end of a vocab.txt or tokenizer.json, and the name of each special token ("cls" -> "[CLS]").
 
-    Args:
-        path: A .json file is a tokenizer.json, any other a vocab.txt. tokenizer_config.json in its folder is read too.
-
-    Raises:
-        DataError: A file is damaged, ids have gaps or duplicates, or a special token is missing.
+    A .json file is a tokenizer.json, any other a vocab.txt. tokenizer_config.json in its folder is read too. Raise
+    DataError if a file is damaged, ids have gaps or duplicates, or a special token is missing.
     """
     config = read_tokenizer_config(path.parent)
     backend = _read_tokenizer_json(path) if path.suffix == ".json" else _read_vocab_txt(path, config)
@@ -98,12 +95,8 @@ def build_bert_backend(
 ) -> tokenizers.Tokenizer:
     """Return BERT's pipeline for a WordPiece model: clean a text, split it at spaces and punctuation, encode, decode.
 
-    [CLS] and [SEP] are not added.
-
-    Args:
-        lowercase: Lower-case the text.
-        strip_accents: None strips accents if `lowercase` is set.
-        chinese_characters: Split Chinese text into single characters.
+    [CLS] and [SEP] are not added. `strip_accents` None strips accents if `lowercase` is set. With `chinese_characters`,
+    Chinese text is split into single characters.
     """
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.BertNormalizer(

@@ -177,12 +177,8 @@ class Tokenizer:
     def save_tokenizer_files(self, folder: Path, *, model_max_length: int) -> None:
         """Write the files that Hugging Face's `AutoTokenizer` loads. They encode a text as [CLS] text [SEP].
 
-        Args:
-            folder: Created if it does not exist. Existing files are replaced.
-            model_max_length: Longest input in tokens, including [CLS] and [SEP].
-
-        Raises:
-            OutputError: The folder cannot be created.
+        The folder is created if it does not exist, and existing files are replaced. `model_max_length` is the longest
+        input in tokens, including [CLS] and [SEP]. Raise OutputError if the folder cannot be created.
         """
         names = {f"{role}_token": name for role, name in self.special_names.items()}
         config: dict[str, Any] = {
