@@ -1,13 +1,33 @@
-"""Child processes of other processes, for tests that kill some of them."""
+"""Child processes, for tests that kill some of them."""
 
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def count_syncs(function: Callable[[], Any], *, killed_at: int = 0) -> int:
+    """Call `function` in a fork that is killed at its n-th fsync; return the number of calls of fsync, 0 if killed."""
+    calls, sync = multiprocessing.Value("i", 0), os.fsync
+
+    def count(descriptor: int) -> None:
+        calls.value += 1
+        if calls.value == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(descriptor)
+
+    def run() -> None:
+        os.fsync = count
+        function()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return 0 if process.exitcode else calls.value
 
 
 def children_of(process: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,14 +20,16 @@ from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.runtime.jobs import JobOptions
 
 WORDS = ["hello", "world", "mask", "sep", "[", "]", "xy", "##z", "zy"]
+LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+LETTERS += [f"##{letter}" for letter in LETTERS]
 
 
 class Workspace:
     """A folder with vocab.txt, input files in `inputs`, and corpora in `out`; the default name of a corpus is `run`."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, pieces=WORDS):
         self.folder = folder
-        self.vocab = write_vocabulary(folder / "vocab.txt", WORDS)
+        self.vocab = write_vocabulary(folder / "vocab.txt", pieces)
         self.inputs = folder / "inputs"
         self.inputs.mkdir()
 
@@ -96,18 +97,7 @@ def cut_small(monkeypatch, chunk_bytes):
     )
 
 
-LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-LETTERS += [f"##{letter}" for letter in LETTERS]
-
-
-def make_place(folder: Path, pieces: Sequence[str]) -> Path:
-    """The folder with a vocab.txt of these pieces, and an empty folder of shards in it."""
-    write_vocabulary(folder / "vocab.txt", pieces)
-    (folder / "shards").mkdir()
-    return folder
-
-
-def arguments_of(place: Path, *more: object) -> tuple[object, ...]:
-    """Return the arguments of a preprocessing that writes place/run_content_document."""
-    given = {"--input": place / "shards", "--output-prefix": place / "run", "--tokenizer-model": place / "vocab.txt"}
+def arguments_of(folder: Path, *more: object) -> tuple[object, ...]:
+    """Return the arguments of a preprocessing that writes run_content_document in the folder of a workspace."""
+    given = {"--input": folder / "inputs", "--output-prefix": folder / "run", "--tokenizer-model": folder / "vocab.txt"}
     return (*(word for pair in given.items() if pair[0] not in more for word in pair), *more)

@@ -108,6 +108,11 @@ def write_attributes(prefix: Path, columns: Mapping[str, Any] | pa.Table, *, row
     return files.attributes
 
 
+def documents_in(bits: NDArray[np.uint8], documents: int) -> list[int]:
+    """Return the numbers of the documents whose bit is set."""
+    return np.flatnonzero(np.unpackbits(bits, count=documents, bitorder="little")).tolist()
+
+
 def random_documents(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[NDArray[np.int64]]:
     generator = np.random.default_rng(seed)
     return [generator.integers(FIRST_ORDINARY, vocab_size, length) for length in lengths]

@@ -6,16 +6,16 @@ import sys
 
 import pytest
 from commands import ENVIRONMENT, command_line, run_forked
-from unit.data.preprocess_workspace import LETTERS, arguments_of, make_place
+from unit.data.preprocess_workspace import LETTERS, Workspace, arguments_of
 
 
 @pytest.fixture
 def place(tmp_path):
-    """Return a folder with vocab.txt of the letters, and shards/a.jsonl of two documents."""
-    place = make_place(tmp_path, [*LETTERS, "hello"])
+    """Return a folder with vocab.txt of the letters, and inputs/a.jsonl of two documents."""
+    workspace = Workspace(tmp_path, [*LETTERS, "hello"])
     lines = ['{"content": "hello world", "text": "a b c"}', '{"content": "hello", "text": "d"}']
-    (place / "shards" / "a.jsonl").write_text("\n".join(lines))
-    return place
+    workspace.add_lines("a.jsonl", *lines)
+    return workspace.folder
 
 
 def test_report_of_a_run_agrees_with_validation_and_only_the_full_check_finds_exchanged_tokens(place):
@@ -37,17 +37,17 @@ def test_report_of_a_run_agrees_with_validation_and_only_the_full_check_finds_ex
 
 def test_relative_inputs_are_named_as_given(place, monkeypatch):
     monkeypatch.chdir(place)
-    relative = ("--input", "shards", "--output-prefix", "run", "--tokenizer-model", "vocab.txt")
+    relative = ("--input", "inputs", "--output-prefix", "run", "--tokenizer-model", "vocab.txt")
     for more in ([], ["--resume"]):
         assert run_forked("preprocess", *relative, *more).code == 0
-    assert list(json.loads((place / "run_content_document.json").read_text())["inputs"]) == ["shards/a.jsonl"]
+    assert list(json.loads((place / "run_content_document.json").read_text())["inputs"]) == ["inputs/a.jsonl"]
 
 
 def test_dry_run_shows_inputs_a_sample_and_outputs_and_writes_nothing(place):
     before = sorted(place.rglob("*"))
     code, output = run_forked("preprocess", *arguments_of(place, "--dry-run"))
     assert code == 0
-    assert f"{place / 'shards' / 'a.jsonl'} | jsonl" in output
+    assert f"{place / 'inputs' / 'a.jsonl'} | jsonl" in output
     assert "1 input file, " in output and "58 ids, uint16" in output
     assert "text  hello world\nids   57 27 45 48 42 34  (6 ids)" in output
     assert "estimated from a sample: 2 documents, 7 tokens" in output
@@ -67,7 +67,7 @@ def test_dry_run_shows_inputs_a_sample_and_outputs_and_writes_nothing(place):
     ],
 )
 def test_text_in_unknown_tokens_causes_a_warning(place, flags, text, shares):
-    (place / "shards" / "a.jsonl").write_text(json.dumps({"content": text}))
+    (place / "inputs" / "a.jsonl").write_text(json.dumps({"content": text}))
     code, output = run_forked("preprocess", *arguments_of(place, *flags))
     expected = shares and f"warning: {shares[0]} of the tokens are unknown, with {shares[1]} of the text of a sample"
     assert code == 0 and (expected in output if shares else "unknown, with" not in output), output
@@ -105,7 +105,7 @@ def test_whole_run_imports_neither_torch_nor_transformers(place, tool):
     arguments = {
         "preprocess": arguments_of(place),
         "validate": (place / "first_content_document", "--full"),
-        "train-tokenizer": ("--input", place / "shards", "--output", place / "trained", "--vocab-size", "200"),
+        "train-tokenizer": ("--input", place / "inputs", "--output", place / "trained", "--vocab-size", "200"),
     }[tool]
     unwanted = {"torch", "transformers"} | ({"tokenizers"} if tool == "validate" else set())
     script = f"""
@@ -144,7 +144,7 @@ def test_resuming_a_finished_corpus_reports_that_and_changes_nothing(place, flag
 
 def test_trained_tokenizer_preprocesses_its_inputs_without_unknown_tokens(place):
     more = ("--output", place / "trained", "--vocab-size", "150", "--min-frequency", "1")
-    code, output = run_forked("train-tokenizer", "--input", place / "shards", *more)
+    code, output = run_forked("train-tokenizer", "--input", place / "inputs", *more)
     assert code == 0 and ", from 2 documents; " in output
     assert run_forked("preprocess", *arguments_of(place, "--tokenizer-model", place / "trained")).code == 0
     assert json.loads((place / "run_content_document.json").read_text())["unknown_tokens"] == 0
@@ -153,11 +153,11 @@ def test_trained_tokenizer_preprocesses_its_inputs_without_unknown_tokens(place)
 def test_tokenizer_is_not_trained_if_too_many_records_lack_the_text_key(place):
     """The rule and the message are those of preprocessing."""
     more = ("--output", place / "trained", "--vocab-size", "200")
-    (place / "shards" / "b.jsonl").write_text('{"text": "hello"}\n' * 2 + '{"content": ""}\n')
-    ended = run_forked("train-tokenizer", "--input", place / "shards", *more)
+    (place / "inputs" / "b.jsonl").write_text('{"text": "hello"}\n' * 2 + '{"content": ""}\n')
+    ended = run_forked("train-tokenizer", "--input", place / "inputs", *more)
     assert ended.refused(65)
     assert "2 of 5 records have no usable text (40.00 %), more than --max-error-rate 0.001" in ended.output
     assert "b.jsonl, line 1: missing key (no key 'content'; keys found: text)" in ended.output
     assert not (place / "trained").exists()
-    ended = run_forked("train-tokenizer", "--input", place / "shards", *more, "--max-error-rate", "0.4")
+    ended = run_forked("train-tokenizer", "--input", place / "inputs", *more, "--max-error-rate", "0.4")
     assert ended.code == 0 and "left out: 2 missing key, 1 empty text" in ended.output

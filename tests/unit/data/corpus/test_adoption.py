@@ -1,13 +1,13 @@
 """Corpora made from files that Megatron-LM wrote: the same documents, without separators and without a copy."""
 
-import multiprocessing
 import os
-import signal
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from commands import run_forked
+from unit.data.child_processes import count_syncs
 from unit.data.small_corpus import numbered_tokenizer, random_documents
 
 from megatron_neobert.data.corpus import adoption
@@ -98,31 +98,14 @@ def test_foreign_files_are_not_replaced(tmp_path):
     assert foreign.read_text() == "precious"
 
 
-def adopt_until_killed(prefix, at):
-    """Adopt, but kill this process at the `at`-th call of fsync."""
-    calls, sync = [], os.fsync
-
-    def count(descriptor):
-        calls.append(descriptor)
-        if len(calls) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        sync(descriptor)
-
-    os.fsync = count
-    adopt(prefix, TOKENIZER)
-
-
 def test_call_after_a_kill_at_any_point_finishes_the_corpus(tmp_path):
     for at in range(1, 100):
         prefix = write_as_megatron(tmp_path / f"M{at}", DOCUMENTS, eod_id=SEP)
-        process = multiprocessing.get_context("fork").Process(target=adopt_until_killed, args=(prefix, at))
-        process.start()
-        process.join()
+        has_ended = count_syncs(partial(adopt, prefix, TOKENIZER), killed_at=at)
         corpus, _ = adopt(prefix, TOKENIZER)
         check_content(corpus)
-        if process.exitcode == 0:
+        if has_ended:
             break
-        assert process.exitcode == -signal.SIGKILL
     assert 3 < at < 99
 
 

@@ -7,16 +7,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from unit.data.corpus.memory_corpus import bits_of
-from unit.data.small_corpus import cut, numbered_tokenizer, random_documents, replaced, write_attributes, write_corpus
+from unit.data.small_corpus import (
+    cut,
+    documents_in,
+    numbered_tokenizer,
+    random_documents,
+    replaced,
+    write_attributes,
+    write_corpus,
+)
 
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.errors import ConfigError, DataError
-
-
-def numbers(bits: np.ndarray) -> list[int]:
-    return np.flatnonzero(np.unpackbits(bits, count=DOCUMENTS, bitorder="little")).tolist()
 
 
 @pytest.mark.parametrize("documents", [1, 256, 257, 6000])
@@ -89,7 +93,7 @@ def test_expression_chooses_the_documents_that_a_plain_search_finds(corpora, exp
     columns = {**COLUMNS, "length": corpus.lengths_of(np.arange(DOCUMENTS)).tolist(), "input": inputs}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     expected = [number for number, row in enumerate(rows) if holds(row)]
-    assert numbers(choose_documents(corpus, [expression])) == expected
+    assert documents_in(choose_documents(corpus, [expression]), DOCUMENTS) == expected
 
 
 @pytest.mark.parametrize(
@@ -162,11 +166,12 @@ def test_documents_of_drop_lists_are_not_chosen(corpora, drop_list, conditions, 
     assert len(corpus.shards) > 2 and any(len(shard.lengths) % 8 for shard in corpus.shards[:-1])
     lengths = corpus.lengths_of(np.arange(DOCUMENTS))
     fits = (lengths >= 5) & (lengths <= 15) if conditions else np.ones(DOCUMENTS, dtype=np.bool_)
-    assert numbers(choose_documents(corpus, conditions, [str(path)])) == np.flatnonzero(fits & ~is_dropped).tolist()
+    chosen = choose_documents(corpus, conditions, [str(path)])
+    assert documents_in(chosen, DOCUMENTS) == np.flatnonzero(fits & ~is_dropped).tolist()
     in_second_list = np.arange(DOCUMENTS) % 3 == 0
     write_drop_list(tmp_path / "second", [corpus], in_second_list, {}, folder=tmp_path)
     chosen = choose_documents(corpus, conditions, [str(path), str(tmp_path / "second")])
-    assert numbers(chosen) == np.flatnonzero(fits & ~is_dropped & ~in_second_list).tolist()
+    assert documents_in(chosen, DOCUMENTS) == np.flatnonzero(fits & ~is_dropped & ~in_second_list).tolist()
 
 
 def test_same_tokens_with_other_document_boundaries_are_another_corpus(tmp_path):

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from object_server import ObjectServer
 from unit.data.corpus.memory_corpus import contents, stream_over
-from unit.data.small_corpus import numbered_tokenizer, random_documents, write_attributes, write_corpus
+from unit.data.small_corpus import documents_in, numbered_tokenizer, random_documents, write_attributes, write_corpus
 
 from megatron_neobert.data.batches.loader import build_loader
 from megatron_neobert.data.batches.order import SplitPart
 from megatron_neobert.data.batches.windows import Source
 from megatron_neobert.data.corpus import object_storage
 from megatron_neobert.data.corpus.added_attributes import add_attribute
-from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
+from megatron_neobert.data.corpus.attributes import choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.errors import DataError, MissingInputError, OutputError, StorageError
@@ -109,8 +109,7 @@ def test_documents_of_a_remote_corpus_are_chosen_by_a_copy_of_its_attributes(tmp
         assert not count_requests(running, ".parquet")
         for _ in range(2):
             remote = Corpus(f"{running.url}/P", storage)
-            chosen = ChosenDocuments(choose_documents(remote, ["score>=15 and score!=added"]))
-            assert chosen.numbers(np.arange(len(chosen))).tolist() == [18, 19]
+            assert documents_in(choose_documents(remote, ["score>=15 and score!=added"]), 20) == [18, 19]
             # A damaged copy is fetched again.
             copy = next(storage.folder.rglob("P.attributes.parquet"))
             copy.write_bytes(copy.read_bytes()[::-1])

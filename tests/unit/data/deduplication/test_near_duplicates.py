@@ -1,19 +1,19 @@
 """Near-duplicates planted among random documents: which are found, with any number of workers and after any kill."""
 
-import subprocess
-import sys
 from collections import defaultdict
+from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from commands import ENVIRONMENT, call
+from commands import call
 from numpy.typing import NDArray
-from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+from unit.data.child_processes import count_syncs
+from unit.data.small_corpus import documents_in, numbered_tokenizer, random_documents, write_corpus
 
-from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
+from megatron_neobert.data.corpus.attributes import choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 from megatron_neobert.data.deduplication import candidates, run, search
@@ -76,8 +76,7 @@ def find(output, *prefixes, minhash=None, **changes):
 def dropped(output, prefix):
     """Return the numbers of the documents that a drop list drops."""
     corpus = Corpus(prefix)
-    _, bits = read_drop_list(output, corpus)
-    return np.flatnonzero(np.unpackbits(bits, count=len(corpus), bitorder="little")).tolist()
+    return documents_in(read_drop_list(output, corpus)[1], len(corpus))
 
 
 def test_dropped_documents_reach_the_threshold_and_most_that_reach_it_are_dropped(planted, expected, tmp_path):
@@ -180,38 +179,13 @@ def test_list_is_the_same_for_any_number_of_workers_chunks_and_buckets(
     assert [file.name for file in tmp_path.iterdir()] == ["list"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from megatron_neobert.data.deduplication import candidates, run, search
-search.CHUNK_DOCUMENTS, calls, sync = 400, 0, os.fsync
-def count(descriptor):
-    global calls
-    calls += 1
-    if calls == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    sync(descriptor)
-os.fsync = count
-add_attribute = sys.argv[4] or None
-prefixes, output = tuple(sys.argv[1].split(",")), Path(sys.argv[2])
-run.find_duplicates(run.FindSettings(prefixes=prefixes, output=output, add_attribute=add_attribute, resume=True))
-print(calls)
-"""
-
-
-def run_killed(prefixes, output, at, add_attribute=""):
-    command = [sys.executable, "-c", KILLED, prefixes, str(output), str(at), add_attribute]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_killed_at_any_point_and_resumed_the_list_is_the_same(planted, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "CHUNK_DOCUMENTS", 400)
-    whole = run_killed(planted.prefix, tmp_path / "whole", 0)
+    last = count_syncs(partial(find, tmp_path / "whole", planted.prefix))
     assert (tmp_path / "whole").read_bytes() == expected
-    last = int(whole.stdout)
     for at in (1, 4, 5, last // 2, last - 4, last):
         output = tmp_path / f"killed{at}"
-        assert run_killed(planted.prefix, output, at).returncode == -9
+        assert not count_syncs(partial(find, output, planted.prefix), killed_at=at)
         assert output.exists() == (at == last), "it appears whole, and last"
         find(output, planted.prefix, resume=True)
         assert output.read_bytes() == expected, at
@@ -255,8 +229,7 @@ def test_every_document_gets_the_size_of_its_cluster_and_is_chosen_by_it(tmp_pat
     expected = [*(f"{tmp_path}/{line}" for line in dropped_of), f"wrote {output}, added size to each corpus", ""]
     assert ended == (0, "\n".join(expected), "")
     assert cluster_sizes(prefixes) == CLUSTER_SIZES
-    chosen = choose_documents(Corpus(prefixes[0]), ["size>=3"], [str(output)])
-    assert ChosenDocuments(chosen).numbers(np.arange(1)).tolist() == [1]
+    assert documents_in(choose_documents(Corpus(prefixes[0]), ["size>=3"], [str(output)]), 3) == [1]
     # The list remains valid, and a second run has nothing to do or needs another name.
     code, printed, _ = call("find-duplicates", *prefixes, "--output", output, "--add-attribute", "size", "--resume")
     assert (code, printed) == (0, f"{output} is complete; nothing to do\n")
@@ -268,14 +241,13 @@ def test_every_document_gets_the_size_of_its_cluster_and_is_chosen_by_it(tmp_pat
 def test_killed_while_attributes_are_added_and_resumed_all_corpora_have_them(tmp_path, monkeypatch):
     monkeypatch.setattr(search, "CHUNK_DOCUMENTS", 400)
     (tmp_path / "0").mkdir()
-    whole = run_killed(",".join(two_corpora(tmp_path / "0")), tmp_path / "0" / "list", 0, "size")
-    last = int(whole.stdout)
+    last = count_syncs(partial(find, tmp_path / "0" / "list", *two_corpora(tmp_path / "0"), add_attribute="size"))
     # Four calls of fsync per corpus, and two for the list.
     for at in range(last - 9, last + 1):
         folder = tmp_path / str(at)
         folder.mkdir()
         prefixes = two_corpora(folder)
-        assert run_killed(",".join(prefixes), folder / "list", at, "size").returncode == -9
+        assert not count_syncs(partial(find, folder / "list", *prefixes, add_attribute="size"), killed_at=at)
         for prefix in prefixes:
             check_content(Corpus(prefix))
         find(folder / "list", *prefixes, add_attribute="size", resume=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from commands import run_forked
-from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
+from unit.data.small_corpus import documents_in, numbered_tokenizer, random_documents, write_corpus
 
 from megatron_neobert.data.corpus.drop_list import read_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
@@ -50,7 +50,7 @@ def test_exactly_the_documents_with_thirteen_tokens_of_a_text_are_listed(planted
     expected = [number for number, document in enumerate(documents) if ngrams(document) & all_texts]
     assert set(range(50)) <= set(expected) and len(expected) < 55, "planted, and few by chance"
     _, bits = read_drop_list(folder / "list", Corpus(folder / "C"))
-    assert np.flatnonzero(np.unpackbits(bits, count=500, bitorder="little")).tolist() == expected
+    assert documents_in(bits, 500) == expected
     all_documents = set().union(*map(ngrams, documents))
     found = sum(bool(ngrams(text) & all_documents) for text in texts)
     assert (corpus.prefix, corpus.documents, corpus.dropped_documents) == (str(folder / "C"), 500, len(expected))

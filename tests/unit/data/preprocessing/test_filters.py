@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import run_forked
-from unit.data.preprocess_workspace import decoded
+from unit.data.preprocess_workspace import arguments_of, decoded
 
 from megatron_neobert.data.preprocessing.plan import plan_preprocessing
 from megatron_neobert.errors import ConfigError, DataError
@@ -152,10 +152,9 @@ def test_filters_that_cannot_be_used_are_refused_by_the_plan(workspace, monkeypa
 
 def test_command_and_dry_run_apply_filters(workspace, filters):
     write_lines(workspace)
-    command = ["--input", workspace.inputs, "--output-prefix", workspace.folder / "P"]
     first, second = filters("no_masks", "rewrite")
-    command += ["--tokenizer-model", workspace.vocab, "--filter", first, "--filter", second]
-    command += ["--record-key", "language", "--max-error-rate", "0.5"]
+    flags = ("--filter", first, "--filter", second, "--record-key", "language", "--max-error-rate", "0.5")
+    command = arguments_of(workspace.folder, *flags)
     code, output = run_forked("preprocess", *command, "--dry-run")
     assert code == 0 and "text  world hello" in output
     code, output = run_forked("preprocess", *command)

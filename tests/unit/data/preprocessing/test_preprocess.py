@@ -22,12 +22,12 @@ from megatron_neobert.errors import ConfigError, DataError
 def test_corpus_has_the_same_bytes_for_any_number_of_workers_and_any_chunks(workspace, monkeypatch):
     add_mixed_inputs(workspace)
     for name, workers in {"1": None, "2": 2, "4": 4}.items():
-        workspace.run(name, workers=workers)
+        workspace.run(name, workers=workers, record_keys=("content",))
     cut_small(monkeypatch, 2000)
     assert len(plan_preprocessing(workspace.settings("small chunks")).chunks) > 20
-    workspace.run("small chunks")
-    contents = workspace.contents("1")
-    assert sorted(contents) == [f"content_document.{end}" for end in ("bin", "idx", "json", "rejects.jsonl")]
+    workspace.run("small chunks", record_keys=("content",))
+    contents, ends = workspace.contents("1"), ("attributes.parquet", "bin", "idx", "json", "rejects.jsonl")
+    assert sorted(contents) == [f"content_document.{end}" for end in ends]
     assert min(map(len, contents.values())) > 100
     assert contents == workspace.contents("2") == workspace.contents("4")
     small = workspace.contents("small chunks")

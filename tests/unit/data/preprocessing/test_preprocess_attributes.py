@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from commands import call
 from pyarrow import feather
-from unit.data.preprocess_workspace import Workspace, cut_small, random_text
+from unit.data.preprocess_workspace import Workspace, arguments_of, cut_small, random_text
+from unit.data.small_corpus import documents_in
 
-from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
+from megatron_neobert.data.corpus.attributes import choose_documents
 from megatron_neobert.data.corpus.reader import Corpus, check_content
 
 RECORDS = 60
@@ -78,9 +79,8 @@ def test_attributes_equal_those_of_a_plain_loop_in_the_order_of_the_corpus(works
     workspace.run(record_keys=("meta.from",), **changes)
     corpus, expected = workspace.corpus(), list(kept(workspace.records, **rule))
     assert attributes_of(corpus) == expected
-    chosen = ChosenDocuments(choose_documents(corpus, ["meta_from in ['wiki', '7']"]))
     expected_numbers = [number for number, (value, _) in enumerate(expected) if value in ("wiki", "7")]
-    assert chosen.numbers(np.arange(len(chosen))).tolist() == expected_numbers
+    assert documents_in(choose_documents(corpus, ["meta_from in ['wiki', '7']"]), len(corpus)) == expected_numbers
 
 
 def scored(record):
@@ -108,14 +108,14 @@ def test_an_absent_field_is_a_missing_value_in_every_format_and_a_key_without_an
     workspace = Workspace(tmp_path)
     write(pa.table({"content": ["hello"], "meta": [{"lang": "en"}]}), workspace.inputs / "a")
     write(pa.table({"content": ["world"]}), workspace.inputs / "b")
-    arguments = ["--input", workspace.inputs, "--tokenizer-model", workspace.vocab, "--output-prefix", tmp_path / "P"]
+    arguments = arguments_of(tmp_path)
     warning = f"no value of --record-key {key} in 2 documents from 2 chunks"
     code, output, errors = call("preprocess", *arguments, "--record-key", key, "--record-key", "meta.lang", "--dry-run")
     assert code == 0 and warning in errors and "The records have content, meta\n" in errors
     assert f"keys  {key}=None, meta.lang='en'" in output
     code, _, errors = call("preprocess", *arguments, "--record-key", key, "--record-key", "meta.lang")
     assert code == 0 and warning in errors
-    columns = pq.read_table(tmp_path / "P_content_document.attributes.parquet").to_pydict()
+    columns = pq.read_table(tmp_path / "run_content_document.attributes.parquet").to_pydict()
     assert columns["meta_lang"] == ["en", None] and set(columns[key.replace(".", "_")]) == {None}
     code, _, errors = call("preprocess", *arguments, "--record-key", "meta.lang", "--overwrite")
     assert code == 0 and "--record-key" not in errors
@@ -136,14 +136,7 @@ def test_numbers_of_tables_keep_their_identity(workspace):
     assert table["unsigned"].to_pylist() == [*map(str, ids), None, None, None]
     assert (table["id"].type, table["id"].to_pylist()) == (pa.int64(), [2**60 + 1, 2, 3, 7, None, 9])
     for expression, expected in (("score>=0.7", [0, 2, 3, 5]), (f"id=={2**60 + 1}", [0]), (f"id=={2**60}", [])):
-        chosen = ChosenDocuments(choose_documents(corpus, [expression]))
-        assert chosen.numbers(np.arange(len(chosen))).tolist() == expected
-
-
-def test_attributes_have_the_same_bytes_for_any_number_of_workers(workspace):
-    for name, workers in (("one", 1), ("two", 2)):
-        workspace.run(name, record_keys=("meta.from",), workers=workers)
-    assert workspace.contents("one") == workspace.contents("two")
+        assert documents_in(choose_documents(corpus, [expression]), 6) == expected
 
 
 def test_corpus_of_an_earlier_version_with_sources_and_limits_of_length_is_read(workspace):

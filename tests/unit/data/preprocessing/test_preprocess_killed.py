@@ -2,24 +2,22 @@
 
 import json
 import os
-import random
 import re
 import resource
 import signal
 import subprocess
-import time
 from functools import partial
 
 import numpy as np
 import pytest
 from commands import ENVIRONMENT, command_line
-from unit.data.child_processes import children_of, has_ended, needs_proc, wait_for
-from unit.data.preprocess_workspace import LETTERS, arguments_of, make_place
+from unit.data.child_processes import children_of, has_ended, wait_for
+from unit.data.preprocess_workspace import LETTERS, Workspace, arguments_of
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return make_place(tmp_path, LETTERS)
+    return Workspace(tmp_path, LETTERS).folder
 
 
 def start(folder, *more, **options):
@@ -47,11 +45,10 @@ def large_inputs(folder, *, files, megabytes):
     for number in range(files):
         text = generator.integers(97, 123, (int(megabytes * 1e6) // 5000, 5000), dtype=np.uint8)
         text[:, ::6] = ord(" ")
-        with (folder / "shards" / f"large{number}.jsonl").open("w") as stream:
+        with (folder / "inputs" / f"large{number}.jsonl").open("w") as stream:
             stream.writelines(json.dumps({"content": bytes(row).decode()}) + "\n" for row in text)
 
 
-@needs_proc
 def test_killed_worker_ends_the_run_with_74_and_leaves_no_files(folder):
     large_inputs(folder, files=3, megabytes=8)
     before = sorted(folder.iterdir())
@@ -61,12 +58,11 @@ def test_killed_worker_ends_the_run_with_74_and_leaves_no_files(folder):
     os.kill(workers[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 74
-    assert f"a worker process died at {folder / 'shards'}" in errors
+    assert f"a worker process died at {folder / 'inputs'}" in errors
     assert sorted(folder.iterdir()) == before
     assert all(has_ended(worker) for worker in workers)
 
 
-@needs_proc
 @pytest.mark.parametrize("moment", ["workers start", "workers work"])
 def test_interrupted_run_ends_with_130_and_leaves_no_files(folder, moment):
     large_inputs(folder, files=2, megabytes=4)
@@ -91,7 +87,6 @@ def all_bytes(folder, name):
 MANY_SHARDS = ("--workers", 2, "--shard-size", 1)
 
 
-@needs_proc
 @pytest.mark.parametrize("moment", ["*.ids*", "output", "output/*.idx"])
 def test_killed_run_leaves_no_corpus_and_no_worker_and_is_resumed_to_the_same_bytes(folder, moment):
     large_inputs(folder, files=40, megabytes=0.05)
@@ -110,27 +105,6 @@ def test_killed_run_leaves_no_corpus_and_no_worker_and_is_resumed_to_the_same_by
     assert len(all_bytes(folder, "run")) == 40 * 2 + 1
 
 
-@pytest.mark.slow
-@needs_proc
-@pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", "3"))))
-def test_run_killed_twice_at_any_moment_is_resumed_to_the_same_bytes(folder, number):
-    """Set KILLS=20 for more moments."""
-    large_inputs(folder, files=8, megabytes=0.5)
-    started = time.monotonic()
-    finish(folder, "--output-prefix", folder / "whole", *MANY_SHARDS)
-    whole_run = time.monotonic() - started
-    moment = random.Random(number)
-    for _ in range(2):
-        process = start(folder, "--resume", *MANY_SHARDS)
-        time.sleep(moment.uniform(0.1, 1.05) * whole_run)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    finish(folder, "--resume", *MANY_SHARDS)
-    assert all_bytes(folder, "run") == all_bytes(folder, "whole")
-    assert len(all_bytes(folder, "run")) == 8 * 2 + 1
-
-
-@needs_proc
 @pytest.mark.parametrize(
     ("workers", "number"), [(2, signal.SIGTERM), pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow)]
 )
@@ -150,7 +124,7 @@ def test_stop_signal_ends_the_run_with_75_and_finished_chunks_are_resumed(folder
 def test_full_disk_ends_the_run_with_74_and_the_run_is_resumed_when_there_is_room(folder):
     """A limit on the size of files fails like a full disk, in the middle of a chunk."""
     large_inputs(folder, files=2, megabytes=1.2)
-    shard = folder / "shards" / "large1.jsonl"
+    shard = folder / "inputs" / "large1.jsonl"
     shard.write_text(shard.read_text() * 2)
     file_bytes = 3000 << 10  # more than the ids of the first chunk, less than those of the second
     process = start(folder, preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (file_bytes, file_bytes)))
