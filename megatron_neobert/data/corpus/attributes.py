@@ -54,7 +54,7 @@ class ChosenDocuments:
     """The documents of a corpus whose bits are set.
 
     Finding the n-th chosen document takes a binary search for its block and a search in the bits of that block. `bits`
-    are those of `choose_documents`, but the bits after the last document are 0.
+    is a result of `choose_documents` in which the bits after the last document are 0.
     """
 
     def __init__(self, bits: NDArray[np.uint8]) -> None:

@@ -217,7 +217,7 @@ def check_index(path: Path, lengths: NDArray[np.int32], entries: NDArray[np.int6
     """Raise DataError with a byte offset in the .idx `path` unless all lengths are positive, and `entries` follow.
 
     The entries are the pointers (byte offsets of documents in the .bin), with or without the document boundaries after
-    them. Pointers depend on the size of `dtype`, which is that of the token ids.
+    them. Pointers depend on `dtype`, the type of the token ids.
     """
 
     def positive_lengths() -> Iterator[NDArray[np.int32]]:

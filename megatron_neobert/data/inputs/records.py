@@ -140,7 +140,7 @@ class RecordBatch:
     def add_text(self, text: str, number: int, fields: Fields, *, size: int | None = None) -> None:
         """Add a text, or count it in `dropped` if it is only white space. U+FFFD replaces lone surrogates.
 
-        `number` and `fields` are those of its record. `size` are its bytes in UTF-8; None computes them.
+        `number` and `fields` belong to its record. `size` is its size in UTF-8 bytes; None computes it.
         """
         if not text or text.isspace():
             self.dropped[EMPTY_TEXT] += 1
