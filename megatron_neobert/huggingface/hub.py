@@ -59,7 +59,7 @@ def find_in_hub(flag: str, path: Path, patterns: Sequence[str]) -> Path | None:
     """Return the folder, in the Hub's cache, of a model that a flag gives as [OWNER/]NAME[@REVISION].
 
     Files that match `patterns` and that the cache lacks are downloaded; no pattern matches code or pickles. A path that
-    exists, or whose first part does, and the path of a tokenizer file are never taken for a name: the result is None.
+    exists, or whose first part does, and the path of a tokenizer file are not names: the result is None.
     Raises MissingInputError if there is no such model, or no network and no cached model.
     """
     name = re.fullmatch(r"((?:\w[\w.-]*/)?\w[\w.-]*)(?:@(.+))?", str(path))

@@ -14,7 +14,7 @@ _INTERVAL_STEPS = 10
 def collecting_together() -> Iterator[Callable[[], None]]:
     """Context manager: yield a function to call after each step, which collects garbage after steps 1, 11, 21, ...
 
-    Python itself would collect at other steps on each rank, and all ranks would wait for it each time. Objects
+    Python itself would collect at different steps on different ranks, and all ranks would wait each time. Objects
     that exist after the first step are exempt from later collections, until the context ends.
     """
     steps = itertools.count()
