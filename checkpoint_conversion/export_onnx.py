@@ -11,17 +11,22 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx_ir
+import onnxruntime
+import torch
+from onnxruntime.quantization import QuantType
+from torch import Tensor
+from transformers import exporters
+
+from checkpoint_conversion.compare import Checks, build_prompts, compare_logits
+from checkpoint_conversion.config_json import read_model_config
 from megatron_neobert.errors import ConversionError, MissingInputError, short_reason
+from megatron_neobert.evaluation.models import load_model
 from megatron_neobert.huggingface.checks import check_folder
 from megatron_neobert.huggingface.folder_files import copy_files, write_config
 from megatron_neobert.huggingface.hub import ALL_TOKENIZER_FILES, MODULE_FILES
-
-if TYPE_CHECKING:  # slow to import
-    from torch import Tensor
-
-    from checkpoint_conversion.compare import Checks
 
 LARGEST_GRAPH_BYTES = 3 << 29  # of weights in one file; protobuf is limited to 2 GB
 OPSET = 18  # version of ONNX's operators: the lowest that PyTorch exports, for the most runtimes
@@ -40,23 +45,16 @@ _TRACED_LENGTHS = (11, 5, 8)  # token counts of the traced batch, which has padd
 
 def load_for_task(folder: Path, task: str) -> Any:
     """Load the model of a folder in fp32, with the masked-language-model head for fill-mask, else without a head."""
-    from checkpoint_conversion.config_json import read_model_config
-    from megatron_neobert.evaluation.models import load_model
-
     read_model_config(check_folder(folder), folder / "config.json")
     return load_model(folder, "AutoModelForMaskedLM" if task == "fill-mask" else "AutoModel", return_dict=True)
 
 
-def write_graphs(model: Any, folder: Path, *, int8: bool) -> "dict[Path, Checks]":
+def write_graphs(model: Any, folder: Path, *, int8: bool) -> dict[Path, Checks]:
     """Create `folder` and write model.onnx into it and, with `int8`, model_quantized.onnx. The folder must not exist.
 
     Returns:
         {path of a graph: {"rows x tokens" of a test batch: difference from PyTorch's output}}.
     """
-    import torch
-    from onnxruntime.quantization import QuantType
-    from transformers import exporters
-
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
     config = exporters.OnnxConfig(dynamic_shapes=dict.fromkeys(INPUTS, axes), opset_version=OPSET)
     # Signed weights are twice as fast as unsigned ones on processors with VNNI. They have 7 bits (reduce_range),
@@ -80,13 +78,11 @@ def write_graphs(model: Any, folder: Path, *, int8: bool) -> "dict[Path, Checks]
 
 def save_graph(graph: Any, path: Path) -> None:
     """Write an onnx_ir.Model, with weights of more than LARGEST_GRAPH_BYTES in a file beside it."""
-    import onnx_ir
-
     weight_bytes = sum(weight.const_value.nbytes for weight in graph.graph.initializers.values())
     onnx_ir.save(graph, path, external_data=f"{path.name}.data" if weight_bytes > LARGEST_GRAPH_BYTES else None)
 
 
-def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
+def check_graph(model: Any, path: Path, *, tolerance: float) -> Checks:
     """Run a graph in onnxruntime on test batches. Return how it differs from PyTorch, by "rows x tokens" of the batch.
 
     Args:
@@ -95,11 +91,6 @@ def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
     Raises:
         ConversionError: onnxruntime cannot run the graph, or an output differs by more or is not finite.
     """
-    import onnxruntime
-    import torch
-
-    from checkpoint_conversion.compare import compare_logits
-
     session, checks = None, {}
     for lengths in _BATCHES:
         inputs = build_inputs(model, lengths)
@@ -125,10 +116,8 @@ def check_graph(model: Any, path: Path, *, tolerance: float) -> "Checks":
     return checks
 
 
-def build_inputs(model: Any, lengths: tuple[int, ...]) -> "dict[str, Tensor]":
+def build_inputs(model: Any, lengths: tuple[int, ...]) -> dict[str, Tensor]:
     """Return random inputs of a graph, by name: padded rows with these token counts, limited to the longest input."""
-    from checkpoint_conversion.compare import build_prompts
-
     config = model.config
     prompts = build_prompts(config.vocab_size, longest=config.max_position_embeddings, lengths=lengths)
     return dict(zip(INPUTS, prompts, strict=True))

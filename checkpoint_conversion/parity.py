@@ -10,15 +10,30 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from checkpoint_conversion.checkpoint import load_into_megatron, model_shape, reference_config, stored_name
+from checkpoint_conversion.compare import (
+    TOLERANCES,
+    Comparison,
+    LogitModel,
+    build_prompts,
+    compare_logits,
+    compare_models,
+    load_logit_model,
+    make_loud,
+)
+from checkpoint_conversion.config_json import FolderSpec
+from checkpoint_conversion.export import write_folder
+from checkpoint_conversion.mapping import COPY, NEOBERT, PAIR_ADJACENT, TABLES, to_internal
 from megatron_neobert.config.schema import Settings
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError
-
-if TYPE_CHECKING:  # slow to import
-    from torch import Tensor
-
-    from checkpoint_conversion.compare import Comparison
+from megatron_neobert.model.kernels import check_hardware
+from megatron_neobert.model.reference import ReferenceNeoBERT, mlm_loss
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTROL = "control: "
@@ -57,7 +72,7 @@ class StepGap:
 STEP_TOLERANCES = {"float32": StepGap(1e-5, 1e-5), "bfloat16": StepGap(1e-2, 1e-2), "FP8": StepGap(1e-2, 0.3)}
 
 
-def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str, Comparison, float]]":
+def measure_parity(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str, Comparison, float]]:
     """Give all models the same random weights, and compare their logits with the reference's on a padded batch.
 
     Gradients are switched off in this process. Process groups of one rank are created for Megatron and destroyed again.
@@ -66,18 +81,6 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
         Name of the comparison, its result, and the tolerance of its precision. Comparisons whose names start with
         CONTROL use wrong models, and must differ by more than 100 times the tolerance.
     """
-    import torch
-
-    from checkpoint_conversion.compare import (
-        TOLERANCES,
-        LogitModel,
-        build_prompts,
-        compare_logits,
-        compare_models,
-        load_logit_model,
-    )
-    from checkpoint_conversion.mapping import TABLES
-
     torch.set_grad_enabled(False)
     fp32 = TOLERANCES[torch.float32]
     reference, tensors, wrong = build_loud_reference(settings, vocab_size)
@@ -87,7 +90,7 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
         "reference", vocab_size, reference, reference.forward_packed, settings.model, reference.state_dict
     )
 
-    def megatron_logits(tokens_t: "Tensor", starts_n: "Tensor") -> "Tensor":
+    def megatron_logits(tokens_t: Tensor, starts_n: Tensor) -> Tensor:
         with megatron_model(settings, tensors, vocab_size) as (model, device):
             inputs = (tokens_t, starts_n, torch.arange(len(tokens_t)))
             tokens_t, starts_n, positions_t = (tensor.to(device) for tensor in inputs)
@@ -112,16 +115,11 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[st
         yield f"{CONTROL}rotary pairs not permuted", comparison, fp32
 
 
-def build_loud_reference(settings: Settings, vocab_size: int) -> "tuple[Any, dict[str, Tensor], dict[str, Tensor]]":
+def build_loud_reference(settings: Settings, vocab_size: int) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     """Return a reference model with large random weights, its weights under Megatron's names, and wrong weights.
 
     The wrong weights have unpermuted rotary dimensions. They are a control that every comparison must detect.
     """
-    from checkpoint_conversion.checkpoint import model_shape, reference_config
-    from checkpoint_conversion.compare import make_loud
-    from checkpoint_conversion.mapping import COPY, NEOBERT, PAIR_ADJACENT, to_internal
-    from megatron_neobert.model.reference import ReferenceNeoBERT
-
     shape = model_shape(settings, vocab_size=vocab_size)
     reference = make_loud(ReferenceNeoBERT(reference_config(settings, vocab_size=vocab_size)))
     wrong_table = tuple(replace(entry, rule=COPY) if entry.rule is PAIR_ADJACENT else entry for entry in NEOBERT)
@@ -129,7 +127,7 @@ def build_loud_reference(settings: Settings, vocab_size: int) -> "tuple[Any, dic
     return reference, tensors, wrong
 
 
-def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str, StepGap | str, StepGap]]":
+def measure_steps(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str, StepGap | str, StepGap]]:
     """Compute loss and gradients of one packed sequence with every kernel, and compare them with the reference in fp32.
 
     Yields:
@@ -137,13 +135,6 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str
         The last items, whose names start with CONTROL, have wrong weights, or attention that is not causal. They must
         exceed 100 times the tolerance.
     """
-    import torch
-
-    from checkpoint_conversion.checkpoint import model_shape
-    from checkpoint_conversion.mapping import NEOBERT, to_internal
-    from megatron_neobert.model.kernels import check_hardware
-    from megatron_neobert.model.reference import mlm_loss
-
     generator = torch.Generator().manual_seed(1)
     tokens_t = torch.randint(vocab_size, (sum(LENGTHS),), generator=generator)
     labels_t = torch.randint(vocab_size, (sum(LENGTHS),), generator=generator)
@@ -164,7 +155,7 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str
         expected[is_causal] = total.detach().item(), to_internal(gradients, shape, NEOBERT)
 
     def compare(
-        kernel_settings: Settings, weights: "Mapping[str, Tensor]", *, is_causal: bool = False, against: bool = False
+        kernel_settings: Settings, weights: Mapping[str, Tensor], *, is_causal: bool = False, against: bool = False
     ) -> StepGap:
         loss, gradients = run_step(kernel_settings, weights, sequence, vocab_size, is_causal=is_causal)
         expected_loss, expected_gradients = expected[against]
@@ -191,22 +182,18 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> "Iterator[tuple[str
 
 def run_step(
     settings: Settings,
-    tensors: "Mapping[str, Tensor]",
+    tensors: Mapping[str, Tensor],
     sequence: tuple[Any, ...],
     vocab_size: int,
     *,
     is_causal: bool = False,
-) -> "tuple[float, dict[str, Tensor]]":
+) -> tuple[float, dict[str, Tensor]]:
     """Return the summed loss of a packed sequence in nats, and the gradients by internal name in fp32 on the CPU.
 
     Args:
         tensors: Weights of the Megatron model, under internal names.
         sequence: Arguments of the model: tokens, document starts, longest length, masked positions, their labels.
     """
-    import torch
-
-    from checkpoint_conversion.checkpoint import stored_name
-
     with megatron_model(settings, tensors, vocab_size) as (model, device), torch.enable_grad():
         arguments = (value.to(device) if isinstance(value, torch.Tensor) else value for value in sequence)
         losses_m, _ = model(*arguments, is_causal=is_causal)
@@ -216,9 +203,9 @@ def run_step(
 
 
 @contextmanager
-def megatron_model(settings: Settings, tensors: "Mapping[str, Tensor]", vocab_size: int) -> "Iterator[tuple[Any, Any]]":
+def megatron_model(settings: Settings, tensors: Mapping[str, Tensor], vocab_size: int) -> Iterator[tuple[Any, Any]]:
     """Yield the Megatron model with the weights `tensors`, and its device. The block has its own process group."""
-    from checkpoint_conversion.checkpoint import load_into_megatron
+    # Imports Megatron, which imports any package that is called apex: only after check_hardware.
     from megatron_neobert.model.neobert import NeoBERTModel
     from megatron_neobert.runtime import distributed
 
@@ -232,13 +219,8 @@ def megatron_model(settings: Settings, tensors: "Mapping[str, Tensor]", vocab_si
 
 
 @contextmanager
-def exported(settings: Settings, tensors: "dict[str, Tensor]", vocab_size: int, layout: str) -> Iterator[Path]:
+def exported(settings: Settings, tensors: dict[str, Tensor], vocab_size: int, layout: str) -> Iterator[Path]:
     """Yield a temporary Hugging Face folder of a model with the weights `tensors`. `layout` is a name in TABLES."""
-    from checkpoint_conversion.checkpoint import model_shape
-    from checkpoint_conversion.config_json import FolderSpec
-    from checkpoint_conversion.export import write_folder
-    from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
-
     with tempfile.TemporaryDirectory() as temporary:
         vocabulary, target = Path(temporary) / "vocab.txt", Path(temporary) / "model"
         words = [f"w{number}" for number in range(vocab_size - len(SPECIAL))]

@@ -199,7 +199,6 @@ def check_parity(options: ParityOptions) -> int:
     here are printed and do not count. The differences are printed, and written to the file `options.json` if it is
     given. Raise ConfigError if the heads do not divide the hidden size into even widths.
     """
-    from checkpoint_conversion.parity import CONTROL, LENGTHS, measure_parity, measure_steps
     from megatron_neobert.config.rules import find_record_problems
     from megatron_neobert.config.schema import ModelConfig, Settings
     from megatron_neobert.runtime.atomic_files import replace_file
@@ -214,7 +213,9 @@ def check_parity(options: ParityOptions) -> int:
     if problems := find_record_problems(settings):
         raise ConfigError(problems)
 
-    from checkpoint_conversion.compare import to_table  # imports torch
+    # Imported here, because torch takes seconds.
+    from checkpoint_conversion.compare import to_table
+    from checkpoint_conversion.parity import CONTROL, LENGTHS, measure_parity, measure_steps
 
     comparisons: dict[str, Comparison] = {}
     unexpected = []

@@ -31,10 +31,9 @@ def export_onnx(options: OnnxOptions) -> None:
     """Write a Hugging Face folder as ONNX and compare it with PyTorch."""
     refuse_existing(options.output)  # before a minute of work
     source = find_model("--model", options.model)
-    # Imported here so that a missing package is reported before the work.
+    # The exporter needs these packages; a missing one is reported before the work.
     import onnx  # noqa: F401
     import onnxscript  # noqa: F401
-    import transformers.exporters  # noqa: F401
 
     from checkpoint_conversion.compare import to_table
     from checkpoint_conversion.export_onnx import copy_companions, load_for_task, write_graphs
