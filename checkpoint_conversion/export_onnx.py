@@ -18,7 +18,13 @@ import onnxruntime
 import torch
 from onnxruntime.quantization import QuantType
 from torch import Tensor
-from transformers import exporters
+from transformers.exporters import (
+    ExportFormat,
+    OnnxConfig,
+    OnnxExporter,
+    OnnxRuntimeDynamicConfig,
+    OnnxRuntimeQuantizer,
+)
 
 from checkpoint_conversion.compare import Checks, build_prompts, compare_logits
 from checkpoint_conversion.config_json import read_model_config
@@ -56,21 +62,21 @@ def write_graphs(model: Any, folder: Path, *, int8: bool) -> dict[Path, Checks]:
         {path of a graph: {"rows x tokens" of a test batch: difference from PyTorch's output}}.
     """
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
-    config = exporters.OnnxConfig(dynamic_shapes=dict.fromkeys(INPUTS, axes), opset_version=OPSET)
+    config = OnnxConfig(dynamic_shapes=dict.fromkeys(INPUTS, axes), opset_version=OPSET)
     # Signed weights are twice as fast as unsigned ones on processors with VNNI. They have 7 bits (reduce_range),
     # because without VNNI sums of 8-bit products saturate: logits were wrong by 0.8 of the largest. Activations are
     # quantized at run time.
-    weights = exporters.OnnxRuntimeDynamicConfig(per_channel=True, reduce_range=True, weight_type=QuantType.QInt8)
+    weights = OnnxRuntimeDynamicConfig(per_channel=True, reduce_range=True, weight_type=QuantType.QInt8)
     inputs: Any = build_inputs(model, _TRACED_LENGTHS)
     plain, quantized = folder / "model.onnx", folder / "model_quantized.onnx"
     folder.mkdir()
     with _quiet():
-        graph = exporters.OnnxExporter().export(model, inputs, config).program
+        graph = OnnxExporter().export(model, inputs, config).program
     save_graph(graph, plain)
     checks = {plain: check_graph(model, plain, tolerance=TOLERANCE)}
     if int8:
         with _quiet():
-            graph = exporters.OnnxRuntimeQuantizer(weights).quantize(graph, inputs, exporters.ExportFormat.ONNX)
+            graph = OnnxRuntimeQuantizer(weights).quantize(graph, inputs, ExportFormat.ONNX)
         save_graph(graph, quantized)
         checks[quantized] = check_graph(model, quantized, tolerance=TOLERANCE_INT8)
     return checks
