@@ -11,7 +11,7 @@ import sys
 import torch
 import transformers
 
-TEXTS = ["word1 word2 word3 word4 words", "word7 word8"]
+TEXTS = ["the cat sat on mats", "a mat"]
 
 
 @torch.no_grad()

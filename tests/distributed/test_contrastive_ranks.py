@@ -1,10 +1,10 @@
 """Contrastive fine-tuning with torchrun: two processes on CPU share the batches of a step."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
+from json_files import edit_json
 from training_command import TORCHRUN, environment
 from unit.evaluation.contrastive_inputs import write_datasets, write_encoder, write_yaml
 
@@ -27,8 +27,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an encoder without dropout, data, and a rate so small that updates do not change losses."""
     folder = tmp_path_factory.mktemp("contrastive")
     config = write_encoder(folder / "bert") / "config.json"
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config.write_text(json.dumps(json.loads(config.read_text()) | dropout))
+    edit_json(config, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     write_datasets(folder / "data")
     write_yaml(folder / "run.yaml", learning_rate=1e-12, log_interval=1)
     (folder / "sitecustomize.py").write_text(WATCH)

@@ -14,12 +14,12 @@ import good_inputs as good
 import torch
 from hostile import seal
 from small_sentencepiece import write_model as write_sentencepiece
-from unit.conversion.saved_model import SHAPE, build_reference, save_model
+from unit.conversion.saved_model import save_model
 from unit.data.small_corpus import numbered_tokenizer, random_documents, write_corpus
 
 from checkpoint_conversion.checkpoint import model_shape, read_checkpoint
 from checkpoint_conversion.imports import read_folder
-from checkpoint_conversion.mapping import NEOBERT, TABLES, to_internal
+from checkpoint_conversion.mapping import TABLES, to_internal
 from megatron_neobert.config.cli import parse_command_line, read_record, write_record
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.corpus.reader import Corpus, check_content
@@ -69,10 +69,6 @@ def load_and_use(path: Path) -> str:
     forbidden = {*tokenizer.special_ids} - {tokenizer.unk_id}
     assert all(0 <= id_ < tokenizer.vocab_size and id_ not in forbidden for id_ in ids.tolist())
     return tokenizer.fingerprint
-
-
-def write_checkpoint(folder: Path) -> None:
-    save_model(folder, to_internal(build_reference().state_dict(), SHAPE, NEOBERT))
 
 
 def read_sealed_checkpoint(folder: Path) -> None:
@@ -128,7 +124,7 @@ KINDS = {
     "tokenizer.json": tokenizer_file("tokenizer.json", good.write_tokenizer),
     "vocab.txt": tokenizer_file("vocab.txt", good.write_tokenizer),
     "tokenizer.model": tokenizer_file("tokenizer.model", lambda place: write_sentencepiece(place / "tokenizer.model")),
-    "checkpoint": Kind(write_checkpoint, read_sealed_checkpoint, 78),
+    "checkpoint": Kind(save_model, read_sealed_checkpoint, 78),
     "model": Kind(good.write_model, read_model, 78),
     "neobert model": Kind(good.write_neobert, read_model, 78),
     "YAML": Kind(write_all_settings, read_yaml, 2),

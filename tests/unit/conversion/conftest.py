@@ -6,29 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_model import SHAPE, SavedModel, build_reference, convert, save_model
+from saved_model import SavedModel, build_internal, convert, save_model
 from torch import Tensor
 
 from checkpoint_conversion.compare import Checks
-from checkpoint_conversion.mapping import NEOBERT, to_internal
 
 
 @pytest.fixture
 def internal() -> dict[str, Tensor]:
     """Weights of the saved model under the internal names; tests may change them."""
-    return to_internal(build_reference().state_dict(), SHAPE, NEOBERT)
+    return build_internal()
 
 
 @pytest.fixture
-def saved(tmp_path: Path, internal: dict[str, Tensor]) -> SavedModel:
-    return save_model(tmp_path, internal)
+def saved(tmp_path: Path) -> SavedModel:
+    return save_model(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Checks]]:
     """Return a function that exports the saved model with the given options, once for each combination."""
     root = tmp_path_factory.mktemp("exports")
-    saved = save_model(root, to_internal(build_reference().state_dict(), SHAPE, NEOBERT))
+    saved = save_model(root)
 
     @cache
     def export_with(**options: Any) -> tuple[Path, Checks]:

@@ -1,18 +1,18 @@
 """A small training checkpoint, written without Megatron, and its model."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from json_files import edit_json
 from torch import Tensor
 
 from checkpoint_conversion.checkpoint import read_checkpoint, reference_config
 from checkpoint_conversion.compare import Checks, make_loud
 from checkpoint_conversion.export import export
-from checkpoint_conversion.mapping import ModelShape, split_halves
+from checkpoint_conversion.mapping import NEOBERT, ModelShape, split_halves, to_internal
 from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
 from megatron_neobert.checkpoint.folder import write_manifest
 from megatron_neobert.config.cli import write_record
@@ -70,11 +70,11 @@ class SavedModel:
         write_manifest(self.iteration_folder, {})
 
 
-def save_model(root: Path, tensors: dict[str, Tensor]) -> SavedModel:
+def save_model(root: Path) -> SavedModel:
     vocabulary = root / "vocab.txt"
     vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
     model = SavedModel(save=root / "checkpoints", vocabulary=vocabulary)
-    model.write(tensors)
+    model.write(build_internal())
     (model.save / "latest_checkpointed_iteration.txt").write_text("30")
     return model
 
@@ -83,14 +83,18 @@ def build_reference() -> ReferenceNeoBERT:
     return make_loud(ReferenceNeoBERT(reference_config(Settings(model=MODEL), vocab_size=len(WORDS))))
 
 
+def build_internal() -> dict[str, Tensor]:
+    """Return the weights of `build_reference` under the internal names."""
+    return to_internal(build_reference().state_dict(), SHAPE, NEOBERT)
+
+
 def convert(saved: SavedModel, output: Path, **options: Any) -> Checks:
     """Export the newest checkpoint; `options` are those of `export`."""
     return export(read_checkpoint(saved.save), output, **options)
 
 
 def change_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    edit_json(folder / "config.json", **fields)
 
 
 def assert_nothing_written(folder: Path) -> None:

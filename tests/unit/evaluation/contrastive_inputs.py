@@ -1,6 +1,5 @@
 """Inputs for tests of contrastive fine-tuning: a tiny encoder, datasets of made-up words, and a YAML file."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import transformers
 import yaml
+from json_files import write_jsonl
 from unit.data.small_corpus import write_vocabulary
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -45,11 +45,6 @@ def make_pairs(count: int, *, negatives: int, seed: int) -> list[dict[str, Any]]
         hard_negatives = [" ".join(draw.sample(WORDS, 5)) for _ in range(draw.randrange(negatives + 1))]
         pairs.append({"query": query, "positive": positive, "negatives": hard_negatives})
     return pairs
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_card(folder: Path, splits: dict[str, dict[str, str]]) -> None:

@@ -3,7 +3,8 @@
 import shutil
 from pathlib import Path
 
-from unit.evaluation.contrastive_inputs import write_bert, write_card, write_jsonl
+from json_files import write_jsonl
+from unit.evaluation.contrastive_inputs import write_bert, write_card
 
 WORDS = ["wing", "flow", "heat", "card", "money", "bank", "cell", "gene", "food", "health", "the", "of"]
 DIGITS = [str(digit) for digit in range(10)] + [f"##{digit}" for digit in range(10)]

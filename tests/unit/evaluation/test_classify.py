@@ -1,6 +1,5 @@
 """Classification of a user's own texts: formats, parts by hash, and a whole evaluation with its figure."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from json_files import edit_json, write_jsonl
 from sklearn import metrics
-from unit.evaluation.contrastive_inputs import write_jsonl
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import DataError, MissingInputError
@@ -158,13 +157,11 @@ def test_files_without_labels_or_with_too_few_rows_are_refused(tmp_path, header,
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("kind", "first_token"),
-    [("neobert", {}), ("EuroBert", {"classifier_pooling": "bos"}), ("ModernBert", {"classifier_pooling": "cls"})],
+    [("neobert", ...), ("EuroBert", "bos"), ("ModernBert", "cls")],
 )
 def test_head_reads_the_mean_of_the_tokens_and_a_saved_folder_keeps_it(tmp_path, kind, first_token):
     folder = write_model(tmp_path / "model", kind)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("classifier_pooling", None)
-    (folder / "config.json").write_text(json.dumps(config | first_token))
+    edit_json(folder / "config.json", classifier_pooling=first_token)
     task = ClassifyTask("cats", ("train", "validation"), ("accuracy",), (ANIMAL, THING))
     model = task.load(folder, LoadOptions())
     text = load_tokenizer(folder)(["the cat sat on a mat", "the"], padding=True, return_tensors="pt")

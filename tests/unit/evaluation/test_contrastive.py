@@ -8,7 +8,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from commands import largest_file
+from commands import call, largest_file
+from json_files import edit_json, write_jsonl
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
@@ -19,11 +20,10 @@ from unit.evaluation.contrastive_inputs import (
     read_config,
     write_datasets,
     write_encoder,
-    write_jsonl,
     write_yaml,
 )
 
-from megatron_neobert.errors import ConfigError, OutputError, SaveError
+from megatron_neobert.errors import ConfigError, MissingInputError, OutputError, SaveError
 from megatron_neobert.evaluation import embed
 from megatron_neobert.evaluation.embed import build_loss, build_prompts, run_contrastive, save_final
 from megatron_neobert.evaluation.embed_batches import PairCollator
@@ -104,9 +104,10 @@ def test_final_model_replaces_no_folder_of_others(inputs, tmp_path, is_link):
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
 def test_chat_template_of_a_folder_is_never_rendered(inputs, tmp_path, template, file):
     folder = shutil.copytree(inputs / "bert", tmp_path / "bert")
-    is_jinja = file.endswith("jinja")
-    config = {} if is_jinja else json.loads((folder / file).read_text())
-    (folder / file).write_text(template if is_jinja else json.dumps(config | {"chat_template": template}))
+    if file.endswith("json"):
+        edit_json(folder / file, chat_template=template)
+    else:
+        (folder / file).write_text(template)
     with_template, without = (load_sentence_transformer(path, max_length=32) for path in (folder, inputs / "bert"))
     assert (with_template.encode(["wing flow"]) == without.encode(["wing flow"])).all()
     with_template.save_pretrained(str(tmp_path / "saved"))
@@ -133,6 +134,34 @@ def test_held_out_pairs_are_scored_at_every_checkpoint(inputs, tmp_path):
     (first, low), (last, high) = results["validation_ndcg@10"]
     assert (first, last) == (50, 100) and low < high <= 1
     assert f"| {100 * high:.1f} |" in (final.parent / "contrastive.md").read_text()
+
+
+def test_record_of_the_command_has_the_settings_and_the_rows_of_each_dataset(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", inputs / "cache")
+    where = ("--model", inputs / "bert", "--data-dir", inputs / "data", "--output", tmp_path, "--device", "cpu")
+    expected = {"steps": 3, "batch_size": 16, "seed": 5, "gradient_cache": 8}
+    flags = [word for name, value in expected.items() for word in (f"--{name.replace('_', '-')}", value)]
+    code, _, errors = call("train-embedder", *where, "--config", inputs / "run.yaml", "--limit", 20, *flags)
+    assert code == 0, errors
+    settings = read_record(tmp_path / "bert" / "contrastive.json")["settings"]
+    assert expected.items() <= settings.items() and settings["processes"] == 1
+    assert settings["rows"] == {"LARGE": 20, "SMALL": 20, "HARD": 20}
+
+
+def test_folder_of_pairs_is_enough(inputs, tmp_path):
+    for name, count in (("FAQ", 20), ("validation", 5)):
+        write_jsonl(tmp_path / "pairs" / f"{name}.jsonl", make_pairs(count, negatives=0, seed=count))
+    final = train(inputs, tmp_path, config=None, data_dir=tmp_path / "pairs", steps=3, batch_size=8)
+    settings = read_record(final.parent / "contrastive.json")["settings"]
+    assert settings["datasets"] == {"FAQ": {"divisor": 1, "instruction": ""}}
+    assert settings["rows"] == {"FAQ": 20} and settings["validation"]
+
+
+def test_missing_datasets_are_named_before_anything_is_written(inputs, tmp_path):
+    shutil.copy(inputs / "data" / "LARGE.jsonl", tmp_path)
+    with pytest.raises(MissingInputError, match="has no pairs for HARD, SMALL: "):
+        train(inputs, tmp_path / "out", data_dir=tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("gradient_cache", [None, 2])

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from commands import REPOSITORY
+from json_files import write_jsonl
 from scipy.stats import chisquare
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler
-from unit.evaluation.contrastive_inputs import RECIPE, make_pairs, read_config, write_jsonl
+from unit.evaluation.contrastive_inputs import RECIPE, make_pairs, read_config
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation.embed_batches import PlannedBatchSampler, SamplingPlan, distinct_batches

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from json_files import write_jsonl
 from unit.evaluation.glue_inputs import build_options, write_inputs
 from unit.evaluation.pseudo_perplexity_models import write_model
 
@@ -190,8 +191,7 @@ def write_parquet(folder: Path) -> None:
 
 
 def write_json_lines(folder: Path) -> None:
-    rows = datasets.Dataset.from_dict(COLUMNS).to_list()
-    write(folder, "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "train.jsonl", datasets.Dataset.from_dict(COLUMNS).to_list())
 
 
 def write_csv(folder: Path) -> None:

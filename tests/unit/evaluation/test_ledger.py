@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from json_files import edit_json
 from safetensors.torch import load_file, save_file
 from security import good_inputs as good
 from sentence_transformers import SentenceTransformer
@@ -116,8 +117,7 @@ def test_encoder_whose_weights_have_another_shape_than_its_config_is_refused(
     tmp_path: Path, kind: str, auto_class: str
 ):
     folder = write_model(tmp_path / "model", kind)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(WORDS) + 8}))
+    edit_json(folder / "config.json", vocab_size=len(WORDS) + 8)
     with pytest.raises(ConversionError, match=rf"embed|encoder\.weight.*the shape \({len(WORDS)}, 32\) and not"):
         models.load_model(folder, auto_class)
 
@@ -166,16 +166,16 @@ def test_embeddings_and_prompts_equal_those_of_sentence_transformers(encoder: Pa
 POOLING, SETTINGS = "1_Pooling/config.json", "config_sentence_transformers.json"
 
 
-def edit_json(name: str, **changes: object):
-    return lambda encoder: good.write_json(encoder / name, json.loads((encoder / name).read_text()) | changes)
+def edit(name: str, **changes: object):
+    return lambda encoder: edit_json(encoder / name, **changes)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (edit_json(POOLING, pooling_mode="unknown"), ConversionError, "Invalid pooling mode"),
+        (edit(POOLING, pooling_mode="unknown"), ConversionError, "Invalid pooling mode"),
         (
-            edit_json(SETTINGS, prompts={"query": ["a"]}),
+            edit(SETTINGS, prompts={"query": ["a"]}),
             ConversionError,
             "prompts is a dict of length 1, but must be texts by name",
         ),

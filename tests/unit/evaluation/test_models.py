@@ -1,19 +1,12 @@
 """Models under evaluation: values of config.json, and devices."""
 
-import json
-
 import pytest
 import torch
+from json_files import edit_json
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConfigError, ConversionError
 from megatron_neobert.evaluation.models import choose_device, load_model
-
-
-def change_config(folder, **values):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -26,14 +19,16 @@ def change_config(folder, **values):
     ],
 )
 def test_value_of_a_wrong_type_is_refused_by_its_key(tmp_path, values, message):
-    folder = change_config(write_model(tmp_path / "model", "Bert"), **values)
+    folder = write_model(tmp_path / "model", "Bert")
+    edit_json(folder / "config.json", **values)
     with pytest.raises(ConversionError, match=message):
         load_model(folder, "AutoModel")
 
 
 @pytest.mark.parametrize("auto_class", ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
 def test_model_whose_config_asks_for_hidden_states_has_logits_only(tmp_path, auto_class):
-    folder = change_config(write_model(tmp_path / "model", "Bert"), output_hidden_states=True)
+    folder = write_model(tmp_path / "model", "Bert")
+    edit_json(folder / "config.json", output_hidden_states=True)
     output = load_model(folder, auto_class, num_labels=2)(input_ids=torch.tensor([[5, 6]]))
     assert list(output.keys()) == ["logits"]
 

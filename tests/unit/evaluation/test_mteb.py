@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from json_files import write_jsonl
 
 mteb = pytest.importorskip("mteb")
 
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer  # noqa: E402
 from transformers import AutoModel, AutoTokenizer  # noqa: E402
-from unit.evaluation.contrastive_inputs import write_card, write_jsonl  # noqa: E402
+from unit.evaluation.contrastive_inputs import write_card  # noqa: E402
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub  # noqa: E402
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError  # noqa: E402

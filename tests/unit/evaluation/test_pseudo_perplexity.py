@@ -1,7 +1,6 @@
 """Pseudo-perplexity: documents, positions, losses equal to a plain computation, resuming, errors and averages."""
 
 import dataclasses
-import json
 import math
 from itertools import combinations
 from pathlib import Path
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from json_files import edit_json, write_jsonl
 from scipy import stats
 from unit.evaluation.pseudo_perplexity_models import (
     ARCHITECTURES,
@@ -48,8 +48,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def measure(folder, tmp_path):
     """Return a function that measures the model with the given options."""
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"content": text}) + "\n" for text in TEXTS))
+    path = write_jsonl(tmp_path / "texts.jsonl", [{"content": text} for text in TEXTS])
     options = PerplexityOptions(
         model=(folder,), data=(str(path),), output=tmp_path, min_length=1, batch_tokens=100, device="cpu"
     )
@@ -133,9 +132,7 @@ def select(tokenizer, tmp_path):
 
     def run(data, *, max_length=40, **options):
         if isinstance(data, list):
-            path = tmp_path / "texts.jsonl"
-            path.write_text("".join(json.dumps({"content": text}) + "\n" for text in data))
-            data = path
+            data = write_jsonl(tmp_path / "texts.jsonl", [{"content": text} for text in data])
         defaults = {"model": (), "output": "out", "data": (str(data),), "min_length": 1}
         return select_documents(PerplexityOptions(**{**defaults, **options}), tokenizer, max_length)
 
@@ -286,9 +283,7 @@ def test_longest_input_of_learned_positions_is_scored_and_a_longer_one_is_refuse
 def test_tokenizer_without_a_mask_token_is_refused(tmp_path):
     folder = write_model(tmp_path / "model", "EuroBert")  # a BERT's tokenizer has one by default
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        content = json.loads((folder / name).read_text())
-        del content["mask_token"]
-        (folder / name).write_text(json.dumps(content))
+        edit_json(folder / name, mask_token=...)
     with pytest.raises(ConversionError, match="its tokenizer has no mask token"):
         Scorer(folder)
 

@@ -10,6 +10,7 @@ from commands import call
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError
 from huggingface_hub.utils import filter_repo_objects
+from json_files import write_jsonl
 from unit.evaluation.pseudo_perplexity_models import make_texts, write_model
 
 from megatron_neobert.data.tokenizer.files import find_tokenizer_file
@@ -45,8 +46,7 @@ def offline(cache, monkeypatch):
 
 
 def test_cached_model_is_evaluated_without_network_and_its_results_have_its_name(offline, tmp_path):
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"content": text}) + "\n" for text in make_texts(9, longest=38)))
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"content": text} for text in make_texts(9, longest=38)])
     code, _, errors = call("evaluate ppl", "--model", "lab/tiny@v1", "--data", texts, "--output", tmp_path / "out")
     assert code == 0, errors
     assert str(offline / COMMITS["v1"]) in errors

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from commands import call
+from json_files import edit_json, write_jsonl
 
 pytest.importorskip("mteb")
 
-from unit.evaluation.contrastive_inputs import write_jsonl
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub
 
 
@@ -88,8 +88,7 @@ def test_score_is_kept_until_settings_the_model_or_files_of_the_data_change(inpu
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     write_jsonl(path, [row | {"score": 4.0 - row["score"]} for row in rows])
     assert measure() == (False, pytest.approx(-scores[()][1])), "the same revision with reversed judgements"
-    config = json.loads(Path("model/config.json").read_text())
-    Path("model/config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.1}))
+    edit_json(Path("model/config.json"), layer_norm_eps=0.1)
     assert not measure()[0], "another model"
 
 

@@ -1,11 +1,11 @@
 """The command that shows documents of a corpus, as a user starts it."""
 
-import json
 import shutil
 from dataclasses import asdict
 
 import pytest
 from commands import call
+from json_files import edit_json, write_jsonl
 from tokenizers import Tokenizer, models
 from unit.data.small_corpus import SPECIAL, write_corpus, write_vocabulary
 from unit.inspection.small_runs import settings_of, write_checkpoint, write_corpora
@@ -50,7 +50,7 @@ def test_documents_are_shown_as_text_and_ids_in_the_order_asked_for(place):
 
 def test_inputs_are_listed_with_their_share_and_first_document(tmp_path):
     for name, texts in {"a": ["hello", "hello world"], "b": ["word"]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"content": text} for text in texts])
     vocab = write_vocabulary(tmp_path / "vocab.txt", ["hello", "world", "word"])
     shards = ("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "P")
     assert call("preprocess", *shards, "--tokenizer-model", vocab)[0] == 0
@@ -103,11 +103,9 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path):
 def test_manifest_of_a_stranger_cannot_act_on_the_terminal(place, tmp_path, monkeypatch, capsys):
     for path in place.glob("P*"):
         shutil.copy(path, tmp_path)
-    manifest = json.loads((tmp_path / "P.json").read_text())
     hostile = "\x1b]0;owned\x07\u202e"
-    manifest |= {"text_key": hostile, "project_version": hostile, "filters": {hostile: hostile}}
-    manifest |= {"dropped": {hostile: 1}, "records": manifest["records"] + 1}
-    (tmp_path / "P.json").write_text(json.dumps(manifest))
+    fields = {"text_key": hostile, "project_version": hostile, "filters": {hostile: hostile}, "dropped": {hostile: 1}}
+    edit_json(tmp_path / "P.json", **fields, records=len(TEXTS) + 1)
 
     def shown():
         tool.inspect_data(tool.InspectDataOptions(prefix=str(tmp_path / "P")))

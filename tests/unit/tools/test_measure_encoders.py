@@ -4,6 +4,7 @@ import json
 
 import pytest
 from commands import call
+from json_files import write_jsonl
 from unit.evaluation.pseudo_perplexity_models import LONGEST, make_texts, write_model
 
 
@@ -13,8 +14,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     write_model(folder / "bert", "Bert")
     write_model(folder / "ours", "neobert")
-    lines = (json.dumps({"text": text}) + "\n" for text in make_texts(20, longest=38))
-    (folder / "texts.jsonl").write_text("".join(lines))
+    write_jsonl(folder / "texts.jsonl", [{"text": text} for text in make_texts(20, longest=38)])
     (folder / "no model").mkdir()
     (folder / "no model" / "config.json").write_text("{}")
     return folder

@@ -7,7 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 from commands import REPOSITORY
-from unit.evaluation.contrastive_inputs import RECIPE, read_config, write_card, write_jsonl
+from json_files import write_jsonl
+from unit.evaluation.contrastive_inputs import RECIPE, read_config, write_card
 
 # Repository -> its rows by config, with the columns of the Hub. "q" is a query, "p" its positive, "n" a hard negative.
 REPOSITORIES = {
