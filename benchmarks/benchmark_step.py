@@ -53,10 +53,7 @@ class Timing:
 
 
 def main() -> int:
-    """Parse the options and measure; print one line per step, then the table. Return exit code 0.
-
-    Raise ConfigError if a flag or a setting is not valid, or if this machine cannot run them.
-    """
+    """Parse the options and measure; print one line per step, then the table. Return exit code 0."""
     from megatron_neobert.config.cli import run_flags
 
     parser = Parser((__doc__ or "").partition("\n")[0], also=run_flags())
@@ -89,8 +86,7 @@ def measure(arguments: argparse.Namespace, flags: list[str], folder: Path) -> in
     """Train the layouts in turns at every length, and print their speeds. Return exit code 0.
 
     The figures are written to `arguments.output` (None: not written), and a corpus is written to `folder`. `flags` are
-    flags of `neobert train`, which replace settings. Raise ConfigError if a flag or a setting is not valid, or if this
-    machine cannot run them.
+    flags of `neobert train`, which replace settings.
     """
     import torch
 

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, n
 from megatron_neobert import __version__
 from megatron_neobert.cli import Parser
 from megatron_neobert.errors import run_command, short_reason
+from megatron_neobert.evaluation.pages import code, heading, table
 from megatron_neobert.runtime.atomic_files import read_text, replace_file
 from megatron_neobert.runtime.environment import installed_packages
 from megatron_neobert.runtime.own_files import claim_folder
@@ -39,9 +40,7 @@ from tools.acceptance.phase import Failed, Phase
 from tools.acceptance.phases import NEEDS_CUDA, PHASES
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4")
-PASSED: Literal["passed"] = "passed"
-FAILED: Literal["failed"] = "failed"
-NOT_RUN: Literal["not run"] = "not run"
+Status = Literal["passed", "failed", "not run"]
 MACHINE = """import json, torch
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps({"GPU": gpu, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}))"""
@@ -51,7 +50,7 @@ print(json.dumps({"GPU": gpu, "CUDA": torch.version.cuda, "cuDNN": torch.backend
 class Result:
     """Content of phases/NAME.json."""
 
-    status: Literal["passed", "failed", "not run"]
+    status: Status
     date: str
     seconds: int
     problems: list[str]
@@ -63,8 +62,7 @@ class Result:
 def main() -> int:
     """Run the requested phases that have not passed on this machine, and update the report after each.
 
-    Return 0 if all requested phases passed, now or before, else 1. Raise OutputError if --output cannot be
-    created, or is a folder of others.
+    Return 0 if all requested phases passed, now or before, else 1.
     """
     parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(
@@ -82,15 +80,16 @@ def main() -> int:
     machine = describe_machine(arguments.device)
     requested = [name for name in PHASES if name in arguments.phases]
     for name in requested:
-        is_kept = read_results(output, machine).get(name, {}).get("status") == PASSED
+        earlier = read_results(output, machine).get(name)
+        is_kept = earlier is not None and earlier.status == "passed"
         if not is_kept:
             run_phase(Phase(name, output, arguments.device), machine)
-        result = read_results(output, machine)[name]
-        write_report(output, machine)
-        status = f"{result['status']}{' before, kept' if is_kept else ''}"
-        print(*[f"{name}: {status}, {result['seconds']} s", *result["problems"]], sep="\n  ", flush=True)
-    print(f"report: {output / 'report.md'}\n{verdict(read_results(output, machine), machine)}")
-    return 0 if all(read_results(output, machine)[name]["status"] == PASSED for name in requested) else 1
+        results = read_results(output, machine)
+        write_report(output, results, machine)
+        result, kept = results[name], " before, kept" if is_kept else ""
+        print(f"{name}: {result.status}{kept}, {result.seconds} s", *result.problems, sep="\n  ", flush=True)
+    print(f"report: {output / 'report.md'}\n{verdict(results, machine)}")
+    return 0 if all(results[name].status == "passed" for name in requested) else 1
 
 
 def describe_machine(device: str) -> dict[str, str]:
@@ -113,9 +112,9 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
     """Run a phase and write its status (passed, failed, not run) to phases/NAME.json. If interrupted, write nothing."""
     print(f"{phase.name}: {PHASES[phase.name].__doc__}", flush=True)
     started = time.monotonic()
-    status: Literal["passed", "failed", "not run"] = PASSED
+    status: Status
     if machine["GPU"] == "none" and (phase.device == "cuda" or phase.name in NEEDS_CUDA):
-        status = NOT_RUN
+        status = "not run"
         phase.problems.append("needs a CUDA device, and torch finds none")
     else:
         try:
@@ -126,7 +125,7 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
             traceback.print_exc()
             phase.problems.append(short_reason(error))
         phase.drop_checkpoints()
-        status = FAILED if phase.problems else PASSED
+        status = "failed" if phase.problems else "passed"
     result = Result(
         status=status,
         date=datetime.date.today().isoformat(),
@@ -140,7 +139,7 @@ def run_phase(phase: Phase, machine: dict[str, str]) -> None:
     replace_file(phase.output / "phases" / f"{phase.name}.json", content + "\n")
 
 
-def read_results(output: Path, machine: dict[str, str]) -> dict[str, dict[str, Any]]:
+def read_results(output: Path, machine: dict[str, str]) -> dict[str, Result]:
     """Return the results of the phases that ended on this machine, in the order of PHASES.
 
     A damaged result is left out, so that its phase runs again.
@@ -150,45 +149,39 @@ def read_results(output: Path, machine: dict[str, str]) -> dict[str, dict[str, A
     results = {}
     for name in PHASES:
         with suppress(OSError, ValueError, TypeError, msgspec.ValidationError):
-            content = parse_json(read_text(output / "phases" / f"{name}.json"))
-            result = asdict(msgspec.convert(content, Result))
-            if result["machine"] == machine:
+            result = msgspec.convert(parse_json(read_text(output / "phases" / f"{name}.json")), Result)
+            if result.machine == machine:
                 results[name] = result
     return results
 
 
-def verdict(results: dict[str, dict[str, Any]], machine: dict[str, str]) -> str:
+def verdict(results: dict[str, Result], machine: dict[str, str]) -> str:
     """Return one line: the GPU is accepted, or which phases failed, did not run and passed. No CPU runs all phases."""
-    phases: dict[str, list[str]] = {FAILED: [], NOT_RUN: [], PASSED: []}
+    phases: dict[str, list[str]] = {"failed": [], "not run": [], "passed": []}
     for name in PHASES:
-        phases[results[name]["status"] if name in results else NOT_RUN].append(name)
-    if len(phases[PASSED]) == len(PHASES):
+        phases[results[name].status if name in results else "not run"].append(name)
+    if len(phases["passed"]) == len(PHASES):
         return f"accepted: {machine['GPU']}"
     return "; ".join(["not accepted", *(f"{status}: {', '.join(names)}" for status, names in phases.items() if names)])
 
 
-def write_report(output: Path, machine: dict[str, str]) -> None:
+def write_report(output: Path, results: dict[str, Result], machine: dict[str, str]) -> None:
     """Write report.md to `output`: the phases with a result from this machine, and their commands and figures."""
-    from megatron_neobert.evaluation.pages import code, heading
-
-    results = read_results(output, machine)
     overview = [
-        {"phase": name, **{column: result[column] for column in ("status", "seconds", "date")}}
-        | {"problems": "; ".join(result["problems"])}
+        {"phase": name, "status": result.status, "seconds": result.seconds, "date": result.date}
+        | {"problems": "; ".join(result.problems)}
         for name, result in results.items()
     ]
     blocks = [heading(f"Acceptance: {verdict(results, machine)}", 1), to_table([machine]), to_table(overview)]
     for name, result in results.items():
-        blocks += [heading(name), code("\n".join(result["commands"]))]
-        for title, rows in result["tables"].items():
+        blocks += [heading(name), code("\n".join(result.commands))]
+        for title, rows in result.tables.items():
             blocks += [f"{title}:", to_table(rows)]
     replace_file(output / "report.md", "\n\n".join(filter(None, blocks)) + "\n")
 
 
 def to_table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table whose columns are the keys of the first row, or "" without rows."""
-    from megatron_neobert.evaluation.pages import table
-
     cells = [[f"{value:,.6g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     return table(list(rows[0]), cells) if rows else ""
 

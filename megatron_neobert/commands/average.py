@@ -27,10 +27,6 @@ def average(options: AverageOptions) -> None:
 
     The new checkpoint has fp32 weights and no optimizer state, as after a conversion from Hugging Face. Use it for
     --continue-from, or as --load of `neobert convert`. The command needs the memory of two models.
-
-    Raises:
-        MissingInputError: The folder has fewer than --last checkpoints up to --iteration.
-        ConversionError: The checkpoints have different models or tokenizers, or their mean is not finite.
     """
     refuse_existing(options.output)  # before minutes of reading
     newest = iteration_of(latest_checkpoint(options.load, iteration=options.iteration))

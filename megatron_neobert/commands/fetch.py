@@ -26,10 +26,6 @@ def fetch_mteb(options: FetchMtebOptions) -> None:
 
     Write OUTPUT/NAME/REVISION, unless it exists, and print a line for each task. REVISION is that of the installed
     mteb.
-
-    Raises:
-        MissingInputError: A download failed. The other tasks were still fetched.
-        OutputError: The folder cannot be created.
     """
     from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, store_task
 

@@ -94,11 +94,7 @@ def print_inputs(corpus: "Corpus") -> None:
 
 
 def print_documents(corpus: "Corpus", numbers: tuple[int, ...], options: InspectDataOptions) -> None:
-    """Print documents, numbered from 0, as text and token ids, at most `options.tokens` tokens of each.
-
-    Raises:
-        ConfigError: A document does not exist, or --tokenizer-model is missing.
-    """
+    """Print documents, numbered from 0, as text and token ids, at most `options.tokens` tokens of each."""
     from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 
     if outside := [number for number in numbers if not 0 <= number < len(corpus)]:

@@ -27,9 +27,6 @@ def plot(options: PlotOptions) -> None:
     `options.metrics` selects other curves. Validation values are points in the colour of their run. The figure is
     OUTPUT/curves.png. If a run resumed, values that it had logged after the checkpoint are
     replaced by the values of the resumed run.
-
-    Raises:
-        ConfigError, OutputError: A metric was not logged, or OUTPUT cannot be written.
     """
     from megatron_neobert.inspection.plot import TITLES, read_run, write_curves
 

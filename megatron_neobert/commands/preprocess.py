@@ -126,9 +126,6 @@ def print_sample(plan: Plan) -> None:
     """Print up to two documents with their token ids, and estimates of size and time of the whole run.
 
     The estimates extrapolate from about 1 MB of text of the first chunk that has documents.
-
-    Raises:
-        DataError: The first 100 chunks have no document.
     """
     started, chunks_of = time.perf_counter(), Counter(chunk.path for chunk in plan.chunks)
     documents, text_bytes, input_bytes, counts = 0, 0, 0.0, Counts()

@@ -6,11 +6,7 @@ from megatron_neobert.runtime.atomic_files import replace_file
 
 
 def recipe(options: RecipeOptions) -> None:
-    """Write a recipe for a model of about this size, or for about this many floating-point operations.
-
-    Raises:
-        OutputError: The file exists.
-    """
+    """Write a recipe for a model of about this size, or for about this many floating-point operations."""
     if options.output.exists():
         raise OutputError(f"{options.output} exists; remove it, or name another --output.")
     chosen = choose_recipe(options)

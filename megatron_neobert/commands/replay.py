@@ -41,9 +41,6 @@ def replay(options: ReplayOptions, flags: list[str]) -> None:
 
     --checkpoint-iteration takes the weights of another checkpoint. A run that ends because its last updates were
     skipped saves the weights with which the skipped batches were computed; use this checkpoint.
-
-    Raises:
-        ConfigError: The command runs under torchrun, a setting is wrong, or the run has no such iteration.
     """
     from megatron_neobert.inspection.global_batch import open_iteration
 

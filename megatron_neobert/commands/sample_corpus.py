@@ -44,11 +44,7 @@ class SampleCorpusOptions:
 
 
 def sample_corpus(options: SampleCorpusOptions) -> None:
-    """Write a small corpus of English prose, collected from the documentation of Python packages.
-
-    Raises:
-        DataError: There are fewer texts than parquet files.
-    """
+    """Write a small corpus of English prose, collected from the documentation of Python packages."""
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     folders = [options.packages] if options.packages else installed
     documents = choose_documents(folders, budget_bytes=int(options.megabytes * 1e6))

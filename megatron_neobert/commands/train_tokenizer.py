@@ -46,10 +46,6 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """Train a WordPiece vocabulary on raw text files, for languages without a suitable published vocabulary.
 
     Write the tokenizer's files to the folder --output, and print a summary.
-
-    Raises:
-        ConfigError: A number is out of range.
-        OutputError: The folder already has a tokenizer.
     """
     for name in ("vocab_size", "min_frequency"):
         if (number := getattr(options, name)) >= 2**31:

@@ -40,10 +40,7 @@ def check_evaluations(phase: Phase) -> None:
 
 
 def evaluate(phase: Phase, model: Path, data: Path, output: Path, device: str) -> dict[str, tuple[str, float]]:
-    """Run the evaluations and return name -> (key of TOLERANCES, score). `device` "cpu" hides the GPU.
-
-    Raises Failed if a command fails.
-    """
+    """Run the evaluations and return name -> (key of TOLERANCES, score). `device` "cpu" hides the GPU."""
     tuning = ("--batch-size", 16, "--learning-rate", 1e-3, "--weight-decay", 0.01, "--epochs", 2, "--max-length", 64)
     commands: dict[str, tuple[object, ...]] = {
         "glue": ("evaluate", "glue", "--data-dir", data, "--tasks", "cola", "rte", "--no-transfer", *tuning),

@@ -128,7 +128,7 @@ class Phase:
     def benchmark(self, name: str, *flags: str, lengths: tuple[int, ...]) -> dict[str, Any]:
         """Run benchmarks/benchmark_step.py on packed steps and return the content of its JSON file.
 
-        `name` is part of the log file's name. `flags` are added to the command. Raises Failed if the command fails.
+        `name` is part of the log file's name. `flags` are added to the command.
         """
         figures, sizes = self.output / "figures.json", self.sizes
         batches = ("--micro-batch-tokens", sizes.tokens, "--global-batch-tokens", 2 * sizes.tokens)
@@ -140,7 +140,7 @@ class Phase:
     def train(self, name: str, iterations: int, *flags: object, bf16: bool = True, device: str = "") -> Curve:
         """Train on the sample corpus up to `iterations`, or resume, and return the metrics of the run in runs/NAME.
 
-        `bf16` has no effect on a CPU. `device` "cpu" hides the GPU, "" is the phase's. Raises Failed if training fails.
+        `bf16` has no effect on a CPU. `device` "cpu" hides the GPU, "" is the phase's.
         """
         corpus, tokenizer = self.prepare_corpus()
         folder, sizes = self.output / "runs" / name, self.sizes
@@ -171,7 +171,7 @@ class Phase:
             shutil.rmtree(folder)
 
     def prepare_corpus(self) -> tuple[Path, Path]:
-        """Return the prefix of the sample corpus and its tokenizer folder. Raise Failed if a command fails.
+        """Return the prefix of the sample corpus and its tokenizer folder.
 
         If the corpus has no manifest, the folder with both is deleted, and both are written again.
         """
