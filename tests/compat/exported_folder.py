@@ -4,7 +4,6 @@ Needs torch and transformers 4.57 or later only. Code of the folder is executed 
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +17,7 @@ from torch import Tensor
 VERSION = Version(transformers.__version__)
 # Largest difference relative to the largest value, in fp32. The errors that checks detect are 0.1 or larger.
 TOLERANCE = 1e-4
-FIRST_NATIVE = Version("5.3")
-CHECKS: dict[str, Callable[["Subject"], None]] = {}  # of export_checks.py, in its order
-
-
-class NotApplicable(Exception):
-    """A check does not apply to this layout or version; the text is the reason."""
+FIRST_NATIVE = Version("5.3")  # with EuroBERT
 
 
 @dataclass(frozen=True)
@@ -55,23 +49,12 @@ class Subject:
         return self.fields.get("auto_map", {})
 
     @property
-    def reason_against_models(self) -> str | None:
-        """Reason why this version of transformers does not support the folder's models, or None if it does."""
-        is_known = self.auto_map or VERSION >= FIRST_NATIVE
-        return None if is_known else f"transformers {VERSION} does not know EuroBERT, which came with {FIRST_NATIVE}"
-
-    def has(self, class_name: str) -> bool:
-        """Return whether this class exists for the layout, in the folder or in transformers."""
-        if self.auto_map:
-            return class_name in self.auto_map
-        mapping = getattr(transformers, class_name)._model_mapping
-        return transformers.CONFIG_MAPPING[self.fields["model_type"]] in mapping
+    def is_known(self) -> bool:
+        """True if the models' classes are in the folder or in this version of transformers."""
+        return bool(self.auto_map) or VERSION >= FIRST_NATIVE
 
     def load_with_info(self, class_name: str, *, folder: Path | None = None, **options: Any) -> tuple[Any, dict]:
         """Return a model in fp32 and evaluation mode, and the loading report of transformers."""
-        if not self.has(class_name):
-            source = "auto_map" if self.auto_map else f"transformers {VERSION}"
-            raise NotApplicable(f"{source} has no {class_name} for {self.fields['model_type']}")
         options.setdefault("dtype", torch.float32)
         if VERSION.major < 5:
             options["torch_dtype"] = options.pop("dtype")
@@ -118,34 +101,3 @@ def expect_close(actual: Tensor, expected: Tensor, name: str) -> None:
     difference = (actual.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30)
     relative = float(torch.nan_to_num(difference, nan=float("inf")))
     assert relative <= TOLERANCE, f"{name}: differs by {relative:.2g} of the largest value, more than {TOLERANCE:g}"
-
-
-def check(name: str) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
-    """Register a check in CHECKS. The check returns, raises NotApplicable, or fails with any other exception."""
-
-    def add(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-        CHECKS[name] = function
-        return function
-
-    return add
-
-
-def run_checks(folder: Path, *, trusted: bool) -> dict[str, str]:
-    """Return the result of every check: "ok", "not applicable: REASON" or "FAILED: REASON"."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    subject, results = Subject(folder, trusted), {}
-    for name, function in CHECKS.items():
-        try:
-            if name != "tokenizer" and subject.reason_against_models is not None:
-                raise NotApplicable(subject.reason_against_models)
-            torch.manual_seed(0)  # for new heads
-            function(subject)
-            results[name] = "ok"
-        except NotApplicable as reason:
-            results[name] = f"not applicable: {reason}"
-        except Exception as error:  # any exception is a result
-            results[name] = f"FAILED: {type(error).__name__}: {error}"
-    return results
