@@ -7,7 +7,6 @@ from typing import TypeVar
 from megatron_neobert.evaluation.options import (
     FETCH_GLUE,
     ClassifyOptions,
-    EmbedderOptions,
     FineTuneOptions,
     GlueOptions,
     MtebOptions,
@@ -18,7 +17,7 @@ from megatron_neobert.evaluation.options import (
 from megatron_neobert.huggingface.hub import find_model, find_models, go_offline
 from megatron_neobert.runtime.atomic_files import require_folder
 
-_Options = TypeVar("_Options", bound=FineTuneOptions | MtebOptions | EmbedderOptions)
+_Options = TypeVar("_Options", bound=FineTuneOptions | MtebOptions)
 
 
 def evaluate_glue(options: GlueOptions) -> None:
@@ -65,13 +64,13 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 
 def evaluate_mteb(options: MtebOptions) -> None:
     """Evaluate an encoder on MTEB, without network access."""
-    options = prepare(options, "on a machine with network: neobert fetch mteb --output DIR")
+    options = _prepare(options, "on a machine with network: neobert fetch mteb --output DIR")
     from megatron_neobert.evaluation.mteb import run_mteb
 
     run_mteb(options)
 
 
-def prepare(options: _Options, remedy: str) -> _Options:
+def _prepare(options: _Options, remedy: str) -> _Options:
     """Return the options with a local folder as model, after checking that it and --data-dir exist. Go offline."""
     require_folder("--data-dir", options.data_dir, remedy=remedy)
     options = replace(options, model=find_model("--model", options.model))
@@ -81,7 +80,7 @@ def prepare(options: _Options, remedy: str) -> _Options:
 
 def _fine_tune(options: FineTuneOptions, kind: str, remedy: str) -> None:
     """Run the evaluation in the module `kind`; print its page, and the names of the files that it wrote."""
-    options = prepare(options, remedy)
+    options = _prepare(options, remedy)
     module = import_module(f"megatron_neobert.evaluation.{kind}")
     folder = getattr(module, f"run_{kind}")(options)
     print((folder / f"{kind}.md").read_text(encoding="utf-8"))
