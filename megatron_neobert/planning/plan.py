@@ -217,7 +217,7 @@ def gpu_lines(
     settings = forecasts[0].phase.settings
     precision, tokens = _precision(settings), sum(each.iterations * each.sample.tokens for each in forecasts)
     mfu = MEASURED_MFU.get(precision)
-    header = f"{'TFLOP/s':>9}{'tokens/s':>10}{'time':>13}" if mfu else ""
+    header = f"{'bf16 peak':>13}{'tokens/s':>10}{'time':>12}" if mfu else ""
     lines = [f"{f'{world_size:,} x':<14}{header}  memory, GiB"]
     for gpu in GPUS:
         if gpu.name not in _SHOWN_GPUS or (settings.compute.fp8_format and not _SHOWN_GPUS[gpu.name]):
@@ -227,14 +227,14 @@ def gpu_lines(
             steps = _plan_steps(world_size, forecasts, options, vocab_size=vocab_size, gpu=gpu.name)
             seconds = _run_seconds(forecasts, steps)
             rate = with_prefix(tokens / seconds, "") if seconds else "-"
-            speed = f"{gpu.bf16_tflops:>9,.0f}{rate:>10}{duration(seconds):>13}"
+            speed = f"{gpu.bf16_tflops:>5,.0f} TFLOP/s{rate:>10}{duration(seconds):>12}"
         spare = gpu.memory_gib - memory.total / (1 << 30)
         room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
         lines.append(f"{gpu.name:<14}{speed}  {room}")
     note = f"Times are shown for --bf16, and no run in {precision} has been measured."
     if mfu:
         note = (
-            f"time: FLOP / (GPUs x TFLOP/s x {percent(mfu, digits=0)}), and the wait for the network. One H200 reached "
+            f"time: FLOP / (GPUs x peak x {percent(mfu, digits=0)}), and the wait for the network. One H200 reached "
             f"{percent(mfu, digits=0)} in {precision} with 28 x 768, and 23 % in bf16 with 12 x 512. Other GPUs, and "
             "several, have not been measured"
         )
@@ -331,7 +331,7 @@ def scaling_lines(
             f"{shown_price}"
         )
     lines.append(
-        f"{GPU}. micro-batches: number x tokens, per GPU and step; network: share of the step in which only the "
+        f"on {GPU}. micro-batches: number x tokens, per GPU and step; network: share of the step in which only the "
         "network works; busy: share in which the GPU computes. If it is low, use fewer GPUs or a larger "
         "--global-batch-size" + ("" if options.price is None else f". price: GPUs x hours x {options.price:g}")
     )
