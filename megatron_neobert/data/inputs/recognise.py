@@ -23,7 +23,6 @@ from megatron_neobert.data.inputs.stream import (
     named_errors,
     open_input,
 )
-from megatron_neobert.data.inputs.tables import find_row_cuts, read_column
 from megatron_neobert.data.inputs.text_files import find_cuts, read_lines, read_text
 from megatron_neobert.data.inputs.web_archives import read_archive
 from megatron_neobert.errors import DataError
@@ -31,14 +30,6 @@ from megatron_neobert.text import parse_json
 
 # Text in one chunk: about one minute of work for the reference tokenizer.
 CHUNK_BYTES = 256 << 20
-
-_READERS: dict[Format, Callable[[Chunk, ReadSettings], Iterator[RecordBatch]]] = {
-    "parquet": read_column,
-    "arrow": read_column,
-    "jsonl": read_lines,
-    "text": read_text,
-    "warc": read_archive,
-}
 
 _HEAD_BYTES = 64 << 10  # bytes that determine the format
 _FORMAT_MAGIC: dict[bytes, Format] = {
@@ -78,6 +69,8 @@ def split_into_chunks(path: str, settings: ReadSettings, *, chunk_bytes: int = C
     cuts: list[int] = []  # in units of Chunk.start
     has_lines = whole.format == "jsonl" or (whole.format == "text" and settings.text_separator == "\n")
     if whole.format in ("parquet", "arrow"):
+        from megatron_neobert.data.inputs.tables import find_row_cuts  # see _reader_of
+
         cuts = find_row_cuts(whole, settings, chunk_bytes=chunk_bytes)
     elif whole.compression is None and has_lines:
         cuts = find_cuts(path, chunk_bytes=chunk_bytes)
@@ -92,7 +85,7 @@ def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
     """
     numbers = 0
     try:
-        for batch in _READERS[chunk.format](chunk, settings):
+        for batch in _reader_of(chunk.format)(chunk, settings):
             numbers += batch.numbers
             yield batch
     except DamagedStream as damage:
@@ -102,6 +95,20 @@ def read_chunk(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             f"{chunk.path}: the {stream} is truncated or damaged after {position} ({damage}); "
             "how many documents are lost is unknown: fetch the file again, or leave it out"
         ) from damage
+
+
+def _reader_of(file_format: Format) -> Callable[[Chunk, ReadSettings], Iterator[RecordBatch]]:
+    match file_format:
+        case "jsonl":
+            return read_lines
+        case "text":
+            return read_text
+        case "warc":
+            return read_archive
+    # pyarrow takes 0.2 s to import, which --help and runs without tables avoid.
+    from megatron_neobert.data.inputs.tables import read_column
+
+    return read_column
 
 
 def recognise(path: str, settings: ReadSettings) -> Chunk:

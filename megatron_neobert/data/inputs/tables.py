@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from megatron_neobert.data.inputs.records import NO_FIELDS, NULL_TEXT, TOO_LONG, ReadSettings, RecordBatch
 from megatron_neobert.data.inputs.stream import BATCH_BYTES, Chunk, is_url, named_errors, open_input
 from megatron_neobert.errors import DataError, suggestion
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
 _BUFFER_BYTES = 1 << 20  # usual size of a page
 # Rows that pyarrow decodes at once. A few bytes of a page can repeat a long value (through a dictionary or a shared
@@ -28,6 +28,8 @@ _ENCODED_ROWS = 256  # rows per step while values are not decoded
 _LONGEST_BATCH_ROWS = 4096  # in one RecordBatch
 # Arrow streams end with this mark. A file that was cut between two record batches lacks it.
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+# Arrow's types of text, each with the type that has the same bytes and is not checked for UTF-8.
+_BYTES_OF = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 
 
 def find_row_cuts(chunk: Chunk, settings: ReadSettings, *, chunk_bytes: int) -> list[int]:
@@ -88,10 +90,8 @@ def read_column(chunk: Chunk, settings: ReadSettings) -> Iterator[RecordBatch]:
             yield batch
 
 
-def _raw_values(column: "pa.Array") -> Iterator[bytes | None]:
+def _raw_values(column: pa.Array) -> Iterator[bytes | None]:
     """Yield each value of a text column as bytes, which may be invalid UTF-8, or None for a null."""
-    import pyarrow as pa
-
     for first in range(0, len(column), _DECODED_ROWS):
         values = column[first : first + _DECODED_ROWS]
         if pa.types.is_dictionary(values.type):
@@ -99,22 +99,17 @@ def _raw_values(column: "pa.Array") -> Iterator[bytes | None]:
         yield from _as_bytes(values).to_pylist()
 
 
-def _as_bytes(column: "pa.Array") -> "pa.Array":
+def _as_bytes(column: pa.Array) -> pa.Array:
     """Return a column of strings as a column of bytes, without a copy. Other columns are returned unchanged."""
-    import pyarrow as pa
-
     # A view copies nothing. A cast takes longer than decoding short texts.
-    types = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-    return column.view(types.get(column.type, column.type))
+    return column.view(_BYTES_OF.get(column.type, column.type))
 
 
-def _python_values(column: "pa.Array") -> list[Any]:
+def _python_values(column: pa.Array) -> list[Any]:
     """Return a column's values: dates and times as texts, durations as integers, U+FFFD for invalid UTF-8.
 
     A float of 32 bits becomes the shortest decimal number for it, so that a stored 0.7 equals 0.7.
     """
-    import pyarrow as pa
-
     if column.type == pa.float32():
         column = column.cast(pa.string()).cast(pa.float64())
     if pa.types.is_duration(column.type):
@@ -129,11 +124,7 @@ def _python_values(column: "pa.Array") -> list[Any]:
 
 
 @contextmanager
-def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
-    # pyarrow takes 0.2 s to import, which --help and runs without tables avoid.
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
     source = open_input(path) if is_url(path) else pa.OSFile(os.fsencode(path))
     # Both arguments are needed to stream column chunks. The default loads a whole row group: 313 MB instead of 10 MB
     # for a row group of 313 MB.
@@ -141,14 +132,12 @@ def _open_parquet(path: str) -> "Iterator[pq.ParquetFile]":
         yield file
 
 
-def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float, list[str]]]":
+def _parquet_rows(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[list[pa.Array], float, list[str]]]:
     """Yield consecutive rows in batches: columns, share of the chunk read so far (0 to 1), names of the file's columns.
 
     The columns are one array for --text-key, then one for each --record-key. Raise DataError if rows are missing at the
     end or --text-key is no text column.
     """
-    import pyarrow as pa
-
     with _open_parquet(chunk.path) as file:
         columns = _find_columns(chunk.path, file.schema_arrow, settings)
         end, row = file.metadata.num_rows if chunk.end is None else chunk.end, chunk.start
@@ -172,8 +161,6 @@ def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 
     Yield the source, the pyarrow function that opens a reader for it, and its size in bytes.
     """
-    import pyarrow as pa
-
     with open_input(path) as file:
         is_file = file.read(6) == b"ARROW1"
         size = file.seek(0, 2)
@@ -188,10 +175,8 @@ def _open_arrow(path: str) -> Iterator[tuple[Any, Callable[..., Any], int]]:
         yield source, pa.ipc.open_file if is_file else pa.ipc.open_stream, size
 
 
-def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa.Array], float, list[str]]]":
+def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[list[pa.Array], float, list[str]]]:
     """Yield rows in batches, as `_parquet_rows` does."""
-    import pyarrow as pa
-
     with _open_arrow(chunk.path) as (source, open_reader, size):
         schema = open_reader(source).schema
         paths = [path for path, _ in _find_columns(chunk.path, schema, settings)]
@@ -213,11 +198,9 @@ def _arrow_rows(chunk: Chunk, settings: ReadSettings) -> "Iterator[tuple[list[pa
                 yield arrays, progress, schema.names
 
 
-def _check_offsets(column: "pa.Array") -> None:
+def _check_offsets(column: pa.Array) -> None:
     """Raise ArrowException if an offset or dictionary index of the column is invalid, which would crash the process."""
     # Only Arrow files need this check: pyarrow builds the buffers of Parquet columns itself.
-    import pyarrow as pa
-
     if pa.types.is_dictionary(column.type):
         _check_offsets(column.dictionary)
         pa.DictionaryArray.from_arrays(column.indices, column.dictionary)  # checks the indices
@@ -232,8 +215,6 @@ def _named_damage(chunk: Chunk) -> Iterator[None]:
 
     pyarrow raises plain OSErrors without errno. All other OSErrors come from the file system or the network.
     """
-    import pyarrow as pa
-
     with named_errors(chunk.path):
         try:
             yield
@@ -247,18 +228,15 @@ def _named_damage(chunk: Chunk) -> Iterator[None]:
             ) from error
 
 
-def _take_column(batch: "pa.RecordBatch", path: Sequence[str]) -> "pa.Array":
+def _take_column(batch: pa.RecordBatch, path: Sequence[str]) -> pa.Array:
     """Return a column, or the field within structs that `path` leads to. An empty path gives a column of nulls."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if not path:
         return pa.nulls(len(batch))
     column = batch.column(batch.schema.get_field_index(path[0]))
     return pc.struct_field(column, list(path[1:])) if path[1:] else column
 
 
-def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "list[tuple[list[str], pa.DataType]]":
+def _find_columns(path: str, schema: pa.Schema, settings: ReadSettings) -> list[tuple[list[str], pa.DataType]]:
     """Return (path, type) of the column of --text-key, and then of the column of each --record-key.
 
     A path has the names that lead to a field within structs, or only the column's name. For the key `a.b`, a column
@@ -266,8 +244,6 @@ def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "li
     empty. Raise DataError if the file `path` has no column --text-key, its type is neither text nor null, or a key has
     several columns.
     """
-    import pyarrow as pa
-
     columns: dict[str, tuple[list[str], pa.DataType]] = {}
     queue: list[tuple[list[str], pa.DataType]] = [([field.name], field.type) for field in schema]
     # The queue grows while it is read: fields of structs come after all columns.
@@ -296,9 +272,5 @@ def _find_columns(path: str, schema: "pa.Schema", settings: ReadSettings) -> "li
 
 def _is_text(arrow_type: Any) -> bool:
     """Return True for the string and binary types, and for dictionary types with such values."""
-    import pyarrow as pa
-
     value_type = arrow_type.value_type if pa.types.is_dictionary(arrow_type) else arrow_type
-    strings = (pa.string(), pa.large_string(), pa.string_view())
-    binaries = (pa.binary(), pa.large_binary(), pa.binary_view())
-    return value_type in (*strings, *binaries)
+    return value_type in (*_BYTES_OF, *_BYTES_OF.values())
