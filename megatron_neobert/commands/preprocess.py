@@ -110,7 +110,7 @@ def print_plan(plan: Plan) -> None:
         print(f"left out by --quarantine: {visible(reason)}")
     total = sum(version.bytes for version in plan.versions.values())
     print(f"{counted(len(files), 'input file')}, {with_prefix(total, 'B')}; text in '{plan.settings.read.text_key}'")
-    tokenizer = plan.tokenizer
+    tokenizer = plan.encoder.tokenizer
     print(
         f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} ids, {token_dtype(tokenizer.vocab_size)}, "
         f"by {plan.encoder.name}" + (f" ({plan.encoder.note})" if plan.encoder.note else "")
@@ -143,7 +143,7 @@ def print_sample(plan: Plan) -> None:
                     print(f"keys  {visible(', '.join(f'{key}={value!r}' for key, value in values))}")
             documents += len(batch.texts)
             counts.tokens += encoded.ids.size
-            counts.unknown_tokens += int(np.count_nonzero(encoded.ids == plan.tokenizer.unk_id))
+            counts.unknown_tokens += int(np.count_nonzero(encoded.ids == plan.encoder.tokenizer.unk_id))
             text_bytes, progress = text_bytes + batch.utf8_bytes, batch.progress
             if text_bytes >= _SAMPLE_BYTES:
                 break
@@ -154,7 +154,7 @@ def print_sample(plan: Plan) -> None:
         raise DataError(f"no document in the first {_SAMPLE_CHUNKS} chunks; check --input, --text-key and the filters.")
     factor = sum(version.bytes for version in plan.versions.values()) / input_bytes
     workers = plan.settings.jobs.workers or 1
-    bin_bytes = counts.tokens * factor * token_dtype(plan.tokenizer.vocab_size).itemsize
+    bin_bytes = counts.tokens * factor * token_dtype(plan.encoder.tokenizer.vocab_size).itemsize
     print(
         f"estimated from a sample: {documents * factor:,.0f} documents, {counts.tokens * factor:,.0f} tokens, "
         f"{with_prefix(bin_bytes, 'B')} of .bin (twice that while chunks are joined), "

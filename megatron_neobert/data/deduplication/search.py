@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +134,13 @@ def open_corpus(prefix: str, documents_sha256: str) -> Corpus:
 def open_corpora(prefixes: Sequence[str]) -> list[Corpus]:
     """Open the corpora. Raise DataError if their tokenizers differ, and ConfigError if two have the same documents."""
     corpora = [Corpus(prefix) for prefix in prefixes]
-    first = corpora[0]
-    for index, corpus in enumerate(corpora):
-        fingerprint, expected = corpus.manifest.tokenizer_fingerprint, first.manifest.tokenizer_fingerprint
-        if fingerprint != expected:
+    for first, second in combinations(corpora, 2):
+        expected, found = first.manifest.tokenizer_fingerprint, second.manifest.tokenizer_fingerprint
+        if found != expected:
             raise DataError(
-                f"{corpus.prefix} was written with tokenizer {fingerprint[:12]}, but {first.prefix} with "
+                f"{second.prefix} was written with tokenizer {found[:12]}, but {first.prefix} with "
                 f"{expected[:12]}: the same ids mean other words. Preprocess both with one tokenizer"
             )
-        for earlier in corpora[:index]:
-            if earlier.manifest.documents_sha256 == corpus.manifest.documents_sha256:
-                raise ConfigError(f"{corpus.prefix} and {earlier.prefix} are the same corpus; name it once")
+        if first.manifest.documents_sha256 == second.manifest.documents_sha256:
+            raise ConfigError(f"{second.prefix} and {first.prefix} are the same corpus; name it once")
     return corpora

@@ -23,7 +23,7 @@ from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Reje
 from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
 from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.jobs import Finished, Job, run_job
@@ -68,8 +68,8 @@ class TokenizeJob(Job[TokenizedChunk]):
             BackendMismatch: A fast back end failed, or differs from the reference tokenizer.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use the cores, threads would compete
-        tokenizer, encoder = self._load()
-        dtype = token_dtype(tokenizer.vocab_size)
+        encoder = self._load_encoder()
+        dtype = token_dtype(encoder.tokenizer.vocab_size)
         encoder.start_chunk()
         total, first_error = Counts(), None
         columns: dict[str, list[object]] = {key: [] for key in self.read.record_keys}
@@ -95,7 +95,7 @@ class TokenizeJob(Job[TokenizedChunk]):
             counts = Counts(
                 documents=len(with_tokens),
                 tokens=ids.size,
-                unknown_tokens=int(np.count_nonzero(ids == tokenizer.unk_id)),
+                unknown_tokens=int(np.count_nonzero(ids == encoder.tokenizer.unk_id)),
                 utf8_bytes=batch.utf8_bytes,
                 rejected=Counter(record.reason for record in batch.rejected),
                 dropped=batch.dropped,
@@ -140,8 +140,8 @@ class TokenizeJob(Job[TokenizedChunk]):
         # Lone surrogates, which names of files may have, are written as JSON escapes.
         return json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
-    def _load(self) -> tuple[Tokenizer, Encoder]:
-        """Return the run's tokenizer and encoder, loaded once per process. Raise DataError if the tokenizer changed."""
+    def _load_encoder(self) -> Encoder:
+        """Return the encoder of the run, loaded once per process. Raise DataError if the tokenizer changed."""
         key = self.fingerprint, self.backend == "reference"
         if key not in _loaded:
             tokenizer = load_tokenizer(self.tokenizer_model)
@@ -149,7 +149,7 @@ class TokenizeJob(Job[TokenizedChunk]):
                 raise DataError(
                     f"--tokenizer-model {self.tokenizer_model} has changed since the run started; start again"
                 )
-            _loaded[key] = tokenizer, open_encoder(tokenizer, self.backend, probe=False)
+            _loaded[key] = open_encoder(tokenizer, self.backend, probe=False)
         return _loaded[key]
 
 
@@ -161,11 +161,11 @@ def tokenize_chunk(job: TokenizeJob) -> Finished[TokenizedChunk] | str:
         return str(damage)
 
 
-# Tokenizers of this process, by fingerprint and `is_reference`. All jobs of a run share a tokenizer, because loading
-# takes up to half a second and a fast back end caches the words of earlier jobs.
-_loaded: dict[tuple[str, bool], tuple[Tokenizer, Encoder]] = {}
+# Encoders of this process, by fingerprint and `is_reference`. All jobs of a run share an encoder, because loading takes
+# up to half a second and a fast back end caches the words of earlier jobs.
+_loaded: dict[tuple[str, bool], Encoder] = {}
 
 
-def cache_tokenizer(tokenizer: Tokenizer, encoder: Encoder) -> None:
-    """Make the jobs of this process use a tokenizer that is loaded already."""
-    _loaded[tokenizer.fingerprint, encoder.is_reference] = tokenizer, encoder
+def cache_encoder(encoder: Encoder) -> None:
+    """Make the jobs of this process use an encoder that is loaded already."""
+    _loaded[encoder.tokenizer.fingerprint, encoder.is_reference] = encoder

@@ -26,7 +26,7 @@ from megatron_neobert.data.preprocessing.chunks import TokenizeJob
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
 from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
 from megatron_neobert.data.tokenizer.files import find_tokenizer_file
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.jobs import JobFolder, JobOptions
 
@@ -106,7 +106,6 @@ class Plan:
 
     settings: PreprocessSettings
     files: CorpusFiles
-    tokenizer: Tokenizer
     encoder: Encoder
     filter_sources: tuple[FilterSource, ...]
     versions: dict[str, InputVersion]  # by path or URL, in reading order
@@ -118,7 +117,7 @@ class Plan:
         """Settings that decide the content of finished chunks, by name. A resumed run must have the same settings."""
         settings = self.settings
         return {
-            "tokenizer": self.tokenizer.fingerprint,
+            "tokenizer": self.encoder.tokenizer.fingerprint,
             "tokenizer backend": self.encoder.name,
             **asdict(settings.read),
             "filters": self.filter_sources,
@@ -143,7 +142,7 @@ class Plan:
                     input_name=input_label(chunk.path),
                     read=settings.read,
                     tokenizer_model=settings.tokenizer_model,
-                    fingerprint=self.tokenizer.fingerprint,
+                    fingerprint=self.encoder.tokenizer.fingerprint,
                     backend="reference" if self.encoder.is_reference else settings.tokenizer_backend,
                     filters=self.filter_sources,
                 )
@@ -171,8 +170,7 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     if not settings.jobs.resume:
         refuse_existing(settings.files, overwrite=settings.overwrite)
     settings = replace(settings, tokenizer_model=str(find_tokenizer_file(Path(settings.tokenizer_model)).absolute()))
-    tokenizer = load_tokenizer(settings.tokenizer_model)
-    encoder = open_encoder(tokenizer, settings.tokenizer_backend)
+    encoder = open_encoder(load_tokenizer(settings.tokenizer_model), settings.tokenizer_backend)
     paths = find_inputs(settings.inputs)
 
     def split(path: str) -> list[Chunk] | DataError:
@@ -187,7 +185,6 @@ def plan_preprocessing(settings: PreprocessSettings) -> Plan:
     plan = Plan(
         settings=settings,
         files=settings.files,
-        tokenizer=tokenizer,
         encoder=encoder,
         filter_sources=find_filters(settings.filter),
         versions=versions,
@@ -233,7 +230,8 @@ def is_complete(plan: Plan) -> bool:
     sizes = {input_label(path): version.bytes for path, version in plan.versions.items()}
     written = files.manifest.stat().st_mtime_ns
     return (
-        (manifest.tokenizer_fingerprint, manifest.text_key) == (plan.tokenizer.fingerprint, settings.read.text_key)
+        manifest.tokenizer_fingerprint == plan.encoder.tokenizer.fingerprint
+        and manifest.text_key == settings.read.text_key
         and manifest.filters == plan.filters
         and (settings.quarantine or not manifest.quarantined)
         and list(manifest.inputs) == [name for name in sizes if name not in manifest.quarantined]

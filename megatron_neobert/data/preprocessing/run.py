@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_neobert.data.corpus.format import Counts, Manifest, QuarantinedInput, describe_reasons
 from megatron_neobert.data.corpus.writer import TokenizedChunk, refuse_existing, write_corpus
 from megatron_neobert.data.inputs.find import input_label
-from megatron_neobert.data.preprocessing.chunks import cache_tokenizer, tokenize_chunk
+from megatron_neobert.data.preprocessing.chunks import cache_encoder, tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import Plan, refuse_damaged
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.jobs import Finished, JobFolder, finish_jobs
@@ -43,7 +43,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
         was_renaming = settings.jobs.resume and folder.has_begun
         refuse_existing(plan.files, overwrite=settings.overwrite or was_renaming)
         folder.begin(plan.chunk_settings, resume=settings.jobs.resume, overwrite=settings.overwrite)
-        cache_tokenizer(plan.tokenizer, plan.encoder)
+        cache_encoder(plan.encoder)
         jobs, counts, first_error = plan.jobs(), Counts(), None
         # By name of the job: the record of a finished chunk, or the reason why its input file is damaged.
         outcomes: dict[str, Finished[TokenizedChunk] | str] = {}
@@ -82,7 +82,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
         manifest = write_corpus(
             chunks,
             plan.files,
-            plan.tokenizer,
+            plan.encoder.tokenizer,
             shard_bytes=settings.shard_size,
             options=settings.jobs,
             text_key=settings.read.text_key,

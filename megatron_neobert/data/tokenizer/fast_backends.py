@@ -6,6 +6,7 @@ for BERT's WordPiece. It uses only the calling thread.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
@@ -65,25 +66,23 @@ class BackendMismatch(ConfigError):
     """A fast back end failed or gave other ids than the reference. All ids that it gave are invalid."""
 
 
+@dataclass
 class Encoder:
-    """Encodes batches of documents with one back end. Created by `open_encoder`.
+    """Encodes batches of documents with one back end. Created by `open_encoder`."""
 
-    Attributes:
-        name: Back end and version, such as "nanotoken 0.1.0".
-        note: Reason why "auto" did not choose a fast back end, or None.
-        is_reference: True if the ids come from the tokenizer itself.
-        compared: Number of documents since `start_chunk` whose ids were compared with the reference.
-        sampled_characters: Number of characters in the documents that `_select` chose since `start_chunk`.
-        unknown_characters: Number of sampled characters that unknown tokens replace.
-    """
+    tokenizer: Tokenizer
+    name: str  # back end and version, such as "nanotoken 0.1.0"
+    note: str | None = None  # reason why "auto" did not choose a fast back end
+    fast: EncodeTexts | None = None  # without it, the tokenizer itself encodes
+    compared: int = 0  # documents since `start_chunk` whose ids were compared with the reference
+    sampled_characters: int = 0  # characters of the documents that `_select` chose since `start_chunk`
+    unknown_characters: int = 0  # sampled characters that unknown tokens replace
+    _documents: int = 0
+    _first_characters: int = 0
 
-    def __init__(self, tokenizer: Tokenizer, *, name: str, note: str | None = None, fast: EncodeTexts | None = None):
-        self.name = name
-        self.note = note
-        self.is_reference = fast is None
-        self._tokenizer = tokenizer
-        self._fast = fast
-        self.start_chunk()
+    @property
+    def is_reference(self) -> bool:
+        return self.fast is None
 
     def start_chunk(self) -> None:
         """Begin a chunk. Its first documents are verified, because another input file may have other scripts."""
@@ -93,7 +92,7 @@ class Encoder:
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
         """Return the ids of all texts end to end, without special tokens, in any integer dtype, and each length."""
-        batch = self._tokenizer.encode_batch(texts) if self._fast is None else _guarded(self.name, self._fast, texts)
+        batch = self.tokenizer.encode_batch(texts) if self.fast is None else _guarded(self.name, self.fast, texts)
         if selected := self._select(texts):
             self._examine(texts, batch, selected)
         return batch
@@ -116,15 +115,15 @@ class Encoder:
         ends = np.cumsum(batch.lengths, dtype=np.int64)
         ids = [batch.ids[ends[index] - batch.lengths[index] : ends[index]] for index in selected]
         selected_texts = [texts[index] for index in selected]
-        if self._fast is not None:
-            expected = self._tokenizer.encode_batch(selected_texts)
+        if self.fast is not None:
+            expected = self.tokenizer.encode_batch(selected_texts)
             batch_of_selected = EncodedBatch(np.concatenate(ids), batch.lengths[list(selected)])
             _compare(self.name, selected_texts, batch_of_selected, expected)
             self.compared += len(selected)
         for text, ids_of_text in zip(selected_texts, ids, strict=True):
             self.sampled_characters += len(text)
-            if (ids_of_text == self._tokenizer.unk_id).any():
-                self.unknown_characters += self._tokenizer.count_unknown_characters(text)
+            if (ids_of_text == self.tokenizer.unk_id).any():
+                self.unknown_characters += self.tokenizer.count_unknown_characters(text)
 
 
 def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) -> Encoder:
