@@ -115,9 +115,9 @@ def run_contrastive(options: EmbedderOptions) -> None:
                 results = train(chosen, pairs, options, arguments, final, validation=validation)
             if results is None:
                 return
-            lines = [{"origin": describe_process(device)}]
+            origin = describe_process(device)
             write_record(
-                path, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, lines=lines
+                path, folder=model, fingerprint=model_fingerprint, settings=settings, results=results, origin=origin
             )
         if is_main:
             (final / RECORD).unlink(missing_ok=True)

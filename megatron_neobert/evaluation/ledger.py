@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -47,37 +47,25 @@ def key_of(unit: Unit) -> str:
 
 
 class Ledger:
-    """Finished units of one folder.
+    """Finished units of one folder, from `open_ledger`. `lines` has the lines of the file by key."""
 
-    Attributes:
-        lines: Lines of the file by key.
-        complete_bytes: Size of the complete lines when the file was read.
-    """
-
-    def __init__(self, folder: Path, device: torch.device | str | None = None) -> None:
-        """Read the ledger of a folder, or start an empty one; an incomplete last line (of a killed process) is ignored.
-
-        Args:
-            device: Device that will compute the units that are added; None for the GPU if there is one, else the CPU.
-
-        Raises DataError if a complete line is not an entry of a ledger.
-        """
-        self.path, self._device = folder / LEDGER, device
+    def __init__(self, path: Path, stream: IO[bytes], device: torch.device | str | None) -> None:
+        self.path, self._stream, self._device = path, stream, device
         self.lines: dict[str, Line] = {}
-        content = b""
-        if self.path.exists():
-            with open_own(self.path) as stream:
-                stream.seek(0)
-                content = stream.read()
-        self.complete_bytes = content.rfind(b"\n") + 1
-        for number, text in enumerate(content[: self.complete_bytes].splitlines(), 1):
+        stream.seek(0)
+        *complete, incomplete = stream.read().split(b"\n")
+        for number, text in enumerate(complete, 1):
             try:
                 line = dict(parse_json(text))
                 self.lines[line["key"]] = {name: dict(line[name]) for name in ("unit", "result", "origin")}
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(
-                    f"{self.path}, line {number}: not an entry of a ledger ({error}); remove the file to measure again."
+                    f"{path}, line {number}: not an entry of a ledger ({error}); remove the file to measure again."
                 ) from error
+        if not _LINE_BEGIN.startswith(incomplete[: len(_LINE_BEGIN)]):
+            raise OutputError(f"{path} is not a ledger of this project; move it away")
+        # So that the next line does not continue the line of a killed process.
+        stream.truncate(stream.tell() - len(incomplete))
 
     def find(self, unit: Unit) -> dict[str, Any] | None:
         """Return the result of a unit, or None if the unit is not finished."""
@@ -91,10 +79,9 @@ class Ledger:
         """
         line = {"key": key_of(unit), "unit": unit, "result": result, "origin": self.origin}
         text = json.dumps(line)
-        with open_own(self.path) as stream:
-            stream.write(f"{text}\n".encode())
-            stream.flush()
-            os.fsync(stream.fileno())
+        self._stream.write(f"{text}\n".encode())
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
         stored = parse_json(text)
         self.lines[stored["key"]] = stored
         return dict(stored["result"])
@@ -127,19 +114,11 @@ def open_ledger(folder: Path, device: torch.device | str | None = None) -> Itera
     """Yield the ledger of a folder, with the folder locked as by `lock_results`.
 
     An incomplete last line is removed from the file. Lines that are added name the machine of `device` (None: the GPU
-    if there is one, else the CPU). Raises OutputError if the last line is not the beginning of an entry.
+    if there is one, else the CPU). Raises DataError if a complete line is not an entry, and OutputError if the last
+    line is not the beginning of an entry.
     """
-    with lock_results(folder):
-        ledger = Ledger(folder, device)
-        if ledger.path.exists():
-            # Remove an incomplete last line, so that the next line does not continue it.
-            with open_own(ledger.path) as stream:
-                stream.seek(ledger.complete_bytes)
-                incomplete = stream.read(len(_LINE_BEGIN))
-                if not _LINE_BEGIN.startswith(incomplete):
-                    raise OutputError(f"{ledger.path} is not a ledger of this project; move it away")
-                stream.truncate(ledger.complete_bytes)
-        yield ledger
+    with lock_results(folder), open_own(folder / LEDGER) as stream:
+        yield Ledger(folder / LEDGER, stream, device)
 
 
 # --- records
@@ -152,7 +131,7 @@ def write_record(
     fingerprint: str,
     settings: Mapping[str, Any],
     results: Mapping[str, Any],
-    lines: Iterable[Line],
+    origin: Mapping[str, Any],
 ) -> None:
     """Write the JSON record of one evaluation of one model, whole or not at all. Replace an existing file.
 
@@ -161,7 +140,7 @@ def write_record(
         folder: The model's folder. Its name is that of the model.
         fingerprint: Fingerprint of the model that was measured; the folder may have been replaced since.
         settings: Everything needed to repeat the measurement, including the seed.
-        lines: Ledger lines of the results. The record names their machines and package versions.
+        origin: Machine and package versions, from `describe_process` or `origin_of`.
     """
     record = {
         "kind": path.stem,
@@ -169,7 +148,7 @@ def write_record(
         "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
         "settings": settings,
         "results": results,
-        **origin_of(lines),
+        **origin,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(record, indent=2) + "\n")

@@ -92,9 +92,9 @@ def run_mteb(options: MtebOptions) -> None:
         scores = measure_tasks(subtasks, revisions, cache, options, build)
         languages = list(options.languages) if options.tasks else None
         settings = {**protocol, "tasks": list(options.tasks) or options.benchmark, "languages": languages}
-        record, lines = folder / "mteb.json", [{"origin": describe_process(device)}]
+        record, origin = folder / "mteb.json", describe_process(device)
         results, source = {"tasks": {task.metadata.name: to_score(task, scores) for task in tasks}}, options.model
-        write_record(record, folder=source, fingerprint=model, settings=settings, results=results, lines=lines)
+        write_record(record, folder=source, fingerprint=model, settings=settings, results=results, origin=origin)
         print(f"\n{write_page('mteb', [record], folder)}\nwrote {record} and mteb.md")
 
 

@@ -33,7 +33,7 @@ from megatron_neobert.data.inputs.find import find_inputs, input_label
 from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
 from megatron_neobert.data.inputs.records import ReadSettings
 from megatron_neobert.errors import DataError
-from megatron_neobert.evaluation.ledger import key_of, open_ledger, write_record
+from megatron_neobert.evaluation.ledger import key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.masked_scorer import Scorer
 from megatron_neobert.evaluation.models import fingerprint, to_load_options
 from megatron_neobert.evaluation.options import PerplexityOptions
@@ -145,8 +145,8 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
         "data": list(map(input_label, options.data)),
         "device": str(scorer.model.device),
     }
-    record = output / "pseudo_perplexity.json"
-    write_record(record, folder=folder, fingerprint=protocol["model"], settings=settings, results=results, lines=lines)
+    path, origin = output / "pseudo_perplexity.json", origin_of(lines)
+    write_record(path, folder=folder, fingerprint=protocol["model"], settings=settings, results=results, origin=origin)
     return results
 
 

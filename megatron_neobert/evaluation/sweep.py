@@ -117,7 +117,7 @@ def run_sweep(sweep: Sweep) -> None:
             fingerprint=sweep.model,
             settings={**(record.settings if record else {}), sweep.task.name: settings},
             results={"tasks": results},
-            lines=results.values(),
+            origin=origin_of(results.values()),
         )
         write_page(sweep.kind, [path], folder)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.evaluation.ledger import Line, key_of, open_ledger, write_record
+from megatron_neobert.evaluation.ledger import Line, key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.models import (
     count_learned_positions,
     fingerprint,
@@ -95,9 +95,9 @@ def evaluate_model(name: str, folder: Path, options: ThroughputOptions) -> Path:
                 lines.append(ledger.lines[key_of(unit)])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     results = {"parameters": parameters, "rows": rows}
-    record = options.output / name / "throughput.json"
-    write_record(record, folder=folder, fingerprint=settings["model"], settings=settings, results=results, lines=lines)
-    return record
+    path, origin = options.output / name / "throughput.json", origin_of(lines)
+    write_record(path, folder=folder, fingerprint=settings["model"], settings=settings, results=results, origin=origin)
+    return path
 
 
 def measure_batch(model: Any, options: ThroughputOptions, *, length: int, batch_size: int) -> dict[str, Any] | None:

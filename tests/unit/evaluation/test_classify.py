@@ -20,7 +20,7 @@ from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation import classify
 from megatron_neobert.evaluation.classify import ClassifyTask, find_datasets, read_dataset, run_classify
 from megatron_neobert.evaluation.glue import TASKS
-from megatron_neobert.evaluation.ledger import Ledger, read_record
+from megatron_neobert.evaluation.ledger import open_ledger, read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.options import ClassifyOptions
 
@@ -210,7 +210,8 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     scores = {name: value["mean"] for name, value in result["metrics"].items()}
     assert scores["test_accuracy"] == metrics.accuracy_score(expected, predicted) > 0.7
     assert scores["test_macro_f1"] == pytest.approx(metrics.f1_score(expected, predicted, average="macro"))
-    (line,) = Ledger(folder / "classify" / quote(name, safe="")).lines.values()
+    with open_ledger(folder / "classify" / quote(name, safe="")) as ledger:
+        (line,) = ledger.lines.values()
     best, last = line["result"]["best_step"], line["result"]["steps"]
     assert best % (last // options.epochs) == 0, "one evaluation per epoch"
     page = (folder / "classify.md").read_text()

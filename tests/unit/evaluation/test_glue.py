@@ -15,7 +15,7 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.evaluation import sweep
 from megatron_neobert.evaluation.glue import TASKS, read_task, run_glue
-from megatron_neobert.evaluation.ledger import LEDGER, Ledger, read_record
+from megatron_neobert.evaluation.ledger import LEDGER, open_ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.sweep import kept_weights, last_sweep
 
@@ -56,8 +56,9 @@ def scores_of(options):
     return {task: result | {"seconds": 0.0, "kept": None, "origin": None} for task, result in tasks.items()}
 
 
-def ledger_of(options, task):
-    return Ledger(folder_of(options) / "glue" / task)
+def lines_of(options, task):
+    with open_ledger(folder_of(options) / "glue" / task) as ledger:
+        return ledger.lines
 
 
 def weights_of(options, task):
@@ -80,7 +81,7 @@ def test_interrupted_evaluation_resumes_with_the_same_results_and_best_weights_a
     more_seeds = dataclasses.replace(interrupted, seeds=(0, 1, 5))
     assert [point.seed for _, point in run(more_seeds)] == [5, 5], "one run per learning rate"
     assert scores_of(more_seeds)["rte"]["seeds"] == [0, 1, 5]
-    lines = ledger_of(more_seeds, "rte").lines
+    lines = lines_of(more_seeds, "rte")
     averages = [line["result"]["average"] for line in lines.values()]
     assert lines[weights_of(more_seeds, "rte").parent.name]["result"]["average"] == max(averages)
 
@@ -110,7 +111,7 @@ def test_narrower_grid_keeps_the_weights_of_the_best_point_outside_of_it(inputs)
     options = build_options(inputs, "sst2", output="narrower", learning_rate=rates)
     assert len(run(options)) == 2
     weights = weights_of(options, "sst2")
-    best = ledger_of(options, "sst2").lines[weights.parent.name]["unit"]["point"]["learning_rate"]
+    best = lines_of(options, "sst2")[weights.parent.name]["unit"]["point"]["learning_rate"]
     assert run(dataclasses.replace(options, learning_rate=tuple({*rates} - {best}))) == []
     assert weights_of(options, "sst2") == weights
     assert record_of(options)["results"]["tasks"]["sst2"]["kept"] == str(weights)
@@ -140,7 +141,7 @@ def test_run_of_a_model_that_has_changed_since_the_sweep_began_is_not_recorded(i
     monkeypatch.setattr(sweep, "show_progress", lambda *_: write_model(model, "Bert", seed=1))
     with pytest.raises(DataError, match="model has changed during the sweep"):
         run_glue(options)
-    assert len(ledger_of(options, "rte").lines) == 1
+    assert len(lines_of(options, "rte")) == 1
 
 
 @pytest.mark.slow
@@ -154,7 +155,7 @@ def test_transfer_starts_from_the_best_weights_of_the_last_finished_mnli_sweep(i
     run(unfinished, interrupt_after=5)  # of six
     later = dataclasses.replace(options, tasks=("rte",), learning_rate=(3e-3, 1e-12))
     assert len(run(later)) == 2
-    lines = ledger_of(options, "rte").lines.values()
+    lines = lines_of(options, "rte").values()
     assert {line["unit"]["start"] for line in lines} == {best_fingerprint}
     assert set(record_of(options)["results"]["tasks"]) == {"mnli", "rte", "stsb"}
     shutil.rmtree(weights_of(options, "mnli"))

@@ -15,7 +15,7 @@ from seqeval.metrics import f1_score
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConversionError, DataError
-from megatron_neobert.evaluation.ledger import Ledger, read_record
+from megatron_neobert.evaluation.ledger import open_ledger, read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.ner import NerTask, Sentence, encode_sentences, find_datasets, read_data, run_ner
 from megatron_neobert.evaluation.options import NerOptions
@@ -202,5 +202,6 @@ def test_scores_are_seqevals_for_the_weights_that_are_kept_after_an_epoch(inputs
         assert results["animals"]["metrics"][f"{prefix}f1"]["mean"] == expected > 0.5
     assert "test_f1" not in results["untested"]["metrics"]
     assert "| animals |" in (folder / "ner.md").read_text()
-    best_steps = [line["result"].get("best_step", 0) for line in Ledger(folder / "ner" / "animals").lines.values()]
+    with open_ledger(folder / "ner" / "animals") as ledger:
+        best_steps = [line["result"]["best_step"] for line in ledger.lines.values()]
     assert max(best_steps) > 0 and all(step % (96 // 8) == 0 for step in best_steps), "one evaluation per epoch"

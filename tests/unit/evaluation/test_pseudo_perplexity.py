@@ -24,7 +24,7 @@ from unit.evaluation.pseudo_perplexity_models import (
 
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation import pseudo_perplexity
-from megatron_neobert.evaluation.ledger import Ledger
+from megatron_neobert.evaluation.ledger import open_ledger
 from megatron_neobert.evaluation.masked_scorer import Scorer
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import PerplexityOptions
@@ -57,8 +57,8 @@ def measure(folder, tmp_path):
 
 def documents_in(output):
     """Return (id, result) of every document in the ledger."""
-    ledger = Ledger(output / "model" / "pseudo_perplexity")
-    return [(line["unit"]["document"], line["result"]) for line in ledger.lines.values()]
+    with open_ledger(output / "model" / "pseudo_perplexity") as ledger:
+        return [(line["unit"]["document"], line["result"]) for line in ledger.lines.values()]
 
 
 def test_result_is_that_of_a_plain_computation(folder, measure):

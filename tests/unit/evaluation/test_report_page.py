@@ -14,7 +14,7 @@ from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.evaluation.report import write_report
 
 HOSTILE = "<script>alert(1)</script> | `x` [a](b)"
-LINE = {"origin": {"machine": "a machine", "versions": {"torch": "2.13.0"}}}
+ORIGIN = {"machine": "a machine", "versions": {"torch": "2.13.0"}}
 
 
 def glue_of(tasks):
@@ -65,7 +65,7 @@ def put(folder, kind, results=None, *, name="mine", seed=17, tasks="MTEB(eng, v1
     if kind == "glue":
         common = {"protocol": {"epochs": 10, "limit": None}, "seeds": [seed], "data": {}, "grid": {}, "device": name}
         settings = dict.fromkeys(results["tasks"], common)
-    write_record(path, folder=folder, fingerprint="0", settings=settings, results=results, lines=[LINE])
+    write_record(path, folder=folder, fingerprint="0", settings=settings, results=results, origin=ORIGIN)
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"model": record["model"] | {"name": name}}))
     return path
