@@ -33,7 +33,7 @@ from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.huggingface.folder_files import restore_files
 from megatron_neobert.runtime.atomic_files import saving_weights
-from megatron_neobert.runtime.jobs import JobOptions, run_jobs
+from megatron_neobert.runtime.jobs import JobOptions, JobRunner
 from megatron_neobert.runtime.own_files import create_folder
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # two shares of the steps, and a share of the peak rate
@@ -256,8 +256,8 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     Raises ChildProcessError if a worker died, most often because memory ran out.
     """
     try:
-        options = JobOptions(workers=jobs)
-        yield from run_jobs(_fine_tune_on_gpu, runs, options)  # type: ignore[type-var]  # only a Run is needed
+        with JobRunner(JobOptions(workers=jobs)) as runner:
+            yield from runner.run(_fine_tune_on_gpu, runs)  # type: ignore[type-var]  # only a Run is needed
     except ChildProcessError as error:
         reason = short_reason(error).partition(";")[0]
         raise ChildProcessError(f"{reason}; if memory ran out, use fewer --jobs.") from error

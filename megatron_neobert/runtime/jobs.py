@@ -15,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -137,43 +137,61 @@ def read_finished(job: Job[Result]) -> Finished[Result] | None:
 AnyJob = TypeVar("AnyJob", bound=Job[Any])
 
 
-def run_jobs(
-    function: Callable[[AnyJob], Outcome], jobs: Sequence[AnyJob], options: JobOptions
-) -> Generator[tuple[AnyJob, Outcome], None, None]:
-    """Yield each job and the result of `function(job)`, in the order in which the jobs end.
+class JobRunner:
+    """Runs jobs in this process, in worker processes, or on a Ray cluster; a context manager.
 
-    The jobs start when the first result is requested. With one local worker, they run in this process. Closing the
-    generator kills all workers, including those that run a job.
+    With one local worker or a single job, the jobs run in this process. Otherwise, the workers start with the first
+    jobs. They serve all jobs of the block, and are killed at its end, also in the middle of a job.
 
     Args:
-        function: `run_job`, or a function that calls it. Workers import it, so it must be at module level.
         options: With Ray, `workers` is the largest number of jobs at a time.
     """
-    count = min(options.workers or 1, len(jobs))
-    if not jobs or (options.executor == "local" and count == 1):
-        for job in jobs:
-            yield job, function(job)
-        return
-    runner = RayCluster(options.ray_address, options.workers) if options.executor == "ray" else WorkerPool(count)
-    ended: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
-    waiting, running = iter(jobs), dict[Future[Outcome], AnyJob]()
-    try:
+
+    def __init__(self, options: JobOptions) -> None:
+        self._options = options
+        self._workers: RayCluster | WorkerPool | None = None
+
+    def __enter__(self) -> "JobRunner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+    def run(
+        self, function: Callable[[AnyJob], Outcome], jobs: Sequence[AnyJob]
+    ) -> Generator[tuple[AnyJob, Outcome], None, None]:
+        """Yield each job and the result of `function(job)`, in the order in which the jobs end.
+
+        The jobs start when the first result is requested.
+
+        Args:
+            function: `run_job`, or a function that calls it. Workers import it, so it must be at module level.
+        """
+        options, count = self._options, self._options.workers or 1
+        if not jobs or (options.executor == "local" and min(count, len(jobs)) == 1):
+            for job in jobs:
+                yield job, function(job)
+            return
+        if self._workers is None:
+            is_ray = options.executor == "ray"
+            self._workers = RayCluster(options.ray_address, options.workers) if is_ray else WorkerPool(count)
+        ended: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
+        waiting, running = iter(jobs), dict[Future[Outcome], AnyJob]()
         while True:
-            for job in islice(waiting, runner.most_submitted - len(running)):
-                future = runner.submit(function, job)
+            for job in islice(waiting, self._workers.most_submitted - len(running)):
+                future = self._workers.submit(function, job)
                 running[future] = job
                 future.add_done_callback(ended.put)
             if not running:
                 return
             future = ended.get()
             job = running.pop(future)
-            yield job, runner.result(future, job)
-    finally:
-        runner.close()
+            yield job, self._workers.result(future, job)
 
 
 def finish_jobs(
-    jobs: Sequence[Job[Any]], options: JobOptions, *, label: str, function: Callable[[Any], Any] = run_job
+    jobs: Sequence[Job[Any]], runner: JobRunner, *, label: str, function: Callable[[Any], Any] = run_job
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run the jobs that are not finished. Yield pairs (job, record), finished jobs first, all other jobs as they end.
 
@@ -189,11 +207,8 @@ def finish_jobs(
         records = list(zip(jobs, threads.map(read_finished, jobs), strict=True))
     missing = [job for job, record in records if record is None]
     yield from ((job, record) for job, record in records if record is not None)
-    with (
-        closing(run_jobs(function, missing, options)) as results,
-        progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar,
-    ):
-        for job, outcome in results:
+    with progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar:
+        for job, outcome in runner.run(function, missing):
             yield job, outcome
             bar.update()
 

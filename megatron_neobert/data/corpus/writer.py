@@ -36,7 +36,7 @@ from megatron_neobert.data.corpus.format import (
 from megatron_neobert.data.corpus.shard_files import write_index
 from megatron_neobert.errors import DataError, OutputError
 from megatron_neobert.runtime.atomic_files import sha256_of, sync_to_disk
-from megatron_neobert.runtime.jobs import Finished, Job, JobFolder, JobOptions, finish_jobs
+from megatron_neobert.runtime.jobs import Finished, Job, JobFolder, JobOptions, JobRunner, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 from megatron_neobert.text import listed
 
@@ -97,7 +97,7 @@ def write_corpus(
     *,
     dtype: np.dtype[Any] | None = None,
     shard_bytes: int | None = None,
-    options: JobOptions | None = None,
+    runner: JobRunner | None = None,
     text_key: str,
     filters: Mapping[str, int | float | str | None],
     quarantined: Mapping[str, QuarantinedInput] | None = None,
@@ -110,7 +110,7 @@ def write_corpus(
         files: Final paths. No other process may use PREFIX.partial, which has the files of the chunks.
         dtype: Dtype of the ids; None for the result of `token_dtype`.
         shard_bytes: Largest .bin of a corpus shard, unless a single chunk is larger. None: one shard.
-        options: Workers that write the corpus shards; None writes one shard after the other.
+        runner: Writes the corpus shards; None writes one shard after the other.
         text_key: Recorded in the manifest, as are `filters` and `quarantined`; see `Manifest`.
     """
     dtype, folder = dtype or token_dtype(tokenizer.vocab_size), files.partial.absolute()
@@ -119,9 +119,8 @@ def write_corpus(
     nonempty = [chunk for chunk in chunks if chunk.result.counts.documents]
     groups = _group_chunks(nonempty, shard_bytes, dtype)
     jobs = [ShardJob(work, files.numbered_shard(n)[0].stem, group, dtype) for n, group in enumerate(groups)]
-    # One shard is written by this process, for which no executor is started.
-    options = options if options and len(jobs) > 1 else JobOptions()
-    written = {job.name: record.files for job, record in finish_jobs(jobs, options, label="corpus shards")}
+    runner = runner or JobRunner(JobOptions())
+    written = {job.name: record.files for job, record in finish_jobs(jobs, runner, label="corpus shards")}
     shards = []
     for job in jobs:
         documents, pair = sum(chunk.result.counts.documents for chunk in job.chunks), written[job.name]

@@ -26,7 +26,7 @@ from megatron_neobert.data.deduplication.search import (
     open_corpora,
     steps_of,
 )
-from megatron_neobert.runtime.jobs import Job, finish_jobs
+from megatron_neobert.runtime.jobs import Job, JobRunner, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 
 # Base of the polynomial hash of an n-gram, 2^64 / golden ratio, and a factor that mixes its bits.
@@ -85,7 +85,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
     """
     corpora = open_corpora((*settings.prefixes, *settings.against))
     searched, evaluated = corpora[: len(settings.prefixes)], corpora[len(settings.prefixes) :]
-    with job_folder(settings) as folder:
+    with job_folder(settings) as folder, JobRunner(settings) as runner:
         documents = SearchedDocuments.of(searched)
         begin(settings, folder, documents, to_header(settings, corpora))
         known = np.concatenate(
@@ -98,7 +98,7 @@ def find_overlaps(settings: OverlapSettings) -> tuple[list[DropListEntry], list[
             OverlapJob(folder.path, f"overlaps-{chunk.start}", documents, chunk, settings.ngram)
             for chunk in documents.chunks
         ]
-        for _ in finish_jobs(jobs, settings, label="n-grams"):
+        for _ in finish_jobs(jobs, runner, label="n-grams"):
             pass
         is_shared = np.zeros(len(documents), dtype=np.bool_)
         is_shared[np.concatenate([np.fromfile(job.file("documents"), "<i8") for job in jobs])] = True

@@ -51,7 +51,7 @@ from megatron_neobert.data.deduplication.search import (
     steps_of,
 )
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.runtime.jobs import Job, finish_jobs
+from megatron_neobert.runtime.jobs import Job, JobRunner, finish_jobs
 from megatron_neobert.runtime.new_file import NewFile
 
 # Documents whose keys of one band are compared in one job, with 80 bytes of memory each.
@@ -232,7 +232,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             if not is_added(corpus, origin, settings.add_attribute):
                 with attributes_folder(corpus):  # fails now, and not after the search, if it cannot be created
                     pass
-    with job_folder(settings) as folder:
+    with job_folder(settings) as folder, JobRunner(settings) as runner:
         documents = SearchedDocuments.of(corpora)
         begin(settings, folder, documents, asdict(settings.minhash))
         buckets = -(-len(documents) // BUCKET_DOCUMENTS)
@@ -247,7 +247,7 @@ def find_duplicates(settings: FindSettings) -> list[DropListEntry]:
             ("signatures", signature_jobs(folder.path, documents, settings.minhash)),
             ("pairs", pair_jobs),
         ):
-            for _ in finish_jobs(jobs, settings, label=label):
+            for _ in finish_jobs(jobs, runner, label=label):
                 pass
         firsts = find_clusters(len(documents), [job.file("pairs") for job in pair_jobs])
         if settings.add_attribute is not None:

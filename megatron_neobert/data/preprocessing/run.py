@@ -5,7 +5,6 @@ Finished chunks are kept in PREFIX.partial, so that a resumed run does not repea
 """
 
 import time
-from contextlib import closing
 from dataclasses import dataclass
 
 from megatron_neobert.data.corpus.format import Counts, Manifest, QuarantinedInput, describe_reasons
@@ -14,7 +13,7 @@ from megatron_neobert.data.inputs.find import input_label
 from megatron_neobert.data.preprocessing.chunks import cache_encoder, tokenize_chunk
 from megatron_neobert.data.preprocessing.plan import Plan, refuse_damaged
 from megatron_neobert.errors import DataError
-from megatron_neobert.runtime.jobs import Finished, JobFolder, finish_jobs
+from megatron_neobert.runtime.jobs import Finished, JobFolder, JobRunner, finish_jobs
 from megatron_neobert.text import counted, percent
 
 # A run ends early if most of at least this many records are errors, as with a wrong --text-key.
@@ -38,7 +37,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
     together after all other files are finished.
     """
     started, settings = time.monotonic(), plan.settings
-    with JobFolder(plan.files.partial) as folder:
+    with JobFolder(plan.files.partial) as folder, JobRunner(settings.jobs) as runner:
         # A killed run may have given some of its files their final names already.
         was_renaming = settings.jobs.resume and folder.has_begun
         refuse_existing(plan.files, overwrite=settings.overwrite or was_renaming)
@@ -47,15 +46,14 @@ def preprocess(plan: Plan) -> PreprocessReport:
         jobs, counts, first_error = plan.jobs(), Counts(), None
         # By name of the job: the record of a finished chunk, or the reason why its input file is damaged.
         outcomes: dict[str, Finished[TokenizedChunk] | str] = {}
-        with closing(finish_jobs(jobs, settings.jobs, label="chunks", function=tokenize_chunk)) as results:
-            for job, outcome in results:
-                outcomes[job.name] = outcome
-                if isinstance(outcome, str):
-                    continue
-                counts.add(outcome.result.counts)
-                first_error = first_error or outcome.result.first_error
-                if 2 * counts.errors > counts.records >= _EARLY_END_RECORDS or not settings.max_error_rate:
-                    check_error_rate(counts, settings.max_error_rate, first_error)
+        for job, outcome in finish_jobs(jobs, runner, label="chunks", function=tokenize_chunk):
+            outcomes[job.name] = outcome
+            if isinstance(outcome, str):
+                continue
+            counts.add(outcome.result.counts)
+            first_error = first_error or outcome.result.first_error
+            if 2 * counts.errors > counts.records >= _EARLY_END_RECORDS or not settings.max_error_rate:
+                check_error_rate(counts, settings.max_error_rate, first_error)
         reasons = dict(plan.damaged)
         for job in jobs:
             if isinstance(reason := outcomes[job.name], str):
@@ -84,7 +82,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
             plan.files,
             plan.encoder.tokenizer,
             shard_bytes=settings.shard_size,
-            options=settings.jobs,
+            runner=runner,
             text_key=settings.read.text_key,
             filters=plan.filters,
             quarantined={name: QuarantinedInput(versions[name].bytes, reason) for name, reason in damaged.items()},

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.jobs import Job, JobFolder, JobOptions, finish_jobs, read_finished, run_job, run_jobs
+from megatron_neobert.runtime.jobs import Job, JobFolder, JobOptions, JobRunner, finish_jobs, read_finished, run_job
 
 SETTINGS = {"tokenizer": "abc", "min_tokens": 0}
 
@@ -146,6 +146,10 @@ def exit_at_three(job):
     return run_job(job)
 
 
+def pid_of_worker(job):
+    return os.getpid()
+
+
 def fail(job):
     errors = {
         1: DataError("shard 3 is damaged"),
@@ -165,14 +169,24 @@ def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, mon
         return run_job(job)
 
     jobs = squares(tmp_path, range(2))
-    assert [job for job, _ in finish_jobs(jobs, JobOptions(), label="jobs", function=work_for_a_while)] == jobs
+    assert [
+        job for job, _ in finish_jobs(jobs, JobRunner(JobOptions()), label="jobs", function=work_for_a_while)
+    ] == jobs
     terminal.write.assert_called()
 
 
 def test_worker_that_exits_ends_the_run(tmp_path):
     """test_preprocess_killed.py tests killed and interrupted workers."""
-    with pytest.raises(ChildProcessError, match=r"a worker process died at \d or a job beside it; .*fewer --workers"):
-        list(run_jobs(exit_at_three, squares(tmp_path, range(6)), JobOptions(workers=2)))
+    died = r"a worker process died at \d or a job beside it; .*fewer --workers"
+    with pytest.raises(ChildProcessError, match=died), JobRunner(JobOptions(workers=2)) as runner:
+        list(runner.run(exit_at_three, squares(tmp_path, range(6))))
+
+
+def test_workers_serve_all_jobs_of_a_command(tmp_path):
+    with JobRunner(JobOptions(workers=2)) as runner:
+        pids = {pid for _ in range(3) for _, pid in runner.run(pid_of_worker, squares(tmp_path, range(4)))}
+    assert len(pids) <= 2, "workers of each call would be three at least"
+    assert os.getpid() not in pids
 
 
 @pytest.mark.parametrize(
@@ -186,7 +200,7 @@ def test_worker_that_exits_ends_the_run(tmp_path):
 )
 def test_exception_of_a_job_keeps_its_class_and_attributes(tmp_path, number, kind, message):
     jobs = squares(tmp_path, [number, number])
-    with pytest.raises(kind, match=message) as caught:
-        list(run_jobs(fail, jobs, JobOptions(workers=2)))
+    with pytest.raises(kind, match=message) as caught, JobRunner(JobOptions(workers=2)) as runner:
+        list(runner.run(fail, jobs))
     assert getattr(caught.value, "errno", None) == (28 if number == 2 else None)
     assert getattr(caught.value, "name", None) == ("fastwarc" if number == 3 else None)

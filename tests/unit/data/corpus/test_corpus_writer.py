@@ -16,7 +16,7 @@ from megatron_neobert.data.corpus.reader import Corpus
 from megatron_neobert.data.corpus.writer import refuse_existing
 from megatron_neobert.errors import OutputError
 from megatron_neobert.runtime import new_file
-from megatron_neobert.runtime.jobs import JobFolder, JobOptions
+from megatron_neobert.runtime.jobs import JobFolder, JobOptions, JobRunner
 
 
 @pytest.fixture
@@ -25,11 +25,12 @@ def chunks(tmp_path):
 
 
 @pytest.mark.parametrize("copied_bytes", [1 << 20, 10])
-@pytest.mark.parametrize("layout", [{}, {"shard_bytes": 30}, {"shard_bytes": 30, "options": JobOptions(workers=2)}])
-def test_a_corpus_is_its_chunks_in_order(chunks, monkeypatch, copied_bytes, layout):
+@pytest.mark.parametrize(("layout", "workers"), [({}, 1), ({"shard_bytes": 30}, 1), ({"shard_bytes": 30}, 2)])
+def test_a_corpus_is_its_chunks_in_order(chunks, monkeypatch, copied_bytes, layout, workers):
     monkeypatch.setattr(new_file, "_BLOCK_BYTES", copied_bytes)
     monkeypatch.setattr(shard_files, "_ITEMS_PER_STEP", 2)
-    manifest = chunks.write(**layout)
+    with JobRunner(JobOptions(workers=workers)) as runner:
+        manifest = chunks.write(**layout, runner=runner)
     assert documents_of(chunks.folder / "P") == chunks.documents
     assert (manifest.records, manifest.documents) == (3 + len(chunks.documents), len(chunks.documents))
     assert manifest.unknown_tokens == sum(document.count(UNKNOWN) for document in chunks.documents) > 0
