@@ -67,10 +67,8 @@ def in_turns(subjects: Iterable[Any], *, rounds: int) -> Iterator[tuple[int, Any
 def write_corpus(folder: Path, *, documents: int, median_tokens: int, longest: int, vocab_size: int) -> tuple[str, str]:
     """Write documents of random words to the existing `folder`, the same in every call, and preprocess them.
 
-    Each word is one token. Lengths in words are log-normal with median `median_tokens`, cut at `longest`.
-
-    Returns:
-        The corpus prefix, and the path of the vocabulary of `vocab_size` tokens, special tokens included.
+    Return the corpus prefix, and the path of the vocabulary of `vocab_size` tokens, special tokens included. Each word
+    is one token. Lengths in words are log-normal with median `median_tokens`, cut at `longest`.
     """
     from megatron_neobert.data.preprocessing.plan import PreprocessSettings, plan_preprocessing
     from megatron_neobert.data.preprocessing.run import preprocess

@@ -60,8 +60,7 @@ def main() -> None:
 def read_recipe(folder: Path) -> dict[str, Finish]:
     """Return the result of each run of a recipe. The runs are the subfolders of `folder`, whose names are the keys.
 
-    Raises:
-        DataError: There is no run, there are more than 16, a log is empty, or a run has no validation at its end.
+    Raises DataError if there is no run, or more than 16, or if a log is empty or does not end with a validation.
     """
     runs = sorted(path for path in folder.glob("*") if path.is_dir())
     if not 1 <= len(runs) <= MOST_SEEDS:

@@ -134,8 +134,7 @@ def refuse_other_layers(model: ModelConfig, source: str) -> None:
 def read_checkpoint(save: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
     """Verify and read the checkpoint of `iteration` in a --save folder, or the newest if it is None.
 
-    Raises:
-        ConversionError: The checkpoint's layers are not NeoBERT's, or their number is not the number in its settings.
+    Raises ConversionError if the layers are not NeoBERT's, or their number is not the number in the settings.
     """
     folder = latest_checkpoint(save, iteration=iteration)
     verify_files(folder)

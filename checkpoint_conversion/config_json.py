@@ -78,8 +78,7 @@ class FolderSpec:
 def build_config(layout: str, spec: FolderSpec) -> dict[str, Any]:
     """Return the content of config.json for a layout in mapping.TABLES. `neobert` has the published NeoBERT's keys.
 
-    Raises:
-        ConversionError: The layout is neobert, and the feed-forward width is not a multiple of 8.
+    Raises ConversionError if the layout is neobert, and the feed-forward width is not a multiple of 8.
     """
     model, tokenizer, is_neobert = spec.shape.model, spec.tokenizer, layout == "neobert"
     if is_neobert and model.ffn_width % 8:
@@ -172,13 +171,9 @@ class _Fields(NamedTuple):
 
 
 def read_model_config(config: dict[str, Any], path: Path) -> FolderConfig:
-    """Return the settings of a model from the content of its config.json.
+    """Return the settings of a model from the content of its config.json. `path` is the file, for messages.
 
-    Args:
-        path: The file, for messages.
-
-    Raises:
-        ConversionError: A value is missing, of the wrong type, or describes layers that NeoBERT does not have.
+    Raises ConversionError if a value is missing, of the wrong type, or describes layers that NeoBERT does not have.
     """
     fields, layout = _Fields(config, path), config.get("model_type")
     if layout not in tuple(TABLES):  # a tuple, because a value from a file may not be hashable

@@ -58,8 +58,7 @@ def load_for_task(folder: Path, task: str) -> Any:
 def write_graphs(model: Any, folder: Path, *, int8: bool) -> dict[Path, Checks]:
     """Create `folder` and write model.onnx into it and, with `int8`, model_quantized.onnx. The folder must not exist.
 
-    Returns:
-        {path of a graph: {"rows x tokens" of a test batch: difference from PyTorch's output}}.
+    Return {path of a graph: {"rows x tokens" of a test batch: difference from PyTorch's output}}.
     """
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
     config = OnnxConfig(dynamic_shapes=dict.fromkeys(INPUTS, axes), opset_version=OPSET)
@@ -91,11 +90,8 @@ def save_graph(graph: Any, path: Path) -> None:
 def check_graph(model: Any, path: Path, *, tolerance: float) -> Checks:
     """Run a graph in onnxruntime on test batches. Return how it differs from PyTorch, by "rows x tokens" of the batch.
 
-    Args:
-        tolerance: Largest accepted difference, relative to the largest value of PyTorch's output.
-
-    Raises:
-        ConversionError: onnxruntime cannot run the graph, or an output differs by more or is not finite.
+    Raises ConversionError if onnxruntime cannot run the graph, or an output is not finite or differs by more than
+    `tolerance`, relative to the largest value of PyTorch's output.
     """
     session, checks = None, {}
     for lengths in _BATCHES:

@@ -60,10 +60,8 @@ def import_folder(
 ) -> "tuple[ImportedModel, Checks]":
     """Write the model of `folder` as a checkpoint of iteration 0 in the new folder `output`, and verify it.
 
+    Return the content of the folder, and the differences between the two models' logits (empty if not `verified`).
     With another `tokenizer`, embedding and decoder fit its vocabulary, and nothing is verified.
-
-    Returns:
-        The content of the folder, and the differences between the two models' logits (empty if not `verified`).
     """
     imported = read_folder(folder)
     if tokenizer is not None:
@@ -139,12 +137,8 @@ def read_folder(folder: Path) -> ImportedModel:
 def read_weights(folder: Path, config: FolderConfig) -> tuple[dict[str, Tensor], list[str]]:
     """Read the weights of a folder whose config.json was parsed to `config`.
 
-    Returns:
-        Tensors in fp32 or bf16 for all names in the layout's table, and notes on omitted and added tensors.
-
-    Raises:
-        ConversionError: The weights do not fit config.json, cannot be converted exactly, or have no
-            masked-language-model head.
+    Return tensors in fp32 or bf16 for all names in the layout's table, and notes on omitted and added tensors. Raises
+    ConversionError if the weights do not fit config.json, cannot be converted exactly, or lack a head.
     """
     stored = map_weights(folder)
     # Checked before tables are expanded, because config.json can state any number of layers.

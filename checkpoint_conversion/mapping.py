@@ -166,9 +166,7 @@ TABLES = {"eurobert": EUROBERT, "neobert": NEOBERT}
 def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
     """Return a Megatron model's weights under a layout's names, with the same dtypes. Unchanged tensors are not copied.
 
-    Raises:
-        ConversionError: A tensor is missing, unknown, of the wrong shape or not finite, or the rows that pad the
-            vocabulary are not zero.
+    Raises ConversionError if `check_tensors` does, or if the rows that pad the vocabulary are not zero.
     """
     entries = expand_table(table, shape.model.num_layers)
     check_tensors(internal, {entry.internal: shape.resolve(entry.internal_shape) for entry in entries})
@@ -192,9 +190,7 @@ def to_published(internal: Mapping[str, Tensor], shape: ModelShape, table: Table
 def to_internal(published: Mapping[str, Tensor], shape: ModelShape, table: Table) -> dict[str, Tensor]:
     """Reverse `to_published`: return weights under Megatron's names. The rows that pad the vocabulary are zeros.
 
-    Raises:
-        ConversionError: A tensor is missing, unknown, of the wrong shape or not finite, or a bias that NeoBERT does not
-            have is not zero.
+    Raises ConversionError if `check_tensors` does, or if a bias that NeoBERT does not have is not zero.
     """
     entries = expand_table(table, shape.model.num_layers)
     check_tensors(published, published_shapes(table, shape))

@@ -61,8 +61,7 @@ class EnvironmentOptions:
 def check_environment(options: EnvironmentOptions) -> int:
     """Check whether this machine can train, and report packages, kernels and the folder for checkpoints.
 
-    Returns:
-        0 if training can start; otherwise 69.
+    Return 0 if training can start; otherwise 69.
     """
     # Without the right Python and packages, the other process would only repeat the problem.
     can_train = show(package_findings()) and probe()
@@ -86,8 +85,7 @@ def show(findings: Iterable[Finding]) -> bool:
 def package_findings(installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """Yield the version of Python, and a problem for each package that is missing or outside its range.
 
-    Args:
-        installed: Versions of packages by name; default: the packages of this environment.
+    `installed` has versions by name; by default, those of this environment.
     """
     yield Finding(f"Python {platform.python_version()}", sys.executable)
     installed = installed_packages() if installed is None else installed

@@ -138,10 +138,8 @@ def inspect_batch(options: InspectBatchOptions, flags: list[str]) -> None:
     """Print statistics and text of one iteration's batch.
 
     Training code builds the batch of all ranks. No model is built and no file is written. --load starts from the
-    run's newest checkpoint before the iteration, and takes the run's settings unless --config is given.
-
-    Args:
-        flags: Flags of `neobert train`, which override settings of the run.
+    run's newest checkpoint before the iteration, and takes the run's settings unless --config is given. `flags` of
+    `neobert train` override settings of the run.
     """
     from megatron_neobert.inspection.global_batch import open_iteration, read_segments, rebuild_batch
 

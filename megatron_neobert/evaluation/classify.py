@@ -239,8 +239,7 @@ def plot_confusion(path: Path, task: ClassifyTask, split: str, labels: Iterable[
 def most_confused(counts: NDArray[np.integer], count: int) -> list[int]:
     """Return the classes of the most frequent confusions, at most `count`, in increasing order.
 
-    Args:
-        counts: Rows by true class and predicted class [classes, classes].
+    `counts` has the number of rows by true class and predicted class [classes, classes].
     """
     order = np.argsort(-(counts - np.diag(counts.diagonal())), axis=None, kind="stable").tolist()
     by_confusion = dict.fromkeys(label for confusion in order for label in divmod(confusion, len(counts)))

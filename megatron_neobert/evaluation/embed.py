@@ -239,13 +239,11 @@ def train(
 ) -> dict[str, Any] | None:
     """Train, or resume from the newest checkpoint in `arguments.output_dir`. Rank 0 then writes the folder `final`.
 
-    With `validation`, nDCG@10 of its pairs is measured when a checkpoint is saved.
+    Return the results for the JSON record, with losses in nats, on rank 0, and None on other ranks. With `validation`,
+    nDCG@10 of its pairs is measured when a checkpoint is saved.
 
     An existing folder `final` is replaced. The call sets the batch sampler and the prompts of `arguments`, and ends the
     process group. Collective: all processes of a torchrun.
-
-    Returns:
-        On rank 0 the results for the JSON record, with losses in nats; on other ranks None.
     """
     training = config.training
     # Set the seed before loading, because a pooler that the folder lacks is initialized at random.

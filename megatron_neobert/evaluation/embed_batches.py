@@ -83,11 +83,7 @@ def distinct_batches(pairs: Any, batch_size: int, *, seed: Sequence[int], name: 
 
     No two pairs of a batch share a text, in any column. Pairs that do not fill a last batch are left out of a pass. If
     shared texts leave a pass with fewer than len(pairs) // batch_size batches, pairs are drawn again to fill the rest.
-    Raises DataError if a pass does not fill one batch.
-
-    Args:
-        pairs: Dataset or list of mappings with the keys query, positive and negatives.
-        name: Key of the dataset, for the error message.
+    Raises DataError, with the `name` of the dataset, if a pass does not fill one batch.
     """
     (sampler_seed,) = np.random.SeedSequence(seed).generate_state(1).tolist()
     sampler = NoDuplicatesBatchSampler(

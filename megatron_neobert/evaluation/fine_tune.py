@@ -251,9 +251,8 @@ def run_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Outcome]]:
     """Yield every run with its outcome, in the order in which they finish.
 
     With several runs and `jobs` > 1, up to `jobs` worker processes execute them, each on one GPU. Otherwise, this
-    process executes them. If a run fails or the generator is closed, all workers are killed.
-
-    Raises ChildProcessError if a worker died, most often because memory ran out.
+    process executes them. If a run fails or the generator is closed, all workers are killed. Raises ChildProcessError
+    if a worker died, most often because memory ran out.
     """
     try:
         with JobRunner(JobOptions(workers=jobs)) as runner:

@@ -23,17 +23,10 @@ from megatron_neobert.evaluation.models import (
 
 
 class Scorer:
-    """A masked language model and its tokenizer.
-
-    Attributes:
-        max_length: Length in tokens at which documents are truncated.
-    """
+    """A masked language model and its tokenizer. Documents are truncated at `max_length` tokens."""
 
     def __init__(self, folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int | None = None) -> None:
-        """Load the model and its tokenizer.
-
-        Args:
-            max_length: None for the longest input that model and tokenizer support.
+        """Load the model and its tokenizer. A `max_length` of None is the longest input that both support.
 
         Raises:
             ConversionError: The tokenizer has no mask token.

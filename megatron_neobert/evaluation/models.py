@@ -111,10 +111,8 @@ def load_tokenizer(folder: Path) -> Any:
 def load_sentence_transformer(folder: Path, options: LoadOptions = FLOAT32_ON_CPU, *, max_length: int) -> Any:
     """Return the SentenceTransformer of a folder, with its prompts, on `options.device`.
 
-    modules.json names its modules. Without this file, the modules are the encoder and mean pooling.
-
-    Args:
-        max_length: Maximum number of tokens per text, special tokens included; the model or the folder may lower it.
+    modules.json names its modules. Without this file, the modules are the encoder and mean pooling. Texts have at most
+    `max_length` tokens, special tokens included, or fewer if the model or the folder has a lower limit.
     """
     from sentence_transformers import SentenceTransformer
 

@@ -240,10 +240,8 @@ def build_encoder(options: MtebOptions, prompts: dict[str, str]) -> SentenceTran
 def to_score(task: AbsTask, scores: Mapping[str, float]) -> dict[str, Any]:
     """Return type, metric and score of a task, in per cent. If the score is None, "missing" has the reason.
 
-    The score of an aggregate is the mean of its subtasks.
-
-    Args:
-        scores: Fractions of 1 by the name of each task, or of each subtask of an aggregate; no entry without data.
+    The score of an aggregate is the mean of its subtasks. `scores` has fractions of 1 by the name of each task, or of
+    each subtask of an aggregate, without an entry for a task without data.
     """
     subtasks = [subtask.metadata.name for subtask in flatten([task])]
     score, missing = None, None

@@ -44,10 +44,7 @@ def plot_curves(
 ) -> None:
     """Draw curves into a PNG file, whole or not at all. The folder must exist; an existing file is replaced.
 
-    A value that is not finite leaves a gap in its line or band.
-
-    Args:
-        curves: At least one curve. Each curve must have at least one point.
+    There must be at least one curve, and each must have a point. A value that is not finite leaves a gap.
     """
     assert curves and all(len(curve.x) for curve in curves), f"nothing to draw in {path}: {[c.name for c in curves]}"
     # pyplot would keep every figure until it is closed, and may need a display.

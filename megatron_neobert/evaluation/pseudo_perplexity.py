@@ -153,9 +153,7 @@ def evaluate_model(folder: Path, options: PerplexityOptions) -> dict[str, Any]:
 def measure_document(scorer: Scorer, document: Document, *, batch_tokens: int, progress: tqdm) -> DocumentResult:
     """Score a document with one masked token at a time, and return its result. Copies of the document form batches.
 
-    Args:
-        batch_tokens: Maximum tokens of a batch. Each position of a longer document is a batch of its own.
-        progress: Advanced by the tokens of each batch.
+    A batch has at most `batch_tokens` tokens, or one copy of a longer document. `progress` advances by its tokens.
     """
     length, losses = len(document.ids_s), list[float]()
     size = max(1, batch_tokens // length)
@@ -228,10 +226,8 @@ def select_documents(
 ) -> tuple[list[Document], Counter[str]]:
     """Read and tokenize documents in the order of the files, until `--limit` are kept, and draw the positions to mask.
 
-    Returns:
-        The documents, truncated to `max_length` tokens, and the number of dropped records by reason, such as repeated.
-
-    Raises DataError if no document remains.
+    Return the documents, truncated to `max_length` tokens, and the number of dropped records by reason, such as
+    repeated. Raises DataError if no document remains.
     """
     documents, dropped, seen = list[Document](), Counter[str](), set[str]()
     for texts in _read(options, dropped):

@@ -91,11 +91,8 @@ def open_iteration(load: Path | None, iteration: int, flags: list[str]) -> tuple
 def rebuild_batch(settings: Settings, iteration: int, *, checkpoint: Path | None) -> RebuiltBatch:
     """Build the global batch of an iteration, without a model. Iterations count from 1.
 
-    Args:
-        checkpoint: Checkpoint of the run before the iteration. None starts at the first iteration of the run.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or was trained on another corpus.
+    `checkpoint` is of the run, before the iteration; None starts at the first iteration. Raises CheckpointError if it
+    is damaged, or was trained on another corpus.
     """
     opened, phase = open_phases(settings), phase_at(settings, iteration)
     stream = build_stream(settings, opened)
