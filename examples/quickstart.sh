@@ -8,10 +8,11 @@
 # again from the beginning.
 set -euo pipefail
 
-case "${1-}" in
+case "$*" in
 -h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
--*) printf 'quickstart: unknown argument %s; the only one is a folder\n' "$1" >&2; exit 2 ;;
+-* | *" "-*) printf 'quickstart: unknown arguments %s; the only one is a folder\n' "$*" >&2; exit 2 ;;
 esac
+if (($# > 1)); then printf 'quickstart: %d arguments, %s; the only one is a folder\n' $# "$*" >&2; exit 2; fi
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 mkdir -p "${1:-quickstart_run}"
 folder=$(cd "${1:-quickstart_run}" && pwd -P)
@@ -81,9 +82,9 @@ folder = Path(sys.argv[1])
 fill_mask = pipeline("fill-mask", model=str(folder / "model"), device="cpu")
 # Sentences that are frequent in the corpus, because the model is tiny.
 for sentence in (
-    "input_ids (torch.LongTensor of shape (batch_size, sequence_[MASK]))",
-    "torch.FloatTensor of [MASK] (batch_size, sequence_length, hidden_size)",
-    "Examples >>> from sympy [MASK] Symbol",
+    ">>> [MASK] transformers import pipeline",
+    "tuple of (`[MASK].Tensor`, `float`), containing the inverse frequencies for the RoPE embeddings",
+    "The number of output features is equal to the [MASK] of input planes.",
 ):
     answers = ", ".join(f"{answer['token_str']} {answer['score']:.2f}" for answer in fill_mask(sentence, top_k=3))
     print(f"   {sentence}  ->  {answers}")
@@ -104,5 +105,7 @@ cat <<END
    model        $folder/model
    time         $((SECONDS - started)) s, without the environment
 
-   next: source "$(dirname "$python")/activate", then docs/tutorial.md with your own texts
+   next, with your own texts (docs/tutorial.md explains each step):
+         source "$(dirname "$python")/activate"
+         neobert train-tokenizer --input 'YOUR_TEXTS/*' --output tokenizer
 END

@@ -16,11 +16,11 @@ say() { printf 'environment: %s\n' "$*" >&2; }
 fail() { printf 'environment: %s\n' "$*" >&2; exit 69; }
 
 extras="[fast]" stamp_name=megatron_neobert_installed
-case "${1-}" in
+case "$*" in
 "") ;;
 --dev) extras="[dev]" stamp_name=megatron_neobert_installed_dev ;;
 --help | -h) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
-*) printf 'environment: unknown argument %s; the only one is --dev\n' "$1" >&2; exit 2 ;;
+*) printf 'environment: unknown arguments %s; the only one is --dev\n' "$*" >&2; exit 2 ;;
 esac
 
 # Print "3.11.7 suitable" or "3.14.0 unsuitable"; fail if the command is not a working Python.
@@ -92,7 +92,15 @@ fi
 # 4. Install. torch is first, so that the packages that depend on it use this build.
 : >"$log" || fail "cannot write to $prefix; activate an environment that you can change."
 install() {
-    "$python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 && return
+    local status=0 line
+    # While pip downloads and installs, print the latest line of its log.
+    while sleep 9 >/dev/null 2>&1; do line=$(tail -n 1 "$log"); say "$SECONDS s: ${line:0:90}"; done >/dev/null &
+    trap "kill $! 2>/dev/null" EXIT
+    "$python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 || status=$?
+    kill $!
+    wait $! 2>/dev/null || true
+    trap - EXIT
+    if [[ $status == 0 ]]; then return; fi
     tail -n 15 "$log" >&2
     fail "pip could not install $description; the end of its log is above, and the whole log is $log."
 }

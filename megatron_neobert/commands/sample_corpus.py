@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_neobert.cli import option
 from megatron_neobert.errors import DataError
+from megatron_neobert.runtime.jobs import progress_bar
 
 # Shorter texts are one-liners such as "Return the name."
 MINIMUM_CHARACTERS = 200
@@ -65,17 +66,17 @@ def choose_documents(folders: Iterable[Path], *, budget_bytes: int) -> list[Docu
     The documents are returned in another pseudo-random order. Texts that differ from an earlier text only in
     case or white space are left out.
     """
-    files = {path.relative_to(folder).as_posix(): path for folder in folders for path in _documented_files(folder)}
     chosen: dict[bytes, Document] = {}
-    size = 0
-    for name in sorted(files, key=_keyed_hash):
-        for document in read_documents(files[name], name=name):
-            digest = hashlib.sha256(" ".join(document.content.casefold().split()).encode()).digest()
-            if digest not in chosen:
-                chosen[digest] = document
-                size += len(document.content.encode())
-        if size >= budget_bytes:
-            break
+    with progress_bar(desc="documentation", total=budget_bytes, unit="B") as bar:
+        files = {path.relative_to(folder).as_posix(): path for folder in folders for path in _documented_files(folder)}
+        for name in sorted(files, key=_keyed_hash):
+            for document in read_documents(files[name], name=name):
+                digest = hashlib.sha256(" ".join(document.content.casefold().split()).encode()).digest()
+                if digest not in chosen:
+                    chosen[digest] = document
+                    bar.update(len(document.content.encode()))
+            if bar.n >= budget_bytes:
+                break
     return sorted(chosen.values(), key=lambda document: _keyed_hash(document.url))
 
 

@@ -85,20 +85,26 @@ class InputTexts:
     def __iter__(self) -> Iterator[str]:
         """Yield the texts. Raise DataError at the end if too many records are in error, or there is no document."""
         from megatron_neobert.data.corpus.format import Counts, describe_reasons
+        from megatron_neobert.data.inputs.find import input_version
         from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
         from megatron_neobert.data.preprocessing.run import check_error_rate
         from megatron_neobert.runtime.jobs import progress_bar
 
         self.counts = counts = Counts()
         first_error = None
-        for path in progress_bar(iterable=self._inputs, desc="input files"):
-            for chunk in split_into_chunks(path, self._settings):
-                for batch in read_chunk(chunk, self._settings):
-                    rejected = Counter(record.reason for record in batch.rejected)
-                    counts.add(Counts(len(batch.texts), rejected=rejected, dropped=batch.dropped))
-                    if first_error is None and batch.rejected:
-                        first_error = batch.rejected[0].describe(chunk, path)
-                    yield from batch.texts
+        sizes = {path: input_version(path).bytes for path in self._inputs}
+        with progress_bar(desc="input files", total=sum(sizes.values()), unit="B") as bar:
+            for path, size in sizes.items():
+                chunks = split_into_chunks(path, self._settings)
+                for chunk in chunks:
+                    before = bar.n
+                    for batch in read_chunk(chunk, self._settings):
+                        rejected = Counter(record.reason for record in batch.rejected)
+                        counts.add(Counts(len(batch.texts), rejected=rejected, dropped=batch.dropped))
+                        if first_error is None and batch.rejected:
+                            first_error = batch.rejected[0].describe(chunk, path)
+                        yield from batch.texts
+                        bar.update(before + int(batch.progress * size / len(chunks)) - bar.n)
         check_error_rate(counts, self._max_error_rate, first_error)
         if not counts.documents:
             files, reasons = counted(len(self._inputs), "input file"), describe_reasons(counts.dropped)

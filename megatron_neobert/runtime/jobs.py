@@ -68,6 +68,7 @@ class Job(ABC, Generic[Result]):
     result_type: ClassVar[Any]  # type that `work` returns; msgspec must be able to encode and decode it
     # Wait until the files are on disk. Without it, `read_finished` detects files that a crash of the machine damaged.
     sync: ClassVar[bool] = False
+    unit: ClassVar[str] = "job"  # of `size`
 
     folder: Path
     name: str
@@ -85,6 +86,11 @@ class Job(ABC, Generic[Result]):
     def key(self) -> str:
         """Everything besides the folder's settings that decides the output. A record with another key is stale."""
         return ""
+
+    @property
+    def size(self) -> int:
+        """Amount of work, which the progress bar counts."""
+        return 1
 
     @abstractmethod
     def work(self, files: Mapping[str, NewFile]) -> Result:
@@ -207,18 +213,20 @@ def finish_jobs(
         records = list(zip(jobs, threads.map(read_finished, jobs), strict=True))
     missing = [job for job, record in records if record is None]
     yield from ((job, record) for job, record in records if record is not None)
-    with progress_bar(desc=label, total=len(jobs), initial=len(jobs) - len(missing)) as bar:
+    total, left, unit = sum(job.size for job in jobs), sum(job.size for job in missing), jobs[0].unit if jobs else ""
+    with progress_bar(desc=label, total=total, initial=total - left, unit=unit) as bar:
         for job, outcome in runner.run(function, missing):
             yield job, outcome
-            bar.update()
+            bar.update(job.size)
 
 
-def progress_bar(**options: Any) -> Any:
-    """Return a tqdm bar. It is drawn twice a second on a terminal, and once a minute in a log."""
+def progress_bar(*, unit: str, **options: Any) -> Any:
+    """Return a tqdm bar of `unit`, such as "B". It is drawn at once and twice a second, or once a minute in a log."""
     from tqdm import tqdm
 
-    seconds = 0.5 if sys.stderr and sys.stderr.isatty() else 60.0
-    return tqdm(file=_OptionalStderr(), leave=False, miniters=0, mininterval=seconds, delay=seconds, **options)
+    rate = (0.5, 0.0) if sys.stderr and sys.stderr.isatty() else (60.0, 60.0)
+    drawn = dict(zip(("mininterval", "delay"), rate, strict=True), unit=unit, unit_scale=unit == "B")
+    return tqdm(file=_OptionalStderr(), leave=False, miniters=0, **drawn, **options)
 
 
 class _OptionalStderr:

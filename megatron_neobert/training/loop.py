@@ -72,10 +72,12 @@ def run_training(settings: Settings, watcher: Watcher) -> int:
         if found is not None:
             load_from(run, found.folder, has_new_data=found.has_new_data)
         monitor = Monitor(settings, iteration=run.state.iteration, vocab_size=run.tokenizer.vocab_size, device=device)
-        monitor.log(_opening_line(run, found.folder if found else None))
+        lines = []
+        if run.state.iteration < settings.training.train_iters:
+            monitor.log(_opening_line(run, found.folder if found else None))
+            lines = [choose_kernels(settings).summary, *schedule_warnings(settings)]
         if settings.checkpoint.save is None:
             monitor.log("warning: without --save the trained weights are lost at the end; add --save FOLDER")
-        lines = [choose_kernels(settings).summary, *schedule_warnings(settings)]
         if found is None:
             cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else None
             lines += start_warnings(settings, opened, world_size=world_size(), cpu_cores=cores)
@@ -170,7 +172,7 @@ def _prepare_first_iteration(run: Run, monitor: Monitor, saver: Saver, watcher: 
         control = _validate(run, monitor, saver, watcher, control)
     run.read_status, run.has_gradients = read_status, monitor.clock.stop
     if control.is_last and control.stop is None:
-        monitor.log(f"nothing to do: iteration {iteration} of {training.train_iters} is already saved")
+        monitor.log(f"already trained: iteration {iteration} of {training.train_iters} is saved")
     return control
 
 

@@ -5,6 +5,7 @@ once. Its tokens are counted, and its loss is left out of all averages.
 """
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -30,8 +31,8 @@ _SMALLEST_LEAD = 0.01  # of the slowest rank over the median, as a share; a smal
 def interval_lines(position: str, values: Mapping[str, float]) -> str:
     """Format the log of an interval: two lines of at most 80 columns, always with the same columns.
 
-    A third line names the slowest rank if its time is at least 1 % above the median. Loss and accuracy are dashes if
-    the interval had no update, and the gradient norm if it is not finite.
+    A third line names the slowest rank if the ranks are on several machines and its time is at least 1 % above the
+    median. Loss and accuracy are dashes if the interval had no update, and the gradient norm if it is not finite.
 
     Args:
         position: Start of the first line, such as "iteration 100/1000".
@@ -53,7 +54,8 @@ def interval_lines(position: str, values: Mapping[str, float]) -> str:
         f"ETA {duration(values['eta_seconds'])}",
     ]
     lines = [" | ".join(training), " | ".join(machine)]
-    if values.get("slowest_rank_lead", 0.0) >= _SMALLEST_LEAD:
+    on_several_machines = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < world_size()
+    if on_several_machines and values.get("slowest_rank_lead", 0.0) >= _SMALLEST_LEAD:
         lead, seconds = percent(values["slowest_rank_lead"], digits=0), values["compute_seconds"]
         lines.append(f"  slowest rank {values['slowest_rank']}, {lead} above the median of {seconds:.3g} s per step")
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """tools/prepare_environment.sh, with a stand-in for Python that records the calls of pip."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,23 +20,31 @@ case "$*" in
 *importlib.metadata*) [[ -n "{torch}" ]] && echo "{torch}" ;;
 "-m venv"*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;
 "-m pip --version") ;;
-"-m pip install"*) echo "$*" >>"${{0%/bin/*}}/pip_calls"; exit {pip} ;;
+"-m pip install"*) echo "$*" >>"${{0%/bin/*}}/pip_calls"; echo "Downloading $*"; {wait}; exit {pip} ;;
 *) exit 99 ;;
 esac
 """
 
 
-def write_stand_in(path: Path, *, version="3.11.7", torch="", ensurepip=0, pip=0) -> None:
+def write_stand_in(path: Path, *, version="3.11.7", torch="", ensurepip=0, pip=0, wait=":") -> None:
     """Write a stand-in for Python.
 
     Args:
         torch: Version of the installed torch; empty for none.
         ensurepip: Exit code of importing venv and ensurepip.
         pip: Exit code of `pip install`.
+        wait: Command that `pip install` runs first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     suitable = "suitable" if version.split(".")[1] in ("11", "12", "13") else "unsuitable"
-    answers = {"version": version, "suitable": suitable, "torch": torch, "ensurepip": ensurepip, "pip": pip}
+    answers = {
+        "version": version,
+        "suitable": suitable,
+        "torch": torch,
+        "ensurepip": ensurepip,
+        "pip": pip,
+        "wait": wait,
+    }
     path.write_text(STAND_IN.format(bash=BASH, **answers))
     path.chmod(0o755)
 
@@ -48,7 +57,7 @@ def clone(tmp_path) -> Path:
     for name in ("pyproject.toml", "constraints.txt", "tools/prepare_environment.sh"):
         shutil.copy(REPOSITORY / name, root / name)
     (tmp_path / "commands").mkdir()
-    for name in ("bash", "cat", "cksum", "sed", "rm", "cp", "mkdir", "tail", "dirname"):
+    for name in ("bash", "cat", "cksum", "sed", "rm", "cp", "mkdir", "tail", "dirname", "sleep"):
         (tmp_path / "commands" / name).symlink_to(shutil.which(name))
     return root
 
@@ -97,6 +106,18 @@ def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
     (call,) = pip_calls(active)
     assert call.endswith("--editable .[fast]")
     assert "\ntorch==2.9.0a0+nv25\n" in (active / "megatron_neobert_constraints.txt").read_text()
+
+
+def test_installation_prints_the_latest_line_of_pip_while_it_waits(clone, tmp_path):
+    sleep = tmp_path / "commands" / "sleep"
+    sleep.unlink()
+    sleep.write_text(f"#!{BASH}\nexec {shutil.which('sleep')} 0.1\n")  # instead of nine seconds
+    sleep.chmod(0o755)
+    write_stand_in(tmp_path / "base" / "python3", wait="sleep; sleep; sleep; sleep; sleep")
+    result = prepare(clone)
+    assert result.returncode == 0
+    assert re.search(r"environment: \d+ s: Downloading -m pip install .*\n", result.stderr)
+    assert all(line.startswith("environment: ") for line in result.stderr.splitlines())
 
 
 def test_unsupported_python_is_skipped_for_a_supported_one(clone, tmp_path):

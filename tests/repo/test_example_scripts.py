@@ -17,7 +17,7 @@ from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *REPOSITORY.glob("tools/*.sh"), REPOSITORY / ".ci" / "run"])
 WITH_HELP = ["examples/quickstart.sh", "examples/speedrun.sh", "tools/prepare_environment.sh"]
-WITH_USAGE = ["continue_pretraining", "custom_language", "glue", "mteb"]
+WITH_USAGE = ["continue_pretraining", "custom_language", "glue", "half_hour", "mteb"]
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 
 
@@ -62,6 +62,14 @@ def test_script_has_a_help_text_and_refuses_wrong_arguments_with_exit_code_2(scr
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert ("--fast" if script in WITH_HELP else "bash examples/") in wrong.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", ["examples/quickstart.sh run more", "tools/prepare_environment.sh --dev more"])
+def test_script_refuses_extra_arguments(words, tmp_path):
+    script, *extra = words.split()
+    ended = start(REPOSITORY / script, *extra, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert " ".join(extra) in ended.stderr
 
 
 def test_continued_pre_training_converts_once(tiny_corpus, tmp_path):

@@ -233,7 +233,7 @@ def check_content(corpus: Corpus) -> None:
     # Reading this property compares the checksums.
     _ = corpus.attribute_files
     shards = list(zip(corpus.shards, corpus.manifest.shards, strict=True))
-    for shard, recorded in progress_bar(iterable=shards, desc="corpus shards"):
+    for shard, recorded in progress_bar(iterable=shards, desc="corpus shards", unit="shard"):
         _compare_sha256(corpus.files, shard.bin, recorded.bin.sha256, corpus.allowed.scan(shard))
         _compare_sha256(corpus.files, shard.idx, recorded.idx.sha256, sha256_of(shard.idx))
 

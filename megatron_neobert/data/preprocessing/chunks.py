@@ -39,8 +39,10 @@ class TokenizeJob(Job[TokenizedChunk]):
     """Tokenize one chunk. `TokenizedChunk` describes its files."""
 
     result_type = TokenizedChunk
+    unit = "B"
 
     chunk: Chunk
+    chunk_bytes: int  # in the input file, approximately
     version: InputVersion
     input_name: str  # see input_label
     read: ReadSettings
@@ -55,6 +57,10 @@ class TokenizeJob(Job[TokenizedChunk]):
     @property
     def key(self) -> str:
         return json.dumps(self.version)
+
+    @property
+    def size(self) -> int:
+        return self.chunk_bytes
 
     @property
     def kinds(self) -> Sequence[str]:

@@ -128,6 +128,7 @@ class Plan:
         """Return one job per chunk, in the order of `chunks`. The paths in a job are absolute."""
         settings = self.settings
         jobs: list[TokenizeJob] = []
+        chunks_of = Counter(chunk.path for chunk in self.chunks)
         for chunk in self.chunks:
             # Paths are absolute, because workers on other machines have another current folder.
             absolute = chunk if is_url(chunk.path) else replace(chunk, path=str(Path(chunk.path).absolute()))
@@ -138,6 +139,7 @@ class Plan:
                     folder=self.files.partial.absolute(),
                     name=name,
                     chunk=absolute,
+                    chunk_bytes=self.versions[chunk.path].bytes // chunks_of[chunk.path],
                     version=self.versions[chunk.path],
                     input_name=input_label(chunk.path),
                     read=settings.read,

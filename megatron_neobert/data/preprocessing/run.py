@@ -46,7 +46,7 @@ def preprocess(plan: Plan) -> PreprocessReport:
         jobs, counts, first_error = plan.jobs(), Counts(), None
         # By name of the job: the record of a finished chunk, or the reason why its input file is damaged.
         outcomes: dict[str, Finished[TokenizedChunk] | str] = {}
-        for job, outcome in finish_jobs(jobs, runner, label="chunks", function=tokenize_chunk):
+        for job, outcome in finish_jobs(jobs, runner, label="input files", function=tokenize_chunk):
             outcomes[job.name] = outcome
             if isinstance(outcome, str):
                 continue

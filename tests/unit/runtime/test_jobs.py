@@ -10,7 +10,16 @@ from unittest.mock import Mock
 import pytest
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
-from megatron_neobert.runtime.jobs import Job, JobFolder, JobOptions, JobRunner, finish_jobs, read_finished, run_job
+from megatron_neobert.runtime.jobs import (
+    Job,
+    JobFolder,
+    JobOptions,
+    JobRunner,
+    finish_jobs,
+    progress_bar,
+    read_finished,
+    run_job,
+)
 
 SETTINGS = {"tokenizer": "abc", "min_tokens": 0}
 
@@ -173,6 +182,21 @@ def test_terminal_closed_under_the_progress_bar_does_not_end_a_run(tmp_path, mon
         job for job, _ in finish_jobs(jobs, JobRunner(JobOptions()), label="jobs", function=work_for_a_while)
     ] == jobs
     terminal.write.assert_called()
+
+
+def test_progress_bar_begins_at_zero_and_counts_the_sizes_of_the_jobs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Mock())
+    monkeypatch.setattr(Square, "size", property(lambda job: 10**6 * (job.number + 1)))
+    monkeypatch.setattr(Square, "unit", "B")
+    jobs = squares(tmp_path, range(2))
+    assert run_job(jobs[0])
+    with JobRunner(JobOptions()) as runner:
+        assert len(list(finish_jobs(jobs, runner, label="inputs"))) == 2
+    first = terminal.write.call_args_list[0].args[0]
+    assert first.startswith("\rinputs:  33%") and "1.00M/3.00M" in first
+    terminal.reset_mock()
+    list(progress_bar(iterable=[1, 2], desc="shards", unit="shard"))
+    assert terminal.write.call_args_list[0].args[0].startswith("\rshards:   0%")
 
 
 def test_worker_that_exits_ends_the_run(tmp_path):

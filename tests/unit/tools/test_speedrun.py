@@ -102,6 +102,6 @@ def test_the_script_runs_every_seed_of_every_recipe_once(tiny_corpus, tmp_path):
     for _ in range(2):
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("nothing to do: iteration 4 of 4 is already saved") == 4
+    assert ended.stdout.count("already trained: iteration 4 of 4 is saved") == 4
     written = json.loads((tmp_path / "speedrun" / "speedrun.json").read_text())
     assert [(line["recipe"], line["seeds"]) for line in written["recipes"]] == [("plain", 2), ("other", 2)]

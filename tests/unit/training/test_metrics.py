@@ -103,11 +103,14 @@ GPUS = {"tokens_per_second": 1.2e6, "tflops_per_rank": 247.25, "mfu": 0.25, "mem
 GPUS |= {"slowest_rank": 213, "slowest_rank_lead": 0.124, "compute_seconds": 1.2345}
 
 
-def test_lines_of_an_interval_on_cpu_and_on_gpus():
+def test_lines_of_an_interval_on_cpu_and_on_gpus(monkeypatch):
+    group = {"RANK": "0", "WORLD_SIZE": "256", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
     assert interval_lines("iteration 120000/1000000", CPU) == (
         "iteration 120000/1000000 | loss 2.4131 | accuracy 51.23 % | grad norm 0.831\n"
         "  lr 6.0e-04 | 9.34 k tok/s | 14.9 GFLOP/s | 0.8 GiB | wait 0 % | ETA 6 d 3 h"
     )
+    for name, value in group.items():
+        monkeypatch.setenv(name, value)
     assert interval_lines("iteration 120000/1000000", CPU | GPUS).endswith(
         "| 1.20 M tok/s | MFU 25.0 % | 41 GiB | wait 0 % | ETA 6 d 3 h\n"
         "  slowest rank 213, 12 % above the median of 1.23 s per step"
