@@ -25,11 +25,11 @@ from unit.evaluation.pseudo_perplexity_models import (
 from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation import pseudo_perplexity
 from megatron_neobert.evaluation.ledger import open_ledger
-from megatron_neobert.evaluation.masked_scorer import Scorer
 from megatron_neobert.evaluation.models import load_tokenizer
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.pseudo_perplexity import (
     DocumentResult,
+    Scorer,
     average_by_length,
     average_over_tokens,
     evaluate_model,
