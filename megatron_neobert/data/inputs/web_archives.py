@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from megatron_neobert.data.inputs.records import (
     HTTP_STATUS,
@@ -201,21 +201,16 @@ def main_text(html: str) -> str:
     Raise ValueError if elements are nested more than _MAX_DEPTH deep.
     """
     from resiliparse.extract.html2text import extract_plain_text
-    from resiliparse.parse.html import HTMLTree
+    from resiliparse.parse.html import HTMLTree, traverse_dom
 
     tree = HTMLTree.parse(html)
-    if html.count("<") > _MAX_DEPTH and (depth := _nesting_depth(tree)) > _MAX_DEPTH:
-        raise ValueError(f"elements are nested {depth:,} deep")
+    if html.count("<") > _MAX_DEPTH:
+        depths = {0}
+        traverse_dom(tree.document, lambda context: depths.add(context.depth))
+        if max(depths) > _MAX_DEPTH:
+            raise ValueError(f"elements are nested {max(depths):,} deep")
     text: str = extract_plain_text(tree, preserve_formatting=True, main_content=True, alt_texts=False)
     return text
-
-
-def _nesting_depth(tree: Any) -> int:
-    from resiliparse.parse.html import traverse_dom
-
-    depths = {0}
-    traverse_dom(tree.document, lambda context: depths.add(context.depth))
-    return max(depths)
 
 
 def cut_records(archive: BinaryIO, *, limit: int) -> Iterator[ArchiveRecord]:

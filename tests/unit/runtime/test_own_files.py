@@ -86,6 +86,7 @@ FOLDERS = [
 FILES = [
     ("out/run_content_document.partial/lock", preprocess),
     ("out/run_content_document.bin", preprocess),
+    ("A_documents.idx", adopt_corpus),
     ("list.partial/lock", find),
     ("list", find),
     ("list", search),

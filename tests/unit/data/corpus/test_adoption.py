@@ -13,7 +13,7 @@ from unit.data.small_corpus import numbered_tokenizer, random_documents
 from megatron_neobert.data.corpus import adoption
 from megatron_neobert.data.corpus.adoption import adopt
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.errors import DataError, OutputError
+from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
@@ -87,15 +87,6 @@ def test_files_that_cannot_become_a_corpus_are_refused_without_output(tmp_path, 
     with pytest.raises(DataError, match=message):
         adopt(prefix, numbered_tokenizer(vocab_size))
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_foreign_files_are_not_replaced(tmp_path):
-    prefix = write_as_megatron(tmp_path / "N", DOCUMENTS, eod_id=SEP)
-    foreign = tmp_path / "N_documents.idx"
-    foreign.write_text("precious")
-    with pytest.raises(OutputError, match=r"N_documents\.idx has no manifest, .*; move the file away"):
-        adopt(prefix, TOKENIZER)
-    assert foreign.read_text() == "precious"
 
 
 def test_call_after_a_kill_at_any_point_finishes_the_corpus(tmp_path):

@@ -19,7 +19,7 @@ from megatron_neobert.data.corpus.added_attributes import add_attribute
 from megatron_neobert.data.corpus.attributes import choose_documents
 from megatron_neobert.data.corpus.object_storage import ObjectStorage
 from megatron_neobert.data.corpus.reader import Corpus, check_content
-from megatron_neobert.errors import DataError, MissingInputError, OutputError, StorageError
+from megatron_neobert.errors import DataError, MissingInputError, StorageError
 from megatron_neobert.runtime.own_files import claim_folder
 
 pytest.importorskip("aiohttp")
@@ -204,13 +204,6 @@ def test_cache_that_cannot_be_written_is_reported_with_its_flag(server, tmp_path
     corpus = Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache"))
     with pytest.raises(StorageError, match=r"--object-storage-cache-path: .*cache/blocks.* cannot be read or written"):
         batches(corpus)
-
-
-def test_folder_of_others_is_no_cache(server, tmp_path):
-    (tmp_path / "cache" / "blocks").mkdir(parents=True)
-    with pytest.raises(OutputError, match="a folder that this project did not create"):
-        Corpus(f"{server.url}/P", ObjectStorage(tmp_path / "cache"))
-    assert [path.name for path in (tmp_path / "cache").rglob("*")] == ["blocks"]
 
 
 @pytest.fixture
