@@ -1,5 +1,6 @@
 """Fixtures: a small training checkpoint, its weights, and exported folders."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,17 @@ def internal() -> dict[str, Tensor]:
 @pytest.fixture
 def saved(tmp_path: Path) -> SavedModel:
     return save_model(tmp_path)
+
+
+@pytest.fixture
+def copy_of(exported: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that copies the export in a layout; tests may change the copy."""
+    return lambda layout="eurobert": shutil.copytree(exported(layout=layout)[0], tmp_path / "model")
+
+
+@pytest.fixture
+def model(copy_of: Callable[..., Path]) -> Path:
+    return copy_of()
 
 
 @pytest.fixture(scope="session")

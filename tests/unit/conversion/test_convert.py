@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -197,24 +196,21 @@ def write_nan(saved: SavedModel) -> None:
     save_file(tensors, path, metadata)
 
 
+def change_rotary_base(saved: SavedModel) -> None:
+    saved.record(Settings(model=replace(MODEL, rotary_base=7000)))
+
+
 @pytest.mark.parametrize(
-    ("change", "message"), [(use_another_tokenizer, "have different tokenizers"), (write_nan, "is not finite")]
+    ("change", "last", "code", "message"),
+    [
+        (use_another_tokenizer, 3, 78, "have different tokenizers"),
+        (write_nan, 3, 78, "is not finite"),
+        (change_rotary_base, 3, 78, "are checkpoints of different models"),
+        (change_rotary_base, 4, 66, "has 3 checkpoints up to iteration 50, fewer than"),
+    ],
 )
-def test_mean_of_other_tokenizers_or_with_nan_is_refused(run, saved, tmp_path, change, message):
+def test_checkpoints_without_a_mean_are_refused(run, saved, tmp_path, change, last, code, message):
     change(saved)
-    saved.seal()
-    exit_code, _, error = call("average", "--load", run, "--output", tmp_path / "mean", "--last", 3)
-    assert exit_code == 78 and message in error
-    assert not (tmp_path / "mean").exists()
-
-
-@pytest.mark.parametrize(
-    ("last", "code", "message"),
-    [(4, 66, "has 3 checkpoints up to iteration 50, fewer than"), (3, 78, "are checkpoints of different models")],
-)
-def test_too_few_checkpoints_and_checkpoints_of_different_models_are_refused(run, saved, tmp_path, last, code, message):
-    settings = saved.iteration_folder / "settings.yaml"
-    settings.write_text(settings.read_text().replace("rotary_base: 5000", "rotary_base: 7000"))
     saved.seal()
     exit_code, _, error = call("average", "--load", run, "--output", tmp_path / "mean", "--last", last)
     assert exit_code == code and message in error
@@ -222,12 +218,6 @@ def test_too_few_checkpoints_and_checkpoints_of_different_models_are_refused(run
 
 
 # --- neobert verify: a checkpoint and its export are equal, and changed models are not
-
-
-@pytest.fixture
-def model(exported, tmp_path):
-    """An export of the saved model; tests may change it."""
-    return shutil.copytree(exported()[0], tmp_path / "model")
 
 
 def test_checkpoint_and_its_export_are_equal(saved, model):

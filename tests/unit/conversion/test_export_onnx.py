@@ -24,12 +24,6 @@ from megatron_neobert.huggingface.folder_files import restore_files
 TEXTS = ["the cat sat on a [MASK]", "the mat", "a cat sat on the [MASK] ."]
 
 
-@pytest.fixture
-def folder_of(exported: Callable[..., Any], tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that writes a Hugging Face folder of a layout; all folders have the same model."""
-    return lambda layout: shutil.copytree(exported(layout=layout)[0], tmp_path / "model")
-
-
 @pytest.fixture(scope="module")
 def graphs(exported: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a folder of the eurobert layout, and the folder that the command wrote from it."""
@@ -50,8 +44,8 @@ def test_command_writes_graphs_with_config_and_tokenizer_under_the_names_that_li
 
 
 @pytest.mark.parametrize("task", ["fill-mask", "feature-extraction"])
-def test_modules_of_sentence_transformers_are_copied_only_for_a_graph_of_hidden_states(folder_of, tmp_path, task):
-    pooled = SentenceTransformer(modules=[Transformer(str(folder_of("eurobert"))), Pooling(32), Dense(32, 8)])
+def test_modules_of_sentence_transformers_are_copied_only_for_a_graph_of_hidden_states(model, tmp_path, task):
+    pooled = SentenceTransformer(modules=[Transformer(str(model)), Pooling(32), Dense(32, 8)])
     pooled.save_pretrained(str(tmp_path / "pooled"))
     (tmp_path / "output").mkdir()
     tool.copy_companions(tmp_path / "pooled", tmp_path / "output", task)
@@ -78,8 +72,8 @@ def test_written_tokenizer_and_graph_give_the_logits_of_transformers(graphs):
 @pytest.mark.parametrize(
     ("layout", "task", "width"), [("neobert", "fill-mask", len(WORDS)), ("eurobert", "feature-extraction", 32)]
 )
-def test_graph_of_each_layout_computes_the_model_for_any_batch_and_length(folder_of, tmp_path, layout, task, width):
-    model = tool.load_for_task(folder_of(layout), task)
+def test_graph_of_each_layout_computes_the_model_for_any_batch_and_length(copy_of, tmp_path, layout, task, width):
+    model = tool.load_for_task(copy_of(layout), task)
     tool.write_graphs(model, tmp_path / "onnx", int8=False)
     graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
     shapes = {
@@ -114,9 +108,9 @@ def test_graph_that_treats_padding_differently_is_refused(graphs):
         tool.check_graph(unmasked, output / "onnx" / "model.onnx", tolerance=tool.TOLERANCE)
 
 
-def test_weights_above_the_limit_of_a_graph_are_in_a_file_beside_it(folder_of, tmp_path, monkeypatch):
+def test_weights_above_the_limit_of_a_graph_are_in_a_file_beside_it(model, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "LARGEST_GRAPH_BYTES", 0)
-    options = OnnxOptions(model=folder_of("eurobert"), output=tmp_path / "graphs", int8=True)
+    options = OnnxOptions(model=model, output=tmp_path / "graphs", int8=True)
     export_onnx(options)  # runs both graphs
     graphs = ["model.onnx", "model.onnx.data", "model_quantized.onnx", "model_quantized.onnx.data"]
     assert sorted(path.name for path in (tmp_path / "graphs" / "onnx").iterdir()) == graphs
@@ -134,8 +128,8 @@ def write_beside_graph(output: Path, model: Path) -> None:
 
 @pytest.mark.parametrize("module", ["modeling_neobert", "model", "owner/name--model"])
 @pytest.mark.parametrize("write", [write_fine_tuned, write_beside_graph])
-def test_code_of_a_written_folder_is_ours_and_chat_templates_are_left_out(folder_of, tmp_path, write, module):
-    model, output = folder_of("neobert"), tmp_path / "output"
+def test_code_of_a_written_folder_is_ours_and_chat_templates_are_left_out(copy_of, tmp_path, write, module):
+    model, output = copy_of("neobert"), tmp_path / "output"
     names = ("config.json", "tokenizer_config.json")
     config, tokenizer = (json.loads((model / name).read_text()) for name in names)
     ours = (model / "modeling_neobert.py").read_text()
@@ -152,11 +146,11 @@ def test_code_of_a_written_folder_is_ours_and_chat_templates_are_left_out(folder
 
 @pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "config_sentence.json", "1_Pooling/config.json"])
 def test_files_outside_of_the_model_folder_are_not_copied_except_those_of_the_cache_of_hugging_face(
-    folder_of, tmp_path, name
+    copy_of, tmp_path, name
 ):
     repository, output = tmp_path / "models--owner--name", tmp_path / "output"
     model = repository / "snapshots" / "0123abc"
-    shutil.copytree(folder_of("eurobert"), model)
+    shutil.copytree(copy_of(), model)
     for folder in (repository / "blobs", output, model / "1_Pooling"):
         folder.mkdir()
     for folder in (repository / "blobs", tmp_path):
@@ -173,8 +167,7 @@ def test_files_outside_of_the_model_folder_are_not_copied_except_those_of_the_ca
     assert (output / name).read_text() == "{}"
 
 
-def test_failed_export_leaves_no_files(folder_of, tmp_path):
-    model = folder_of("eurobert")
+def test_failed_export_leaves_no_files(model, tmp_path):
     (model / "tokenizer.json").unlink()
     with pytest.raises(MissingInputError, match=r"has no tokenizer\.json"):
         export_onnx(OnnxOptions(model=model, output=tmp_path / "graphs"))

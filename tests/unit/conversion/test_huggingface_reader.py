@@ -1,7 +1,6 @@
 """Reading Hugging Face folders: every layout, omitted and added tensors, and refused files."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ WriteFolder = Callable[..., Path]
 
 
 @pytest.fixture
-def write(tmp_path: Path, exported: Callable[..., Any]) -> WriteFolder:
+def write(copy_of: Callable[..., Path]) -> WriteFolder:
     """Return a function that exports the saved model in a layout, with changed weights and fields of config.json."""
 
     def write_folder(
         layout: str, change: Callable[[dict[str, Tensor]], object] = lambda weights: None, **fields: Any
     ) -> Path:
-        folder = shutil.copytree(exported(layout=layout)[0], tmp_path / "model")
+        folder = copy_of(layout)
         change_config(folder, **fields)
         weights = load_file(folder / "model.safetensors")
         change(weights)

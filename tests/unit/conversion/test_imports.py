@@ -54,9 +54,9 @@ def test_checkpoint_and_folder_are_unchanged_after_export_and_import(saved, expo
 
 
 @pytest.fixture
-def published(exported: Any, tmp_path: Path) -> Path:
+def published(copy_of: Any) -> Path:
     """A folder like the one that chandar-lab published: the same names of weights, a config without a rotary base."""
-    folder = shutil.copytree(exported(layout="neobert")[0], tmp_path / "published")
+    folder = copy_of("neobert")
     for name in ("conversion_report.json", "README.md", "modeling_neobert.py"):
         (folder / name).unlink()
     shutil.copyfile(PUBLISHED / "config.json", folder / "config.json")
@@ -113,8 +113,7 @@ def test_import_with_a_wrong_mapping_is_refused(exported, tmp_path, monkeypatch)
     assert not list(tmp_path.glob("imported*"))
 
 
-def test_command_prints_the_flags_to_continue_with_and_warns_about_another_mask_id(exported, tmp_path):
-    model = shutil.copytree(exported()[0], tmp_path / "model")
+def test_command_prints_the_flags_to_continue_with_and_warns_about_another_mask_id(model, tmp_path):
     change_config(model, mask_token_id=5)
     code, output, errors = call("convert", "hf-to-megatron", "--load", model, "--output", tmp_path / "imported")
     assert code == 0 and errors.count("\n") == 1

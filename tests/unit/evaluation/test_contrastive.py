@@ -253,11 +253,11 @@ def test_final_folder_of_other_settings_or_data_is_not_replaced(inputs, trained,
     assert fingerprint(trained) == before
 
 
-def test_final_folder_has_the_files_of_older_libraries_and_the_tokenizer_of_the_model(inputs, tmp_path):
+def test_final_folder_has_the_files_of_older_libraries_and_the_tokenizer_and_embeddings_of_the_model(inputs, tmp_path):
     """Earlier versions of sentence-transformers have no sentence_transformers.base, those of transformers no
     TokenizersBackend."""
-    model = load_sentence_transformer(inputs / "bert", max_length=16)
-    model.append(modules.Dense(32, 8)).append(modules.Normalize())
+    model = load_sentence_transformer(inputs / "bert", max_length=16).eval()
+    model.append(modules.Dense(2 * 32, 8)).append(modules.Normalize())
     model[1].pooling_mode = ("cls", "max")
     model.prompts = {"query": "find : "}
     save_final(model, inputs / "bert", tmp_path / "final")
@@ -276,12 +276,6 @@ def test_final_folder_has_the_files_of_older_libraries_and_the_tokenizer_of_the_
     names = ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     assert all((tmp_path / "final" / name).read_bytes() == (inputs / "bert" / name).read_bytes() for name in names)
     check_modules(tmp_path / "final")
-
-
-def test_final_folder_gives_the_embeddings_of_the_trained_model(inputs, tmp_path):
-    model = load_sentence_transformer(inputs / "bert", max_length=16).eval()
-    model.append(modules.Dense(32, 8)).append(modules.Normalize())
-    save_final(model, inputs / "bert", tmp_path / "final")
     loaded = SentenceTransformer(str(tmp_path / "final"), device="cpu", local_files_only=True)
     texts = [" ".join(pair["query"] for pair in PAIRS), PAIRS[0]["query"]]
     assert loaded.max_seq_length == 16 < len(texts[0].split())

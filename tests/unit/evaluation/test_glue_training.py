@@ -190,9 +190,8 @@ def test_undefined_metrics_count_as_0_with_a_warning(task, logits):
 # --- results
 
 
-def outcome(score: float, task: str = "rte") -> Outcome:
-    scores = dict.fromkeys(TASKS[task].metrics, score)
-    return Outcome(scores=scores, average=score, best_step=1, steps=2, seconds=60.0)
+def outcome(score: float) -> Outcome:
+    return Outcome(scores={"accuracy": score}, average=score, best_step=1, steps=2, seconds=60.0)
 
 
 def point(batch_size: int, seed: int) -> Point:
