@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from megatron_neobert.data.inputs.records import (
     HTTP_STATUS,
@@ -203,7 +203,7 @@ def main_text(html: str) -> str:
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.html import HTMLTree, traverse_dom
 
-    tree = HTMLTree.parse(html)
+    tree: Any = HTMLTree.parse(html)
     if html.count("<") > _MAX_DEPTH:
         depths = {0}
         traverse_dom(tree.document, lambda context: depths.add(context.depth))
