@@ -116,7 +116,7 @@ def find_datasets(data_dir: Path) -> list[str]:
             f"--data-dir {data_dir} is a dataset itself, because it has a training set; give the folder that contains "
             f"it, with --tasks {data_dir.resolve().name}."
         )
-    folders = {path.name for path in data_dir.iterdir() if read_split(path, SPLIT_NAMES["train"]) is not None}
+    folders = {path.name for path in data_dir.iterdir() if read_split(path, SPLIT_NAMES["train"], _COLUMNS) is not None}
     return sorted(files | folders)
 
 
@@ -130,9 +130,9 @@ def read_dataset(data_dir: Path, name: str) -> dict[str, Rows]:
     """
     folder = data_dir / name
     if folder.is_dir():
-        found = {split: read_split(folder, names, texts=_COLUMNS) for split, names in SPLIT_NAMES.items()}
+        found = {split: read_split(folder, names, _COLUMNS, texts=_COLUMNS) for split, names in SPLIT_NAMES.items()}
     else:
-        found = {"train": read_split(data_dir, [name], texts=_COLUMNS)}
+        found = {"train": read_split(data_dir, [name], _COLUMNS, texts=_COLUMNS)}
     tables = {split: rows for split, rows in found.items() if rows is not None}
     if "train" not in tables:
         raise MissingInputError(

@@ -6,6 +6,7 @@ References in files are never followed: not to other folders, pipes or the netwo
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -103,17 +104,18 @@ def read_yaml(flag: str, path: Path, type_: Any, *, remedy: str) -> Any:
 
 
 def read_split(
-    folder: Path, names: Sequence[str], *, texts: Sequence[str] = (), tagged: bool = False
+    folder: Path, names: Sequence[str], columns: Sequence[str], *, texts: Sequence[str] = (), tagged: bool = False
 ) -> datasets.Dataset | None:
     """Return one split of a data set, or None if the folder does not exist or does not have the split.
 
     One name after the other is tried. The first of these that exists is read: NAME.parquet, NAME.jsonl, NAME.csv with a
     header, or a folder NAME that `datasets` saved. Files NAME-00000-of-00002.parquet and so on are joined. Otherwise,
     the split is read from `folder` itself if `datasets` saved all splits there. Raises DataError if a file is damaged,
-    is a pipe, a socket or a device, or refers to files elsewhere.
+    has two columns of one name, is a pipe, a socket or a device, or refers to files elsewhere.
 
     Args:
         names: Names under which the split may be stored, the preferred one first.
+        columns: Columns that are used. Others of JSON lines and CSV may have values of any type, and are empty.
         texts: Columns whose cells are read with `to_text`, so that a value is the same string in every format. Classes
             that a saved data set or a Parquet file names stay numbers.
         tagged: Instead of CSV, read CoNLL text from NAME, NAME.txt, .conll, .bio, .iob, .iob2 or .tsv.
@@ -125,7 +127,7 @@ def read_split(
             for ending in _TABLES[: 2 if tagged else None]:
                 pattern = re.compile(rf"{re.escape(name)}(-\d+-of-\d+)?{re.escape(ending)}")
                 if files := sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)):
-                    tables = [_read_table(path, texts) for path in files]
+                    tables = [_read_table(path, columns, texts) for path in files]
                     return datasets.Dataset(pyarrow.concat_tables(tables, promote_options="default"))
             if tagged and (file := next((p for end in _TAGGED if (p := folder / f"{name}{end}").is_file()), None)):
                 return _read_tagged_text(file)
@@ -137,19 +139,28 @@ def read_split(
     return None
 
 
-def _read_table(path: Path, texts: Sequence[str]) -> pyarrow.Table:
+def _read_table(path: Path, columns: Sequence[str], texts: Sequence[str]) -> pyarrow.Table:
     with reading(path):
         if path.suffix == ".parquet":
-            return parquet.read_table(path)
-        if path.suffix == ".jsonl":
+            table = parquet.ParquetFile(path).read()
+        elif path.suffix == ".jsonl":
             rows = list(read_json_lines(path))
-            columns = {
-                name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)
-            }
-            columns |= {name: [to_text(cell) for cell in columns[name]] for name in texts if name in columns}
-            return pyarrow.table(columns)
-        types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
-        return csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=types)
+            cells: dict[str, list[Any]] = {name: [None] * len(rows) for row in rows for name in row}
+            cells |= {name: [row.get(name) for row in rows] for name in columns if name in cells}
+            cells |= {name: [to_text(cell) for cell in cells[name]] for name in texts if name in cells}
+            table = pyarrow.table(cells)
+        else:
+            types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
+            table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=types)
+            for number, name in enumerate(table.column_names):
+                if name not in columns:  # its type may differ between files
+                    table = table.set_column(number, name, pyarrow.nulls(len(table)))
+        if repeated := [name for name, count in Counter(table.column_names).items() if count > 1]:
+            raise DataError(
+                f"{path} has several columns {repeated[0]!r:.80}, as joins of tables write them; rename or remove all "
+                "but one."
+            )
+        return table
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -94,13 +94,13 @@ def read_task(data_dir: Path, task: GlueTask, split: str) -> Rows:
     folder = next((data_dir / name for name in (task.title, task.name) if (data_dir / name).is_dir()), None)
     if folder is None:
         raise MissingInputError(f"--data-dir {data_dir} has no folder {task.title} or {task.name}; {FETCH_GLUE}")
-    rows = read_split(folder, [split], texts=task.text_columns)
+    names = [*task.text_columns, "label"]
+    rows = read_split(folder, [split], names, texts=task.text_columns)
     if rows is None:
         raise MissingInputError(
             f"{folder} has no {split}.parquet, {split}.jsonl or {split}.csv; {FETCH_GLUE}. TSV files are not read; "
             "write them as CSV with the Hub's column names."
         )
-    names = [*task.text_columns, "label"]
     *texts, labels = columns_of(rows, names, f"{folder}: {split}")
     if len(labels) != (expected := task.row_counts[task.splits.index(split)]):
         warnings.warn(

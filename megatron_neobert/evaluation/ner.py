@@ -39,6 +39,7 @@ METRICS = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
 OUTSIDE = "O"
 _TAG = re.compile(r"O|[BIES]-.+")
 _WORD_COLUMNS, _TAG_COLUMNS = ("tokens", "words"), ("ner_tags", "tags", "labels")
+_COLUMNS = (*_WORD_COLUMNS, *_TAG_COLUMNS)
 _IGNORED_LABEL = -100  # torch's cross-entropy skips it
 
 
@@ -127,7 +128,9 @@ def find_datasets(data_dir: Path) -> list[str]:
     """Return the folders in data_dir, one or two levels deep, that have a training set: NAME or NAME/PART."""
     folders = [path for pattern in ("*", "*/*") for path in sorted(data_dir.glob(pattern)) if path.is_dir()]
     names = [str(path.relative_to(data_dir)) for path in folders]
-    return [name for name in names if read_split(data_dir / name, SPLIT_NAMES["train"], tagged=True) is not None]
+    return [
+        name for name in names if read_split(data_dir / name, SPLIT_NAMES["train"], _COLUMNS, tagged=True) is not None
+    ]
 
 
 @lru_cache(maxsize=4)  # the runs of one process use the same datasets
@@ -140,12 +143,12 @@ def read_data(data_dir: Path, name: str, limit: int | None = None) -> NerData:
     """
     data, folder, types = NerData({}, {}), data_dir / name, dict[str, set[str]]()
     for split, split_names in SPLIT_NAMES.items():
-        rows = read_split(folder, split_names, tagged=True)
+        rows = read_split(folder, split_names, _COLUMNS, tagged=True)
         if rows is not None:
             sentences = to_sentences(rows, f"{folder}: {split}")
             types[split] = {tag[2:] for sentence in sentences for tag in sentence.tags if tag != OUTSIDE}
             data.sentences[split] = list(select_evenly(sentences, limit))
-            columns = [column for column in rows.column_names if column in (*_WORD_COLUMNS, *_TAG_COLUMNS)]
+            columns = [column for column in rows.column_names if column in _COLUMNS]
             data.digests[split] = digest_of(rows, columns)
         elif split != "test":
             raise MissingInputError(

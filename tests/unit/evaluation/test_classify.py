@@ -9,10 +9,12 @@ from urllib.parse import quote
 import datasets
 import matplotlib.image
 import numpy as np
+import pyarrow
 import pytest
 import torch
 import transformers
 from json_files import edit_json, write_jsonl
+from pyarrow import parquet
 from sklearn import metrics
 from unit.evaluation.pseudo_perplexity_models import write_model
 
@@ -82,6 +84,29 @@ def test_texts_and_labels_like_dates_numbers_and_booleans_are_equal_in_all_forma
     assert [part.texts[0] for part in splits.values()] == [["12"] * 6, ["2024-02-01"] * 6, ["12"]]
     table.to_parquet(tmp_path / "shards-00000-of-00001.parquet")
     assert find_datasets(tmp_path) == ["mine", "shards"]
+
+
+def test_values_of_columns_that_are_not_used_may_have_any_type(tmp_path):
+    values = [None, 7, "seven", [7], 2**70, 1.5]
+    for number, value in enumerate(values):
+        texts = [{"text": "cat", "label": ANIMAL, "meta": value}, {"text": "mat", "label": THING, "meta": 7}]
+        write_jsonl(tmp_path / "mine" / f"train-{number}-of-6.jsonl", texts)
+    for number, value in enumerate(("1.5", "seven")):
+        write_csv(tmp_path / "mine" / f"validation-{number}-of-2.csv", [("cat", ANIMAL, value)], "text,label,meta")
+    assert find_datasets(tmp_path) == ["mine"]
+    splits = read_dataset(tmp_path, "mine")
+    assert splits["train"].texts == [["cat", "mat"] * 6] and splits["validation"].labels == [ANIMAL] * 2
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_two_columns_of_one_name_are_refused_with_the_name(tmp_path, ending):
+    names, path = ["text", "label", "label"], tmp_path / "mine" / f"train.{ending}"
+    write_csv(path, [("cat", ANIMAL, "1"), ("mat", THING, "2")], ",".join(names))
+    if ending == "parquet":
+        column = pyarrow.array(["cat", "mat"])
+        parquet.write_table(pyarrow.Table.from_arrays([column] * 3, names=names), path)
+    with pytest.raises(DataError, match=f"{path} has several columns 'label'.*rename"):
+        read_dataset(tmp_path, "mine")
 
 
 def test_split_without_a_class_of_the_training_set_is_refused(tmp_path):
