@@ -8,8 +8,6 @@ from megatron_neobert.text import visible
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptOptions:
-    """Options of `neobert adopt`."""
-
     prefixes: tuple[str, ...] = option(
         help="path of Megatron-LM's files without .bin; finished corpora are skipped", positional=True, metavar="PREFIX"
     )

@@ -14,8 +14,6 @@ from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 @dataclass(frozen=True, kw_only=True)
 class AverageOptions:
-    """The command line of `neobert average`."""
-
     load: Path = option(help="folder given to training as --save", metavar="DIR")
     last: int = option(help="number of checkpoints to average", minimum=1)
     iteration: int | None = option(None, "newest checkpoint to average (default: the newest of the run)")

@@ -53,8 +53,6 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class EnvironmentOptions:
-    """Options of `neobert check environment`."""
-
     save: Path | None = option(None, "also check whether a run can save checkpoints to this folder", metavar="DIR")
 
 
@@ -179,8 +177,6 @@ def torch_findings() -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions:
-    """Options of `neobert check parity`."""
-
     num_layers: int = option(28, "layers of the compared model", minimum=1)
     hidden_size: int = option(768, "hidden size", minimum=1)
     num_attention_heads: int = option(12, "attention heads", minimum=1)

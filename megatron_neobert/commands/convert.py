@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # --help answers without importing torch
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The command line of `neobert convert megatron-to-hf`."""
-
     load: Path = option(help="folder given to training as --save", metavar="DIR")
     output: Path = option(help="folder to create", metavar="DIR")
     layout: Literal["eurobert", "neobert"] = option(
@@ -38,8 +36,6 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """The command line of `neobert convert hf-to-megatron`."""
-
     load: Path = option(help="masked language model: Hugging Face folder, or OWNER/NAME[@REVISION]", metavar="DIR")
     output: Path = option(help="folder to create, for training's --continue-from", metavar="DIR")
     tokenizer_model: Path | None = option(

@@ -16,8 +16,6 @@ from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxOptions:
-    """The command line of `neobert export-onnx`."""
-
     model: Path = option(help="output of neobert convert: folder, or OWNER/NAME[@REVISION] of the Hub", metavar="DIR")
     output: Path = option(help="folder to create", metavar="DIR")
     task: Literal["fill-mask", "feature-extraction"] = option(

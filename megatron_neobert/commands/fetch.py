@@ -16,8 +16,6 @@ from megatron_neobert.evaluation.options import MtebTasks
 
 @dataclass(frozen=True, kw_only=True)
 class FetchMtebOptions(MtebTasks):
-    """Options of `neobert fetch mteb`."""
-
     output: Path = option(help="folder to write to", metavar="DIR")
 
 

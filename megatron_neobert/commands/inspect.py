@@ -38,8 +38,6 @@ _LEGEND = {
 
 @dataclass(frozen=True, kw_only=True)
 class InspectDataOptions:
-    """Options of `neobert inspect data`."""
-
     prefix: str = option(help="path or URL without .bin, as in PREFIX_content_document", positional=True)
     object_storage_cache_path: str | None = option(None, "local folder for the cache of a remote corpus", metavar="DIR")
     document: tuple[int, ...] | None = option(None, "print these documents, counted from 0")

@@ -14,8 +14,6 @@ from megatron_neobert.text import visible
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """Options of `neobert plot`."""
-
     runs: tuple[Path, ...] = option(help="folder of a run (--save), or a metrics.jsonl", positional=True, metavar="RUN")
     output: Path = option(help="folder for curves.png", metavar="DIR")
     metrics: tuple[str, ...] | None = option(None, "metrics to draw; default: see above", metavar="NAME")

@@ -10,8 +10,6 @@ from megatron_neobert.text import counted
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Options of `neobert report`."""
-
     results: tuple[Path, ...] = option(help="--output folders of evaluations", metavar="DIR")
     output: Path = option(help="folder to write to; may exist", metavar="DIR")
 

@@ -36,8 +36,6 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCorpusOptions:
-    """Options of `neobert sample-corpus`."""
-
     output: Path = option(help="new or empty folder for the parquet files")
     packages: Path | None = option(None, "folder with unpacked packages; default: the packages of this Python")
     megabytes: float = option(6.0, "amount of text, in 10^6 bytes", minimum=0.001)

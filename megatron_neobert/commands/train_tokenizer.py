@@ -25,8 +25,6 @@ MODEL_MAX_LENGTH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerOptions:
-    """Options of `neobert train-tokenizer`."""
-
     input: tuple[str, ...] = option(help="input files: paths, globs, folders, URLs, @lists", metavar="PATH")
     output: Path = option(help="folder for the tokenizer's files", metavar="DIR")
     text_key: str = option("content", "column or JSON key of the text")

@@ -10,8 +10,6 @@ from megatron_neobert.cli import option
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
-    """Options of `neobert validate`."""
-
     prefix: str = option(help="path or URL without .bin, as in PREFIX_content_document", positional=True)
     object_storage_cache_path: str | None = option(None, "local folder for the cache of a remote corpus", metavar="DIR")
     full: bool = option(False, "also read every token and compare all checksums")

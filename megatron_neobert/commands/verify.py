@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # --help answers without importing torch
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """The command line of `neobert verify`."""
-
     first: Path = option(help="checkpoints, Hugging Face folder or OWNER/NAME", positional=True, metavar="A")
     second: Path = option(help="checkpoints, Hugging Face folder or OWNER/NAME", positional=True, metavar="B")
     tolerance: float | None = option(

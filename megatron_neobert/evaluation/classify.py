@@ -48,8 +48,6 @@ _MOST_SHOWN_CLASSES = 16  # of a confusion matrix; the names of more classes are
 
 @dataclass(frozen=True)
 class ClassifyTask(SequenceTask):
-    """Classification of one dataset."""
-
     # The accuracy can stay that of guessing for hundreds of steps, so with GLUE's interval a run could end too early.
     eval_strategy = "epoch"
     last_split_pattern = "test_{}"

@@ -46,8 +46,6 @@ class TrainingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DatasetSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one dataset."""
-
     divisor: _Count = 1  # of the batch size
     instruction: str = ""
 

@@ -44,8 +44,6 @@ _IGNORED_LABEL = -100  # torch's cross-entropy skips it
 
 
 class Sentence(NamedTuple):
-    """Words and their tags."""
-
     words: list[str]
     tags: list[str]
 
@@ -66,8 +64,6 @@ class NerData:
 
 @dataclass(frozen=True)
 class NerTask(Task):
-    """Named-entity recognition on one dataset."""
-
     labels: tuple[str, ...]
 
     collator = transformers.DataCollatorForTokenClassification
@@ -76,7 +72,6 @@ class NerTask(Task):
     last_split_pattern = "test_{}"
 
     def load(self, folder: Path, options: LoadOptions) -> Any:
-        """Return the model in a folder, in evaluation mode, with a head for this task. A missing head is random."""
         return load_model(
             folder,
             "AutoModelForTokenClassification",
@@ -87,7 +82,6 @@ class NerTask(Task):
         )
 
     def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
-        """Return a split, truncated to `length` tokens per sentence."""
         sentences = read_data(options.data_dir, self.name, options.limit).sentences[split]
         encoded = encode_sentences(sentences, self.labels, tokenizer, length)
         return EncodedSplit(encoded.rows, lambda prediction: encoded.score(prediction.predictions.argmax(-1)))

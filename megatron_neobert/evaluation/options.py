@@ -50,8 +50,6 @@ class FineTuneOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GlueOptions(FineTuneOptions):
-    """Options of `neobert evaluate glue`."""
-
     tasks: tuple[str, ...] = option((), "tasks to run (default: all)", choices=GLUE_TASKS, metavar="NAME")
     grid: Literal["paper", "small", "best"] = option(
         "best", "paper: the paper's 60 points; small: the 6 points of its ablations; best: NeoBERT's best point"
@@ -61,15 +59,11 @@ class GlueOptions(FineTuneOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class NerOptions(FineTuneOptions):
-    """Options of `neobert evaluate ner`."""
-
     grid: Literal["paper", "small"] = option("small", "paper: GLUE's 60 points; small: the 6 points of its ablations")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyOptions(NerOptions):
-    """Options of `neobert evaluate classify`."""
-
     data_dir: Path = option(
         help="folder with NAME.csv, .jsonl or .parquet (columns text and label) or a folder NAME with train.csv for "
         "each dataset",
@@ -79,8 +73,6 @@ class ClassifyOptions(NerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityOptions(ComputeOptions):
-    """Options of `neobert evaluate ppl`."""
-
     model: tuple[Path, ...] = option(help=_MODEL, metavar="DIR")
     data: tuple[str, ...] = option(
         help="Parquet, Arrow, JSON lines or text files; folders and globs, too", metavar="FILE"
@@ -99,8 +91,6 @@ class PerplexityOptions(ComputeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputOptions(ComputeOptions):
-    """Options of `neobert evaluate throughput`."""
-
     model: tuple[Path, ...] = option(help=_MODEL, metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     lengths: tuple[int, ...] = option(THROUGHPUT_LENGTHS, "document lengths in tokens", minimum=1)
@@ -120,8 +110,6 @@ class MtebTasks:
 
 @dataclass(frozen=True, kw_only=True)
 class MtebOptions(MtebTasks, ComputeOptions):
-    """Options of `neobert evaluate mteb`."""
-
     model: Path = option(help=_MODEL, metavar="DIR")
     output: Path = option(help=_OUTPUT, metavar="DIR")
     data_dir: Path = option(help="output folder of neobert fetch mteb", metavar="DIR")
@@ -139,8 +127,6 @@ class MtebOptions(MtebTasks, ComputeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedderOptions:
-    """Options of `neobert train-embedder`."""
-
     model: Path = option(help=_MODEL, metavar="DIR")
     data_dir: Path = option(
         help="folder with KEY.parquet or KEY.jsonl (columns query, positive, negatives) for each dataset", metavar="DIR"

@@ -24,8 +24,6 @@ from megatron_neobert.evaluation.options import FineTuneOptions
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one split."""
-
     texts: list[list[str]]  # by column, then by row
     labels: list[Any]
     digest: str  # of all values

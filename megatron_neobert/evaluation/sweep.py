@@ -206,7 +206,6 @@ def kept_weights(folder: Path, kind: str, task: str, result: Result) -> Path | N
 
 
 def show_progress(position: str, run: Run, outcome: Outcome) -> None:
-    """Print a line for a finished run."""
     score = f"{100 * outcome.average:.2f} at step {outcome.best_step:,} of {outcome.steps:,}"
     print(f"{position} | {run.point.name} | {score} | {outcome.seconds:,.0f} s", file=sys.stderr, flush=True)
 
