@@ -7,16 +7,78 @@ import sys
 import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
 import pytest
-from unit.data.corpus.made_up_chunks import UNKNOWN, ChunkFolder, documents_if_it_opens, documents_of
+from unit.data.small_corpus import FIRST_ORDINARY, numbered_tokenizer, write_chunk
 
 from megatron_neobert.data.corpus import shard_files
-from megatron_neobert.data.corpus.format import corpus_files
-from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.corpus.writer import refuse_existing
-from megatron_neobert.errors import OutputError
+from megatron_neobert.data.corpus.attribute_columns import pack_columns
+from megatron_neobert.data.corpus.format import FileRecord, corpus_files
+from megatron_neobert.data.corpus.reader import Corpus, check_content
+from megatron_neobert.data.corpus.writer import refuse_existing, write_corpus
+from megatron_neobert.errors import DataError, MissingInputError, OutputError
 from megatron_neobert.runtime import new_file
+from megatron_neobert.runtime.atomic_files import sha256_of
 from megatron_neobert.runtime.jobs import JobFolder, JobOptions, JobRunner
+
+TOKENIZER = numbered_tokenizer(100)
+UNKNOWN = 1
+
+
+class ChunkFolder:
+    """A folder with chunks of made-up documents in P.partial, from which `write` makes the corpus P.
+
+    Args:
+        folder: The folder.
+        inputs: For each input file, the number of documents of each of its chunks.
+        ids_seed: Another seed gives documents with the same lengths and other ids.
+    """
+
+    def __init__(self, folder, *, inputs=((3, 2), (4,), (0,), (5, 0, 6)), ids_seed=0):
+        lengths, ids = np.random.default_rng(0), np.random.default_rng(ids_seed)
+        self.folder, self.files = folder, corpus_files(folder / "P")
+        self.files.partial.mkdir(parents=True)
+        self.documents, self.chunks = [], []
+        for number, sizes in enumerate(inputs):
+            for size in sizes:
+                documents = [
+                    np.where(ids.random(length) < 0.3, UNKNOWN, ids.integers(FIRST_ORDINARY, 100, length)).tolist()
+                    for length in lengths.integers(1, 9, size)
+                ]
+                rejects = f'{{"chunk": {len(self.chunks)}}}\n' if size % 2 else ""
+                self.add_chunk(documents, input=f"input {number}", rejects=rejects)
+                self.documents += documents
+
+    def add_chunk(self, documents, *, input, rejects=""):
+        """Add a chunk whose documents have their length as an attribute."""
+        chunk = write_chunk(self.files.partial, len(self.chunks), documents, TOKENIZER, input=input, rejects=rejects)
+        file = self.files.partial / f"{chunk.result.name}.attributes"
+        file.write_bytes(pack_columns({"size": list(map(len, documents))}))
+        chunk.files["attributes"] = FileRecord(file.stat().st_size, sha256_of(file))
+        if not self.chunks:
+            chunk.result.counts.rejected["malformed JSON"], chunk.result.counts.dropped["empty text"] = 2, 1
+        self.chunks.append(chunk)
+
+    def write(self, **options):
+        return write_corpus(self.chunks, self.files, TOKENIZER, text_key="content", filters={}, **options)
+
+    def corpus_bytes(self):
+        return {file.name: file.read_bytes() for file in self.folder.glob("P*") if file.is_file()}
+
+
+def documents_of(prefix):
+    corpus = Corpus(prefix)
+    check_content(corpus)
+    return [corpus.document(number).tolist() for number in range(len(corpus))]
+
+
+def documents_if_it_opens(prefix):
+    """Return the documents of a corpus, which must be sound; None if there is no corpus or opening it fails."""
+    try:
+        Corpus(prefix)
+    except (MissingInputError, DataError):
+        return None
+    return documents_of(prefix)
 
 
 @pytest.fixture
@@ -63,7 +125,7 @@ def test_without_rejects_the_file_of_an_earlier_run_is_removed(tmp_path):
 @pytest.mark.parametrize("shards_before", [0, 1, 2])
 def test_files_of_other_corpora_with_similar_names_do_not_change(chunks, shards_before):
     if shards_before:
-        chunks.write(shard_bytes={1: None, 2: 90}[shards_before])
+        chunks.write(shard_bytes={1: None, 2: 120}[shards_before])
     corpus_name = {0: "P_00000", 1: "P_00000", 2: "P_00002"}[shards_before]
     names = ("P_1.bin", "P_00000x.bin", "PP.bin", "P_test.idx", "P_20240101.bin", "P_00012.bin", "P_00012.idx")
     foreign = [chunks.folder / name for name in (*names, *(f"{corpus_name}.{end}" for end in ("bin", "idx", "json")))]
@@ -97,7 +159,7 @@ def test_whole_new_corpus_is_on_disk_before_the_first_old_file_is_removed(chunks
     monkeypatch.setattr(os, "unlink", note_removal)
     chunks.write(**options)
     new = {name: (chunks.folder / name).stat().st_ino for name in chunks.corpus_bytes()}
-    assert len(new) == (13 if options else 5)
+    assert len(new) == (11 if options else 5)
     assert {name for name, inode in new.items() if inode not in before_removal[0]} == set()
 
 
@@ -123,7 +185,7 @@ def measure_peak(folder, chunks):
     # 400 kB of ids.
     documents, made_up = [[7] * 100] * 2000, ChunkFolder(folder / str(chunks), inputs=())
     for _ in range(chunks):
-        made_up.add_chunk(documents, [""] * len(documents), input="input")
+        made_up.add_chunk(documents, input="input")
     tracemalloc.start()
     made_up.write()
     peak = tracemalloc.get_traced_memory()[1]
