@@ -35,7 +35,7 @@ from megatron_neobert.evaluation.models import LoadOptions, fingerprint, load_to
 from megatron_neobert.evaluation.options import ClassifyOptions, FineTuneOptions
 from megatron_neobert.evaluation.plots import save_figure
 from megatron_neobert.evaluation.sequence import Rows, SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Sweep, kept_weights, last_sweep, run_sweep, task_folder
+from megatron_neobert.evaluation.sweep import GRIDS, Sweep, last_sweep, run_sweep, task_folder
 from megatron_neobert.huggingface.hub import model_name
 from megatron_neobert.text import listed
 
@@ -191,9 +191,9 @@ def _canonical(label: str) -> str:
 def draw_confusion(task: ClassifyTask, folder: Path, options: ClassifyOptions) -> None:
     """Draw confusion.png of a finished task from predictions for the last split, unless the weights were removed."""
     sweep = last_sweep(folder, "classify", task.name, fingerprint(options.model))
-    weights = kept_weights(folder, "classify", task.name, sweep) if sweep else None
-    if weights is None:
+    if sweep is None or sweep["kept"] is None:
         return
+    weights = Path(sweep["kept"])
     model, tokenizer = task.load(weights, LoadOptions(attention=options.attention)), load_tokenizer(weights)
     split = task.splits[-1]
     encoded = task.encode(split, options, tokenizer, longest_input(model, tokenizer, at_most=options.max_length))

@@ -32,7 +32,7 @@ from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
 from megatron_neobert.evaluation.sequence import Rows, SequenceTask
-from megatron_neobert.evaluation.sweep import GRIDS, Grid, Sweep, kept_weights, last_sweep, run_sweep
+from megatron_neobert.evaluation.sweep import GRIDS, Grid, Sweep, last_sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
 
 MNLI = "mnli"
@@ -206,6 +206,6 @@ def _best_mnli(folder: Path, model: str) -> Path:
             "--tasks: RTE, MRPC, STS-B and QNLI start from the best MNLI model, but no sweep of MNLI is finished for "
             f"this model in {folder}. Add mnli to --tasks, or start from --model with --no-transfer."
         )
-    if (weights := kept_weights(folder, "glue", MNLI, sweep)) is None:
+    if sweep["kept"] is None:
         raise MissingInputError(f"{folder / 'glue' / MNLI}: the best weights are gone; remove it to run MNLI again.")
-    return weights
+    return Path(sweep["kept"])

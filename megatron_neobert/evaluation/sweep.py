@@ -108,8 +108,6 @@ def run_sweep(sweep: Sweep) -> None:
         lock_if_possible(file, fcntl.LOCK_EX)  # commands for other tasks write the same record
         record = _read_record(folder, sweep.kind, sweep.model)
         results = dict(sorted({**(record.results["tasks"] if record else {}), sweep.task.name: result}.items()))
-        for task, earlier in results.items():
-            earlier["kept"] = (weights := kept_weights(folder, sweep.kind, task, earlier)) and str(weights)
         path = folder / f"{sweep.kind}.json"
         write_record(
             path,
@@ -136,7 +134,9 @@ def _run_points(ledger: Ledger, sweep: Sweep, earlier: Result | None) -> tuple[d
         for point, key in keys.items()
         if key not in ledger.lines
     ]
-    finished, kept = len(units) - len(runs), _key_of_kept(earlier)
+    finished, kept = len(units) - len(runs), None
+    if earlier and earlier["kept"]:
+        kept = Path(earlier["kept"]).parent.name
     name = visible(sweep.task.name)  # of a file or folder of the user
     print(f"{name} {finished}/{len(units)}", file=sys.stderr, flush=True)
     for count, (run, outcome) in enumerate(run_all(runs, jobs=sweep.options.jobs), start=finished + 1):
@@ -175,34 +175,33 @@ def _best_key(ledger: Ledger, keys: Iterable[str]) -> str | None:
     return max(candidates, key=lambda key: ledger.lines[key]["result"]["average"], default=None)
 
 
-def _key_of_kept(result: Result | None) -> str | None:
-    return Path(result["kept"]).parent.name if result and result["kept"] else None
-
-
 def task_folder(folder: Path, kind: str, task: str) -> Path:
     """Return the folder of a task's ledger and weights, in the folder of a model's results."""
     return folder / kind / quote(task, safe="")
 
 
 def _read_record(folder: Path, kind: str, model: str) -> Record | None:
-    """Return the record of a model's last finished sweeps, or None if it is missing or belongs to other weights."""
+    """Return the record of a model's last finished sweeps, or None if it is missing or belongs to other weights.
+
+    `kept` of a task is the folder of its best weights, or None if the user has removed it.
+    """
     if not (path := folder / f"{kind}.json").exists():
         return None
     record = load_record(path, kind)
-    return record if record.model.fingerprint == model else None
+    if record.model.fingerprint != model:
+        return None
+    for task, result in record.results["tasks"].items():
+        if result["kept"]:
+            # Not the recorded path, because the folder of all results may have been moved.
+            weights = task_folder(folder, kind, task) / RUNS / Path(result["kept"]).parent.name / WEIGHTS
+            result["kept"] = str(weights) if weights.is_dir() else None
+    return record
 
 
 def last_sweep(folder: Path, kind: str, task: str, model: str) -> Result | None:
     """Return the result of the last finished sweep of a task, or None if the model with this fingerprint has none."""
     record = _read_record(folder, kind, model)
     return record.results["tasks"].get(task) if record else None
-
-
-def kept_weights(folder: Path, kind: str, task: str, result: Result) -> Path | None:
-    """Return the folder of the best weights of a finished sweep, or None if the user has removed it."""
-    # Not the recorded path, because the folder of all results may have been moved.
-    weights = task_folder(folder, kind, task) / RUNS / str(_key_of_kept(result)) / WEIGHTS
-    return weights if weights.is_dir() else None
 
 
 def show_progress(position: str, run: Run, outcome: Outcome) -> None:

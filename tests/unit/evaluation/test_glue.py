@@ -17,7 +17,7 @@ from megatron_neobert.evaluation import sweep
 from megatron_neobert.evaluation.glue import TASKS, read_task, run_glue
 from megatron_neobert.evaluation.ledger import LEDGER, open_ledger, read_record
 from megatron_neobert.evaluation.models import fingerprint
-from megatron_neobert.evaluation.sweep import kept_weights, last_sweep
+from megatron_neobert.evaluation.sweep import last_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows, the benchmark:UserWarning")
 
@@ -63,7 +63,7 @@ def lines_of(options, task):
 
 def weights_of(options, task):
     folder = folder_of(options)
-    return kept_weights(folder, "glue", task, last_sweep(folder, "glue", task, fingerprint(options.model)))
+    return Path(last_sweep(folder, "glue", task, fingerprint(options.model))["kept"])
 
 
 def test_interrupted_evaluation_resumes_with_the_same_results_and_best_weights_and_takes_more_seeds(inputs):
