@@ -36,6 +36,13 @@ from megatron_neobert.evaluation.sweep import GRIDS, Grid, Sweep, last_sweep, ru
 from megatron_neobert.huggingface.hub import model_name
 
 MNLI = "mnli"
+_METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]] = {
+    "accuracy": metrics.accuracy_score,
+    "f1": partial(metrics.f1_score, zero_division=0.0),
+    "matthews": metrics.matthews_corrcoef,
+    "pearson": lambda labels, predictions: stats.pearsonr(labels, predictions).statistic,
+    "spearman": lambda labels, predictions: stats.spearmanr(labels, predictions).statistic,
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,17 @@ class GlueTask(SequenceTask):
         return read_task(options.data_dir, self, split)
 
     def score(self, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
-        return compute_scores(self, logits, labels)
+        """Return the scores of one split by metric, as fractions of 1. MNLI's key is "accuracy" for both splits.
+
+        An undefined score is 0. All scores are 0, with a warning, if a logit is not finite.
+        """
+        names = [name for name in self.metrics if name in _METRICS]
+        if not np.isfinite(logits).all():
+            warnings.warn(f"{self.title}: the model's outputs are not finite; its scores count as 0.", stacklevel=2)
+            return dict.fromkeys(names, 0.0)
+        predictions: NDArray[np.generic] = logits.reshape(len(logits)) if self.is_regression else logits.argmax(axis=1)
+        scores = {name: float(_METRICS[name](labels, predictions)) for name in names}
+        return {name: score if np.isfinite(score) else 0.0 for name, score in scores.items()}
 
 
 _SPLITS, _ACCURACY, _ACCURACY_F1 = ("train", "validation"), ("accuracy",), ("accuracy", "f1")
@@ -124,36 +141,6 @@ def _to_label(value: Any, task: GlueTask, folder: Path) -> int | float:
     elif value in range(len(task.labels)):
         return int(value)
     raise DataError(f"{folder}: {value!r} is not a label of {task.title} ({', '.join(task.labels)}); correct the row.")
-
-
-# --- scores
-
-
-_METRICS: dict[str, Callable[[NDArray[np.generic], NDArray[np.generic]], float]] = {
-    "accuracy": metrics.accuracy_score,
-    "f1": partial(metrics.f1_score, zero_division=0.0),
-    "matthews": metrics.matthews_corrcoef,
-    "pearson": lambda labels, predictions: stats.pearsonr(labels, predictions).statistic,
-    "spearman": lambda labels, predictions: stats.spearmanr(labels, predictions).statistic,
-}
-
-
-def compute_scores(task: GlueTask, logits: NDArray[np.floating], labels: NDArray[np.generic]) -> dict[str, float]:
-    """Return the scores of one split by metric, as fractions of 1. MNLI's key is "accuracy" for both validation sets.
-
-    An undefined score is 0. All scores are 0, with a warning, if a logit is not finite.
-
-    Args:
-        logits: [rows, classes]; [rows, 1] for regression.
-        labels: [rows], class indices or scores.
-    """
-    names = [name for name in task.metrics if name in _METRICS]
-    if not np.isfinite(logits).all():
-        warnings.warn(f"{task.title}: the model's outputs are not finite; its scores count as 0.", stacklevel=2)
-        return dict.fromkeys(names, 0.0)
-    predictions: NDArray[np.generic] = logits.reshape(len(logits)) if task.is_regression else logits.argmax(axis=1)
-    scores = {name: float(_METRICS[name](labels, predictions)) for name in names}
-    return {name: score if np.isfinite(score) else 0.0 for name, score in scores.items()}
 
 
 # --- the evaluation

@@ -26,7 +26,7 @@ from megatron_neobert.evaluation.fine_tune import (
     rate_factor,
     run_all,
 )
-from megatron_neobert.evaluation.glue import TASKS, choose_grid, compute_scores
+from megatron_neobert.evaluation.glue import TASKS, choose_grid
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
 from megatron_neobert.evaluation.options import GlueOptions
 from megatron_neobert.evaluation.sweep import summarise
@@ -168,13 +168,13 @@ PREDICTED = np.array([1, 1, 0, 0, 0, 1, 0, 1])
     ],
 )
 def test_classification_scores_are_the_metrics_of_the_task(task, expected):
-    assert compute_scores(TASKS[task], np.eye(2)[PREDICTED], LABELS) == pytest.approx(expected)
+    assert TASKS[task].score(np.eye(2)[PREDICTED], LABELS) == pytest.approx(expected)
 
 
 def test_stsb_scores_are_pearson_and_spearman_correlations():
     labels, predicted = np.array([0.0, 1.0, 2.5, 4.0, 5.0]), np.array([0.3, 0.1, 2.0, 9.0, 4.0])
     expected = {"pearson": np.corrcoef(labels, predicted)[0, 1], "spearman": 0.8}
-    assert compute_scores(TASKS["stsb"], predicted[:, None], labels) == pytest.approx(expected)
+    assert TASKS["stsb"].score(predicted[:, None], labels) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_stsb_scores_are_pearson_and_spearman_correlations():
 )
 def test_undefined_metrics_count_as_0_with_a_warning(task, logits):
     with pytest.warns(Warning, match="not finite|is constant"):
-        assert set(compute_scores(TASKS[task], logits, LABELS).values()) == {0.0}
-    assert compute_scores(TASKS["cola"], np.tile([0.0, 1.0], (8, 1)), LABELS) == {"matthews": 0.0}
+        assert set(TASKS[task].score(logits, LABELS).values()) == {0.0}
+    assert TASKS["cola"].score(np.tile([0.0, 1.0], (8, 1)), LABELS) == {"matthews": 0.0}
 
 
 # --- results
