@@ -86,8 +86,9 @@ def load_model(folder: Path, auto_class: str, options: LoadOptions = FLOAT32_ON_
             f"{folder}: {name} {reason}{more}; {auto_class} would have random weights there. Fetch the folder again, "
             "or name a folder whose config.json and head match its weights."
         )
-    # Legal settings of config.json, for which a model returns more than the one output that is used here.
+    # Legal settings of config.json that change what a model returns.
     model.config.output_hidden_states = model.config.output_attentions = False
+    model.config.return_dict = True
     return model.to(options.device).eval()
 
 

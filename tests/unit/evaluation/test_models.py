@@ -25,10 +25,11 @@ def test_value_of_a_wrong_type_is_refused_by_its_key(tmp_path, values, message):
         load_model(folder, "AutoModel")
 
 
+@pytest.mark.parametrize("values", [{"output_hidden_states": True}, {"return_dict": False}], ids=str)
 @pytest.mark.parametrize("auto_class", ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
-def test_model_whose_config_asks_for_hidden_states_has_logits_only(tmp_path, auto_class):
+def test_model_returns_logits_by_name_whatever_its_config_asks_for(tmp_path, auto_class, values):
     folder = write_model(tmp_path / "model", "Bert")
-    edit_json(folder / "config.json", output_hidden_states=True)
+    edit_json(folder / "config.json", **values)
     output = load_model(folder, auto_class, num_labels=2)(input_ids=torch.tensor([[5, 6]]))
     assert list(output.keys()) == ["logits"]
 
