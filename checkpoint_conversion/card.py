@@ -7,7 +7,6 @@ text is in model_card_template.md.
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import safe_open
@@ -22,35 +21,29 @@ _TEMPLATE = Path(__file__).with_name("model_card_template.md")
 
 
 def write_model_card(folder: Path) -> None:
-    """Write README.md of a folder that `export` has written."""
-    facts = read_facts(folder)
-    pooled = ["sentence-transformers", "feature-extraction"] if facts["sentence_transformers"] else []
-    data = ModelCardData(
-        license="unknown",
-        library_name="transformers",
-        pipeline_tag="fill-mask",
-        tags=["neobert", "encoder", *pooled],
-    )
-    card = ModelCard.from_template(data, template_path=str(_TEMPLATE), model_id=MODEL_ID, **facts)
-    (folder / CARD).write_text(str(card), encoding="utf-8")
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the variables of model_card_template.md that describe the model, by name, from the files of its folder."""
+    """Write README.md of a folder that `export` has written, from its other files."""
     config, tokenizer = read_object(folder / "config.json"), read_object(folder / "tokenizer_config.json")
-    report = read_object(folder / REPORT) if (folder / REPORT).exists() else {}
-    run, versions = report.get("training") or {}, report.get("versions") or {}
-    return {
+    report = read_object(folder / REPORT)
+    is_pooled = (folder / "modules.json").is_file()
+    variables = {
         "layout": config["model_type"],
         "config": config,
         "parameters": count_parameters(folder),
         "masked_text": json.dumps(f"Paris is the {tokenizer['mask_token']} of France.", ensure_ascii=False),
         "lowercase": tokenizer.get("do_lower_case") is True,
-        "sentence_transformers": (folder / "modules.json").is_file(),
-        **{name: report.get(name) or {} for name in ("source", "compared", "verification")},
-        "versions": {name: versions[name] for name in ("torch", "transformers") if name in versions},
-        **{name: run.get(name) or {} for name in ("data", "training", "optimizer")},
+        "sentence_transformers": is_pooled,
+        **{name: report[name] for name in ("source", "compared", "verification")},
+        "versions": {name: report["versions"][name] for name in ("torch", "transformers")},
+        **{name: report["training"].get(name, {}) for name in ("data", "training", "optimizer")},
     }
+    data = ModelCardData(
+        license="unknown",
+        library_name="transformers",
+        pipeline_tag="fill-mask",
+        tags=["neobert", "encoder", *(["sentence-transformers", "feature-extraction"] if is_pooled else [])],
+    )
+    card = ModelCard.from_template(data, template_path=str(_TEMPLATE), model_id=MODEL_ID, **variables)
+    (folder / CARD).write_text(str(card), encoding="utf-8")
 
 
 def count_parameters(folder: Path) -> int:

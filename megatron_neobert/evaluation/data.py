@@ -43,37 +43,28 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Check a path with `check_data`, then run the `with` block.
+    """Check that a path refers to no data elsewhere, then run the `with` block.
 
-    Raises DataError if the path has a pipe, a socket or a device, or refers to data elsewhere. A NeoBERTError of
-    the block is not changed. Every other exception of the check or the block becomes a DataError.
+    The data files that README.md, .huggingface.yaml and state.json name must be relative paths without `..`. Raises
+    DataError for another name, and if `path` is or contains a pipe, a socket or a device. A path that does not exist is
+    accepted. A NeoBERTError of the block is not changed. Every other exception becomes a DataError.
     """
     try:
-        check_data(path)
+        for entry in (path, *sorted(path.rglob("*"))):
+            if entry.exists() and not (entry.is_file() or entry.is_dir()):
+                raise DataError(f"{entry} is a pipe, a socket or a device; data is read from files. Remove it.")
+        for card in (card for name in _CARDS for card in path.rglob(name)):
+            text = read_text(card)
+            content = DatasetCard(text).data.to_dict() if card.suffix == ".md" else yaml.safe_load(text)
+            configs = content.get("configs") if isinstance(content, dict) else None
+            _check_names(card, [config.get("data_files") for config in configs or [] if isinstance(config, dict)])
+        for state in path.rglob("state.json"):
+            _check_names(state, parse_json(read_text(state)).get("_data_files"))
         yield
     except NeoBERTError:
         raise
     except Exception as error:  # damaged Parquet, Arrow or JSON makes the libraries raise almost anything
         raise DataError(f"{path} cannot be read ({short_reason(error)}); fetch it again.") from error
-
-
-def check_data(path: Path) -> None:
-    """Raise DataError if `path` is or contains a pipe, a socket or a device, or if a file refers to data elsewhere.
-
-    The data files that README.md, .huggingface.yaml and state.json name must be relative paths without `..`. Errors of
-    the parsers of these files pass through. A path that does not exist is accepted.
-    """
-    for entry in (path, *sorted(path.rglob("*"))):
-        if entry.exists() and not (entry.is_file() or entry.is_dir()):
-            raise DataError(f"{entry} is a pipe, a socket or a device; data is read from files. Remove it.")
-    for name in _CARDS:
-        for card in path.rglob(name):
-            text = read_text(card)
-            content = DatasetCard(text).data.to_dict() if card.suffix == ".md" else yaml.safe_load(text)
-            configs = content.get("configs") if isinstance(content, dict) else None
-            _check_names(card, [config.get("data_files") for config in configs or [] if isinstance(config, dict)])
-    for state in path.rglob("state.json"):
-        _check_names(state, parse_json(read_text(state)).get("_data_files"))
 
 
 def _check_names(file: Path, value: Any) -> None:
