@@ -141,7 +141,8 @@ def torch_findings() -> Iterator[Finding]:
     import torch
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield Finding(f"torch {torch.__version__}", f"CUDA {torch.version.cuda}; {', '.join(devices) or 'no GPU'}")
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    yield Finding(f"torch {torch.__version__}", f"{cuda}; {', '.join(devices) or 'no GPU'}")
     if not devices and shutil.which("nvidia-smi"):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
         if listed:
@@ -169,7 +170,8 @@ def torch_findings() -> Iterator[Finding]:
             check_hardware(settings)
             yield Finding(name, choose_kernels(settings).summary.split(": ", 1)[1])
         except ConfigError as error:
-            yield Finding(name, f"not supported: {' '.join(error.problems)}", PREPARE if name == "float32" else "")
+            reason = f"not supported: {' '.join(error.problems)}" if devices else "needs a GPU and Transformer Engine"
+            yield Finding(name, reason, PREPARE if name == "float32" else "")
 
 
 # --- parity

@@ -106,5 +106,5 @@ def print_result(output: Path, checks: "Checks", *, source: str, start: float) -
     if checks:
         from checkpoint_conversion.compare import to_table
 
-        print(f"{output} against {source}:\n{to_table(checks)}")
+        print(f"logits of {output}, compared with {source}:\n{to_table(checks)}")
     print(f"wrote {output} in {time.monotonic() - start:.0f} s")

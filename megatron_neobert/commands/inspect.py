@@ -62,15 +62,17 @@ def inspect_data(options: InspectDataOptions) -> None:
 def print_summary(corpus: "Corpus") -> None:
     """Print the manifest of a corpus, and the types of its attributes, as a table."""
     from megatron_neobert.data.corpus.attributes import attribute_types
+    from megatron_neobert.data.inputs.records import ReadSettings
 
     manifest = corpus.manifest
-    filters = ", ".join(f"{name} {value}" for name, value in manifest.filters.items() if value is not None)
+    defaults = ReadSettings()
+    changed = (pair for pair in manifest.filters.items() if pair[1] not in (None, getattr(defaults, pair[0], None)))
     print_table(
         {
             "corpus": f"{corpus.prefix}, format {manifest.format_version}, megatron-neobert {manifest.project_version}",
             "inputs": f"{len(manifest.inputs):,} with {sum(i.bytes for i in manifest.inputs.values()):,} bytes"
             + (f", text from '{manifest.text_key}'" if manifest.text_key else ", adopted"),
-            "filters": filters or "none",
+            "options": ", ".join(f"{name} {value}" for name, value in changed) or "defaults",
             "attributes": ", ".join(f"{name} ({type_})" for name, type_ in attribute_types(corpus).items()),
             **corpus.describe(),
             "corpus shards": f"{len(manifest.shards):,}, {sum(s.bin.bytes for s in manifest.shards):,} bytes of "

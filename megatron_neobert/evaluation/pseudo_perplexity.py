@@ -51,7 +51,7 @@ from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.report import write_page
 from megatron_neobert.huggingface.hub import find_models, model_name
 
-BAND = "95 % of the average over documents"
+BAND = "95 % confidence interval of the mean over documents"
 _CONFIDENCE = 0.95  # of BAND
 _ID_DIGITS = 16  # 64 bits: among a million documents, two share an id with a probability of 3e-8
 _SHORTEST_BIN_TOKENS = 128  # bins end at this length and at its doublings

@@ -139,21 +139,22 @@ def choose_kernels(settings: Settings, hardware: Hardware | None = None) -> Kern
         names = {"auto": "Transformer Engine's choice", "flash": "FlashAttention", "fused": "cuDNN"}
         attention_name = names[compute.attention_backend]
     else:
-        attention, attention_name = "torch", "torch document by document"
+        attention, attention_name = "torch", "torch, one document at a time"
         if hardware.gpu and bf16:
             _, attention_name = choose_packed_attention(width + -width % HEAD_WIDTH_MULTIPLE)
     precision = "bfloat16" if bf16 else "float32"
     if compute.fp8_format is not None:
         precision = f"FP8 {compute.fp8_format} {compute.fp8_recipe}"
     obstacle = graph_obstacle(settings, on_cuda=hardware.gpu is not None)
-    launch = "one CUDA graph per step" if obstacle is None else f"no CUDA graph ({obstacle})"
+    launch = "; one CUDA graph per step" if obstacle is None else f"; no CUDA graph ({obstacle})"
     layers = f"Transformer Engine {hardware.transformer_engine.version}" if engine else "local layers"
     return Kernels(
         transformer_impl="transformer_engine" if engine else "local",
         attention=attention,
         attention_backend=compute.attention_backend if attention == "transformer_engine" else "auto",
         gradient_accumulation_fusion=hardware.apex_weight_gradients.version is not None,
-        summary=f"kernels on {hardware.gpu or 'CPU'}: {layers}, attention by {attention_name}, {precision}, {launch}",
+        summary=f"kernels on {hardware.gpu or 'the CPU'} in {precision}: {layers}; attention by {attention_name}"
+        + (launch if hardware.gpu else ""),
     )
 
 

@@ -12,7 +12,7 @@ from megatron_neobert.cli import option
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.errors import ConfigError
 from megatron_neobert.model.flops import count_parameters, training_flops_per_token
-from megatron_neobert.text import with_prefix
+from megatron_neobert.text import approximate, with_prefix
 
 _SEQ_LENGTH = 1024
 _HEAD_WIDTH = 64
@@ -126,8 +126,8 @@ def summarize(recipe: Recipe) -> str:
     """Return size and length of a recipe as a line."""
     model, tokens = recipe.model, recipe.iterations * recipe.batch * _SEQ_LENGTH
     return (
-        f"{with_prefix(recipe.parameters, ' parameters')} in {model.num_layers} layers of width {model.hidden_size}; "
-        f"{with_prefix(tokens, ' tokens')}, {recipe.flops:.2g} floating-point operations"
+        f"{approximate(recipe.parameters)} parameters in {model.num_layers} layers of width {model.hidden_size}; "
+        f"{approximate(tokens)} tokens, {recipe.flops:.2g} floating-point operations"
     )
 
 

@@ -47,7 +47,7 @@ def world_size() -> int:
         return 1
     if missing := _missing("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         raise LauncherError(
-            f"{missing} not set; torchrun and neobert train set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            f"{missing}; torchrun and neobert train set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
             "MASTER_PORT. Start the ranks with one of these, or unset RANK and WORLD_SIZE to run one process."
         )
     ranks, rank = whole_number("WORLD_SIZE"), whole_number("RANK", minimum=0)
@@ -103,7 +103,7 @@ def find_node(*, starts: bool = True) -> Node:
         return Node(nodes=nodes, rank=0)
     if nodes > 1 and (missing := _missing(name, "MASTER_ADDR", "MASTER_PORT")):
         raise LauncherError(
-            f"{nodes} nodes need {name}, MASTER_ADDR and MASTER_PORT, but {missing} not set; number the nodes from 0 "
+            f"{nodes} nodes need {name}, MASTER_ADDR and MASTER_PORT, but {missing}; number the nodes from 0 "
             f"to {nodes - 1}, and set the address and a free port of node 0 on all nodes."
         )
     rank = whole_number(name, "0", minimum=0)
@@ -118,9 +118,11 @@ def find_node(*, starts: bool = True) -> Node:
 
 
 def _missing(*names: str) -> str:
-    """Return the variables that are not set, as the start of a sentence, or "" if all are set."""
+    """Return the variables that are not set, as a sentence, or "" if all are set."""
     missing = [name for name in names if not os.environ.get(name)]
-    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}" if missing else ""
+    if len(missing) == len(names):
+        return "none of them is set"
+    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set" if missing else ""
 
 
 def installed_packages() -> dict[str, str]:

@@ -271,9 +271,10 @@ def _opening_line(run: Run, loaded: Path | None) -> str:
     ranks = torch.distributed.get_world_size()
     phase = phase_at(settings, run.state.iteration + 1).settings
     micro_batches = counted(phase.micro_batches_per_rank(ranks), "micro-batch", "micro-batches")
+    device = "CPU" if run.device.type == "cpu" else "GPU"
     start = f"from {loaded}" if loaded else f"from random weights (seed {settings.training.seed})"
     return (
-        f"training {parameters:,} parameters {start} on {ranks} x {run.device.type}, "
+        f"training {parameters:,} parameters {start} on {counted(ranks, f'{device} rank')}, "
         f"{phase.tokens_per_iteration:,} tokens per iteration, in {micro_batches} of "
         f"{counted(phase.training.micro_batch_size, 'packed sequence')} per rank"
     )

@@ -95,7 +95,7 @@ def test_torchrun_resumes_a_run_of_the_bash_script(stopped, tiny_corpus):
     command = [*TORCHRUN_2, *flags(tiny_corpus, stopped.save, train_iters=last + 1)]
     resumed = subprocess.run(command, env=environment(2), capture_output=True, text=True, check=False)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"from {stopped.save}/iter_{last:07d} on 2 x cpu" in resumed.stdout
+    assert f"from {stopped.save}/iter_{last:07d} on 2 CPU ranks" in resumed.stdout
     assert max(read_metrics(stopped.save)) == last + 1
 
 
@@ -134,7 +134,7 @@ def test_the_first_line_of_a_run_on_a_cpu_has_the_number_of_ranks_that_was_chose
     with start([*BASH, *words], variables) as process:
         first, *lines = process.stdout.read().splitlines()
     assert process.returncode == 0 and first.startswith("no GPU: 2 ranks on "), [first, *lines]
-    (line,) = [line for line in lines if " on 2 x cpu, " in line]
+    (line,) = [line for line in lines if " on 2 CPU ranks, " in line]
     assert line.endswith("in 1 micro-batch of 1 packed sequence per rank")
 
 

@@ -234,7 +234,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "tokens": f"{self.tokens:,}, {percent(self.unknown_tokens / self.tokens, digits=3)} of them unknown"
             + ("" if self.bytes_per_token is None else f", {self.bytes_per_token:.2f} bytes of text each"),
             "tokenized by": ", ".join(
-                f"{name} ({backend.documents:,} documents, {backend.compared:,} compared with the reference)"
+                name + (f" ({backend.compared:,} documents compared with the reference)" if backend.compared else "")
                 for name, backend in self.tokenizer_backends.items()
             )
             or "another program",

@@ -145,7 +145,7 @@ def open_encoder(tokenizer: Tokenizer, backend: Backend, *, probe: bool = True) 
             raise ConfigError(
                 f"--tokenizer-backend fast: {reason}. Or use auto, which falls back to the reference"
             ) from reason
-        return Encoder(tokenizer, name=_REFERENCE, note=f"no fast tokenizer back end: {reason}")
+        return Encoder(tokenizer, name=_REFERENCE, note=str(reason))
 
 
 def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
@@ -159,8 +159,7 @@ def _open_fast(tokenizer: Tokenizer, *, probe: bool) -> Encoder:
         name = f"nanotoken {version('nanotoken')}"
     except PackageNotFoundError as error:
         raise BackendMismatch(
-            "nanotoken is not installed, with which this takes a sixth to a fifteenth of the time; "
-            f"{install_command('fast')}"
+            f"nanotoken is not installed, and this takes 6 to 15 times as long without it; {install_command('fast')}"
         ) from error
     encode = _guarded(name, _build_nanotoken, tokenizer)
     if probe:

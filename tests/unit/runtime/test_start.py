@@ -180,7 +180,10 @@ def test_node_is_that_of_nnodes_or_else_of_the_slurm_step(set_variables, variabl
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"NNODES": "2"}, "NODE_RANK and MASTER_ADDR and MASTER_PORT are not set; number the nodes from 0 to 1"),
+        (
+            {"NNODES": "2"},
+            "NODE_RANK, MASTER_ADDR and MASTER_PORT, but none of them is set; number the nodes",
+        ),
         ({**TWO, "NODE_RANK": "2"}, "NODE_RANK is 2, but 2 nodes are started, numbered 0 to 1; correct it, or set "),
         ({"WORLD_SIZE": "2", "RANK": "1", **ADDRESS}, "WORLD_SIZE is '2', but NNODES is not set, so each node would "),
         ({"PET_NNODES": "4"}, "PET_NNODES is '4', but NNODES is not set, so each node would train a run of its own"),

@@ -133,7 +133,7 @@ def test_a_packed_step_is_timed_without_other_layouts_and_profiled(tmp_path):
     assert ended.code == 0, ended.output
     figures = json.loads(file.read_text())
     assert [(row["row"], row["layout"]) for row in figures["table"]] == [(64, "packed")]
-    assert figures["machine"]["kernels"].startswith("kernels on CPU: local layers")
+    assert figures["machine"]["kernels"].startswith("kernels on the CPU in float32: local layers")
     assert figures["waits"] is None and figures["profile"][0]["ms"] >= figures["profile"][1]["ms"] > 0
     assert "--recompute-granularity" in figures["arguments"]["flags of a run"]
 

@@ -68,7 +68,8 @@ def test_without_a_document_the_corpus_is_summed_up_and_no_tokenizer_needed(plac
     assert rows["tokens"] == "11, 0.000 % of them unknown"
     assert rows["corpus shards"].startswith("3, 22 bytes of uint16 and ")
     assert rows["tokens/document"].startswith("mean 2.2, shortest 1, ")
-    assert rows["rejected"] == rows["dropped"] == rows["filters"] == "none"
+    assert rows["rejected"] == rows["dropped"] == "none"
+    assert rows["options"] == "defaults"
     assert len(rows["sha256"]) == 64
 
 
