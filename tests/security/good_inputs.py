@@ -58,7 +58,6 @@ class Reader(NamedTuple):
     def arguments(self, inputs: Inputs, output: Path) -> list[str]:
         """Return the arguments for these inputs and an output folder."""
         paths = {**inputs._asdict(), "prefix": prefix_in(inputs.corpus), "output": output}
-        paths["tests"] = Path(__file__).parent
         return [word.format(**paths) for word in self.template.split()]
 
 
