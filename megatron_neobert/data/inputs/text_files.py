@@ -9,8 +9,6 @@ A plain text file is one UTF-8 document, or several with a separator between the
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from operator import itemgetter
 from typing import NamedTuple, cast
 
 import orjson
@@ -58,39 +56,36 @@ def _read_objects(records: Records, first_number: int, settings: ReadSettings) -
     """Return a batch of JSON lines, malformed ones in `rejected`. Blank lines are skipped, but have a number."""
     batch, fields = RecordBatch(numbers=len(records)), dict[str, object]()
     key, keys = settings.text_key, settings.record_keys
-    get_text = partial(_look_up, key=key) if "." in key else itemgetter(key)
     for number, line in enumerate(records, first_number):
-        try:
-            record = orjson.loads(line)  # type: ignore[arg-type]  # raises JSONDecodeError for a TooLong
-            text = get_text(record)
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            _read_with_standard_library(batch, line, number, settings)
+        if isinstance(line, TooLong):
+            batch.reject(TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
             continue
-        fields_of_text = _read_fields(record, keys) if keys else NO_FIELDS
-        batch.add_value(text, number, fields_of_text, raw=line)  # type: ignore[arg-type]  # line is not a TooLong
-        fields = record
+        try:
+            record = _parse_object(line)
+            if record is not None:
+                text = _look_up(record, key)
+                batch.add_value(text, number, _read_fields(record, keys) if keys else NO_FIELDS, raw=line)
+                fields = record
+        except ValueError as error:
+            batch.reject(MALFORMED_JSON, number, str(error), line)
+        except KeyError:
+            found = ", ".join(sorted(record or ())[:10]) or "none"
+            batch.reject(MISSING_KEY, number, f"no key '{key}'; keys found: {found}", line)
     batch.field_names = list(fields)
     return batch
 
 
-def _read_with_standard_library(batch: RecordBatch, line: bytes | TooLong, number: int, settings: ReadSettings) -> None:
-    """Add the text of a JSON line to the batch, or reject a malformed line. A blank line is skipped."""
-    if isinstance(line, TooLong):
-        return batch.reject(TOO_LONG, number, f"more than {settings.max_document_bytes:,} bytes", line.head)
-    if not line or line.isspace():
-        return None
+def _parse_object(line: bytes) -> dict[str, object] | None:
+    """Return the object in a JSON line, or None for a blank line. Raise ValueError if it has another value or none."""
     try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        if not line or line.isspace():
+            return None
         record = parse_json(line.decode(errors="replace"))
-    except ValueError as error:
-        return batch.reject(MALFORMED_JSON, number, str(error), line)
     if not isinstance(record, dict):
-        return batch.reject(MALFORMED_JSON, number, f"expected an object, found {type(record).__name__}", line)
-    try:
-        value = _look_up(record, settings.text_key)
-    except KeyError:
-        detail = f"no key '{settings.text_key}'; keys found: {', '.join(sorted(record)[:10]) or 'none'}"
-        return batch.reject(MISSING_KEY, number, detail, line)
-    return batch.add_value(value, number, _read_fields(record, settings.record_keys), raw=line)
+        raise ValueError(f"expected an object, found {type(record).__name__}")
+    return record
 
 
 def _read_fields(record: dict[str, object], keys: Sequence[str]) -> Fields:
