@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from commands import largest_file
 from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, TP2
 from tests_tiny import ITERATIONS
@@ -94,15 +95,16 @@ def test_checkpoint_written_in_the_background_has_the_state_of_its_iteration(set
             assert torch.equal(stored.read_whole(stored.main_name(name)).bfloat16(), stored.read_whole(name)), name
 
 
-def fail_on_rank(rank: int, iteration: int) -> Any:
-    """Let writing the checkpoint of an iteration fail on one rank, because its disk is full."""
+def fill_the_disk_of(rank: int, iteration: int) -> Any:
+    """Let the kernel refuse large files of one rank while it writes the checkpoint of an iteration."""
 
     def prepare() -> None:
         write = saver._write
 
         def write_or_fail(path: Path, *args: Any) -> Any:
             if torch.distributed.get_rank() == rank and f"{iteration:07d}" in str(path):
-                raise OSError(28, "No space left on device", str(path))
+                with largest_file(1 << 16):
+                    return write(path, *args)
             return write(path, *args)
 
         saver._write = write_or_fail
@@ -140,10 +142,11 @@ def record_error(run_training: Any, folder: Path, settings: Settings, watcher: W
     [pytest.param(0, False, marks=pytest.mark.slow), (1, True)],
     ids=["rank 0 sync", "rank 1 async"],
 )
-def test_write_error_on_a_rank_ends_all_ranks_and_keeps_older_checkpoints(settings, capfd, rank, is_async):
+def test_full_disk_of_a_rank_ends_all_ranks_and_keeps_older_checkpoints(settings, capfd, rank, is_async):
     run = saves_each_iteration(settings, "run", async_save=is_async).with_section("parallel", **TP2)
-    error = error_of_all_ranks(run, prepare=fail_on_rank(rank, iteration=3))
-    assert re.match(rf"74: iteration 3 could not be saved: rank {rank} on .*No space left on device", error)
+    error = error_of_all_ranks(run, prepare=fill_the_disk_of(rank, iteration=3))
+    reason = f"rank {rank} on .*File too large.* The newest checkpoint is .*/iter_0000002"
+    assert re.match(f"74: iteration 3 could not be saved: {reason}", error)
     save = Path(run.checkpoint.save)
     assert [folder.name for folder in list_checkpoints(save)] == ["iter_0000002", "iter_0000001"]
     assert not list(save.glob(".*"))

@@ -15,26 +15,25 @@ from collections.abc import Callable
 from types import TracebackType
 
 import psutil
-from distributed.training_command import environment
+from distributed.training_command import BASH, environment
 
 _TIMEOUT_SECONDS = 600  # on an idle machine every wait ends within 20 s
 _MARK = "RELIABILITY_TEST_START"  # variable in the environment of every process of a start
 
 
 class Training:
-    """The processes of one command; the end of the context kills them.
+    """The processes of one start; the end of the context kills them.
 
     Args:
-        command: Command that trains on two ranks.
-        variables: Additional environment variables.
+        flags: Flags of the training command, which trains on two ranks.
     """
 
-    def __init__(self, command: list[str], **variables: object) -> None:
+    def __init__(self, flags: list[str]) -> None:
         self._mark = uuid.uuid4().hex
         self._output = tempfile.TemporaryFile()  # noqa: SIM115, it is read until the test ends
         self.process = subprocess.Popen(
-            command,
-            env=environment(2, **{_MARK: self._mark}, **variables),
+            [*BASH, *flags],
+            env=environment(2, **{_MARK: self._mark}),
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )
