@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint_conversion.mapping import NEOBERT, ModelShape, join_halves, split_halves, to_published
-from megatron_neobert.checkpoint.contents import StoredTensors, read_train_state, write_tensors, write_train_state
+from megatron_neobert.checkpoint.contents import StoredTensors, write_tensors
 from megatron_neobert.checkpoint.folder import (
     iteration_folder,
     iteration_of,
@@ -22,6 +22,7 @@ from megatron_neobert.checkpoint.folder import (
     verify_files,
     write_manifest,
 )
+from megatron_neobert.checkpoint.train_state import TrainState, read_train_state, write_train_state
 from megatron_neobert.config.cli import read_record, write_record
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import ReadCorpus
@@ -29,7 +30,6 @@ from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from megatron_neobert.errors import CheckpointError, ConversionError
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
-from megatron_neobert.state import TrainState
 
 # Settings of the model that affect its function or its longest input. An exported model must equal its source in them.
 COMPARED_SETTINGS = (

@@ -1,39 +1,17 @@
 """Types that the training loop carries from one iteration to the next."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 
-from megatron_neobert.config.resume_rules import ReadCorpus
+from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.corpora import OpenedCorpora
 from megatron_neobert.data.batches.stream import BatchStream
-from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
-
-# Conversion reads TrainState without megatron.core, whose import takes seconds.
-if TYPE_CHECKING:
-    from megatron_neobert.model.neobert import NeoBERTModel
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """Progress of a run. A run resumes from this, the weights and the optimizer state."""
-
-    corpus_sha256: str  # identity of the corpus or blend at the last iteration, into which `cursor` points
-    iteration: int = 0  # last trained or skipped iteration
-    cursor: Cursor = field(default_factory=Cursor)  # next packed sequence to read
-    consumed_samples: int = 0  # packed sequences
-    consumed_tokens: int = 0  # document tokens; unused token capacity is not counted
-    skipped_iterations: int = 0  # iterations without an update, see skip_reason in training/step.py
-    skipped_in_a_row: int = 0  # skipped iterations since the last update
-    validated_iteration: int = 0  # iteration of the last complete validation
-    first_corpus_sha256: str = (
-        ""  # identity of the corpus or blend of the first phase, whose held-out documents validate
-    )
-    read_corpora: tuple[ReadCorpus, ...] = ()  # by this run and the runs before it
+from megatron_neobert.model.neobert import NeoBERTModel
 
 
 @dataclass(frozen=True)
@@ -122,7 +100,7 @@ class Run:
         return self.opened[0].tokenizer
 
     @property
-    def unwrapped_model(self) -> "NeoBERTModel":
+    def unwrapped_model(self) -> NeoBERTModel:
         """The model inside the wrappers for data parallelism and bfloat16."""
         module = self.model.module
         return module.module if self.settings.training.bf16 else module

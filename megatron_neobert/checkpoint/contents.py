@@ -1,4 +1,4 @@
-"""Read and write the contents of a checkpoint: safetensors files of each rank, and train_state.json.
+"""Read and write the tensors of a checkpoint: the safetensors files of each rank.
 
 Tensors have the same names on all ranks, and each rank stores boxes of them. The header of a file has the offsets of
 each box within its tensor, so that any number of ranks in any layout can read any slice. The format is that of
@@ -8,28 +8,22 @@ before use, because files may come from others.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_neobert.checkpoint.folder import TRAIN_STATE
 from megatron_neobert.errors import CheckpointError, short_reason
-from megatron_neobert.runtime.atomic_files import read_text
-from megatron_neobert.state import TrainState
 from megatron_neobert.text import parse_json
 
 # Header keys of torch.distributed.checkpoint for the offsets of boxes. The shape of the whole tensor is added.
 # Source: torch/distributed/checkpoint/_hf_utils.py.
 _SHARDING, _OFFSETS, _SHAPE = "DCP_SHARDING_INFO", "saved_offsets", "shape"
-_LARGEST_COUNT = 1 << 62  # leaves room for additions in an int64
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 # Prefixes of the names of weights in the optimizer's state.
@@ -192,39 +186,3 @@ def _make_up(boxes: Sequence[Box], whole: Sequence[int]) -> bool:
         ((starts[number] < stops[number + 1 :]) & (starts[number + 1 :] < stops[number])).all(axis=1).any()
         for number in range(len(boxes))
     )
-
-
-class SavedState(NamedTuple):
-    """Content of train_state.json."""
-
-    state: TrainState
-    optimizer_steps: int | None  # updates that Adam has made; None in a checkpoint without optimizer state
-
-
-def write_train_state(folder: Path, state: TrainState, *, optimizer_steps: int | None = None) -> None:
-    """Write train_state.json. The arguments are the fields of SavedState."""
-    content = {"progress": asdict(state), "optimizer_steps": optimizer_steps}
-    (folder / TRAIN_STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-
-
-def read_train_state(folder: Path) -> SavedState:
-    """Read train_state.json and check every value.
-
-    Raises:
-        CheckpointError: The file is missing or not valid.
-    """
-    path = folder / TRAIN_STATE
-    try:
-        content = parse_json(read_text(path))
-        state = msgspec.convert(content["progress"], TrainState)
-        steps = msgspec.convert(content["optimizer_steps"], int | None)
-        for name, count in (vars(state) | vars(state.cursor) | {"optimizer_steps": steps}).items():
-            if isinstance(count, int) and not 0 <= count < _LARGEST_COUNT:
-                raise ValueError(f"{name} is {count}, which is not a valid count")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete; use another checkpoint.") from error
-    except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: not written by neobert ({short_reason(error)}); use another checkpoint."
-        ) from error
-    return SavedState(state, steps)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_neobert.checkpoint.contents import OPTIMIZER_STATE, StoredTensors, read_train_state
+from megatron_neobert.checkpoint.contents import OPTIMIZER_STATE, StoredTensors
 from megatron_neobert.checkpoint.folder import (
     find_good_checkpoint,
     list_checkpoints,
@@ -20,14 +20,12 @@ from megatron_neobert.checkpoint.folder import (
     verify_files,
 )
 from megatron_neobert.checkpoint.shards import local_parts
-from megatron_neobert.checkpoint.start import refuse_other_tokenizer
-from megatron_neobert.config.cli import read_record
+from megatron_neobert.checkpoint.start import read_fitting_run
 from megatron_neobert.config.phases import phase_at
-from megatron_neobert.config.resume_rules import SavedRun, changes, continue_warnings, refuse_unfit_checkpoint
+from megatron_neobert.config.resume_rules import changes, continue_warnings
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.stream import order_key
 from megatron_neobert.data.batches.windows import Cursor
-from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import CheckpointError
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
@@ -66,36 +64,25 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
 
     Collective: all ranks.
     """
-    saved_settings = read_record(folder / "settings.yaml")
-    train_state, optimizer_steps = read_train_state(folder)
-    weights_only = optimizer_steps is None
-    hashes, corpora = [each.sha256 for each in run.opened], [each.corpora for each in run.opened]
-    saved = SavedRun(
-        folder=folder,
-        settings=saved_settings,
-        iteration=train_state.iteration,
-        corpus_sha256=train_state.corpus_sha256,
-        first_corpus_sha256=train_state.first_corpus_sha256,
-        read_corpora=train_state.read_corpora,
-        weights_only=weights_only,
+    saved, (train_state, optimizer_steps) = read_fitting_run(
+        folder, run.settings, run.opened, has_new_data=has_new_data
     )
-    refuse_unfit_checkpoint(saved, run.settings, hashes, corpora, has_new_data=has_new_data)
-    refuse_other_tokenizer(folder, load_tokenizer(folder / "tokenizer"), run.tokenizer)
     stored = _broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
-    _on_all_ranks(lambda: _read_tensors(run, stored, with_moments=not weights_only))
+    _on_all_ranks(lambda: _read_tensors(run, stored, with_moments=not saved.weights_only))
     if run.settings.parallel.use_distributed_optimizer:
         run.model.start_param_sync(force_sync=True)  # gathers the weights, of which each rank has read its part
-    if not weights_only:
+    if not saved.weights_only:
         for group in run.optimizer.param_groups:
             if "betas" in group:  # Muon does not count steps
                 group["step"] = optimizer_steps
-    compared, phase = (saved_settings, run.settings), phase_at(run.settings, train_state.iteration)
+    compared, phase = (saved.settings, run.settings), phase_at(run.settings, train_state.iteration)
     if has_new_data:  # the phases of the other run do not matter, only its settings at this iteration
-        compared = phase_at(saved_settings, train_state.iteration).settings, phase.settings
+        compared = phase_at(saved.settings, train_state.iteration).settings, phase.settings
         order = order_key(compared[0], corpus_sha256=train_state.corpus_sha256)
         cursor = run.training_stream.phases[phase.number].start_after(order, train_state.cursor)
         train_state = replace(train_state, cursor=cursor)
-    run.state = replace(train_state, corpus_sha256=hashes[phase.number], first_corpus_sha256=hashes[0])
+    corpus_sha256, first_corpus_sha256 = run.opened[phase.number].sha256, run.opened[0].sha256
+    run.state = replace(train_state, corpus_sha256=corpus_sha256, first_corpus_sha256=first_corpus_sha256)
     run.scheduler.step(increment=run.state.iteration)  # the learning rate depends on the iteration only
     if is_rank_zero():
         if has_new_data:
@@ -104,9 +91,9 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
                 start = f"continue in epoch {cursor.epoch}, window {cursor.window}, after {cursor.row} packed sequences"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {start}", flush=True)
-        for warning in continue_warnings(saved, run.settings, corpora):
+        for warning in continue_warnings(saved, run.settings, run.opened[0].corpora):
             print(f"warning: {warning}", flush=True)
-        for change in changes(*compared, weights_only=weights_only):
+        for change in changes(*compared, weights_only=saved.weights_only):
             print(f"changed since {folder}: {change}", flush=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_neobert.checkpoint.contents import StoredTensors, write_tensors, write_train_state
+from megatron_neobert.checkpoint.contents import StoredTensors, write_tensors
 from megatron_neobert.checkpoint.folder import (
     MANIFEST,
     iteration_folder,
@@ -26,13 +26,14 @@ from megatron_neobert.checkpoint.folder import (
     write_manifest,
 )
 from megatron_neobert.checkpoint.shards import LocalBox, assign_to_files, parts_to_save
+from megatron_neobert.checkpoint.train_state import TrainState, write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, OutputError, SaveError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import delete_folder
-from megatron_neobert.state import Run, TrainState
+from megatron_neobert.state import Run
 
 
 @dataclass

@@ -4,25 +4,24 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from megatron_neobert.checkpoint.folder import TRAIN_STATE, iteration_of, leftovers, list_checkpoints, verify_files
+from megatron_neobert.checkpoint.folder import iteration_of, leftovers, list_checkpoints, verify_files
+from megatron_neobert.checkpoint.train_state import SavedState, read_train_state
 from megatron_neobert.config.cli import read_record
-from megatron_neobert.config.resume_rules import ReadCorpus, SavedRun, refuse_unfit_checkpoint
+from megatron_neobert.config.resume_rules import SavedRun, refuse_unfit_checkpoint
 from megatron_neobert.config.schema import CheckpointConfig, Settings
 from megatron_neobert.data.batches.corpora import OpenedCorpora
-from megatron_neobert.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from megatron_neobert.errors import CheckpointError, NeoBERTError, SaveError
+from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
+from megatron_neobert.errors import CheckpointError, SaveError
 from megatron_neobert.model.flops import checkpoint_bytes
-from megatron_neobert.runtime.atomic_files import existing_parent, read_text
-from megatron_neobert.text import in_bytes, parse_json
+from megatron_neobert.runtime.atomic_files import existing_parent
+from megatron_neobert.text import in_bytes
 
 
 def refuse_unfit_start(settings: Settings, opened: Sequence[OpenedCorpora]) -> None:
-    """Check that settings, data and tokenizer fit the newest checkpoint of --load, or else of --continue-from.
+    """Check that a run can start from the newest checkpoint of --load, or else of --continue-from.
 
-    Raise the errors of `refuse_unfit_checkpoint` and `refuse_other_tokenizer`. Tensors are not read. A damaged
-    checkpoint is not checked, because loading skips it and may use an older one.
+    Raise the errors of `read_fitting_run`. Tensors are not read. A damaged checkpoint is not checked, because loading
+    skips it and may use an older one.
 
     Args:
         opened: Data of each phase of the run.
@@ -32,25 +31,46 @@ def refuse_unfit_start(settings: Settings, opened: Sequence[OpenedCorpora]) -> N
         return
     try:
         verify_files(folder, with_tensors=False)
-        tokenizer = load_tokenizer(folder / "tokenizer")
-        state = parse_json(read_text(folder / TRAIN_STATE))
-        progress = state["progress"]
-        saved = SavedRun(
-            folder=folder,
-            settings=read_record(folder / "settings.yaml"),
-            iteration=int(progress["iteration"]),
-            corpus_sha256=str(progress["corpus_sha256"]),
-            first_corpus_sha256=str(progress["first_corpus_sha256"]),
-            read_corpora=msgspec.convert(progress["read_corpora"], list[ReadCorpus]),
-            weights_only=state["optimizer_steps"] is None,
-        )
-    except (NeoBERTError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, OSError):
         return
     load = settings.checkpoint.load
-    has_new_data = load is None or not list_checkpoints(Path(load))
+    read_fitting_run(folder, settings, opened, has_new_data=load is None or not list_checkpoints(Path(load)))
+
+
+def read_fitting_run(
+    folder: Path, settings: Settings, opened: Sequence[OpenedCorpora], *, has_new_data: bool
+) -> tuple[SavedRun, SavedState]:
+    """Return what a checkpoint records about its run, if a run with these settings, data and tokenizer can continue it.
+
+    Args:
+        opened: Data of each phase of the run that starts.
+        has_new_data: The checkpoint is of --continue-from, so its data may differ.
+
+    Raises:
+        CheckpointError: A record is damaged or of another version, or the tokenizer differs, even if its size does not.
+            Further errors are those of `refuse_unfit_checkpoint`.
+    """
+    recorded = read_train_state(folder)
+    state = recorded.state
+    saved = SavedRun(
+        folder=folder,
+        settings=read_record(folder / "settings.yaml"),
+        iteration=state.iteration,
+        corpus_sha256=state.corpus_sha256,
+        first_corpus_sha256=state.first_corpus_sha256,
+        read_corpora=state.read_corpora,
+        weights_only=recorded.optimizer_steps is None,
+    )
     hashes, corpora = [each.sha256 for each in opened], [each.corpora for each in opened]
     refuse_unfit_checkpoint(saved, settings, hashes, corpora, has_new_data=has_new_data)
-    refuse_other_tokenizer(folder, tokenizer, opened[0].tokenizer)
+    trained, current = load_tokenizer(folder / "tokenizer"), opened[0].tokenizer
+    if trained.fingerprint != current.fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained with tokenizer {trained.fingerprint[:12]} ({trained.vocab_size:,} ids), but "
+            f"--tokenizer-model is {current.fingerprint[:12]} ({current.vocab_size:,} ids). Use {folder / 'tokenizer'} "
+            "and a corpus written with it."
+        )
+    return saved, recorded
 
 
 def refuse_full_disk(settings: Settings, *, vocab_size: int) -> None:
@@ -82,13 +102,3 @@ def first_iteration(config: CheckpointConfig) -> int:
     """Return the iteration of the newest checkpoint, from which this run continues, or 0."""
     folder = newest_checkpoint(config)
     return 0 if folder is None else iteration_of(folder)
-
-
-def refuse_other_tokenizer(folder: Path, saved: Tokenizer, current: Tokenizer) -> None:
-    """Raise CheckpointError if the tokenizers of a checkpoint and of this run differ, even if their sizes agree."""
-    if saved.fingerprint != current.fingerprint:
-        raise CheckpointError(
-            f"{folder} was trained with tokenizer {saved.fingerprint[:12]} ({saved.vocab_size:,} ids), but "
-            f"--tokenizer-model is {current.fingerprint[:12]} ({current.vocab_size:,} ids). Use {folder / 'tokenizer'} "
-            "and a corpus written with it."
-        )

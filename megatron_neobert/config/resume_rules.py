@@ -161,11 +161,11 @@ def _refuse_repeated_batches(
                 )
 
 
-def continue_warnings(saved: SavedRun, now: Settings, corpora: Sequence[Mapping[str, str]]) -> Iterator[str]:
+def continue_warnings(saved: SavedRun, now: Settings, corpora: Mapping[str, str]) -> Iterator[str]:
     """Yield warnings about a run that may start from a checkpoint: a rate that jumps, validation on trained documents.
 
     Args:
-        corpora: Corpora of each phase: hash of the documents -> prefix.
+        corpora: Corpora of the first phase: hash of the documents -> prefix.
     """
 
     def decay_start(settings: Settings) -> int | None:
@@ -179,9 +179,9 @@ def continue_warnings(saved: SavedRun, now: Settings, corpora: Sequence[Mapping[
             f"{saved.folder} has {saved.iteration}; raise --train-iters by {saved.iteration - start}"
         )
     for each in saved.read_corpora:
-        if now.training.eval_iters and each.split != split != "100" and each.documents_sha256 in corpora[0]:
+        if now.training.eval_iters and each.split != split != "100" and each.documents_sha256 in corpora:
             yield (
-                f"--split {split} validates on documents of {corpora[0][each.documents_sha256]} that may have been "
+                f"--split {split} validates on documents of {corpora[each.documents_sha256]} that may have been "
                 f"trained on, with --split {each.split}; use --split {each.split}, or --valid-data-path"
             )
             break

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_neobert.checkpoint.contents import read_train_state
 from megatron_neobert.checkpoint.folder import iteration_of, latest_checkpoint, list_checkpoints
+from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.config.cli import parse_command_line, read_record
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings

@@ -15,6 +15,7 @@ from megatron_neobert.checkpoint.folder import check_folders, claim
 from megatron_neobert.checkpoint.load import find_checkpoint, load_from
 from megatron_neobert.checkpoint.save import Saver
 from megatron_neobert.checkpoint.start import refuse_full_disk
+from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schedule import schedule_warnings
@@ -29,7 +30,7 @@ from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.runtime.signals import reason_to_stop, requested_stop
 from megatron_neobert.runtime.watcher import Watcher
-from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult, TrainState
+from megatron_neobert.state import LoopControl, MetricSums, RankStatus, Run, StepResult
 from megatron_neobert.text import counted
 from megatron_neobert.training.garbage import collecting_together
 from megatron_neobert.training.metrics import Monitor

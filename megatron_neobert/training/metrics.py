@@ -15,12 +15,13 @@ from dataclasses import replace
 import psutil
 import torch
 
+from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.phases import phase_at
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.model.flops import training_flops_per_token
 from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
-from megatron_neobert.state import MetricSums, StepResult, TrainState
+from megatron_neobert.state import MetricSums, StepResult
 from megatron_neobert.text import duration, percent, with_prefix
 from megatron_neobert.training.step_clock import StepClock
 from megatron_neobert.training.trackers import Trackers

@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.rules import graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.batch import RankPosition
@@ -18,7 +19,7 @@ from megatron_neobert.model.neobert import NeoBERTModel
 from megatron_neobert.runtime import distributed
 from megatron_neobert.runtime.megatron_patches import finalize_gradients
 from megatron_neobert.runtime.signals import finish_iteration_at_signals
-from megatron_neobert.state import Run, TrainState
+from megatron_neobert.state import Run
 from megatron_neobert.training.cuda_graph import GraphedSchedule
 from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 

@@ -9,7 +9,7 @@ import pytest
 from ranks import quick_only, read_metrics, train_on_ranks
 from test_layouts import DP2_OVERLAP, PP2
 
-from megatron_neobert.checkpoint.contents import read_train_state
+from megatron_neobert.checkpoint.train_state import read_train_state
 from megatron_neobert.config.schema import PhaseChange, Settings
 
 RECORDED = ("loss", "grad_norm", "lr", "consumed_tokens", "fill", "cursor", "validation_loss")

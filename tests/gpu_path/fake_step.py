@@ -257,13 +257,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
+    from megatron_neobert.checkpoint.train_state import TrainState
     from megatron_neobert.data.batches.batch import MicroBatch, RankBatches
     from megatron_neobert.data.batches.windows import masked_capacity
     from megatron_neobert.model.kernels import choose_kernels, engine_attention
     from megatron_neobert.planning.memory import plan_stage
     from megatron_neobert.planning.network import step_traffic
     from megatron_neobert.runtime import distributed
-    from megatron_neobert.state import Run, TrainState
+    from megatron_neobert.state import Run
     from megatron_neobert.training import setup, step
     from megatron_neobert.training.optimizer import build_optimizer, build_scheduler
 

@@ -14,12 +14,7 @@ import pytest
 import torch
 
 from megatron_neobert.checkpoint import folder as checkpoint_files
-from megatron_neobert.checkpoint.contents import (
-    Box,
-    StoredTensors,
-    read_train_state,
-    write_tensors,
-)
+from megatron_neobert.checkpoint.contents import Box, StoredTensors, write_tensors
 from megatron_neobert.checkpoint.folder import (
     check_folders,
     claim,
@@ -34,10 +29,10 @@ from megatron_neobert.checkpoint.folder import (
     verify_files,
     write_manifest,
 )
+from megatron_neobert.checkpoint.train_state import TrainState, read_train_state
 from megatron_neobert.config.schema import CheckpointConfig
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError, ConfigError, OutputError
-from megatron_neobert.state import TrainState
 
 FILES = ("train_state.json", "settings.yaml", *(f"rank_{rank:05d}.safetensors" for rank in range(4)))
 TOKENIZER_FILES = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")

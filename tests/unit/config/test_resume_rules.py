@@ -198,7 +198,7 @@ def warnings_of(now: Settings, *, split: str = "99,1", train_iters: int = 100) -
         read_corpora=(ReadCorpus("a", 0, split),),
         weights_only=False,
     )
-    return " ".join(continue_warnings(saved, now, [{"a": "A"}]))
+    return " ".join(continue_warnings(saved, now, {"a": "A"}))
 
 
 def rates(*, train_iters: int) -> Settings:

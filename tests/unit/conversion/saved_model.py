@@ -13,14 +13,14 @@ from checkpoint_conversion.checkpoint import read_checkpoint, reference_config
 from checkpoint_conversion.compare import Checks, make_loud
 from checkpoint_conversion.export import export
 from checkpoint_conversion.mapping import NEOBERT, ModelShape, split_halves, to_internal
-from megatron_neobert.checkpoint.contents import write_tensors, write_train_state
+from megatron_neobert.checkpoint.contents import write_tensors
 from megatron_neobert.checkpoint.folder import write_manifest
+from megatron_neobert.checkpoint.train_state import TrainState, write_train_state
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.config.resume_rules import ReadCorpus
 from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.reference import ReferenceNeoBERT
-from megatron_neobert.state import TrainState
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
 MODEL = ModelConfig(

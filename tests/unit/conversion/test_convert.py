@@ -18,10 +18,10 @@ from torch import Tensor
 from checkpoint_conversion import checkpoint, compare, export
 from checkpoint_conversion.checkpoint import read_checkpoint
 from checkpoint_conversion.compare import Comparison, build_prompts, compare_logits
+from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.schema import ModelConfig, PhaseChange, Settings
 from megatron_neobert.errors import CheckpointError, ConversionError, OutputError, run_command
 from megatron_neobert.runtime.atomic_files import build_folder
-from megatron_neobert.state import TrainState
 
 
 def swap_queries_and_keys(tensors):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from commands import largest_file
 
+from megatron_neobert.checkpoint.train_state import TrainState
 from megatron_neobert.config.schema import CheckpointConfig, LoggingConfig, Settings, TrainingConfig
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import ConfigError
-from megatron_neobert.state import MetricSums, StepResult, TrainState
+from megatron_neobert.state import MetricSums, StepResult
 from megatron_neobert.training.metrics import Monitor, interval_lines
 from megatron_neobert.training.trackers import Trackers, start_wandb
 
