@@ -1,6 +1,6 @@
 """The command `neobert plot`: draw the curves of one or several runs from their logs.
 
-neobert plot runs/first --output plots
+neobert plot runs/first
 neobert plot runs/first runs/second --output plots --metrics loss grad_norm
 """
 
@@ -15,7 +15,7 @@ from megatron_neobert.text import visible
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
     runs: tuple[Path, ...] = option(help="folder of a run (--save), or a metrics.jsonl", positional=True, metavar="RUN")
-    output: Path = option(help="folder for curves.png", metavar="DIR")
+    output: Path = option(Path(), "folder for curves.png; default: the current folder", metavar="DIR")
     metrics: tuple[str, ...] | None = option(None, "metrics to draw; default: see above", metavar="NAME")
 
 

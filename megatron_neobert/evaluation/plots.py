@@ -64,7 +64,10 @@ def plot_curves(
     axes.set_ylabel(y_label, parse_math=False)
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if log_x:
+    lengths = {x for curve in curves for x in curve.x}
+    if len(lengths) == 1:
+        axes.set_xticks(list(lengths))
+    elif log_x:
         # Lengths double from one point to the next.
         axes.set_xscale("log", base=2)
         low, high = axes.get_xlim()

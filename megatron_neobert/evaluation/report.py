@@ -152,7 +152,7 @@ def pseudo_perplexity(records: Sequence[Record], output: Path) -> list[str]:
     path = output / "pseudo_perplexity.png"
     bands = [record.results["band"] for record in records if any(point["low"] for point in record.results["curve"])]
     band = f"band: {' or '.join(sorted(set(bands)))}" if bands else "no length has enough documents for a band"
-    title, x_label = f"Pseudo-perplexity by length; {band}", "tokens (average of the documents of a bin)"
+    title, x_label = f"Pseudo-perplexity by length\n{band}", "tokens (average of the documents of a bin)"
     plot_curves(path, curves, x_label=x_label, y_label="pseudo-perplexity", title=title, log_x=True, log_y=True)
     return [
         table(header, rows),

@@ -118,15 +118,18 @@ def write_curves(path: Path, runs: Sequence[RunLog], metrics: Sequence[str]) -> 
             axes.plot(*series(run, metric), linewidth=1.6, color=colour, linestyle=dash, marker=marker, markersize=3.5)
             if metric in _VALIDATION:
                 points = series(run, _VALIDATION[metric])
-                axes.plot(*points, "o", color=colour, markersize=4.5, markeredgecolor="white")
+                axes.plot(*points, "o", color=colour, markersize=7, markeredgecolor="white")
         axes.set_title(TITLES.get(metric, metric), loc="left", fontsize=11, parse_math=False)
         axes.grid(visible=True, alpha=0.3)
         axes.set_xlabel("iteration")
     for axes in panels[len(metrics) :]:
         axes.set_axis_off()
     handles = [Line2D([], [], color=colour, linestyle=dash) for colour, dash in styles]
-    handles.append(Line2D([], [], color="#555555", marker="o", linestyle="none"))
-    add_legend(figure, handles, [*(run.name for run in runs), "validation"], loc="outside upper left")
+    names = [run.name for run in runs]
+    if any(series(run, _VALIDATION[metric])[0] for run in runs for metric in metrics if metric in _VALIDATION):
+        handles.append(Line2D([], [], color="#555555", marker="o", linestyle="none"))
+        names.append("validation")
+    add_legend(figure, handles, names, loc="outside upper left")
     save_figure(figure, path)
 
 

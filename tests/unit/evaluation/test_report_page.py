@@ -186,3 +186,13 @@ def test_band_of_a_single_length_is_visible(tmp_path):
     pixels = imread(tmp_path / "a.png")
     is_coloured = (pixels[..., :3].max(axis=2) - pixels[..., :3].min(axis=2)) > 0.1
     assert is_coloured.sum(axis=0).max() > 300, "a vertical line over half of the figure; a marker has 12 pixels"
+
+
+def test_axis_of_a_single_length_is_labelled_with_this_length_alone(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("megatron_neobert.evaluation.plots.save_figure", lambda figure, _: drawn.append(figure))
+    for lengths in ([97], [97, 194]):
+        curve = Curve("a", lengths, [3.0] * len(lengths))
+        plot_curves(tmp_path / "a.png", [curve], x_label="x", y_label="y", title="t", log_x=True)
+    single, several = (figure.axes[0] for figure in drawn)
+    assert single.get_xticks().tolist() == [97] and several.get_xscale() == "log"

@@ -109,6 +109,17 @@ def test_runs_that_still_train_are_drawn_without_a_display(folder):
     assert figure.name == "curves.png" and figure.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_legend_names_validation_only_if_a_run_has_one_and_the_figure_is_in_the_current_folder(folder, monkeypatch):
+    names = []
+    monkeypatch.setattr("megatron_neobert.evaluation.plots.add_legend", lambda *items, **_: names.append(items[2]))
+    assert call("plot", "a")[0] == 0
+    (folder / "a" / "metrics.jsonl").write_text(interval(10) + validation(10))
+    assert call("plot", "a", "b")[1].endswith("wrote curves.png\n")
+    assert call("plot", "a", "--metrics", "lr")[0] == 0
+    assert names == [["a"], ["a", "b", "validation"], ["a"]]
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_control_characters_in_names_do_not_reach_the_terminal(folder):
     name = "\x1b[31mred\udc80\u5b9f"
     (folder / "a").rename(folder / name)
