@@ -1,6 +1,6 @@
 """Checks of an exported folder as users load it, with transformers 4.57 or later.
 
-    python export_checks.py FOLDER [--trust-remote-code]
+    python export_checks.py FOLDER
 
 Prints one JSON object: check -> "ok" or "FAILED: REASON". A version of transformers without the layout's class can only
 load the tokenizer, so only this check runs.
@@ -55,7 +55,7 @@ def check_fill_mask(subject: Subject) -> None:
     logits = subject.load("AutoModelForMaskedLM")(**encoded).logits
     dtype = {"torch_dtype" if VERSION.major < 5 else "dtype": torch.float32}
     pipeline = transformers.pipeline(
-        "fill-mask", model=str(subject.folder), trust_remote_code=subject.trusted, device="cpu", **dtype
+        "fill-mask", model=str(subject.folder), trust_remote_code=bool(subject.auto_map), device="cpu", **dtype
     )
     expected = logits[encoded["input_ids"] == subject.tokenizer().mask_token_id][0].argmax().item()
     best = pipeline(text)[0]["token"]
@@ -260,7 +260,7 @@ def check_save_and_reload(subject: Subject) -> None:
             model.save_pretrained(folder)
             subject.tokenizer().save_pretrained(folder)
             again, info = subject.load_with_info(class_name, folder=folder)
-            saved_map = Subject(folder, subject.trusted).auto_map
+            saved_map = Subject(folder).auto_map
             assert saved_map == subject.auto_map, f"{class_name}: auto_map after saving: {saved_map}"
             code = {name.split(".")[0] for name in saved_map.values()}
             missing = [module for module in code if not (folder / f"{module}.py").is_file()]
@@ -279,11 +279,11 @@ def check_save_and_reload(subject: Subject) -> None:
 CHECKS = {name: function for name, function in vars().items() if name.startswith("check_")}
 
 
-def run_checks(folder: Path, *, trusted: bool) -> dict[str, str]:
+def run_checks(folder: Path) -> dict[str, str]:
     """Return the result of every check that this version of transformers can run: "ok" or "FAILED: REASON"."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    subject, results = Subject(folder, trusted), {}
+    subject, results = Subject(folder), {}
     for name, check in CHECKS.items() if subject.is_known else [("check_tokenizer", check_tokenizer)]:
         try:
             torch.manual_seed(0)  # for new heads
@@ -295,4 +295,4 @@ def run_checks(folder: Path, *, trusted: bool) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_checks(Path(sys.argv[1]), trusted=sys.argv[2:] == ["--trust-remote-code"])))
+    print(json.dumps(run_checks(Path(sys.argv[1]))))

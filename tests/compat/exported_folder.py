@@ -34,10 +34,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Subject:
-    """A folder, and whether its code may be executed."""
+    """A folder, whose own code is executed if it has any."""
 
     folder: Path
-    trusted: bool
 
     @cached_property
     def fields(self) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class Subject:
             options["torch_dtype"] = options.pop("dtype")
         model, info = getattr(transformers, class_name).from_pretrained(
             folder or self.folder,
-            trust_remote_code=self.trusted,
+            trust_remote_code=bool(self.auto_map),
             local_files_only=True,
             output_loading_info=True,
             **options,

@@ -23,10 +23,9 @@ def edit(name: str, **fields: object) -> Callable[[Path], None]:
 
 def outcomes(folder: Path, version: str) -> dict[str, str]:
     """Return the results of the checks with a version of transformers."""
-    trusted = folder.name == "neobert"
     if version == INSTALLED:
-        return run_checks(folder, trusted=trusted)
-    return run_script(version, "export_checks.py", folder.parent, folder, *["--trust-remote-code"] * trusted)
+        return run_checks(folder)
+    return run_script(version, "export_checks.py", folder.parent, folder)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +70,4 @@ def test_wrong_folder_fails_its_check(folders, tmp_path, change, check, reason):
     folder = shutil.copytree(folders["eurobert"], tmp_path / "eurobert")
     change(folder)
     with pytest.raises(AssertionError, match=reason):
-        CHECKS[check](Subject(folder, trusted=False))
+        CHECKS[check](Subject(folder))
