@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from environments import INSTALLED, OTHER_VERSIONS, run_script
-from export_checks import CHECKS, run_checks
-from exported_folder import FIRST_NATIVE, Subject
+from export_checks import CHECKS, FIRST_NATIVE, Subject, run_checks
 from json_files import edit_json
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
