@@ -1,4 +1,4 @@
-"""Inputs for tests of GLUE: small tasks, a model, and runs.
+"""Inputs for tests of fine-tuning: options, and for GLUE small tasks, a model, and runs.
 
 Every text has five words. Its label depends on how many of them are "cat", so a small model learns the task.
 """
@@ -46,20 +46,17 @@ def _line(rng: random.Random, title: str) -> str:
     return ",".join([*texts, labels[cats]])
 
 
+def one_point(kind: type, folder: Path, **changes: Any) -> Any:
+    """Return options of `kind` with one point, for a folder with a model and data."""
+    folders = {"model": folder / "model", "data_dir": folder / "data", "output": folder / "output"}
+    point = {"batch_size": (8,), "learning_rate": (1e-3,), "weight_decay": (1e-5,), "device": "cpu"}
+    return kind(**{**folders, **point, **changes})
+
+
 def build_options(inputs: Path, *tasks: str, output: str = "output", **changes: Any) -> GlueOptions:
-    options = {
-        "model": inputs / "model",
-        "data_dir": inputs / "glue",
-        "output": inputs / output,
-        "tasks": tasks,
-        "batch_size": (8,),
-        "learning_rate": (3e-3,),
-        "weight_decay": (1e-5,),
-        "epochs": 1,
-        "no_transfer": True,
-        "device": "cpu",
-    }
-    return GlueOptions(**{**options, **changes})
+    folders = {"data_dir": inputs / "glue", "output": inputs / output}
+    point = {"learning_rate": (3e-3,), "epochs": 1, "no_transfer": True}
+    return one_point(GlueOptions, inputs, tasks=tasks, **{**folders, **point, **changes})
 
 
 def build_run(inputs: Path, task: str, *, point: Point = POINT, start: Path | None = None, **changes: Any) -> Run:

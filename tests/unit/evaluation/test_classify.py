@@ -16,6 +16,7 @@ import transformers
 from json_files import edit_json, write_jsonl
 from pyarrow import parquet
 from sklearn import metrics
+from unit.evaluation.glue_inputs import one_point
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import DataError, MissingInputError
@@ -206,16 +207,7 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     write_csv(tmp_path / "data" / f"{name}.csv", rows(300, 2))
     drawn = mock.Mock(wraps=classify.plot_confusion)
     monkeypatch.setattr(classify, "plot_confusion", drawn)
-    options = ClassifyOptions(
-        model=tmp_path / "model",
-        data_dir=tmp_path / "data",
-        output=tmp_path / "output",
-        batch_size=(8,),
-        learning_rate=(1e-3,),
-        weight_decay=(1e-5,),
-        epochs=8,
-        device="cpu",
-    )
+    options = one_point(ClassifyOptions, tmp_path, epochs=8)
     folder = run_classify(options)
     result = read_record(folder / "classify.json")["results"]["tasks"][name]
     task = ClassifyTask(name, ("train", "validation", "test"), ("accuracy",), (ANIMAL, THING))

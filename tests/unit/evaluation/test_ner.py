@@ -12,6 +12,7 @@ import tokenizers
 import torch
 import transformers
 from seqeval.metrics import f1_score
+from unit.evaluation.glue_inputs import one_point
 from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import ConversionError, DataError
@@ -172,21 +173,12 @@ def test_words_beyond_the_longest_input_are_predicted_as_o_with_a_warning(inputs
 def test_slow_tokenizer_is_refused_before_the_first_run(inputs, monkeypatch):
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ConversionError, match=r"cannot map words to tokens; add a tokenizer\.json"):
-        run_ner(NerOptions(model=inputs / "model", data_dir=inputs / "data", output=inputs / "slow", device="cpu"))
+        run_ner(one_point(NerOptions, inputs, output=inputs / "slow"))
     assert not (inputs / "slow").exists()
 
 
 def test_scores_are_seqevals_for_the_weights_that_are_kept_after_an_epoch(inputs):
-    options = NerOptions(
-        model=inputs / "model",
-        data_dir=inputs / "data",
-        output=inputs / "output",
-        batch_size=(8,),
-        learning_rate=(1e-3,),
-        weight_decay=(1e-5,),
-        epochs=16,
-        device="cpu",
-    )
+    options = one_point(NerOptions, inputs, epochs=16)
     folder = run_ner(options)
     results = read_record(folder / "ner.json")["results"]["tasks"]
     weights, labels = Path(results["animals"]["kept"]), ("O", *sorted(TAGS[1:]))
