@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import NO_TOKENS, CorpusFiles, Counts, corpus_files
 from megatron_neobert.data.corpus.reader import Corpus
-from megatron_neobert.data.corpus.shard_files import HEADER, AllowedIds, check_index, damage_error, read_header
+from megatron_neobert.data.corpus.shard_files import HEADER, AllowedIds, MappedShard, damage_error
 from megatron_neobert.data.corpus.writer import TokenizedChunk, write_corpus
 from megatron_neobert.data.tokenizer.tokenizer import Tokenizer
 from megatron_neobert.errors import DataError, MissingInputError, OutputError
@@ -64,18 +64,12 @@ class _MegatronIndex:
     """
 
     def __init__(self, files: CorpusFiles) -> None:
-        self.dtype, sequences, _ = read_header(files.idx)
-        index = np.memmap(files.idx, np.uint8, mode="r")
-        at_pointers, at_boundaries = HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
-        lengths = index[HEADER.size : at_pointers].view("<i4")
-        self._pointers = index[at_pointers:at_boundaries].view("<i8")
-        self._boundaries = index[at_boundaries:].view("<i8")
-        check_index(files.idx, lengths, self._pointers, self.dtype)
-        self._end = int(self._pointers[-1]) + int(lengths[-1]) * self.dtype.itemsize
-        if (size := files.bin.stat().st_size) != self._end:
-            raise damage_error(files.bin, 0, f"{self._end} bytes, as in {files.idx.name}", f"{size}")
-        if self._boundaries[0] != 0 or self._boundaries[-1] != sequences:
-            found = f"{self._boundaries[0]} to {self._boundaries[-1]}"
+        self._shard = shard = MappedShard(files.bin, files.idx)
+        self.dtype, boundaries, sequences = shard.dtype, shard.boundaries, shard.lengths.size
+        at_boundaries = HEADER.size + 12 * sequences
+        shard.check_index(shard.pointers)
+        if boundaries[0] != 0 or boundaries[-1] != sequences:
+            found = f"{boundaries[0]} to {boundaries[-1]}"
             raise damage_error(files.idx, at_boundaries, f"document boundaries from 0 to {sequences}", found)
         self.documents = self.empty = 0
         for document_lengths in self.document_lengths():
@@ -88,11 +82,12 @@ class _MegatronIndex:
 
     def document_lengths(self) -> Iterator[NDArray[np.int64]]:
         """Yield the number of tokens of each document, in consecutive arrays. An empty document has 0."""
-        for first in range(0, len(self._boundaries) - 1, _STEP):
-            boundaries = self._boundaries[first : first + _STEP + 1]
-            has_pointer = boundaries < len(self._pointers)
-            begins = np.full(len(boundaries), self._end)
-            begins[has_pointer] = self._pointers[boundaries[has_pointer]]
+        shard = self._shard
+        for first in range(0, len(shard.boundaries) - 1, _STEP):
+            boundaries = shard.boundaries[first : first + _STEP + 1]
+            has_pointer = boundaries < len(shard.pointers)
+            begins = np.full(len(boundaries), shard.end)
+            begins[has_pointer] = shard.pointers[boundaries[has_pointer]]
             yield np.diff(begins) // self.dtype.itemsize
 
 

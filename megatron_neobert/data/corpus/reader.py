@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_neobert.data.corpus.format import DAMAGED, CorpusFiles, Manifest, corpus_files, read_manifest
 from megatron_neobert.data.corpus.object_storage import ObjectStorage, RemoteFile
-from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, check_index, damage_error
+from megatron_neobert.data.corpus.shard_files import AllowedIds, MappedShard, damage_error
 from megatron_neobert.data.inputs.stream import is_url
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -66,10 +66,9 @@ class Corpus:
         else:
             self.files, self.manifest, pairs = storage.open_corpus(str(prefix))
         _allow_open_files(2 * len(self.manifest.shards))
-        self.shards = [
-            MappedShard(*pair, shard, dtype=self.manifest.dtype, manifest=self.files.manifest)
-            for pair, shard in zip(pairs, self.manifest.shards, strict=True)
-        ]
+        self.shards = [MappedShard(*pair) for pair in pairs]
+        for shard, recorded in zip(self.shards, self.manifest.shards, strict=True):
+            shard.check_manifest(recorded, dtype=self.manifest.dtype, manifest=self.files.manifest)
         self.dtype = self.shards[0].dtype
         # Number of the first document of each shard, and of the first document after it.
         self._ends = np.cumsum([shard.lengths.size for shard in self.shards], dtype=np.int64)
@@ -221,7 +220,7 @@ def open_corpus(prefix: str, *, cache: str | None) -> Corpus:
 def check_indexes(corpus: Corpus) -> None:
     """Read all indexes; raise DataError with the file and the byte offset if an entry is wrong."""
     for shard in corpus.shards:
-        check_index(shard.idx, shard.lengths, shard.pointers_and_boundaries, shard.dtype)
+        shard.check_index(shard.pointers_and_boundaries)
 
 
 def check_content(corpus: Corpus) -> None:

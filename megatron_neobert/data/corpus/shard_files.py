@@ -68,39 +68,88 @@ def _pointers_and_boundaries(lengths: Iterable[NDArray[np.int32]], dtype: np.dty
 
 
 class MappedShard:
-    """One corpus shard: a mapped .idx, and a .bin that is mapped or remote.
+    """One .bin/.idx pair: a mapped .idx, and a .bin that is mapped or remote.
 
-    Raise DataError if the sizes of both files, the ends of the index and the manifest contradict each other. `expected`
-    and `dtype` are from the manifest, whose path is for error messages.
+    Raise DataError if the header is malformed, or the sizes of both files and the ends of the index contradict each
+    other.
     """
 
-    def __init__(
-        self, bin_: Path | RemoteFile, idx: Path, expected: CorpusShard, *, dtype: str, manifest: Path
-    ) -> None:
-        self.bin, self.idx = bin_, idx
-        self.dtype, documents, boundaries = read_header(idx)
-        if boundaries != documents + 1:
-            counts = f"{documents} sequences and {boundaries} boundaries"
-            raise damage_error(idx, 18, "one boundary more than sequences (each document is one sequence)", counts)
-        content, at_pointers = np.memmap(idx, np.uint8, "r"), HEADER.size + 4 * documents
-        self.lengths = np.frombuffer(content, "<i4", documents, HEADER.size)
-        self.pointers = np.frombuffer(content, "<i8", documents, at_pointers)
-        self.pointers_and_boundaries = np.frombuffer(content, "<i8", 2 * documents + 1, at_pointers)
+    def __init__(self, bin_: Path | RemoteFile, idx: Path) -> None:
+        self.bin, self.idx, size = bin_, idx, idx.stat().st_size
+        if size < HEADER.size:
+            raise damage_error(idx, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
+        content = np.memmap(idx, np.uint8, "r")
+        magic, version, code, sequences, boundaries = HEADER.unpack(content[: HEADER.size].tobytes())
+        expected_bytes = HEADER.size + 12 * sequences + 8 * boundaries
+        size_rule = f"{expected_bytes} bytes for {sequences} sequences and {boundaries} boundaries"
+        for offset, rule, found, is_right in (
+            (0, f"magic {MAGIC!r}", f"{magic!r}", magic == MAGIC),
+            (9, "version 1", version, version == 1),
+            (17, "dtype code 8 (uint16) or 4 (int32)", code, code in DTYPES),
+            (18, "at least one document", sequences, sequences > 0),
+            (18, size_rule, f"a file of {size} bytes", size == expected_bytes),
+        ):
+            if not is_right:
+                raise damage_error(idx, offset, rule, found)
+        self.dtype = DTYPES[code]
+        self.lengths = np.frombuffer(content, "<i4", sequences, HEADER.size)
+        entries = np.frombuffer(content, "<i8", sequences + boundaries, HEADER.size + 4 * sequences)
+        self.pointers, self.boundaries, self.pointers_and_boundaries = entries[:sequences], entries[sequences:], entries
         self.end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        size = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
-        tokens = self.end // self.dtype.itemsize
-        if size != self.end:
-            rule = f"{self.end} bytes for {tokens} tokens of {self.dtype}, as in {idx.name}"
-            raise damage_error(bin_, max(0, min(self.end, size)), rule, f"a file of {size} bytes")
-        for name, found, recorded in (
-            ("documents", documents, expected.documents),
-            ("tokens", tokens, expected.tokens),
+        size_of_bin = bin_.stat().st_size if isinstance(bin_, Path) else len(bin_)
+        if size_of_bin != self.end:
+            rule = f"{self.end} bytes for {self.tokens} tokens of {self.dtype}, as in {idx.name}"
+            raise damage_error(bin_, max(0, min(self.end, size_of_bin)), rule, f"a file of {size_of_bin} bytes")
+        # Sliced by byte offsets. An empty file cannot be mapped.
+        self.content: memoryview | RemoteFile = memoryview(b"")
+        if size_of_bin:
+            self.content = np.memmap(bin_, np.uint8, "r").data if isinstance(bin_, Path) else bin_
+
+    @property
+    def tokens(self) -> int:
+        return self.end // self.dtype.itemsize
+
+    def check_manifest(self, recorded: CorpusShard, *, dtype: str, manifest: Path) -> None:
+        """Raise DataError if a document is not one sequence, or if the manifest contradicts the index."""
+        documents = self.lengths.size
+        if self.boundaries.size != documents + 1:
+            counts = f"{documents} sequences and {self.boundaries.size} boundaries"
+            raise damage_error(self.idx, 18, "one boundary more than sequences (each document is one sequence)", counts)
+        for name, expected, found in (
+            ("documents", documents, recorded.documents),
+            ("tokens", self.tokens, recorded.tokens),
             ("dtype", self.dtype.name, dtype),
         ):
-            if found != recorded:
-                raise DataError(f"{manifest}: expected {name} {found} as in {idx.name}, found {recorded}; {DAMAGED}")
-        # Both are sliced by byte offsets.
-        self.content = np.memmap(bin_, np.uint8, "r").data if isinstance(bin_, Path) else bin_
+            if found != expected:
+                raise DataError(
+                    f"{manifest}: expected {name} {expected} as in {self.idx.name}, found {found}; {DAMAGED}"
+                )
+
+    def check_index(self, entries: NDArray[np.int64]) -> None:
+        """Raise DataError with a byte offset unless all lengths are positive, and `entries` follow from them.
+
+        The entries are `pointers` (byte offsets in the .bin) or `pointers_and_boundaries`.
+        """
+        lengths, first = self.lengths, 0
+        for expected in _pointers_and_boundaries(self._positive_lengths(), self.dtype):
+            found = entries[first : first + expected.size]
+            expected = expected[: found.size]
+            if not np.array_equal(found, expected):
+                at = first + int(np.argmax(found != expected))
+                rule = f"boundary {at - lengths.size} to be {expected[at - first]}"
+                if at < lengths.size:
+                    rule = f"pointer of document {at} to be {expected[at - first]} bytes, the tokens before it"
+                raise damage_error(self.idx, HEADER.size + 4 * lengths.size + 8 * at, rule, entries[at])
+            first += expected.size
+
+    def _positive_lengths(self) -> Iterator[NDArray[np.int32]]:
+        for first in range(0, self.lengths.size, _ITEMS_PER_STEP):
+            step = self.lengths[first : first + _ITEMS_PER_STEP]
+            if step.min() < 1:
+                at = int(np.argmax(step < 1))
+                offset = HEADER.size + 4 * (first + at)
+                raise damage_error(self.idx, offset, f"a length above 0 of document {first + at}", step[at])
+            yield step
 
     def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the byte offset in the .bin and the length in tokens of each document, numbered within the shard.
@@ -186,57 +235,3 @@ class AllowedIds:
 def damage_error(path: Path | RemoteFile, offset: int, expected: object, found: object) -> DataError:
     """Return the error for a file that differs from what is expected at a byte offset."""
     return DataError(f"{path}, byte {offset}: expected {expected}, found {found}; {DAMAGED}")
-
-
-def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Return from an .idx the dtype of the token ids, and the numbers of sequences and of document boundaries.
-
-    There is one boundary more than documents. Raise DataError if the header is malformed, or the size of the file
-    contradicts it.
-    """
-    size = path.stat().st_size
-    if size < HEADER.size:
-        raise damage_error(path, size, f"at least {HEADER.size} bytes of header", f"a file of {size} bytes")
-    with path.open("rb") as stream:
-        magic, version, code, sequences, boundaries = HEADER.unpack(stream.read(HEADER.size))
-    expected_size = HEADER.size + 12 * sequences + 8 * boundaries
-    size_rule = f"{expected_size} bytes for {sequences} sequences and {boundaries} boundaries"
-    for offset, rule, found, is_right in (
-        (0, f"magic {MAGIC!r}", f"{magic!r}", magic == MAGIC),
-        (9, "version 1", version, version == 1),
-        (17, "dtype code 8 (uint16) or 4 (int32)", code, code in DTYPES),
-        (18, "at least one document", sequences, sequences > 0),
-        (18, size_rule, f"a file of {size} bytes", size == expected_size),
-    ):
-        if not is_right:
-            raise damage_error(path, offset, rule, found)
-    return DTYPES[code], sequences, boundaries
-
-
-def check_index(path: Path, lengths: NDArray[np.int32], entries: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
-    """Raise DataError with a byte offset in the .idx `path` unless all lengths are positive, and `entries` follow.
-
-    The entries are the pointers (byte offsets of documents in the .bin), with or without the document boundaries after
-    them. Pointers depend on `dtype`, the type of the token ids.
-    """
-
-    def positive_lengths() -> Iterator[NDArray[np.int32]]:
-        for first in range(0, lengths.size, _ITEMS_PER_STEP):
-            step = lengths[first : first + _ITEMS_PER_STEP]
-            if step.min() < 1:
-                at = int(np.argmax(step < 1))
-                offset = HEADER.size + 4 * (first + at)
-                raise damage_error(path, offset, f"a length above 0 of document {first + at}", step[at])
-            yield step
-
-    first = 0
-    for expected in _pointers_and_boundaries(positive_lengths(), dtype):
-        found = entries[first : first + expected.size]
-        expected = expected[: found.size]
-        if not np.array_equal(found, expected):
-            at = first + int(np.argmax(found != expected))
-            rule = f"boundary {at - lengths.size} to be {expected[at - first]}"
-            if at < lengths.size:
-                rule = f"pointer of document {at} to be {expected[at - first]} bytes, the {dtype} tokens before it"
-            raise damage_error(path, HEADER.size + 4 * lengths.size + 8 * at, rule, entries[at])
-        first += expected.size

@@ -74,7 +74,7 @@ def make_boundaries_descend(prefix):
         ([[*DOCUMENTS[0], SEP], DOCUMENTS[1]], None, 100, "ends with the special token 3, but document 1 does not"),
         ([[*DOCUMENTS[0], SEP], [7]], None, 100, "but document 1 does not, or has no other token"),
         (DOCUMENTS, make_boundaries_descend, 100, "expected ascending document boundaries"),
-        (DOCUMENTS, lambda prefix: os.truncate(f"{prefix}.bin", 100), 100, "expected 182 bytes, as in M.idx, found "),
+        (DOCUMENTS, lambda prefix: os.truncate(f"{prefix}.bin", 100), 100, "expected 182 bytes for 91 tokens of uint"),
         (DOCUMENTS, None, 30, "or give the --tokenizer-model with which the files were written"),
     ],
     ids=["eod of some", "single token", "boundaries", "bin", "tokenizer"],
