@@ -333,11 +333,7 @@ def prune(save: Path, *, keep_last: int, keep_every: int | None) -> None:
     """Delete all checkpoints except the newest `keep_last` and the multiples of `keep_every` iterations."""
     for checkpoint in list_checkpoints(save)[keep_last:]:
         if (keep_every is None or iteration_of(checkpoint) % keep_every) and is_own_folder(checkpoint, MANIFEST):
-            delete_folder(_rename_to_old(checkpoint), MANIFEST)
-
-
-def _rename_to_old(checkpoint: Path) -> Path:
-    """Rename a folder so that it is not a checkpoint while it is being deleted, and return the new path."""
-    old = checkpoint.with_name(f".old-{checkpoint.name}")
-    delete_folder(old, MANIFEST)
-    return checkpoint.rename(old)
+            # With this name it is no checkpoint while it is being deleted.
+            old = checkpoint.with_name(f".old-{checkpoint.name}")
+            delete_folder(old, MANIFEST)
+            delete_folder(checkpoint.rename(old), MANIFEST)

@@ -27,6 +27,7 @@ from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.stream import order_key
 from megatron_neobert.data.batches.windows import Cursor
 from megatron_neobert.errors import CheckpointError
+from megatron_neobert.runtime.distributed import broadcast, first_of_ranks
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.state import Run
 
@@ -67,7 +68,7 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
     saved, (train_state, optimizer_steps) = read_fitting_run(
         folder, run.settings, run.opened, has_new_data=has_new_data
     )
-    stored = _broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
+    stored = broadcast(_on_all_ranks(lambda: StoredTensors(folder) if is_rank_zero() else None))
     _on_all_ranks(lambda: _read_tensors(run, stored, with_moments=not saved.weights_only))
     if run.settings.parallel.use_distributed_optimizer:
         run.model.start_param_sync(force_sync=True)  # gathers the weights, of which each rank has read its part
@@ -118,7 +119,7 @@ def _find_in(settings: Settings, load: str) -> Path | None:
     Collective: all ranks.
     """
     # Rank 0 lists the folders, because a network file system may show them to other ranks later.
-    folders = _broadcast(
+    folders = broadcast(
         _on_all_ranks(lambda: list_folders(Path(load)) if is_rank_zero() and list_checkpoints(Path(load)) else [])
     )
     if not folders:
@@ -145,13 +146,6 @@ def _verify_share(folder: Path) -> None:
     _on_all_ranks(lambda: verify_files(folder, share=(rank, ranks)))
 
 
-def _broadcast(value: Any) -> Any:
-    """Return the value of rank 0. Collective: all ranks."""
-    values = [value]
-    torch.distributed.broadcast_object_list(values)
-    return values[0]
-
-
 def _on_all_ranks(function: Callable[[], Any]) -> Any:
     """Return the result of a function, which each rank calls for itself.
 
@@ -165,8 +159,6 @@ def _on_all_ranks(function: Callable[[], Any]) -> Any:
         result = function()
     except (CheckpointError, OSError) as own_error:
         error = own_error
-    errors: list[Exception | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(errors, error)
-    if first_error := next(filter(None, errors), None):
+    if first_error := first_of_ranks(error):
         raise first_error
     return result

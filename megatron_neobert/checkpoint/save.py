@@ -30,6 +30,7 @@ from megatron_neobert.checkpoint.train_state import TrainState, write_train_stat
 from megatron_neobert.config.cli import write_record
 from megatron_neobert.errors import DivergenceError, OutputError, SaveError
 from megatron_neobert.runtime.atomic_files import sync_to_disk
+from megatron_neobert.runtime.distributed import broadcast, first_of_ranks
 from megatron_neobert.runtime.environment import is_rank_zero
 from megatron_neobert.runtime.new_file import FileRecord
 from megatron_neobert.runtime.own_files import delete_folder
@@ -73,15 +74,14 @@ class Saver:
         self.finish()
         run, config = self.run, self.run.settings.checkpoint
         self._iteration = run.state.iteration
-        problem, folder = None, [Path()]
+        problem, temporary = None, Path()
         if is_rank_zero():
             try:
-                folder = [prepare_folder(self._final)]
+                temporary = prepare_folder(self._final)
             except (OSError, OutputError) as error:
                 problem = _describe(error)
         self._raise_on_all_ranks(problem)
-        torch.distributed.broadcast_object_list(folder)
-        (self._temporary,) = folder
+        self._temporary = broadcast(temporary)
         # Each rank has updated the weights that it saves. Those of other ranks may not have been gathered yet.
         boxes = [box for part in parts_to_save(run) for box in part.boxes()]
         self._check_finite(boxes)
@@ -131,7 +131,7 @@ class Saver:
         extremes = [torch.stack(box.data.aminmax()).isfinite().all() for box in boxes]
         finite = torch.stack(extremes).tolist() if extremes else []
         names = sorted({box.name for box, is_finite in zip(boxes, finite, strict=True) if not is_finite})
-        problem = _first_problem(f"{len(names)} tensors, {names[0]} the first," if names else None)
+        problem = first_of_ranks(f"{len(names)} tensors, {names[0]} the first," if names else None)
         if problem is not None:
             self._remove_temporary()
             raise DivergenceError(
@@ -170,7 +170,7 @@ class Saver:
 
     def _raise_on_all_ranks(self, problem: str | None) -> None:
         """Delete the temporary folder and raise SaveError on all ranks, if any has a problem. Collective: all ranks."""
-        problem = _first_problem(problem)
+        problem = first_of_ranks(problem)
         if problem is not None:
             self._remove_temporary()
             raise SaveError(
@@ -208,10 +208,3 @@ def _write(path: Path, boxes: Sequence[LocalBox]) -> dict[str, FileRecord]:
 def _describe(error: BaseException) -> str:
     text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return f"rank {torch.distributed.get_rank()} on {socket.gethostname()}: {text}"
-
-
-def _first_problem(problem: str | None) -> str | None:
-    """Return the problem of the lowest rank with a problem, the same on all ranks, or None. Collective: all ranks."""
-    problems: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    return next((text for text in problems if text is not None), None)

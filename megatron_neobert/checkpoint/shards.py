@@ -159,7 +159,9 @@ def _main_weights(optimizer: Any, model: Any) -> Iterator[tuple[Tensor, Tensor, 
 
 def parts_to_save(run: Run) -> list[Part]:
     """Return the parts that this rank writes. Together, all ranks write every element once, in about equal shares."""
-    parts = [part for part in local_parts(run) if _is_first_copy(part.entry)]
+    # Without tensors that a lower tensor-parallel rank or pipeline stage has, too; the last number is the data-parallel
+    # rank.
+    parts = [part for part in local_parts(run) if not any(part.entry.replica_id[:2])]
     if run.settings.parallel.use_distributed_optimizer:
         return parts
     # All data-parallel ranks have the same parts, so each writes a share of their elements.
@@ -188,8 +190,3 @@ def assign_to_files(boxes: Iterable[LocalBox]) -> list[dict[str, LocalBox]]:
             files.append(file := {})
         file[box.name] = box
     return files
-
-
-def _is_first_copy(entry: ShardedTensor | ShardedTensorFactory) -> bool:
-    """Return True if no lower tensor-parallel rank or pipeline stage has the same tensor."""
-    return not any(entry.replica_id[:2])  # the last number is the data-parallel rank

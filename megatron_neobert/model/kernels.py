@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_neobert.config.rules import FP8_BLOCK, HEAD_WIDTH_MULTIPLE, graph_obstacle
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.errors import ConfigError, short_reason
+from megatron_neobert.runtime.megatron_imports import compile_at_first_call
 
 Heads = Iterable[Tensor]  # queries, keys and values, [t, n, d] each
 PackedAttention = Callable[..., Tensor]  # attend_with_torch, or a function with its arguments
@@ -300,12 +301,10 @@ def compiled_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
     # Without compilation, each operation reads and writes whole tensors. On a GPU that is most of the step's time
     # outside matrix products and attention (docs/performance.md).
-    @functools.cache
-    def compiled() -> Callable[..., Any]:
-        return torch.compile(function)
+    compiled = compile_at_first_call(function)
 
     @functools.wraps(function)
     def call(first: torch.Tensor, *rest: torch.Tensor) -> Any:
-        return (compiled() if first.is_cuda else function)(first, *rest)
+        return (compiled if first.is_cuda else function)(first, *rest)
 
     return call

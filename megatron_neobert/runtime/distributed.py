@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -25,6 +25,8 @@ _NODE_0_KEY = "address of node 0"
 _RECORDED_COLLECTIVES = "256"  # size of torch's flight recorder
 # NCCL and gloo time out this much later than the watcher, which reports the rank at fault.
 MARGIN_SECONDS = 90
+
+Value = TypeVar("Value")
 
 
 def initialize(settings: Settings, *, contents: Mapping[str, object] | None = None) -> torch.device:
@@ -120,6 +122,20 @@ def _listen_on_one_interface(store: torch.distributed.Store) -> None:
         if any(entry.address == address for entry in interface_addresses):
             for variable in variables:
                 os.environ.setdefault(variable, interface)
+
+
+def broadcast(value: Value) -> Value:
+    """Return the value of rank 0. Collective: all ranks."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def first_of_ranks(value: Value | None) -> Value | None:
+    """Return the value of the lowest rank that has one, the same on all ranks, or None. Collective: all ranks."""
+    values: list[Value | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return next((each for each in values if each is not None), None)
 
 
 def shut_down() -> None:

@@ -19,7 +19,7 @@ def import_megatron() -> None:
     if "megatron.core" in sys.modules:
         return
     original_compile = torch.compile
-    torch.compile = _compile_at_first_call  # type: ignore[assignment]
+    torch.compile = compile_at_first_call  # type: ignore[assignment]
     if "wandb" not in sys.modules:
         # "import wandb" now raises ImportError, which megatron.core catches.
         sys.modules["wandb"] = None  # type: ignore[assignment]
@@ -32,10 +32,10 @@ def import_megatron() -> None:
             del sys.modules["wandb"]
 
 
-def _compile_at_first_call(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+def compile_at_first_call(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
     """Decorate a function like `torch.compile`, with or without options, but compile it only at its first call."""
     if function is None:
-        return functools.partial(_compile_at_first_call, **options)
+        return functools.partial(compile_at_first_call, **options)
 
     @functools.cache
     def compiled() -> Callable[..., Any]:

@@ -7,16 +7,18 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import socket
+import sys
 import threading
 import time
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed import DistError, Store
 
 from megatron_neobert import errors
 from megatron_neobert.runtime import signals
-from megatron_neobert.runtime.collectives import is_lost_connection, main_thread_waits, pending_collective
 from megatron_neobert.runtime.store import connect_to_store
 from megatron_neobert.text import parse_json, visible
 
@@ -28,6 +30,11 @@ _RECORD_SECONDS = 4.0  # in which a failing rank or its launcher records the fai
 _SILENCE_TICKS = 3  # in which a living rank publishes its status
 # A rank that imports a large library from a slow file system may hold Python's lock for half a minute.
 _SILENT_TICKS = 60
+# gloo raises RuntimeError with these messages; NCCL and the store raise torch.distributed.DistError.
+_LOST_CONNECTION = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
+    r"Application timeout caused pair closure|Timed out waiting"
+)
 
 
 class Status(NamedTuple):
@@ -120,7 +127,7 @@ class Watcher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         """Report that this rank has finished, or end the process because of an error."""
-        if isinstance(error, Exception) and is_lost_connection(error):
+        if isinstance(error, Exception) and _is_lost_connection(error):
             time.sleep(_RECORD_SECONDS)  # `_follow` ends the process if the cause is recorded, or else searches for it
             self._lost = f"lost another rank ({errors.short_reason(error)})"
             time.sleep(LONGEST_REPORT_SECONDS)
@@ -164,7 +171,7 @@ class Watcher:
         signals.end_process(errors.EXIT_UNAVAILABLE, text)
 
     def _publish(self) -> Status:
-        self._published = self._status._replace(number=self._published.number + 1, waits=main_thread_waits())
+        self._published = self._status._replace(number=self._published.number + 1, waits=_main_thread_waits())
         self._run.publish(self._published)
         return self._published
 
@@ -204,7 +211,35 @@ class Watcher:
         least = min(one.progress for one in ranks)
         behind = [one for one in ranks if one.progress == least]
         suspects = [one for one in behind if not one.waits] or behind
-        collective = f" (rank {self._status.rank} is in {name})" if (name := pending_collective()) else ""
+        collective = f" (rank {self._status.rank} is in {name})" if (name := _pending_collective()) else ""
         remedy = f"{REMEDY}, or raise --distributed-timeout-minutes"
         reason = f"no progress for {self._limit_seconds / 60:g} min{collective}{remedy}"
         return self._run.record(Failure(*suspects[0][:3], reason, is_hang=True))
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Return True if an error of a collective means that the connection to another rank is lost."""
+    if isinstance(error, DistError):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+
+
+def _pending_collective() -> str:
+    """Return the name of this rank's oldest collective that has not ended, such as "nccl:all_reduce".
+
+    Return "" if all have ended, or if this release of torch records collectives in another way.
+    """
+    name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    if dump is None:
+        return ""
+    entries = parse_json(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return next((str(entry["profiling_name"]) for entry in entries if not entry["retired"]), "")
+
+
+def _main_thread_waits() -> bool:
+    """Return True if the main thread is in code that waits for other ranks: Megatron's or torch.distributed's."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    name = "" if frame is None else frame.f_code.co_filename
+    # The last is the start of the process group, which waits for the store.
+    return any(part in name for part in ("torch/distributed", "megatron/core", "megatron_neobert/runtime/distributed"))

@@ -46,7 +46,6 @@ LAYERS = {
     "megatron_neobert.runtime.megatron_patches": Layer(3, "platform"),
     "megatron_neobert.runtime.megatron_imports": Layer(3, "platform"),
     "megatron_neobert.runtime.signals": Layer(3, "platform"),
-    "megatron_neobert.runtime.collectives": Layer(3, "platform"),
     "megatron_neobert.runtime.watcher": Layer(3, "platform"),
     "megatron_neobert.model": Layer(4, "model"),
     "megatron_neobert.data": Layer(4, "data"),
