@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from megatron_neobert.data.inputs.recognise import read_chunk
 from megatron_neobert.data.inputs.records import ReadSettings, RecordBatch, Rejected
 from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.filters import FilterSource, apply_filters
-from megatron_neobert.data.tokenizer.fast_backends import BackendMismatch, Encoder, open_encoder
+from megatron_neobert.data.tokenizer.fast_backends import Backend, BackendMismatch, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import DataError
 from megatron_neobert.runtime.atomic_files import sha256_of
@@ -48,7 +48,7 @@ class TokenizeJob(Job[TokenizedChunk]):
     read: ReadSettings
     tokenizer_model: str
     fingerprint: str  # of the tokenizer when the run was planned
-    backend: Literal["auto", "fast", "reference"]
+    backend: Backend
     filters: tuple[FilterSource, ...]
 
     def __str__(self) -> str:

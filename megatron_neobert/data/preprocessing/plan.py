@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_neobert import __version__
 from megatron_neobert.cli import option
@@ -24,7 +24,7 @@ from megatron_neobert.data.inputs.records import ReadSettings, read_size
 from megatron_neobert.data.inputs.stream import Chunk, is_url
 from megatron_neobert.data.preprocessing.chunks import TokenizeJob
 from megatron_neobert.data.preprocessing.filters import FilterSource, find_filters
-from megatron_neobert.data.tokenizer.fast_backends import Encoder, open_encoder
+from megatron_neobert.data.tokenizer.fast_backends import Backend, Encoder, open_encoder
 from megatron_neobert.data.tokenizer.files import find_tokenizer_file
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
@@ -51,7 +51,7 @@ class PreprocessSettings:
         metavar="PATH",
     )
     read: ReadSettings = field(default_factory=ReadSettings, metadata={"help": "what is read"})
-    tokenizer_backend: Literal["auto", "fast", "reference"] = option(
+    tokenizer_backend: Backend = option(
         "auto",
         "fast is nanotoken (WordPiece only), compared with the reference throughout the run: a difference ends the "
         "run; auto is fast if installed",
