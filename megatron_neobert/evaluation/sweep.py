@@ -205,7 +205,8 @@ def last_sweep(folder: Path, kind: str, task: str, model: str) -> Result | None:
 
 
 def show_progress(position: str, run: Run, outcome: Outcome) -> None:
-    score = f"{100 * outcome.average:.2f} at step {outcome.best_step:,} of {outcome.steps:,}"
+    metrics = " and ".join(run.task.metrics)
+    score = f"{metrics} {100 * outcome.average:.2f} % at step {outcome.best_step:,} of {outcome.steps:,}"
     print(f"{position} | {run.point.name} | {score} | {outcome.seconds:,.0f} s", file=sys.stderr, flush=True)
 
 
