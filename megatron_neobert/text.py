@@ -57,10 +57,10 @@ def counted(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
-def listed(names: Iterable[str], *, most: int = 4) -> str:
-    """Return the first `most` names and the number of the remaining ones: `a, b, c, d and 12 more`."""
+def listed(names: Iterable[str]) -> str:
+    """Return the first four names and the number of the remaining ones: `a, b, c, d and 12 more`."""
     every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
+    return ", ".join(every[:4]) + (f" and {len(every) - 4:,} more" if len(every) > 4 else "")
 
 
 def percent(share: float, *, digits: int = 1) -> str:

@@ -52,13 +52,12 @@ class Part:
         weight, main, *moments = (flat[begin:end] for flat in (self.weight, self.main, *self.moments.values()))
         return Part(self.entry, self.start + begin, weight, main, dict(zip(self.moments, moments, strict=True)))
 
-    def boxes(self, *, moments: bool = True) -> Iterator[LocalBox]:
+    def boxes(self) -> Iterator[LocalBox]:
         """Yield the boxes of the weights, of main weights with memory of their own, and of the moments."""
         flats = {"": self.weight}
         if self.has_main:
             flats[MAIN_WEIGHTS] = self.main
-        if moments:
-            flats |= {f"{OPTIMIZER_STATE}{name}.": moment for name, moment in self.moments.items()}
+        flats |= {f"{OPTIMIZER_STATE}{name}.": moment for name, moment in self.moments.items()}
         for prefix, flat in flats.items():
             yield from self.boxes_of(flat, prefix)
 

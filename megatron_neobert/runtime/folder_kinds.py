@@ -5,8 +5,8 @@ from pathlib import Path
 MANIFEST = "MANIFEST.json"  # of a checkpoint
 
 
-def remedy_for_model(folder: Path, *, otherwise: str = "name a Hugging Face folder") -> str:
-    """Return how to get a Hugging Face folder from a run or a checkpoint; for any other path return `otherwise`."""
+def remedy_for_model(folder: Path) -> str:
+    """Return how to get a Hugging Face folder from a run or a checkpoint, or the advice to name such a folder."""
     if any(folder.glob(f"iter_*/{MANIFEST}")):
         return (
             f"it is the --save folder of a run; convert its newest checkpoint: neobert convert megatron-to-hf --load "
@@ -14,7 +14,7 @@ def remedy_for_model(folder: Path, *, otherwise: str = "name a Hugging Face fold
         )
     if (folder / MANIFEST).is_file():
         return f"it is a checkpoint; convert it: neobert convert megatron-to-hf --load {folder} --output DIR"
-    return otherwise
+    return "name a Hugging Face folder"
 
 
 def remedy_for_run(folder: Path, *, otherwise: str) -> str:

@@ -1,5 +1,6 @@
 """Every launcher of a run names the rank that fails, hangs or leaves, and ends with its code, at each stage."""
 
+import itertools
 import re
 import socket
 import time
@@ -69,22 +70,6 @@ def assert_all_name_the_rank(corpus: Any, nodes: int, stage: str, rank: int, how
     return launchers
 
 
-@pytest.mark.parametrize(
-    ("nodes", "stage", "rank", "how"),
-    [
-        (1, "disk", 1, "refuse"),
-        (2, "joining", 1, "raise"),
-        (2, "folders", 1, "sys.exit 0"),
-        (2, "training", 0, "kill"),
-        (1, "training", 1, "os._exit 0"),
-        pytest.param(2, "training", 1, "stop", marks=pytest.mark.slow),
-        pytest.param(2, "training", 0, "stop for a minute", marks=pytest.mark.slow),
-    ],
-)
-def test_all_launchers_name_the_rank_that_fails_and_end_with_its_code(tiny_corpus, nodes, stage, rank, how):
-    assert_all_name_the_rank(tiny_corpus, nodes, stage, rank, how)
-
-
 def test_rank_that_hangs_is_named_with_its_place_and_prints_its_stack(tiny_corpus):
     first, second = assert_all_name_the_rank(tiny_corpus, 2, "training", 1, "hang")
     assert " in iteration 3 (training): no progress for 0.1 min" in first.errors[0]
@@ -94,10 +79,25 @@ def test_rank_that_hangs_is_named_with_its_place_and_prints_its_stack(tiny_corpu
     assert "most recent call first" not in first.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["raise", "os._exit 0", "os._exit 1", "kill", "hang"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_at_each_stage_all_launchers_name_the_rank_and_end_with_its_code(tiny_corpus, nodes, stage, rank, how):
+QUICK = [
+    (1, "disk", 1, "refuse"),
+    (2, "joining", 1, "raise"),
+    (2, "folders", 1, "sys.exit 0"),
+    (2, "training", 0, "kill"),
+    (1, "training", 1, "os._exit 0"),
+]
+SLOW = [
+    (2, "training", 1, "stop"),
+    (2, "training", 0, "stop for a minute"),
+    *itertools.product((1, 2), STAGES, (0, 1), ("raise", "os._exit 0", "os._exit 1", "kill", "hang")),
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stage", "rank", "how"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in QUICK)],
+)
+def test_at_each_stage_all_launchers_name_the_rank_that_fails_and_end_with_its_code(
+    tiny_corpus, nodes, stage, rank, how
+):
     assert_all_name_the_rank(tiny_corpus, nodes, stage, rank, how)

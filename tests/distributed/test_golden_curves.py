@@ -18,6 +18,7 @@ from tests_tiny import tiny_settings
 from tolerances import GOLDEN_GRAD_NORM, GOLDEN_LOSS
 from training_command import flags_of
 
+from megatron_neobert.config.schedule import rate_at
 from megatron_neobert.config.schema import PhaseChange, Settings
 from megatron_neobert.runtime.atomic_files import sha256_of
 
@@ -56,6 +57,8 @@ def command_of(name: str, settings: Settings) -> str:
 def curve_of(name: str, corpus: Any, save: Path, **training: Any) -> dict[str, Any]:
     settings = settings_of(name, corpus, save)
     train_on_ranks(settings.with_section("training", **training), world_size=RUNS[name][0])
+    rates = list(read_metrics(save, "lr").values())
+    assert rates == pytest.approx([rate_at(settings, iteration) for iteration in range(1, STEPS + 1)], rel=1e-12)
     curves = {key: list(read_metrics(save, key).values()) for key in ("loss", "grad_norm")}
     return {"command": command_of(name, settings), **curves}
 

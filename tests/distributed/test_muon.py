@@ -1,7 +1,6 @@
-"""Muon updates the matrices of layers like torch's Muon, and AdamW the rest; rates and decay follow their flags."""
+"""Muon updates the matrices of layers like torch's Muon, and AdamW the rest; weight decay follows its flags."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,39 +78,6 @@ def test_every_layout_gives_the_loss_curve_of_one_rank(settings, layout):
     gap = largest_relative_gap(read_metrics(one.checkpoint.save), read_metrics(two.checkpoint.save))
     print(f"{layout}: {gap}")
     assert gap <= LAYOUT_LOSS.gate
-
-
-# --- learning-rate schedules and weight decay follow their flags
-
-
-PEAK, FLOOR = 2e-3, 2e-4
-WARMUP, STABLE, END = 2, 3, 5  # iterations; with WSD the rate is constant from WARMUP to STABLE
-
-
-@pytest.mark.parametrize(
-    ("style", "begin", "decay"),
-    [
-        pytest.param("cosine", WARMUP, lambda done: (1 + math.cos(math.pi * done)) / 2, marks=pytest.mark.slow),
-        ("WSD minus_sqrt", STABLE, lambda done: 1 - done**0.5),
-    ],
-)
-def test_learning_rate_warms_up_linearly_and_then_follows_its_style(settings, style, begin, decay):
-    """The control is the formula of a linear decay after the warm-up."""
-    style, _, wsd_style = style.partition(" ")
-    wsd = {"lr_wsd_decay_style": wsd_style, "lr_wsd_decay_iters": END - STABLE} if wsd_style else {}
-    run = settings(optimizer={"lr_decay_style": style, "lr_warmup_iters": WARMUP, "lr_decay_iters": END, **wsd})
-    train_on_ranks(run)
-    rates = list(read_metrics(run.checkpoint.save, "lr").values())  # the first update has the rate of step 0
-    assert rates == pytest.approx([rate(step, begin, decay) for step in range(ITERATIONS)])
-    linear = [rate(step, WARMUP, lambda done: 1 - done) for step in range(ITERATIONS)]
-    assert rates != pytest.approx(linear)
-
-
-def rate(step: int, begin: int, decay: Callable[[float], float]) -> float:
-    """Return the learning rate after `step` updates, with a decay that starts at `begin`."""
-    if step < WARMUP:
-        return PEAK * step / WARMUP
-    return FLOOR + (PEAK - FLOOR) * decay(min(1.0, max(0.0, (step - begin) / (END - begin))))
 
 
 def test_weight_decay_applies_to_vectors_only_with_scope_all(settings):

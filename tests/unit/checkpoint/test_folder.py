@@ -38,12 +38,12 @@ FILES = ("train_state.json", "settings.yaml", *(f"rank_{rank:05d}.safetensors" f
 TOKENIZER_FILES = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
 
 
-def save_files(save: Path, iteration: int, content: str = "content") -> Path:
+def save_files(save: Path, iteration: int) -> Path:
     final = iteration_folder(save, iteration)
     temporary = prepare_folder(final)
     (temporary / "tokenizer").mkdir()
     for name in (*FILES, *(f"tokenizer/{name}" for name in TOKENIZER_FILES)):
-        (temporary / name).write_text(content)
+        (temporary / name).write_text("content")
     write_manifest(temporary, {})
     publish(temporary, final)
     return final

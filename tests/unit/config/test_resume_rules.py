@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,22 +112,30 @@ def test_micro_batch_size_can_change_unless_the_loss_is_a_mean_of_micro_batches(
 # --- what a run and the runs before it have read
 
 
-def data_of(*corpora: str, seed: int = 0, phases: tuple[PhaseChange, ...] = ()) -> Settings:
-    return Settings().with_section("data", data_path=corpora).with_section("training", seed=seed, phases=phases)
+def data_of(*corpora: str, phases: tuple[PhaseChange, ...] = ()) -> Settings:
+    return Settings().with_section("data", data_path=corpora).with_section("training", phases=phases)
+
+
+def saved_run(settings: Settings, corpus_sha256: str, **changes: Any) -> SavedRun:
+    """Return the record of a checkpoint of iteration 10, of a run that has read one corpus."""
+    record = {"first_corpus_sha256": corpus_sha256, "read_corpora": (), "weights_only": False, **changes}
+    return SavedRun(folder=FOLDER, settings=settings, iteration=10, corpus_sha256=corpus_sha256, **record)
 
 
 def start(
-    now: Settings, *, read: tuple[tuple[str, int], ...], last: str, hashes: tuple[str, ...], **saved: bool
+    now: Settings,
+    *,
+    read: tuple[tuple[str, int], ...],
+    last: str,
+    hashes: tuple[str, ...],
+    weights_only: bool = False,
 ) -> None:
     """Continue a run that has read corpora, the last of them `last`. `hashes` are those of the new phases."""
-    run = SavedRun(
-        folder=FOLDER,
-        settings=data_of("A") if last else Settings(),
-        iteration=10,
-        corpus_sha256=last,
-        first_corpus_sha256=last,
+    run = saved_run(
+        data_of("A") if last else Settings(),
+        last,
         read_corpora=[ReadCorpus(*each, split="99,1") for each in read],
-        weights_only=saved.get("weights_only", False),
+        weights_only=weights_only,
     )
     corpora = [{name[0]: f"prefix {name}"} for name in hashes]
     refuse_unfit_checkpoint(run, now, hashes, corpora, has_new_data=True)
@@ -171,15 +180,7 @@ def test_resuming_in_a_later_phase_keeps_settings_and_documents_of_the_first_pha
     now = before
     for section, values in changed.items():
         now = now.with_section(section, **values)
-    saved = SavedRun(
-        folder=FOLDER,
-        settings=before,
-        iteration=10,
-        corpus_sha256="b",
-        first_corpus_sha256="a",
-        read_corpora=(),
-        weights_only=False,
-    )
+    saved = saved_run(before, "b", first_corpus_sha256="a")
     corpora = [{"a": "A"}, {"b": "B"}]
     refuse_unfit_checkpoint(saved, before, ["a", "b"], corpora, has_new_data=False)
     with pytest.raises(CheckpointError, match=message):
@@ -189,15 +190,7 @@ def test_resuming_in_a_later_phase_keeps_settings_and_documents_of_the_first_pha
 def warnings_of(now: Settings, *, split: str = "99,1", train_iters: int = 100) -> str:
     """Return the warnings of a run on corpus a that starts from iteration 10 of a run on corpus a."""
     before = rates(train_iters=train_iters)
-    saved = SavedRun(
-        folder=FOLDER,
-        settings=before,
-        iteration=10,
-        corpus_sha256="a",
-        first_corpus_sha256="a",
-        read_corpora=(ReadCorpus("a", 0, split),),
-        weights_only=False,
-    )
+    saved = saved_run(before, "a", read_corpora=(ReadCorpus("a", 0, split),))
     return " ".join(continue_warnings(saved, now, {"a": "A"}))
 
 
