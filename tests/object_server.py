@@ -31,6 +31,7 @@ class ObjectServer:
     fault_of: Callable[[str, str], Fault] = lambda method, name: None
     requests: list[Request] = field(default_factory=list)
     url: str = ""
+    has_ranges: bool = True  # False: requests for a range are answered with the whole file
 
     @contextmanager
     def running(self, port: int = 0) -> Iterator["ObjectServer"]:
@@ -55,7 +56,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        server, path = self.object_server, self.object_server.folder / self.path.lstrip("/")
+        server = self.object_server
+        path = server.folder / self.path.partition("?")[0].lstrip("/")
         fault = server.fault_of(self.command, path.name)
         if fault == "503" or not path.is_file():
             server.requests.append(Request(self.command, path.name, 0, 0))
@@ -65,7 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         status = path.stat()
         begin, end = 0, status.st_size
-        if requested := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+        requested = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if server.has_ranges else None
+        if requested:
             begin, end = int(requested[1]), min(int(requested[2]) + 1, end)
         with path.open("rb") as file:
             file.seek(begin)
@@ -78,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if requested else 200)
         for name, value in (
             ("Content-Length", str(size)),
-            ("Accept-Ranges", "bytes"),
+            ("Accept-Ranges", "bytes" if server.has_ranges else "none"),
             ("ETag", f'"{status.st_size}-{status.st_mtime_ns}"'),
         ):
             self.send_header(name, value)

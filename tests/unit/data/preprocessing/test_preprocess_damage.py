@@ -1,15 +1,13 @@
 """Damaged input files, and fast back ends that give wrong ids."""
 
 import gzip
-import http.server
-import threading
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import call
+from object_server import ObjectServer
 from unit.data.preprocess_workspace import cut_small, decoded
 
 from megatron_neobert.data.corpus.format import BackendRecord
@@ -22,20 +20,12 @@ from megatron_neobert.errors import ConfigError, DataError
 # --- damaged input files
 
 
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        """Print nothing: a test checks that no output contains the query of a request."""
-
-
 @pytest.fixture
 def server(tmp_path):
     """Address of a web server that ignores range requests and always sends whole files."""
     pytest.importorskip("aiohttp")
-    handler = partial(QuietHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
+    with ObjectServer(tmp_path, has_ranges=False).running() as running:
+        yield running.url
 
 
 def add_damaged_inputs(workspace):
