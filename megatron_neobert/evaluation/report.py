@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,16 +24,6 @@ from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.runtime.atomic_files import replace_file
 from megatron_neobert.text import in_bytes
 
-# Kind of a record -> its heading and the command that writes the record, in the order of the report.
-KINDS = {
-    "pseudo_perplexity": ("Pseudo-perplexity", "neobert evaluate ppl"),
-    "throughput": ("Throughput", "neobert evaluate throughput"),
-    "glue": ("GLUE", "neobert evaluate glue"),
-    "ner": ("Named-entity recognition", "neobert evaluate ner"),
-    "classify": ("Classification", "neobert evaluate classify"),
-    "mteb": ("MTEB", "neobert evaluate mteb"),
-    "contrastive": ("Contrastive fine-tuning", "neobert train-embedder"),
-}
 _METRICS = {
     "ner": "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct.",
     "classify": "Accuracy, and macro_f1, the mean of F1 over the classes.",
@@ -68,11 +58,11 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
     records = find_records(folders)
     output.mkdir(parents=True, exist_ok=True)
     page = [heading("Evaluation", 1)]
-    for kind, (title, command) in KINDS.items():
+    for kind, (title, command, section) in KINDS.items():
         blocks = [paragraph(f"Missing: no record; {command} writes it.")]
         if of_kind := [record for record in records if record.kind == kind]:
             try:
-                blocks = SECTIONS[kind](of_kind, output)
+                blocks = section(of_kind, output)
             except Exception as error:  # a damaged record can have any value anywhere
                 files, reason = ", ".join(record.path for record in of_kind), short_reason(error)
                 raise DataError(
@@ -88,7 +78,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[Record]:
 def write_page(kind: str, paths: Sequence[Path], output: Path) -> str:
     """Write OUTPUT/KIND.md and its figures from records of one kind; return the page. Invalid files raise DataError."""
     records = [load_record(path, kind) for path in paths]
-    page = "\n\n".join([heading(KINDS[kind][0], 1), *SECTIONS[kind](records, output)]) + "\n"
+    page = "\n\n".join([heading(KINDS[kind].title, 1), *KINDS[kind].section(records, output)]) + "\n"
     replace_file(output / f"{kind}.md", page)
     return page
 
@@ -127,7 +117,7 @@ def load_record(path: Path, kind: str) -> Record:
     except (ValueError, RecursionError, OSError) as error:
         raise DataError(
             f"{path}: not a record of kind {kind} ({short_reason(error)}); remove it and measure again with "
-            f"{KINDS[kind][1]}."
+            f"{KINDS[kind].command}."
         ) from None
     record.path = str(path)
     return record
@@ -312,14 +302,23 @@ def contrastive(records: Sequence[Record], output: Path) -> list[str]:
     return [table(header, rows), figure(path, "Loss of contrastive fine-tuning")]
 
 
-SECTIONS: dict[str, Callable[[Sequence[Record], Path], list[str]]] = {
-    "pseudo_perplexity": pseudo_perplexity,
-    "throughput": throughput,
-    "glue": glue,
-    "ner": fine_tuning,
-    "classify": fine_tuning,
-    "mteb": mteb,
-    "contrastive": contrastive,
+class Kind(NamedTuple):
+    """A kind of records, which all have the name of a file."""
+
+    title: str
+    command: str  # that writes the record
+    section: Callable[[Sequence[Record], Path], list[str]]
+
+
+# In the order of the report.
+KINDS = {
+    "pseudo_perplexity": Kind("Pseudo-perplexity", "neobert evaluate ppl", pseudo_perplexity),
+    "throughput": Kind("Throughput", "neobert evaluate throughput", throughput),
+    "glue": Kind("GLUE", "neobert evaluate glue", glue),
+    "ner": Kind("Named-entity recognition", "neobert evaluate ner", fine_tuning),
+    "classify": Kind("Classification", "neobert evaluate classify", fine_tuning),
+    "mteb": Kind("MTEB", "neobert evaluate mteb", mteb),
+    "contrastive": Kind("Contrastive fine-tuning", "neobert train-embedder", contrastive),
 }
 
 
