@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from importlib import import_module
-from typing import TypeVar
 
 from megatron_neobert.evaluation.options import (
     FETCH_GLUE,
@@ -13,11 +12,9 @@ from megatron_neobert.evaluation.options import (
     NerOptions,
     PerplexityOptions,
     ThroughputOptions,
+    find_inputs,
 )
-from megatron_neobert.huggingface.hub import find_model, find_models, go_offline
-from megatron_neobert.runtime.atomic_files import require_folder
-
-_Options = TypeVar("_Options", bound=FineTuneOptions | MtebOptions)
+from megatron_neobert.huggingface.hub import find_models, go_offline
 
 
 def evaluate_glue(options: GlueOptions) -> None:
@@ -64,23 +61,15 @@ def evaluate_throughput(options: ThroughputOptions) -> None:
 
 def evaluate_mteb(options: MtebOptions) -> None:
     """Evaluate an encoder on MTEB, without network access."""
-    options = _prepare(options, "on a machine with network: neobert fetch mteb --output DIR")
+    options = find_inputs(options, "on a machine with network: neobert fetch mteb --output DIR")
     from megatron_neobert.evaluation.mteb import run_mteb
 
     run_mteb(options)
 
 
-def _prepare(options: _Options, remedy: str) -> _Options:
-    """Return the options with a local folder as model, after checking that it and --data-dir exist. Go offline."""
-    require_folder("--data-dir", options.data_dir, remedy=remedy)
-    options = replace(options, model=find_model("--model", options.model))
-    go_offline()
-    return options
-
-
 def _fine_tune(options: FineTuneOptions, kind: str, remedy: str) -> None:
     """Run the evaluation in the module `kind`; print its page, and the names of the files that it wrote."""
-    options = _prepare(options, remedy)
+    options = find_inputs(options, remedy)
     module = import_module(f"megatron_neobert.evaluation.{kind}")
     folder = getattr(module, f"run_{kind}")(options)
     print((folder / f"{kind}.md").read_text(encoding="utf-8"))

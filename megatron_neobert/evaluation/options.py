@@ -1,11 +1,13 @@
 """Settings of the evaluations, which are also their command lines. Imports neither torch nor datasets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megatron_neobert.cli import option
 from megatron_neobert.evaluation.paper import MTEB_PAPER, THROUGHPUT_LENGTHS
+from megatron_neobert.huggingface.hub import find_model, go_offline
+from megatron_neobert.runtime.atomic_files import require_folder
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # A tokenizer does not truncate to fewer tokens than it adds, up to four for a pair of texts.
@@ -151,3 +153,14 @@ class EmbedderOptions:
     )
     device: Literal["cpu", "cuda"] | None = option(None, "device (default: cuda if there is a GPU)")
     attention: str | None = option(None, _ATTENTION, metavar="NAME")
+
+
+Options = TypeVar("Options", FineTuneOptions, MtebOptions, EmbedderOptions)
+
+
+def find_inputs(options: Options, remedy: str) -> Options:
+    """Return the options with a local folder as model, after checking that it and --data-dir exist. Go offline."""
+    require_folder("--data-dir", options.data_dir, remedy=remedy)
+    options = replace(options, model=find_model("--model", options.model))
+    go_offline()
+    return options
