@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,20 +168,13 @@ class _FilePart:
         self._file.close()
 
 
-def _decompress(part: _FilePart, compression: Compression | None) -> Any:
-    """Return a file object that reads the decompressed bytes of all members."""
-    match compression:
-        case "gzip":
-            return gzip.GzipFile(fileobj=cast(BinaryIO, part))
-        case "bzip2":
-            return bz2.BZ2File(cast(BinaryIO, part))
-        case "xz":
-            return lzma.LZMAFile(cast(BinaryIO, part))
-        case "zstd":
-            return zstd.ZstdFile(
-                cast(BinaryIO, part), options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
-            )
-    return part
+# By compression: opens a file object that reads the decompressed bytes of all members of a _FilePart.
+_DECOMPRESSORS: dict[Compression, Callable[[Any], Any]] = {
+    "gzip": lambda part: gzip.GzipFile(fileobj=part),
+    "zstd": lambda part: zstd.ZstdFile(part, options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}),
+    "bzip2": bz2.BZ2File,
+    "xz": lzma.LZMAFile,
+}
 
 
 class InputReader(io.RawIOBase):
@@ -189,7 +182,7 @@ class InputReader(io.RawIOBase):
 
     def __init__(self, chunk: Chunk) -> None:
         self._path, self._part = chunk.path, _FilePart(chunk)
-        self._content = _decompress(self._part, chunk.compression)
+        self._content: Any = _DECOMPRESSORS[chunk.compression](self._part) if chunk.compression else self._part
         self._may_have_mark = chunk.start == 0 and chunk.format in ("jsonl", "text")
 
     def close(self) -> None:
