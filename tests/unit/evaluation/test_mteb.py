@@ -3,22 +3,20 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import mteb
 import numpy as np
 import pytest
 import torch
 from json_files import write_jsonl
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+from transformers import AutoModel, AutoTokenizer
+from unit.evaluation.contrastive_inputs import write_card
+from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub
 
-mteb = pytest.importorskip("mteb")
-
-from sentence_transformers import SentenceTransformer  # noqa: E402
-from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer  # noqa: E402
-from transformers import AutoModel, AutoTokenizer  # noqa: E402
-from unit.evaluation.contrastive_inputs import write_card  # noqa: E402
-from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub  # noqa: E402
-
-from megatron_neobert.errors import ConfigError, DataError, OutputError  # noqa: E402
-from megatron_neobert.evaluation.models import fingerprint  # noqa: E402
-from megatron_neobert.evaluation.mteb import (  # noqa: E402
+from megatron_neobert.errors import ConfigError, DataError, OutputError
+from megatron_neobert.evaluation.models import fingerprint
+from megatron_neobert.evaluation.mteb import (
     build_encoder,
     describe_task,
     measure_tasks,
@@ -26,15 +24,9 @@ from megatron_neobert.evaluation.mteb import (  # noqa: E402
     require_instructions,
     to_score,
 )
-from megatron_neobert.evaluation.mteb_tasks import (  # noqa: E402
-    choose_tasks,
-    flatten,
-    folder_of,
-    load_task,
-    store_task,
-)
-from megatron_neobert.evaluation.options import MtebOptions  # noqa: E402
-from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER  # noqa: E402
+from megatron_neobert.evaluation.mteb_tasks import choose_tasks, flatten, folder_of, load_task, store_task
+from megatron_neobert.evaluation.options import MtebOptions
+from megatron_neobert.evaluation.paper import MTEB_BENCHMARKS, MTEB_PAPER
 
 
 @pytest.fixture(scope="module")

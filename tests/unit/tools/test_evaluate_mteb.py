@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from commands import call
 from json_files import edit_json, write_jsonl
-
-pytest.importorskip("mteb")
-
 from unit.evaluation.mteb_inputs import make_encoder, replace_hub, write_hub
 
 

@@ -7,8 +7,6 @@ from commands import run_forked
 from object_server import ObjectServer
 from processes import run_command
 
-pytest.importorskip("aiohttp")
-
 
 @pytest.fixture
 def server(tiny_corpus):
