@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from json_files import edit_json
 from torch import Tensor
+from unit.data.small_corpus import SPECIAL, write_vocabulary
 
 from checkpoint_conversion.checkpoint import read_checkpoint, reference_config
 from checkpoint_conversion.compare import Checks, make_loud
@@ -22,7 +23,7 @@ from megatron_neobert.config.schema import ModelConfig, Settings
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.model.reference import ReferenceNeoBERT
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "##s", "."]
+WORDS = [*SPECIAL, "the", "cat", "sat", "on", "a", "mat", "##s", "."]
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=32,
@@ -71,9 +72,7 @@ class SavedModel:
 
 
 def save_model(root: Path) -> SavedModel:
-    vocabulary = root / "vocab.txt"
-    vocabulary.write_text("".join(f"{word}\n" for word in WORDS))
-    model = SavedModel(save=root / "checkpoints", vocabulary=vocabulary)
+    model = SavedModel(save=root / "checkpoints", vocabulary=write_vocabulary(root / "vocab.txt", WORDS[len(SPECIAL) :]))
     model.write(build_internal())
     (model.save / "latest_checkpointed_iteration.txt").write_text("30")
     return model

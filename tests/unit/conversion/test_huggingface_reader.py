@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from saved_model import SHAPE, WORDS, change_config
 from torch import Tensor
 from transformers import EuroBertConfig, EuroBertForMaskedLM
+from unit.data.small_corpus import SPECIAL, write_vocabulary
 
 from checkpoint_conversion.imports import read_folder
 from checkpoint_conversion.mapping import EUROBERT, NEOBERT, to_internal, to_published
@@ -36,11 +37,6 @@ def write(copy_of: Callable[..., Path]) -> WriteFolder:
         return folder
 
     return write_folder
-
-
-def add_tokenizer(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
 
 
 def split_into_shards(folder: Path, **index: str | None) -> None:
@@ -72,7 +68,7 @@ def test_eurobert_saved_by_transformers_is_read_with_the_tensors_that_it_implies
     config = EuroBertConfig(**sizes, num_attention_heads=2, mlp_bias=mlp_bias, tie_word_embeddings=tied, pad_token_id=0)
     model = EuroBertForMaskedLM(config)
     model.save_pretrained(tmp_path)
-    add_tokenizer(tmp_path)
+    write_vocabulary(tmp_path / "vocab.txt", WORDS[len(SPECIAL) :])
     imported = read_folder(tmp_path)
     state = model.state_dict()
     assert len(imported.weights) == 4 + 2 * 12  # three more than 9 per layer are biases of the feed-forward

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from unit.data.small_corpus import SPECIAL, write_vocabulary
 from unit.huggingface.tiny_neobert import build_model
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
 from megatron_neobert.evaluation import models
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", ".", "sep", "[", "]"]
+WORDS = [*SPECIAL, "the", "cat", "sat", "on", "a", "mat", ".", "sep", "[", "]"]
 LONGEST = 40  # tokens
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 _IDS = {
@@ -46,8 +47,8 @@ def write_model(folder: Path, kind: str, *, seed: int = 0) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
-    load_tokenizer(folder / "vocab.txt").save_tokenizer_files(folder, model_max_length=LONGEST)
+    vocabulary = write_vocabulary(folder / "vocab.txt", WORDS[len(SPECIAL) :])
+    load_tokenizer(vocabulary).save_tokenizer_files(folder, model_max_length=LONGEST)
 
 
 def make_texts(count: int, *, longest: int, seed: int = 0) -> list[str]:
