@@ -72,7 +72,8 @@ class SavedModel:
 
 
 def save_model(root: Path) -> SavedModel:
-    model = SavedModel(save=root / "checkpoints", vocabulary=write_vocabulary(root / "vocab.txt", WORDS[len(SPECIAL) :]))
+    vocabulary = write_vocabulary(root / "vocab.txt", WORDS[len(SPECIAL) :])
+    model = SavedModel(save=root / "checkpoints", vocabulary=vocabulary)
     model.write(build_internal())
     (model.save / "latest_checkpointed_iteration.txt").write_text("30")
     return model
