@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import re
 import resource
 import signal
 import subprocess
+import time
 from functools import partial
 
 import numpy as np
@@ -103,6 +105,25 @@ def test_killed_run_leaves_no_corpus_and_no_worker_and_is_resumed_to_the_same_by
     assert not list(folder.glob("*.partial"))
     assert all_bytes(folder, "run") == all_bytes(folder, "fresh")
     assert len(all_bytes(folder, "run")) == 40 * 2 + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", "3"))))
+def test_run_killed_twice_at_any_moment_is_resumed_to_the_same_bytes(folder, number):
+    """Set KILLS=20 for more moments."""
+    large_inputs(folder, files=8, megabytes=0.5)
+    started = time.monotonic()
+    finish(folder, "--output-prefix", folder / "whole", *MANY_SHARDS)
+    whole_run = time.monotonic() - started
+    moment = random.Random(number)
+    for _ in range(2):
+        process = start(folder, "--resume", *MANY_SHARDS)
+        time.sleep(moment.uniform(0.1, 1.05) * whole_run)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(folder, "--resume", *MANY_SHARDS)
+    assert all_bytes(folder, "run") == all_bytes(folder, "whole")
+    assert len(all_bytes(folder, "run")) == 8 * 2 + 1
 
 
 @pytest.mark.parametrize(
