@@ -1,13 +1,12 @@
 """--phases: the settings of each iteration, and the phases that are refused."""
 
 import pytest
+from unit.config.command_line import parse, problems_of
 
-from megatron_neobert.config.cli import parse_command_line, read_record, write_record
+from megatron_neobert.config.cli import read_record, write_record
 from megatron_neobert.config.phases import phase_at, resolve_phases
 from megatron_neobert.config.schema import Settings
-from megatron_neobert.errors import ConfigError
 
-REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 YAML = """
 training:
   micro_batch_size: 8
@@ -19,18 +18,6 @@ training:
     - {after_iters: 200, seq_length: 4096, data_path: [0.2, corpus, 0.8, "corpus:min=1024"]}
     - {after_iters: 300, mask_prob: 5e-2, data_path: other}
 """
-
-
-def parse(*arguments: str) -> Settings:
-    return parse_command_line([*REQUIRED, *arguments], world_size=1).settings
-
-
-def problems_of(phases: str, *flags: str) -> list[str]:
-    try:
-        parse("--phases", phases, *flags)
-    except ConfigError as error:
-        return error.problems
-    return []
 
 
 def values_at(settings: Settings, iteration: int) -> tuple[object, ...]:
@@ -95,7 +82,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("phases", "parts"), REFUSED)
 def test_invalid_phases_are_refused_in_one_sentence_with_their_values(phases, parts):
-    problems = problems_of(phases)
+    problems = problems_of("--phases", phases)
     assert problems
     assert [part for part in parts if part not in problems[0]] == []
 
@@ -104,11 +91,11 @@ def test_invalid_phases_are_refused_in_one_sentence_with_their_values(phases, pa
 def test_the_micro_batch_of_each_phase_is_the_largest_that_divides_the_batch_of_a_rank(ranks, sizes):
     phases = "[{after_iters: 1, global_batch_size: 64}, {after_iters: 2, global_batch_size: 96, micro_batch_size: 20}]"
     flags = ["--micro-batch-size", "8", "--global-batch-size", "32", "--phases", phases]
-    settings = parse_command_line([*REQUIRED, *flags], world_size=ranks).settings
+    settings = parse(*flags, ranks=ranks)
     assert [phase.settings.training.micro_batch_size for phase in resolve_phases(settings)] == sizes
 
 
 def test_a_micro_batch_that_changes_the_loss_is_not_changed():
     flags = ["--micro-batch-size", "8", "--global-batch-size", "32", "--loss-normalization", "micro_batch"]
-    with pytest.raises(ConfigError, match=r"32 is not a multiple of --micro-batch-size 8 x 8 data-parallel ranks = 64"):
-        parse_command_line([*REQUIRED, *flags], world_size=8)
+    (problem,) = problems_of(*flags, ranks=8)
+    assert "32 is not a multiple of --micro-batch-size 8 x 8 data-parallel ranks = 64" in problem

@@ -4,26 +4,19 @@ import math
 from itertools import pairwise
 
 import pytest
+from unit.config.command_line import problems_of
 
-from megatron_neobert.config.cli import parse_command_line
 from megatron_neobert.config.rules import LARGEST_DOCUMENT_BLOCK, find_problems
 from megatron_neobert.config.schema import Settings
 from megatron_neobert.data.batches.windows import WINDOW_DOCUMENTS
-from megatron_neobert.errors import ConfigError
 
-REQUIRED = ["--data-path", "corpus", "--tokenizer-model", "tokenizer"]
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 
 
-def problems_of(flags: str, *, ranks: int | None = None) -> list[str]:
-    """Return the problems on `ranks` ranks; default: the ranks of one replica of the model."""
-    arguments = flags.split()
-    ranks = ranks or math.prod(int(size) for flag, size in pairwise(arguments) if flag in SIZES)
-    try:
-        parse_command_line([*REQUIRED, *arguments], world_size=ranks)
-    except ConfigError as error:
-        return error.problems
-    return []
+def problems_on_one_replica(flags: str) -> list[str]:
+    words = flags.split()
+    ranks = math.prod(int(size) for flag, size in pairwise(words) if flag in SIZES)
+    return problems_of(*words, ranks=ranks)
 
 
 # Flags, a part of the message, and corrected flags.
@@ -68,13 +61,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "sentence", "corrected"), REFUSED)
 def test_combination_is_refused_with_its_values_and_the_corrected_one_is_not(flags, sentence, corrected):
-    problems = problems_of(flags)
+    problems = problems_on_one_replica(flags)
     assert sum(sentence in problem for problem in problems) == 1, problems
-    assert problems_of(corrected) == []
+    assert problems_on_one_replica(corrected) == []
 
 
 def test_defaults_need_only_data_and_a_tokenizer():
-    assert problems_of("") == []
+    assert problems_of() == []
     without = find_problems(Settings(), world_size=1)
     assert [problem.split()[0] for problem in without] == ["--data-path", "--tokenizer-model"]
 
@@ -85,8 +78,8 @@ def test_largest_document_block_is_the_window_of_packing():
 
 def test_heads_of_odd_width_are_accepted_with_learned_positions_only():
     odd = "--hidden-size 60 --num-attention-heads 4"
-    assert problems_of(odd)
-    assert problems_of(f"{odd} --position-embedding-type learned_absolute") == []
+    assert problems_of(*odd.split())
+    assert problems_of(*odd.split(), "--position-embedding-type", "learned_absolute") == []
 
 
 # Ranks, flags, and parts of the only message.
@@ -133,6 +126,6 @@ INVALID = [
 
 @pytest.mark.parametrize(("ranks", "flags", "parts"), INVALID)
 def test_invalid_setting_is_refused_in_one_sentence_with_its_values(ranks, flags, parts):
-    problems = problems_of(flags, ranks=ranks)
+    problems = problems_of(*flags.split(), ranks=ranks)
     assert len(problems) == 1, problems
     assert [part for part in parts if part not in problems[0]] == []
