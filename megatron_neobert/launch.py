@@ -248,7 +248,12 @@ def _rendezvous(node: Node, *, nproc: int, timeout_seconds: int) -> "TCPStore":
         store.wait(["problem"], timeout)
         problem = store.get("problem").decode()
     except (OSError, DistError) as error:
-        raise ConnectionError(_describe_failed_rendezvous(node, time.monotonic() - started, error)) from error
+        raise ConnectionError(
+            f"the {node.nodes} nodes did not all meet at {node.address} port {node.port} within "
+            f"{time.monotonic() - started:.0f} s ({str(error).splitlines()[0][:200]}). Read the output of the other "
+            "nodes, and check NODE_RANK, MASTER_ADDR, MASTER_PORT and the firewall; if a node is only slow, raise "
+            "RENDEZVOUS_TIMEOUT_SECONDS."
+        ) from error
     if problem:
         _leave(node, store)
         raise LauncherError(f"{problem}; start all nodes with the same number of ranks.")
@@ -263,14 +268,6 @@ def _leave(node: Node, store: "TCPStore") -> None:
         store.set(f"left {node.rank}", "")
         if node.rank == 0:
             store.wait([f"left {number}" for number in range(node.nodes)], timedelta(seconds=_LEAVE_SECONDS))
-
-
-def _describe_failed_rendezvous(node: Node, seconds: float, error: Exception) -> str:
-    return (
-        f"the {node.nodes} nodes did not all meet at {node.address} port {node.port} within {seconds:.0f} s "
-        f"({str(error).splitlines()[0][:200]}). Read the output of the other nodes, and check NODE_RANK, MASTER_ADDR, "
-        "MASTER_PORT and the firewall; if a node is only slow, raise RENDEZVOUS_TIMEOUT_SECONDS."
-    )
 
 
 if __name__ == "__main__":

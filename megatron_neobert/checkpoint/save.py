@@ -43,8 +43,7 @@ class _Pending:
 
     state: TrainState
     optimizer_steps: int  # updates that Adam has made
-    # Records of this rank's files, once its thread has written them; None if this rank has no tensors to write.
-    file: Future[dict[str, FileRecord]] | None
+    files: Future[dict[str, FileRecord]]  # records of this rank's files, once its thread has written them
 
 
 class Saver:
@@ -61,8 +60,7 @@ class Saver:
     @property
     def is_writing(self) -> bool:
         """True while this rank's background write is in progress."""
-        file = None if self._pending is None else self._pending.file
-        return file is not None and not file.done()
+        return self._pending is not None and not self._pending.files.done()
 
     def save(self) -> None:
         """Save the current state of the run.
@@ -85,15 +83,13 @@ class Saver:
         # Each rank has updated the weights that it saves. Those of other ranks may not have been gathered yet.
         boxes = [box for part in parts_to_save(run) for box in part.boxes()]
         self._check_finite(boxes)
-        file = None
-        if boxes:
-            copies = [box._replace(data=box.data.to("cpu", copy=True)) for box in boxes]
-            path = self._temporary / f"rank_{torch.distributed.get_rank():05d}.safetensors"
-            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            file = thread.submit(_write, path, copies)
-            thread.shutdown(wait=False)
+        copies = [box._replace(data=box.data.to("cpu", copy=True)) for box in boxes]
+        path = self._temporary / f"rank_{torch.distributed.get_rank():05d}.safetensors"
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        files = thread.submit(_write, path, copies)
+        thread.shutdown(wait=False)
         steps = max((int(group["step"]) for group in run.optimizer.param_groups if "step" in group), default=0)
-        self._pending = _Pending(run.state, steps, file)
+        self._pending = _Pending(run.state, steps, files)
         if config.async_save:
             self.log(f"saving {self._final} in the background")
         else:
@@ -110,7 +106,7 @@ class Saver:
         files: dict[str, FileRecord] = {}
         problem = None
         try:
-            files = {} if pending.file is None else pending.file.result()
+            files = pending.files.result()
         except Exception as error:  # any exception, because the other ranks wait for this rank
             problem = _describe(error)
         results: list[Any] | None = [None] * torch.distributed.get_world_size() if is_rank_zero() else None
@@ -193,7 +189,10 @@ class Saver:
 
 
 def _write(path: Path, boxes: Sequence[LocalBox]) -> dict[str, FileRecord]:
-    """Write a rank's boxes to `path` and up to two more files, and return the records of the files by name."""
+    """Write a rank's boxes to `path` and up to two more files, and return the records of the files by name.
+
+    Without boxes, no file is written.
+    """
     records = {}
     for number, file in enumerate(assign_to_files(boxes)):
         target = path if number == 0 else path.with_stem(f"{path.stem}_{number}")

@@ -57,16 +57,24 @@ def one_rank(tiny_corpus, tmp_path_factory) -> Callable[..., Path]:
 
 
 def run_of(
-    corpus: Any, save: Path, *, bf16: bool = False, objective: str = "mlm", **layout: dict[str, Any]
+    corpus: Any,
+    save: Path,
+    *,
+    bf16: bool = False,
+    objective: str = "mlm",
+    optimizer: str = "adamw",
+    **layout: dict[str, Any],
 ) -> Settings:
-    return tiny_settings(
+    run = tiny_settings(
         corpus,
         save=save,
         model={"num_layers": 4},
         data={"objective": objective},
+        optimizer={"optimizer": optimizer},
         training={"train_iters": STEPS, "eval_interval": STEPS, "bf16": bf16},
         **layout,
     )
+    return run.with_section("parallel", use_distributed_optimizer=False) if optimizer == "muon" else run
 
 
 def largest_relative_gap(first: dict[int, float], second: dict[int, float]) -> float:
@@ -108,3 +116,8 @@ def test_every_layout_gives_the_loss_curve_of_one_rank_in_bfloat16(gaps_of, name
 def test_every_layout_gives_the_loss_curve_of_one_rank_with_causal_attention(gaps_of, name):
     gaps = gaps_of(name, "loss", "validation_loss", objective="clm")
     assert max(gaps.values()) <= LAYOUT_LOSS.gate
+
+
+@pytest.mark.parametrize("name", quick_only(("data 2", "pipeline 2", "context 2"), "pipeline 2"))
+def test_every_layout_gives_the_loss_curve_of_one_rank_with_muon(gaps_of, name):
+    assert gaps_of(name, "loss", optimizer="muon")["loss"] <= LAYOUT_LOSS.gate

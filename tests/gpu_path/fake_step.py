@@ -252,7 +252,6 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         case: `num_layers`, `world_size`, `rank`, `capability`, sections of settings, and flags of the controls, which
             must run last.
     """
-    import rank_state
     from collectives import Collectives  # imports megatron.core
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
@@ -260,7 +259,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron_neobert.checkpoint.train_state import TrainState
     from megatron_neobert.data.batches.batch import MicroBatch, RankBatches
     from megatron_neobert.data.batches.windows import masked_capacity
-    from megatron_neobert.model.kernels import choose_kernels, engine_attention
+    from megatron_neobert.model.kernels import engine_attention
     from megatron_neobert.planning.memory import plan_stage
     from megatron_neobert.planning.network import step_traffic
     from megatron_neobert.runtime import distributed
@@ -314,10 +313,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         with collectives, counted_passes(schedules) as passes:
             results.append(step.train_step(run, RankBatches(batches, None)))  # type: ignore[arg-type]
         waits, copies = {name: count for name, count in CENSUS.waits.items() if count}, dict(CENSUS.copies)
-        state = {}
-        if case.get("counts_state"):
-            kept = max(itertools.accumulate(passes)) * kept_bytes(model, batches[0].to(device))
-            state = {"memory": rank_state.memory(run, kept=kept)}
+        in_flight = max(itertools.accumulate(passes))
+        kept = in_flight * kept_bytes(model, batches[0].to(device)) if case.get("counts_activations") else None
     stage = parallel_state.get_pipeline_model_parallel_rank()
     distributed.shut_down()
     assert [result.skip_reason for result in results] == [None, None]
@@ -325,12 +322,11 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     plan = plan_stage(settings, **sizes, stage=stage)
     traffic = step_traffic(settings, **sizes, stage=stage)
     return {
-        "summary": choose_kernels(settings).summary,
         "attention": engine_attention(),
         "waits": waits,
         "copies": copies,
-        **state,
-        "planned_memory": rank_state.planned_memory(plan),
+        "activations": kept,
+        "planned_activations": plan.activations + plan.head,
         "collectives": [total for total in collectives.totals(smallest=1024) if is_planned(*total)],
         "planned_collectives": sorted((each.group, each.operation, each.calls, each.bytes) for each in traffic),
     }

@@ -147,10 +147,9 @@ def waits_of_megatron(*, has_engine: bool) -> dict[str, int]:
     ids=["transformer_engine", "local", "recomputed"],
 )
 def test_planned_activations_differ_by_the_documented_factor(library, tmp_path, compute, factor):
-    case = {"num_layers": 12, "compute": compute, "counts_state": True}
+    case = {"num_layers": 12, "compute": compute, "counts_activations": True}
     result = run_cases(library, {"case": case}, tmp_path)["case"]
-    counted, planned = (result[name]["activations"] for name in ("memory", "planned_memory"))
-    assert counted / planned == pytest.approx(factor, abs=0.002)
+    assert result["activations"] / result["planned_activations"] == pytest.approx(factor, abs=0.002)
 
 
 def test_gradients_of_the_full_model_are_reduced_in_several_buckets_on_256_ranks(library, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import REPOSITORY
-from processes import clean_environment
+from distributed.training_command import environment
 from security.good_inputs import write_eurobert
 
 from megatron_neobert.data.tokenizer.tokenizer import load_tokenizer
@@ -24,15 +24,9 @@ TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 def start(script: str | Path, *words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     # PATH as in an active environment, which glue.sh and mteb.sh need.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {
-        **clean_environment(),
-        "PYTHON": sys.executable,
-        "PYTHONPATH": str(REPOSITORY),
-        "PATH": path,
-        **variables,
-    }
+    options = {"env": environment(1, PATH=path, **variables), "cwd": cwd, "timeout": 300}
     command = ["bash", str(EXAMPLES / script), *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def succeed(script: str, *words: object, cwd: Path, **variables: str) -> str:

@@ -1,6 +1,5 @@
 """Resumable jobs: finished jobs are recognised, a folder has one run, and workers end with their parent."""
 
-import json
 import os
 import sys
 import time
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from unittest.mock import Mock
 
 import pytest
+from json_files import edit_json
 
 from megatron_neobert.errors import ConfigError, DataError, OutputError
 from megatron_neobert.runtime.jobs import (
@@ -59,9 +59,9 @@ def squares(folder, numbers):
         "file missing": lambda folder: (folder / "3.square").unlink(),
         "record truncated": lambda folder: (folder / "3.done").write_text("{"),
         "record nested": lambda folder: (folder / "3.done").write_text("[" * 100_000),
-        "wrong result type": lambda folder: edit(folder / "3.done", result="nine"),
-        "no hash": lambda folder: edit(folder / "3.done", files={}),
-        "another key": lambda folder: edit(folder / "3.done", key="0"),
+        "wrong result type": lambda folder: edit_json(folder / "3.done", result="nine"),
+        "no hash": lambda folder: edit_json(folder / "3.done", files={}),
+        "another key": lambda folder: edit_json(folder / "3.done", key="0"),
     }.items(),
     ids=lambda item: item[0],
 )
@@ -71,10 +71,6 @@ def test_job_with_damaged_files_or_a_damaged_or_stale_record_is_not_finished(tmp
     assert read_finished(job) is not None, "control"
     damage[1](tmp_path)
     assert read_finished(job) is None
-
-
-def edit(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_failed_job_leaves_no_files_and_no_earlier_record(tmp_path):
