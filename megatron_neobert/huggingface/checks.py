@@ -96,9 +96,9 @@ def _check_types(path: Path, config: dict[str, Any]) -> None:
         elif key.endswith("_token_id"):
             ids = value if isinstance(value, list) else [value]
             is_valid, expected = all(type(number) is int for number in ids), "a whole number"
-        elif key == "max_position_embeddings":
+        elif key in ("max_position_embeddings", "max_length"):  # names of one setting in `neobert` folders
             is_valid, expected = type(value) is int, "a whole number"
-        elif key.endswith("_eps"):
+        elif key.endswith("_eps") or key == "rope_theta":
             is_valid, expected = type(value) in (int, float), "a number"
         else:
             continue

@@ -79,7 +79,9 @@ def test_encoder_whose_weights_have_another_shape_than_its_config_is_refused(
     [
         ({"text_config": 5}, "text_config is 5, but must be an object"),
         ({"max_position_embeddings": "64"}, "max_position_embeddings is '64', but must be a whole number"),
+        ({"max_length": "64"}, "max_length is '64', but must be a whole number"),
         ({"norm_eps": [1e-5]}, "norm_eps is a list of length 1, but must be a number"),
+        ({"rope_theta": "1e4"}, "rope_theta is '1e4', but must be a number"),
         ({"pad_token_id": True}, "pad_token_id is True, but must be a whole number"),
     ],
 )
