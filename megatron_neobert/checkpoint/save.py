@@ -182,8 +182,6 @@ class Saver:
     @property
     def _newest(self) -> str:
         """Sentence about the newest checkpoint, for messages."""
-        if self.run.settings.checkpoint.save is None:
-            return "There is no checkpoint, because --save is not set."
         older = list_checkpoints(self.save_folder)
         return f"The newest checkpoint is {older[0]}." if older else f"There is no checkpoint in {self.save_folder}."
 

@@ -1,18 +1,35 @@
-"""A run whose processes are killed at random moments equals an undisturbed run."""
+"""A run whose processes are killed at random moments equals an undisturbed run.
+
+Real starts of the training command take minutes. tests/distributed/test_interruptions.py has runs that are stopped or
+damaged, with forked ranks.
+"""
 
 import os
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed.ranks import read_metrics
-from reliability.conftest import ITERATIONS, Start
 from reliability.states import assert_same_state, names_in
 from reliability.training_process import Training
 
+ITERATIONS = 300
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 --seq-length 64 "
+    f"--micro-batch-size 2 --global-batch-size 4 --train-iters {ITERATIONS} --lr-warmup-iters 1 --lr 2e-3 "
+    "--min-lr 2e-4 --eval-iters 200 --eval-interval 200 --log-interval 1 --num-workers 0"
+).split()
 SYNC, ASYNC = ("--save-interval", 5), ("--save-interval", 5, "--async-save")
+
+
+def start_training(corpus: Any, save: Path, *options: object) -> Training:
+    """Start the training command, which resumes. The end of the context kills its processes."""
+    data = ["--data-path", corpus.prefix, "--tokenizer-model", corpus.tokenizer]
+    return Training([*data, *FLAGS, "--save", str(save), "--load", str(save), *map(str, options)])
 
 
 def wait_for_a_random_moment(training: Training, rng: random.Random) -> None:
@@ -38,8 +55,11 @@ def is_half_written(save: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_run_killed_five_times_equals_the_undisturbed_run_bit_for_bit(start: Start, tmp_path, undisturbed):
-    rng, save = random.Random(5), tmp_path
+def test_run_killed_five_times_equals_the_undisturbed_run_bit_for_bit(tiny_corpus, tmp_path):
+    rng, start = random.Random(5), partial(start_training, tiny_corpus)
+    save, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    with start(undisturbed) as training:
+        assert training.finish() == 0, training.output
 
     with start(save, *ASYNC) as training:  # all processes, as in a power failure
         wait_for_a_random_moment(training, rng)
