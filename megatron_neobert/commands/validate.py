@@ -20,10 +20,15 @@ def validate(options: ValidateOptions) -> None:
 
     Without --full, the command reads the manifest and the indexes (sizes, lengths, pointers), but no token ids.
     """
+    from megatron_neobert.data.corpus.attributes import check_attributes
     from megatron_neobert.data.corpus.reader import check_content, check_indexes, open_corpus
 
     corpus = open_corpus(options.prefix, cache=options.object_storage_cache_path)
-    (check_content if options.full else check_indexes)(corpus)
+    if options.full:
+        check_content(corpus)
+        check_attributes(corpus)
+    else:
+        check_indexes(corpus)
     manifest = corpus.manifest
     shards = f" in {len(corpus.shards):,} corpus shards" if len(corpus.shards) > 1 else ""
     print(

@@ -107,6 +107,13 @@ def attribute_types(corpus: Corpus) -> dict[str, str]:
     return types | DERIVED
 
 
+def check_attributes(corpus: Corpus) -> None:
+    """Read all attributes. Raise DataError if a file is damaged; a file with the right checksum can be, too."""
+    for path in corpus.attribute_files:
+        for _ in _read_file(path, corpus, list(_types_in(path))):
+            pass
+
+
 def _types_in(path: Path) -> dict[str, str]:
     with _open_file(path) as file:
         names = [field.name for field in file.schema_arrow]

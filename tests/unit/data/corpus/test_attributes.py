@@ -17,6 +17,7 @@ from unit.data.small_corpus import (
     write_corpus,
 )
 
+from megatron_neobert.commands.validate import ValidateOptions, validate
 from megatron_neobert.data.corpus.attributes import ChosenDocuments, choose_documents
 from megatron_neobert.data.corpus.drop_list import read_drop_list, write_drop_list
 from megatron_neobert.data.corpus.reader import Corpus
@@ -125,6 +126,8 @@ def test_attributes_that_are_damaged_or_of_another_corpus_are_refused(tmp_path, 
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"C\.attributes\.parquet"):
         choose_documents(Corpus(tmp_path / "C"), ["score>=3"])
+    with pytest.raises(DataError, match=r"C\.attributes\.parquet"):
+        validate(ValidateOptions(prefix=str(tmp_path / "C"), full=True))
 
 
 def bytes_as_text(*values: bytes) -> pa.Array:
@@ -145,6 +148,8 @@ def test_columns_of_one_name_and_texts_that_are_not_utf_8_are_refused(tmp_path, 
     for expression in ("score=='a*'", "score=='a' and score!='b'"):
         with pytest.raises(DataError, match=rf"C\.attributes\.parquet .*{message}"):
             choose_documents(Corpus(tmp_path / "C"), [expression])
+    with pytest.raises(DataError, match=rf"C\.attributes\.parquet .*{message}"):
+        validate(ValidateOptions(prefix=str(tmp_path / "C"), full=True))
 
 
 # --- drop lists
