@@ -110,15 +110,15 @@ def read_numbers(page: str) -> dict[str, dict[str, float]]:
     return numbers
 
 
-def draw_box(axes: Axes, left: float, width: float, name: str, text: str, *, bottom: float = 0.6) -> None:
+def draw_box(axes: Axes, left: float, width: float, name: str, text: str) -> None:
     """Draw a box of height 8.6 with a bold name and a text below it."""
     box = FancyBboxPatch(
-        (left, bottom), width, 8.6, boxstyle="round,pad=0,rounding_size=0.8", facecolor="#f3f6f8", edgecolor=PEER
+        (left, 0.6), width, 8.6, boxstyle="round,pad=0,rounding_size=0.8", facecolor="#f3f6f8", edgecolor=PEER
     )
     axes.add_patch(box)
     centre = left + width / 2
-    axes.text(centre, bottom + 6.6, name, ha="center", va="center", fontsize=10.5, weight="bold", color=INK)
-    axes.text(centre, bottom + 2.9, text, ha="center", va="center", fontsize=8.5, color=MUTED, linespacing=1.4)
+    axes.text(centre, 7.2, name, ha="center", va="center", fontsize=10.5, weight="bold", color=INK)
+    axes.text(centre, 3.5, text, ha="center", va="center", fontsize=8.5, color=MUTED, linespacing=1.4)
 
 
 def draw_chain(axes: Axes, boxes: Sequence[tuple[str, str]]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "repository/"
 START = "README.md"
 LINK = re.compile(r'(?:(?<=\]\()|(?<=srcset=")|(?<=src="))([^)"\s#]+)')
@@ -21,37 +22,32 @@ LANGUAGES = {".def": "text", ".sh": "bash", ".py": "python", ".yaml": "yaml", ".
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the start page, and a page for every file outside docs/ that a page links to, directly or through others."""
-    root = Path(config.config_file_path).parent
-    docs = Path(config.docs_dir).name
-    waiting = [f"{docs}/{file.src_uri}" for file in files.documentation_pages()]
-    if (root / START).is_file():
-        files.append(File.generated(config, site_path(START, docs), content=as_page(root, START, docs)))
-        waiting.append(START)
+    waiting = [START, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
+    files.append(File.generated(config, site_path(START), content=as_page(START)))
     seen = set(waiting)
     while waiting:
         page = waiting.pop()
-        for target in linked_files(root, page):
-            if target not in seen and not target.startswith(f"{docs}/"):
+        for target in linked_files(page):
+            if target not in seen and not target.startswith("docs/"):
                 seen.add(target)
                 waiting.append(target)
-                files.append(File.generated(config, site_path(target, docs), content=as_page(root, target, docs)))
+                files.append(File.generated(config, site_path(target), content=as_page(target)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
     """Point the links of a page of docs/ at the site's pages for files outside docs/."""
-    root, docs = Path(config.config_file_path).parent, Path(config.docs_dir).name
-    if page.file.src_uri.startswith(PREFIX) or page.file.src_uri == site_path(START, docs):
+    if page.file.src_uri.startswith(PREFIX) or page.file.src_uri == site_path(START):
         return markdown  # `as_page` has done this
-    return with_site_links(markdown, root=root, page=f"{docs}/{page.file.src_uri}", docs=docs)
+    return with_site_links(markdown, page=f"docs/{page.file.src_uri}")
 
 
-def linked_files(root: Path, page: str) -> list[str]:
+def linked_files(page: str) -> list[str]:
     """Return the files of the repository that a Markdown file links to, as paths from the root."""
     if not page.endswith(".md"):
         return []
-    targets = [resolve(page, link) for link in LINK.findall((root / page).read_text(encoding="utf-8"))]
-    return [target for target in targets if (root / target).is_file() and is_text(target)]
+    targets = [resolve(page, link) for link in LINK.findall((ROOT / page).read_text(encoding="utf-8"))]
+    return [target for target in targets if (ROOT / target).is_file() and is_text(target)]
 
 
 def resolve(page: str, link: str) -> str:
@@ -62,30 +58,30 @@ def is_text(target: str) -> bool:
     return Path(target).suffix in {".md", "", *LANGUAGES}
 
 
-def site_path(target: str, docs: str) -> str:
+def site_path(target: str) -> str:
     """Return the site's path for a file of the repository; a file that is not Markdown gets a page that shows it."""
     if target == START:
         return "index.md"
-    if target.startswith(f"{docs}/"):
-        return target.removeprefix(f"{docs}/")
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
     return PREFIX + target + ("" if target.endswith(".md") else ".md")
 
 
-def with_site_links(markdown: str, *, root: Path, page: str, docs: str) -> str:
-    here = os.path.dirname(site_path(page, docs))  # noqa: PTH120
+def with_site_links(markdown: str, *, page: str) -> str:
+    here = os.path.dirname(site_path(page))  # noqa: PTH120
 
     def replace(match: re.Match[str]) -> str:
         target = resolve(page, match[1])
-        in_site = target.startswith(f"{docs}/") or is_text(target)
-        if "://" in match[1] or not (root / target).is_file() or not in_site:
+        in_site = target.startswith("docs/") or is_text(target)
+        if "://" in match[1] or not (ROOT / target).is_file() or not in_site:
             return match[1]
-        return os.path.relpath(site_path(target, docs), here or ".")
+        return os.path.relpath(site_path(target), here or ".")
 
     return LINK.sub(replace, markdown)
 
 
-def as_page(root: Path, target: str, docs: str) -> str:
-    text = (root / target).read_text(encoding="utf-8")
+def as_page(target: str) -> str:
+    text = (ROOT / target).read_text(encoding="utf-8")
     if target.endswith(".md"):
-        return with_site_links(text, root=root, page=target, docs=docs)
+        return with_site_links(text, page=target)
     return f"# {target}\n\n````{LANGUAGES.get(Path(target).suffix, 'text')}\n{text}````\n"

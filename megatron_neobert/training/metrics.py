@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import torch
@@ -23,7 +24,6 @@ from megatron_neobert.model.gpus import find_gpu
 from megatron_neobert.runtime.environment import is_rank_zero, world_size
 from megatron_neobert.state import MetricSums, StepResult
 from megatron_neobert.text import duration, percent, with_prefix
-from megatron_neobert.training.step_clock import StepClock
 from megatron_neobert.training.trackers import Trackers
 
 _SMALLEST_LEAD = 0.01  # of the slowest rank over the median, as a share; a smaller one is noise
@@ -67,6 +67,42 @@ def _in_seven_columns(value: float | None, *, digits: int) -> str:
         return "-"
     text = f"{value:.{digits}f}"
     return text if len(text) <= 7 else f"{value:.1e}"
+
+
+class StepClock:
+    """Time that a rank computes in a step, which names the slowest rank of a run.
+
+    It begins with the request for a batch and ends when this rank has its gradients: loading, forward and backward.
+    Waiting for other replicas is not included, because gradients are reduced afterwards. Waiting for ranks of the same
+    replica (tensor, pipeline and context parallelism) is included, so all ranks of a slow replica are slow.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._started = self._stopped = self._now()
+
+    def start(self) -> None:
+        """Start the time of a step."""
+        self._started = self._now()
+
+    def stop(self) -> None:
+        """End the time of the step."""
+        self._stopped = self._now()
+
+    def microseconds(self) -> int:
+        """Return the time of the last step. On a GPU, the device must have finished the step."""
+        if self._on_gpu:
+            return round(1e3 * self._started.elapsed_time(self._stopped))
+        return round(1e6 * (self._stopped - self._started))
+
+    def _now(self) -> Any:
+        """Return the time in seconds, or on a GPU an event, so that the host does not wait for the device."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        # External: also recorded whenever a CUDA graph is launched that it was captured in.
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record()
+        return event
 
 
 class Monitor:
