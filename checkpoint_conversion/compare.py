@@ -208,7 +208,7 @@ def verify(source: LogitModel, load: Callable[[torch.dtype], LogitModel], *, sto
 
 
 @torch.no_grad()
-def make_loud(model: ReferenceNeoBERT) -> ReferenceNeoBERT:
+def draw_large_weights(model: ReferenceNeoBERT) -> ReferenceNeoBERT:
     """Set random weights with which every parameter affects the logits. Return the same model in evaluation mode.
 
     Initial weights hide errors: logits are about 0.05, attention is almost uniform under any rotary convention, norms

@@ -23,8 +23,8 @@ from checkpoint_conversion.compare import (
     build_prompts,
     compare_logits,
     compare_models,
+    draw_large_weights,
     load_logit_model,
-    make_loud,
 )
 from checkpoint_conversion.config_json import FolderSpec
 from checkpoint_conversion.export import write_folder
@@ -83,7 +83,7 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str
     """
     torch.set_grad_enabled(False)
     fp32 = TOLERANCES[torch.float32]
-    reference, tensors, wrong = build_loud_reference(settings, vocab_size)
+    reference, tensors, wrong = draw_reference(settings, vocab_size)
     prompts = build_prompts(vocab_size, longest=settings.model.max_position_embeddings)
 
     source = LogitModel(
@@ -115,13 +115,13 @@ def measure_parity(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str
         yield f"{CONTROL}rotary pairs not permuted", comparison, fp32
 
 
-def build_loud_reference(settings: Settings, vocab_size: int) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+def draw_reference(settings: Settings, vocab_size: int) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     """Return a reference model with large random weights, its weights under Megatron's names, and wrong weights.
 
     The wrong weights have unpermuted rotary dimensions. They are a control that every comparison must detect.
     """
     shape = model_shape(settings, vocab_size=vocab_size)
-    reference = make_loud(ReferenceNeoBERT(reference_config(settings, vocab_size=vocab_size)))
+    reference = draw_large_weights(ReferenceNeoBERT(reference_config(settings, vocab_size=vocab_size)))
     wrong_table = tuple(replace(entry, rule=COPY) if entry.rule is PAIR_ADJACENT else entry for entry in NEOBERT)
     tensors, wrong = (to_internal(reference.state_dict(), shape, table) for table in (NEOBERT, wrong_table))
     return reference, tensors, wrong
@@ -141,7 +141,7 @@ def measure_steps(settings: Settings, *, vocab_size: int) -> Iterator[tuple[str,
     starts_n = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     positions_m = torch.arange(sum(LENGTHS))[::4]
     sequence = (tokens_t, starts_n, max(LENGTHS), positions_m, labels_t[positions_m])
-    reference, tensors, wrong = build_loud_reference(settings, vocab_size)
+    reference, tensors, wrong = draw_reference(settings, vocab_size)
     expected: dict[bool, tuple[float, dict[str, Tensor]]] = {}  # loss and gradients, by causal or not
     for is_causal in (False, True):
         reference.zero_grad()

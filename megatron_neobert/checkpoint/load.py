@@ -89,7 +89,8 @@ def load_from(run: Run, folder: Path, *, has_new_data: bool = False) -> None:
         if has_new_data:
             start, cursor = "start from the beginning", train_state.cursor
             if cursor != Cursor():
-                start = f"continue in epoch {cursor.epoch}, window {cursor.window}, after {cursor.row} packed sequences"
+                position = f"epoch {cursor.epoch}, window {cursor.window}, after {cursor.sequence} packed sequences"
+                start = f"continue in {position}"
             rate = run.optimizer.param_groups[0]["lr"]
             print(f"continues {folder}: the learning rate is {rate:.2e} from here, the data {start}", flush=True)
         for warning in continue_warnings(saved, run.settings, run.opened[0].corpora):

@@ -86,7 +86,7 @@ STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
 TOKENS = torch.randint(280, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 
 
-def save_loud_weights(settings: Settings, logits: Path) -> None:
+def save_large_weights(settings: Settings, logits: Path) -> None:
     """Save iteration 7 of a run with enlarged initial weights, and the logits of the model in `logits`."""
     run = build_run(settings, *join(settings))
     model = run.unwrapped_model
@@ -106,7 +106,7 @@ def save_loud_weights(settings: Settings, logits: Path) -> None:
 
 def test_reference_with_saved_weights_gives_megatron_s_logits(settings, tmp_path):
     run = settings("run")
-    run_on_ranks(save_loud_weights, run, tmp_path / "logits.pt", world_size=1)
+    run_on_ranks(save_large_weights, run, tmp_path / "logits.pt", world_size=1)
     reference = read_checkpoint(Path(run.checkpoint.save)).build_reference(torch.float32)
     with torch.no_grad():
         logits = reference.forward_packed(TOKENS, STARTS)

@@ -5,7 +5,7 @@ import torch
 from tolerances import PACKED_LOGITS, PADDED_LOGITS
 from torch import Tensor
 
-from checkpoint_conversion.compare import make_loud
+from checkpoint_conversion.compare import draw_large_weights
 from megatron_neobert.model.reference import ReferenceConfig, ReferenceNeoBERT
 
 CONFIG = ReferenceConfig(num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, vocab_size=101)
@@ -15,7 +15,7 @@ TOKENS = torch.randint(CONFIG.vocab_size, (sum(LENGTHS),), generator=torch.Gener
 
 @pytest.fixture(scope="module")
 def model() -> ReferenceNeoBERT:
-    return make_loud(ReferenceNeoBERT(CONFIG))
+    return draw_large_weights(ReferenceNeoBERT(CONFIG))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.batches.packing import Segments
-from megatron_neobert.data.batches.philox import Stream, draw_words
+from megatron_neobert.data.batches.philox import RandomStream, draw_words
 
 _LEVELS = 1 << 16  # values of a 16-bit draw
 _BLOCK_TOKENS = 8  # four 32-bit words give eight 16-bit draws
@@ -89,7 +89,7 @@ def mask_tokens(
     segment_of_block = np.repeat(np.arange(len(segments)), blocks_n)
     block_shift_n = first_blocks_n - (block_ends_n - blocks_n)
     draws_b8 = draw_words(
-        Stream.SELECTION,
+        RandomStream.SELECTION,
         seed=seed,
         epoch=segments.epochs_n[segment_of_block],
         item=segments.documents_n[segment_of_block],
@@ -135,7 +135,11 @@ def _draw_ordinary_ids(
 ) -> NDArray[np.int64]:
     """Return one id per segment, uniform over all that are not special, for the token at `index_in_document_n`."""
     words_n4 = draw_words(
-        Stream.REPLACEMENT, seed=seed, epoch=segments.epochs_n, item=segments.documents_n, index=index_in_document_n
+        RandomStream.REPLACEMENT,
+        seed=seed,
+        epoch=segments.epochs_n,
+        item=segments.documents_n,
+        index=index_in_document_n,
     )
     choice_n = (words_n4[:, 0].astype(np.uint64) * np.uint64(len(ids.ordinary))) >> np.uint64(32)
     return ids.ordinary[choice_n.astype(np.int64)]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.config.schema import DataConfig
-from megatron_neobert.data.batches.philox import Stream, draw_words
+from megatron_neobert.data.batches.philox import RandomStream, draw_words
 from megatron_neobert.errors import ConfigError
 
 # Position of a blend's component number in the number of a document, and in the item of a random draw. The bits below
@@ -142,7 +142,9 @@ def permute(
     width = -(-size // height)
     items, item_of = np.unique(item, return_inverse=True)
     rounds = np.tile(np.arange(_ROUNDS), len(items))
-    words = draw_words(Stream.DOCUMENT_ORDER, seed=seed, epoch=epoch, item=np.repeat(items, _ROUNDS), index=rounds)
+    words = draw_words(
+        RandomStream.DOCUMENT_ORDER, seed=seed, epoch=epoch, item=np.repeat(items, _ROUNDS), index=rounds
+    )
     # Shape [rounds, 1] with one item, [rounds, indices] with an item per index.
     keys = words.view(np.uint64)[:, 0].reshape(-1, _ROUNDS).T[:, item_of.reshape(-1)]
     images = _shuffle_grid(indices.astype(np.uint64), height=height, width=width, keys=keys)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_neobert.data.batches.order import COMPONENT_SHIFT
-from megatron_neobert.data.batches.philox import Stream, draw_words
+from megatron_neobert.data.batches.philox import RandomStream, draw_words
 
 ADDED_TOKENS = 2  # [CLS] and [SEP]
 
@@ -82,7 +82,7 @@ class PackedSequences:
 
     def shuffle(self, *, seed: int, epoch: int, window: int) -> "PackedSequences":
         """Return a copy with the sequences in a random order, which depends on seed, epoch and window only."""
-        keys = draw_words(Stream.SEQUENCE_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(len(self)))
+        keys = draw_words(RandomStream.SEQUENCE_ORDER, seed=seed, epoch=epoch, item=window, index=np.arange(len(self)))
         order = np.argsort(keys.view(np.uint64)[:, 0], kind="stable")
         counts = np.diff(self.offsets)[order]
         offsets = np.concatenate([[0], np.cumsum(counts)])

@@ -26,7 +26,7 @@ _ROUNDS = 10  # Philox4x32-10
 _STREAM_SHIFT = np.uint64(30)
 
 
-class Stream(IntEnum):
+class RandomStream(IntEnum):
     """Purposes of draws. Draws of different streams never have the same counter."""
 
     DOCUMENT_ORDER = 0
@@ -36,7 +36,7 @@ class Stream(IntEnum):
 
 
 def draw_words(
-    stream: Stream,
+    stream: RandomStream,
     *,
     seed: int,
     epoch: int | NDArray[np.int64],

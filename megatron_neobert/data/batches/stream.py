@@ -63,10 +63,10 @@ class BatchPhase:
         """Return the packed sequences of the window of a cursor. Raise CheckpointError if it has none at the cursor."""
         if cursor.window < count_windows(self.sources, self.batch_settings):
             packed = pack_window(self.sources, self.batch_settings, epoch=cursor.epoch, window=cursor.window)
-            if cursor.row <= len(packed):
+            if cursor.sequence <= len(packed):
                 return packed
         raise CheckpointError(
-            f"the checkpoint continues at packed sequence {cursor.row:,} of window {cursor.window:,}, which these "
+            f"the checkpoint continues at packed sequence {cursor.sequence:,} of window {cursor.window:,}, which these "
             "documents do not have. Resume with the corpus, --split, --seq-length, --long-documents and --seed that it "
             "was saved with, or start a new run."
         )
@@ -128,10 +128,10 @@ class BatchStream:
             missing = phase.batch_settings.global_batch_size
             while missing:
                 window = window or phase.pack_window_at(cursor)
-                stop = min(cursor.row + missing, len(window))
-                taken.append(window.take(cursor.row, stop))
-                missing -= stop - cursor.row
-                cursor = replace(cursor, row=stop)
+                stop = min(cursor.sequence + missing, len(window))
+                taken.append(window.take(cursor.sequence, stop))
+                missing -= stop - cursor.sequence
+                cursor = replace(cursor, sequence=stop)
                 if stop == len(window):
                     cursor, window = next_window(phase.sources, phase.batch_settings, cursor), None
             yield GlobalBatch(phase.sources, phase.batch_settings, join_sequences(taken), cursor)

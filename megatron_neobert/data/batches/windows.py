@@ -88,7 +88,7 @@ class Cursor:
 
     epoch: int = 0
     window: int = 0
-    row: int = 0  # index of the packed sequence in its window
+    sequence: int = 0  # index of the packed sequence in its window
 
 
 def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
@@ -103,7 +103,7 @@ def count_windows(sources: Sequence[Source], settings: BatchSettings) -> int:
 
 def next_window(sources: Sequence[Source], settings: BatchSettings, cursor: Cursor) -> Cursor:
     """Return the start of the first window that is completely unread."""
-    if cursor.row == 0:
+    if cursor.sequence == 0:
         return cursor
     window = cursor.window + 1
     return Cursor(cursor.epoch, window) if window < count_windows(sources, settings) else Cursor(cursor.epoch + 1)

@@ -306,7 +306,10 @@ STATE = TrainState(corpus_sha256="ab" * 32, iteration=7, cursor=Cursor(1, 2, 3))
         (lambda state: state.update(optimizer_steps="2"), r"Expected `int | null`, got `str`"),
         (lambda state: state.update(optimizer_steps=-1), r"optimizer_steps is -1, which is not a valid count"),
         (lambda state: state["progress"].update(iteration=-5), r"iteration is -5, which is not a valid count"),
-        (lambda state: state["progress"].update(cursor={"row": 1 << 62}), r"row is \d+, which is not a valid count"),
+        (
+            lambda state: state["progress"].update(cursor={"sequence": 1 << 62}),
+            r"sequence is \d+, which is not a valid count",
+        ),
     ],
 )
 def test_invalid_train_state_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str):

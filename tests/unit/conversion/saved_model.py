@@ -11,7 +11,7 @@ from torch import Tensor
 from unit.data.small_corpus import SPECIAL, write_vocabulary
 
 from checkpoint_conversion.checkpoint import read_checkpoint, reference_config
-from checkpoint_conversion.compare import Checks, make_loud
+from checkpoint_conversion.compare import Checks, draw_large_weights
 from checkpoint_conversion.export import export
 from checkpoint_conversion.mapping import NEOBERT, ModelShape, split_halves, to_internal
 from megatron_neobert.checkpoint.contents import write_tensors
@@ -80,7 +80,7 @@ def save_model(root: Path) -> SavedModel:
 
 
 def build_reference() -> ReferenceNeoBERT:
-    return make_loud(ReferenceNeoBERT(reference_config(Settings(model=MODEL), vocab_size=len(WORDS))))
+    return draw_large_weights(ReferenceNeoBERT(reference_config(Settings(model=MODEL), vocab_size=len(WORDS))))
 
 
 def build_internal() -> dict[str, Tensor]:

@@ -51,7 +51,9 @@ def test_segments_with_their_labels_put_back_are_the_documents(corpora, layout):
 
 
 def test_a_checkpoint_of_other_documents_is_refused(corpora, tmp_path):
-    folder = write_checkpoint(tmp_path, settings_of(corpora), iteration=1, cursor={"epoch": 0, "window": 0, "row": 8})
+    folder = write_checkpoint(
+        tmp_path, settings_of(corpora), iteration=1, cursor={"epoch": 0, "window": 0, "sequence": 8}
+    )
     with pytest.raises(CheckpointError, match=r"was trained on the corpus with sha256 .{12}, --data-path names"):
         rebuild_batch(settings_of(corpora, data_path=(str(corpora / "Q"),)), 3, checkpoint=folder)
 

@@ -11,7 +11,9 @@ from megatron_neobert.inspection.plot import read_run, series
 
 def interval(iteration, loss=2.0, **more):
     values = {"loss": loss, "lr": 1e-3, "consumed_tokens": 1000 * iteration, **more}
-    return json.dumps({"iteration": iteration, "cursor": {"row": iteration}, "time": "2030-01-01", **values}) + "\n"
+    return (
+        json.dumps({"iteration": iteration, "cursor": {"sequence": iteration}, "time": "2030-01-01", **values}) + "\n"
+    )
 
 
 def validation(iteration, loss=3.0):

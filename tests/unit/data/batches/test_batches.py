@@ -155,7 +155,7 @@ def test_the_cursor_after_the_last_packed_sequence_of_a_window_is_the_start_of_t
 
 @pytest.mark.parametrize("cursor", [Cursor(0, 4, 0), Cursor(0, 1, 500)])
 def test_a_cursor_of_another_corpus_is_refused(corpus, cursor):
-    message = f"at packed sequence {cursor.row} of window {cursor.window}, which these documents do not have"
+    message = f"at packed sequence {cursor.sequence} of window {cursor.window}, which these documents do not have"
     with pytest.raises(CheckpointError, match=message):
         next(replace(stream_of(corpus), cursor=cursor).rank_batches())
 

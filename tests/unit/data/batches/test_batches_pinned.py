@@ -24,7 +24,7 @@ def digest(stream: BatchStream) -> tuple[Cursor, str]:
     """Return the last cursor and the hash of every seventh of 420 steps, about three epochs."""
     content = hashlib.sha256()
     for step in islice(stream.rank_batches(), 0, 420, 7):
-        content.update(repr(tuple(vars(step.cursor_after).items())).encode())
+        content.update(repr(tuple(vars(step.cursor_after).values())).encode())
         for batch in step.micro_batches:
             for tensor in (batch.tokens_t, batch.labels_m, batch.masked_positions_m, batch.cu_seqlens_n):
                 content.update(tensor.numpy().tobytes())
@@ -35,10 +35,10 @@ def digest(stream: BatchStream) -> tuple[Cursor, str]:
 @pytest.mark.parametrize(
     ("long_documents", "masking", "cursor", "expected"),
     [
-        ("truncate", PAPER, (3, 1, 1990), "9c1dbc3a8035fe9d90835fd30c8854818ff8917e6d8f106b6e7c47e5481f92c8"),
-        ("truncate", BERT, (3, 1, 1990), "5e56e09b503e9370fa66e187488442a8ad6f2872cee71975d59f104dd5974ff3"),
-        ("chunk", PAPER, (2, 0, 4551), "65cd2bb114066b63f1dd365831458a7a938e0215ef5811894b2c84fd67ecba8f"),
-        ("chunk", BERT, (2, 0, 4551), "bd513a1f16d1617c5bc1510f7bbcddbf45ea66c1ea710f3de0315cc0673ab755"),
+        ("truncate", PAPER, (3, 1, 1990), "18f86efb84b76cdfdaccbc28fd41bb859afdb713d461d1d7fc6e7a57cfc689a8"),
+        ("truncate", BERT, (3, 1, 1990), "9fce1b0e35933a22554e028d667c698ae751caab58d2a1a608053d6af6b31abb"),
+        ("chunk", PAPER, (2, 0, 4551), "84011ef8f60c86a9beaf265305362b81a7049dd5acef27a11f8ee087fe41fd5c"),
+        ("chunk", BERT, (2, 0, 4551), "9e1abc29e3535f21d8b9f3239022e2b575403db3de93eae0087e7ef218b98a46"),
     ],
 )
 def test_batches_of_one_corpus_are_those_of_the_first_release(long_documents, masking, cursor, expected):

@@ -4,7 +4,7 @@ from unit.data.corpus.memory_corpus import BERT, IDS, UNKNOWN, VOCABULARY
 
 from megatron_neobert.data.batches.masking import MaskedTokens, mask_tokens
 from megatron_neobert.data.batches.packing import Segments
-from megatron_neobert.data.batches.philox import Stream, draw_words, philox4x32
+from megatron_neobert.data.batches.philox import RandomStream, draw_words, philox4x32
 
 
 def ordinary_tokens(count: int, *, seed: int = 0) -> np.ndarray:
@@ -73,12 +73,12 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
 
 
 def test_draws_differ_in_every_argument():
-    def draw(*, stream=Stream.SELECTION, seed=5, epoch=3, item=7, index=11):
+    def draw(*, stream=RandomStream.SELECTION, seed=5, epoch=3, item=7, index=11):
         return draw_words(stream, seed=seed, epoch=epoch, item=item, index=np.array([index])).tobytes()
 
     draws = [draw(seed=seed) for seed in (5, 6, 5 + 2**32)]
     draws += [draw(epoch=epoch) for epoch in (4, 2**31)]
     draws += [draw(item=item) for item in (8, 7 + 2**32, 7 + 2**61)]
     draws += [draw(index=index) for index in (12, 11 + 2**31)]
-    draws += [draw(stream=stream) for stream in Stream if stream != Stream.SELECTION]
+    draws += [draw(stream=stream) for stream in RandomStream if stream != RandomStream.SELECTION]
     assert len(set(draws)) == len(draws) == 3 + 2 + 3 + 2 + 3

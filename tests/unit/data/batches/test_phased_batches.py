@@ -100,7 +100,7 @@ def test_after_a_change_of_seq_length_batches_begin_with_the_next_window(tiny_co
     """The rest of the window is skipped, and no document is read twice."""
     stream = stream_of(settings_of(tiny_corpus, PhaseChange(after_iters=3, seq_length=128)))
     cursors = [batch.cursor_after for batch in islice(stream.global_batches(), 4)]
-    assert cursors[2].row > 0
+    assert cursors[2].sequence > 0
     assert cursors[3] == Cursor(0, cursors[2].window + 1, 4)
     documents = documents_of(stream, 6)
     assert set(chain(*documents[:3])) & set(chain(*documents[3:])) == set()
