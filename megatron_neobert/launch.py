@@ -39,6 +39,7 @@ from megatron_neobert.errors import (
 from megatron_neobert.runtime import signals
 from megatron_neobert.runtime.environment import Node, find_node, whole_number
 from megatron_neobert.runtime.store import reach_store, serve_store
+from megatron_neobert.text import counted
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed import TCPStore
@@ -84,13 +85,16 @@ def main() -> int:
         from megatron_neobert.planning.plan import print_plan
 
         return print_plan(settings, opened, command.plan, world_size=command.world_size)
+    cores = len(os.sched_getaffinity(0))
+    if not is_given and not gpus:
+        reason = ", because the settings allow no more" if nproc < min(cores, _MOST_CPU_RANKS) else ""
+        on_cores = f"{counted(nproc, 'rank')} on {counted(cores, 'core')}"
+        print(f"no GPU: {on_cores}{reason}; NPROC_PER_NODE changes that", flush=True)
     if world_size == 1:
         # Block stop signals until the rank has installed its handlers: after execv, a signal would kill the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
         os.execv(sys.executable, [sys.executable, script, *arguments])
-    if not is_given and not gpus:
-        print(f"no GPU: {nproc} ranks on {len(os.sched_getaffinity(0))} cores; NPROC_PER_NODE changes that", flush=True)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     return run_ranks(node, [script, *arguments], nproc=nproc, timeout_seconds=timeout_seconds, settings=settings)
 
 
