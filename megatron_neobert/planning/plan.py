@@ -1,7 +1,7 @@
 """The plan of a run that --dry-run prints. Needs no GPU and does not import torch.
 
-All times and prices follow from the MFU that one H200 reached in the precision of the run, and from the communication
-that network.py assumes.
+All times and prices follow from steps that were measured on one H200, and from the communication that network.py
+assumes.
 """
 
 import itertools
@@ -46,14 +46,19 @@ _MANY_EPOCHS = 5  # epochs above which the plan warns
 _CPU_FLOPS = 50e9  # FLOP/s of a core, assumed for the time of an iteration on a CPU
 GPU = "H100 80GB HBM3"
 _SHOWN_GPUS = {"A100-SXM4-80GB": False, GPU: True, "H200": True}  # -> has FP8
-# Share of the bf16 peak that one H200 reached with the paper's model, by precision: docs/performance.md, machine A.
-MEASURED_MFU = {
-    "bf16": 0.41,
-    "bf16 with local layers": 0.38,
-    "FP8 tensorwise": 0.44,
-    "FP8 delayed": 0.48,
-    "FP8 blockwise": 0.40,
+# Seconds of a step that do not depend on its tokens, measured on one H200 with 28 x 768: docs/performance.md.
+FIXED_SECONDS = 0.010
+# Share of the bf16 peak during the rest of a step, by precision: from docs/performance.md, machine A.
+MEASURED_SHARE = {
+    "bf16": 0.42,
+    "bf16 with local layers": 0.39,
+    "FP8 tensorwise": 0.45,
+    "FP8 delayed": 0.49,
+    "FP8 blockwise": 0.41,
 }
+_WIDE = 768  # the width that was measured in each precision
+# Of all narrower models: from 12 x 512 in bf16 with local layers, docs/results.md. No narrower model was measured.
+_NARROW_SHARE, _NARROWEST = 0.26, 512
 
 
 def start_warnings(
@@ -108,7 +113,7 @@ def print_plan(settings: Settings, opened: Sequence[OpenedCorpora], options: Pla
         ("memory", memory_lines(fullest.memory, stages=settings.parallel.pipeline_model_parallel_size)),
         ("GPUs", gpu_lines(forecasts, fullest.memory, options, **sizes)),
         *([("network", network_lines(fullest.phase.settings, options, **sizes))] if world_size > 1 else []),
-        *([("scaling", scaling_lines(forecasts, options, **sizes))] if _precision(settings) in MEASURED_MFU else []),
+        *([("scaling", scaling_lines(forecasts, options, **sizes))] if _precision(settings) in MEASURED_SHARE else []),
         ("checkpoints", checkpoint_lines(settings, vocab_size=vocab_size, done=done)),
     ]
     for name, lines in sections:
@@ -213,17 +218,17 @@ def memory_lines(memory: RankMemory, *, stages: int) -> list[str]:
 def gpu_lines(
     forecasts: Sequence[Forecast], memory: RankMemory, options: PlanOptions, *, vocab_size: int, world_size: int
 ) -> list[str]:
-    """Format a table of GPUs: the time of the run at the measured MFU, and whether the memory suffices."""
+    """Format a table of GPUs: the time of the run at the measured rate, and whether the memory suffices."""
     settings = forecasts[0].phase.settings
     precision, tokens = _precision(settings), sum(each.iterations * each.sample.tokens for each in forecasts)
-    mfu = MEASURED_MFU.get(precision)
-    header = f"{'bf16 peak':>13}{'tokens/s':>10}{'time':>12}" if mfu else ""
+    is_measured = precision in MEASURED_SHARE
+    header = f"{'bf16 peak':>13}{'tokens/s':>10}{'time':>12}" if is_measured else ""
     lines = [f"{f'{world_size:,} x':<14}{header}  memory, GiB"]
     for gpu in GPUS:
         if gpu.name not in _SHOWN_GPUS or (settings.compute.fp8_format and not _SHOWN_GPUS[gpu.name]):
             continue
         speed = ""
-        if mfu:
+        if is_measured:
             steps = _plan_steps(world_size, forecasts, options, vocab_size=vocab_size, gpu=gpu.name)
             seconds = _run_seconds(forecasts, steps)
             rate = with_prefix(tokens / seconds, "") if seconds else "-"
@@ -232,17 +237,20 @@ def gpu_lines(
         room = f"fits, {spare:,.1f} free" if spare >= 0 else f"lacks {-spare:,.1f}"
         lines.append(f"{gpu.name:<14}{speed}  {room}")
     note = f"Times are shown for --bf16, and no run in {precision} has been measured."
-    if mfu:
+    if is_measured:
+        share, width = peak_share(settings), settings.model.hidden_size
+        source = f"{precision} with 28 x {_WIDE}" if width >= _WIDE else f"bf16 with 12 x {_NARROWEST}"
+        if width < _NARROWEST:
+            source += "; narrower models have not been measured and may be slower"
         note = (
-            f"time: FLOP / (GPUs x peak x {percent(mfu, digits=0)}), and the wait for the network. One H200 reached "
-            f"{percent(mfu, digits=0)} in {precision} with 28 x 768, and 23 % in bf16 with 12 x 512. Other GPUs, and "
-            "several, have not been measured"
+            f"time: per step {1e3 * FIXED_SECONDS:.0f} ms, FLOP / (GPUs x peak x {percent(share, digits=0)}), and the "
+            f"wait for the network. One H200 reached this in {source}. Other GPUs, and several, have not been measured"
         )
     return [*lines, note]
 
 
 def _precision(settings: Settings) -> str:
-    """Return the precision of a run, which is a key of MEASURED_MFU if its speed has been measured."""
+    """Return the precision of a run, which is a key of MEASURED_SHARE if its speed has been measured."""
     compute = settings.compute
     if not settings.training.bf16:
         return "float32"
@@ -310,25 +318,26 @@ def scaling_lines(
 ) -> list[str]:
     """Format a table with a line per number of GPUs.
 
-    The step is from the phase with the most FLOPs. Hours and price are sums over all phases.
+    The step is from the phase with the most FLOPs. Time and price are sums over all phases.
     """
     main = max(range(len(forecasts)), key=lambda number: forecasts[number].flops * forecasts[number].iterations)
-    price = "" if options.price is None else f"{'price':>10}"
-    lines = [f"{'GPUs':>6}{'micro-batches':>14}{'step':>8}{'network':>9}{'busy':>6}{'hours':>8}{price}"]
+    price_header = "" if options.price is None else f"{'price':>10}"
+    lines = [f"{'GPUs':>6}{'micro-batches':>14}{'step':>8}{'network':>9}{'busy':>6}{'time':>13}{price_header}"]
     for gpus in options.gpus or (world_size,):
         planned = _plan_steps(gpus, forecasts, options, vocab_size=vocab_size)
         if not planned:
             lines.append(f"{gpus:>6,}  the global batch is no multiple of the data-parallel ranks")
             continue
         settings, (total, exposed) = planned[main]
-        hours = _run_seconds(forecasts, planned) / 3600
+        seconds = _run_seconds(forecasts, planned)
         micro_batches = f"{settings.micro_batches_per_rank(gpus):,} x {settings.tokens_per_micro_batch:,}"
         shown_step = f"{total:,.2f} s" if total >= 1 else f"{1e3 * total:,.0f} ms"
         busy = percent(compute_seconds(gpus, settings, forecasts[main].flops) / total, digits=0)
-        shown_price = "" if options.price is None else f"{options.price * gpus * hours:>10,.0f}"
+        price = (options.price or 0.0) * gpus * seconds / 3600
+        shown_price = "" if options.price is None else f"{price:>10,.{0 if price >= 10 else 2}f}"
         lines.append(
-            f"{gpus:>6,}{micro_batches:>14}{shown_step:>8}{percent(exposed / total):>9}{busy:>6}{hours:>8,.1f}"
-            f"{shown_price}"
+            f"{gpus:>6,}{micro_batches:>14}{shown_step:>8}{percent(exposed / total):>9}{busy:>6}"
+            f"{duration(seconds):>13}{shown_price}"
         )
     lines.append(
         f"on {GPU}. micro-batches: number x tokens, per GPU and step; network: share of the step in which only the "
@@ -360,17 +369,24 @@ def step_on(
     gpus: int, settings: Settings, flops: float, *, vocab_size: int, network_gbps: float = 400, gpu: str = GPU
 ) -> StepTime:
     """Return the time of an iteration of `flops` operations on GPUs of a kind, for settings whose micro-batches fit."""
-    return plan_step(
+    step = plan_step(
         settings,
         vocab_size=vocab_size,
         world_size=gpus,
         compute_seconds=compute_seconds(gpus, settings, flops, gpu=gpu),
         network_gbps=network_gbps,
     )
+    return step._replace(total=step.total + FIXED_SECONDS)
 
 
 def compute_seconds(gpus: int, settings: Settings, flops: float, *, gpu: str = GPU) -> float:
-    """Return the seconds of `flops` operations on GPUs that only compute, at the MFU of the precision of `settings`."""
+    """Return the seconds of `flops` operations on GPUs that only compute, without FIXED_SECONDS."""
     kind = find_gpu(gpu)
     assert kind is not None, gpu
-    return flops / (gpus * kind.bf16_tflops * 1e12 * MEASURED_MFU[_precision(settings)])
+    return flops / (gpus * kind.bf16_tflops * 1e12 * peak_share(settings))
+
+
+def peak_share(settings: Settings) -> float:
+    """Return the share of the bf16 peak that one H200 reached while it computed, for this width and precision."""
+    share = MEASURED_SHARE[_precision(settings)]
+    return share if settings.model.hidden_size >= _WIDE else min(share, _NARROW_SHARE)

@@ -95,27 +95,46 @@ def plan_of(settings: Settings, capsys: Any, *, price: float | None = None) -> s
 
 
 @pytest.mark.parametrize(
-    ("compute", "percent_of_peak"),
-    [({}, 41), ({"fp8_format": "hybrid"}, 44), ({"fp8_format": "e4m3", "fp8_recipe": "delayed"}, 48)],
-    ids=["bf16", "FP8 tensorwise", "FP8 delayed"],
+    ("width", "compute", "percent_of_peak", "source"),
+    [
+        (768, {}, 42, "in bf16 with 28 x 768. Other"),
+        (768, {"fp8_format": "hybrid"}, 45, "in FP8 tensorwise with 28 x 768. Other"),
+        (768, {"fp8_format": "e4m3", "fp8_recipe": "delayed"}, 49, "in FP8 delayed with 28 x 768. Other"),
+        (512, {}, 26, "in bf16 with 12 x 512. Other"),
+        (384, {}, 26, "in bf16 with 12 x 512; narrower models have not been measured and may be slower. Other"),
+    ],
 )
-def test_time_hours_and_price_are_flops_divided_by_the_measured_rate(tiny_corpus, capsys, compute, percent_of_peak):
+def test_time_and_price_are_ten_milliseconds_per_step_and_flops_divided_by_the_measured_rate(
+    tiny_corpus, capsys, width, compute, percent_of_peak, source
+):
     """One rank does not wait for a network."""
-    settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 10**12}, compute=compute)
+    settings = tiny_settings(
+        tiny_corpus, model={"hidden_size": width}, training={"bf16": True, "train_iters": 10**9}, compute=compute
+    )
     sample = sample_iteration(settings, open_corpora(settings.data))
     flops = training_flops_per_token(
         settings, vocab_size=tiny_corpus.vocab_size, document_tokens=sample.attended_tokens
     )
     gpu = find_gpu("NVIDIA H200")
     assert gpu is not None
-    seconds = flops * sample.tokens * 10**12 / (gpu.bf16_tflops * 1e12 * percent_of_peak / 100)
-    lines = plan_of(settings, capsys, price=2.5).splitlines()
+    rate = gpu.bf16_tflops * 1e12 * percent_of_peak / 100
+    seconds = 10**9 * (0.01 + flops * sample.tokens / rate)
+    plan = plan_of(settings, capsys, price=2.5)
+    lines = plan.splitlines()
     (line,) = [line for line in lines if " H200 " in line and "fits" in line]
     assert f" {duration(seconds)} " in line
-    assert f" {with_prefix(sample.tokens * 10**12 / seconds, '')} " in line
+    assert f" {with_prefix(sample.tokens * 10**9 / seconds, '')} " in line
     (row,) = [line for line in lines if line.endswith(f" {2.5 * seconds / 3600:,.0f}")]
-    assert row.split()[0] == "1" and f" {seconds / 3600:,.1f} " in row
+    assert row.split()[0] == "1" and f" {duration(seconds)} " in row
     assert any("A100" in line for line in lines) == (not compute), "an A100 has no FP8"
+    assert f"10 ms, FLOP / (GPUs x peak x {percent_of_peak} %)" in " ".join(plan.split())
+    assert source in " ".join(plan.split())
+
+
+def test_a_short_run_has_its_time_in_minutes_and_its_price_in_cents(tiny_corpus, capsys):
+    settings = tiny_settings(tiny_corpus, training={"bf16": True, "train_iters": 12_000})
+    (row,) = [line for line in plan_of(settings, capsys, price=2.5).splitlines() if line.endswith(" 0.08")]
+    assert " 2 min 0 s " in row
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"}])
