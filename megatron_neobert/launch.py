@@ -81,15 +81,17 @@ def main() -> int:
 
         opened = assume_phases(settings)
     refuse_full_disk(settings, vocab_size=opened[0].tokenizer.vocab_size)
+    cores = len(os.sched_getaffinity(0))
+    if not is_given and not gpus and not command.plan.gpus:
+        reason = ", because the settings allow no more" if nproc < min(cores, _MOST_CPU_RANKS) else ""
+        on_cores = f"{counted(nproc, 'rank')} on {counted(cores, 'core')}"
+        on_cores += f" of each of {node.nodes:,} nodes" if node.nodes > 1 else ""
+        remedy = "--gpus N plans for N GPUs" if command.dry_run else "NPROC_PER_NODE changes that"
+        print(f"no GPU: {'planned for ' * command.dry_run}{on_cores}{reason}; {remedy}", flush=True)
     if command.dry_run:
         from megatron_neobert.planning.plan import print_plan
 
         return print_plan(settings, opened, command.plan, world_size=command.world_size)
-    cores = len(os.sched_getaffinity(0))
-    if not is_given and not gpus:
-        reason = ", because the settings allow no more" if nproc < min(cores, _MOST_CPU_RANKS) else ""
-        on_cores = f"{counted(nproc, 'rank')} on {counted(cores, 'core')}"
-        print(f"no GPU: {on_cores}{reason}; NPROC_PER_NODE changes that", flush=True)
     if world_size == 1:
         # Block stop signals until the rank has installed its handlers: after execv, a signal would kill the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)

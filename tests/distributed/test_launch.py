@@ -149,6 +149,29 @@ def test_the_first_line_of_a_run_on_a_cpu_has_the_number_of_ranks_that_was_chose
     assert any(re.search(then, line) for line in lines)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize(
+    ("more", "variables", "first"),
+    [
+        ([], {}, r"no GPU: planned for 2 ranks on \d+ cores.*; --gpus N plans for N GPUs"),
+        (
+            [],
+            {"NNODES": "2"},
+            r"no GPU: planned for 1 rank on \d+ cores of each of 2 nodes, because .*; --gpus N plans",
+        ),
+        (["--gpus", "2"], {}, "model "),
+        ([], {"NPROC_PER_NODE": "2"}, "model "),
+    ],
+    ids=str,
+)
+def test_first_line_of_a_plan_without_a_gpu_has_the_ranks_unless_they_were_given(tiny_corpus, more, variables, first):
+    words = [*flags(tiny_corpus, train_iters=2, global_batch_size=2, micro_batch_size=1), "--dry-run", *more]
+    outside = {name: value for name, value in environment(1).items() if name != "NPROC_PER_NODE"}
+    with start([*BASH, *words], outside | variables) as process:
+        lines = process.stdout.read().splitlines()
+    assert process.returncode == 0 and re.match(first, lines[0]), lines
+
+
 # The training command. Rank 1 sleeps before its fifth update.
 HANGING_SCRIPT = """
 import os, time
