@@ -22,7 +22,7 @@ def read_manifest(name: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["service", "job"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.iterdir()))
 def test_manifest_follows_the_schema_of_kubernetes(name):
     manifest = read_manifest(name)
     kubernetes_validate.validate(manifest, "1.31", strict=True)
@@ -40,6 +40,17 @@ def test_job_ends_where_the_same_command_would_fail_again_and_restarts_for_free_
         "FailJob": all_codes - {errors.EXIT_UNAVAILABLE, errors.EXIT_IO_ERROR},
         "Ignore": {errors.EXIT_STOPPED_EARLY},
     }
+
+
+def test_pods_may_write_the_claimed_volume_and_only_they_may_connect_to_each_other():
+    pod, policy = read_manifest("job")["spec"]["template"]["spec"], read_manifest("network_policy")["spec"]
+    claims = [volume["persistentVolumeClaim"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    assert claims == [{"claimName": read_manifest("volume")["metadata"]["name"]}]
+    assert read_manifest("volume")["spec"]["accessModes"] == ["ReadWriteMany"]
+    user = pod["securityContext"]["runAsUser"]
+    assert f"useradd --uid {user} " in (REPOSITORY / "containers" / "Dockerfile").read_text(encoding="utf-8")
+    pods = {"podSelector": {"matchLabels": read_manifest("service")["spec"]["selector"]}}
+    assert policy == {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}
 
 
 def environment_of(job: dict[str, Any], *, index: int) -> dict[str, str]:
