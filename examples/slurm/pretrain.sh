@@ -21,10 +21,14 @@
 # 75. The job is then requeued and resumes, so it needs --save and --load. The job is also requeued after a crash (a lost
 # rank, a failed read or write, or a signal such as the one of the out-of-memory killer), until five crashes in a row
 # have left no new checkpoint. Any other exit code ends the job. So does a file STOP in the folder of --save: the run
-# saves a checkpoint, and the job is not requeued. Flags of sbatch on the command line override the lines above, for
-# example on a cluster that requests GPUs in another way.
+# saves a checkpoint, and the job is not requeued. Flags of sbatch on the command line override the #SBATCH lines of this
+# file, for example on a cluster that requests GPUs in another way.
 set -euo pipefail
-if [[ ${1-} == -h || ${1-} == --help ]]; then sed -n '/^# Pre-train/,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0; fi
+if [[ ${1-} == -h || ${1-} == --help ]]; then
+    sed -n '/^# Pre-train/,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
+    printf '\n' && sed -n 's/^#SBATCH/  &/p' "$0"
+    exit 0
+fi
 if [[ -z ${SLURM_JOB_ID-} ]]; then echo "pretrain: not a Slurm job; start it with sbatch, see --help" >&2; exit 2; fi
 cd "${SLURM_SUBMIT_DIR:-.}"
 
@@ -52,19 +56,20 @@ for word in "$@"; do
     if [[ $word == --save=* ]]; then save=${word#--save=}; fi
     previous=$word
 done
-requeue=0
+requeue=0 reason='' advice=''
 case $code in
 75 | 138) requeue=1 ;; # 138: USR1 ended a task before it could handle signals
 69 | 74 | 134 | 137 | 139) # docs/troubleshooting.md
+    reason=', a crash without --save'
     if [[ -n $save && -d $save ]]; then
         # SAVE/crashes has the newest checkpoint and the number of crashes since it was written.
         newest=$(find "$save" -maxdepth 1 -name 'iter_*' -printf '%f\n' | sort | tail -n 1)
         newest=${newest:-none} checkpoint='' crashes=0
         if [[ -f $save/crashes ]]; then read -r checkpoint crashes <"$save/crashes" || true; fi
         if [[ $checkpoint != "$newest" ]]; then crashes=0; fi
-        echo "exit code $code: crash $((++crashes)) since the newest checkpoint ($newest)" >&2
+        reason=", crash $((++crashes)) since the newest checkpoint ($newest)"
         if ((crashes >= 5)); then
-            echo "the job is not requeued; read the log, then submit it again" >&2
+            advice='; read the log, then submit the job again'
             rm -f "$save/crashes"
         elif echo "$newest $crashes" >"$save/crashes"; then # fails on a full disk
             requeue=1
@@ -72,9 +77,11 @@ case $code in
     fi
     ;;
 esac
-if ((requeue)) && [[ -n $save && -e $save/STOP ]]; then
-    echo "$save/STOP exists: the job is not requeued" >&2
-elif ((requeue)); then
+if ((requeue)) && [[ -n $save && -e $save/STOP ]]; then requeue=0 reason+=", $save/STOP exists"; fi
+if ((requeue)); then
+    echo "pretrain: exit code $code$reason, requeued" >&2 # before scontrol, which may end this script
     scontrol requeue "$SLURM_JOB_ID"
+else
+    echo "pretrain: exit code $code$reason, not requeued$advice" >&2
 fi
 exit "$code"

@@ -69,6 +69,8 @@ def test_template_explains_itself_and_is_refused_outside_of_a_job(tmp_path):
         for words in (["--help"], [])
     )
     assert (helped.returncode, helped.stderr) == (0, "") and "sbatch --nodes=4" in helped.stdout
+    options = [line for line in Path(TEMPLATE).read_text(encoding="utf-8").splitlines() if line.startswith("#SBATCH --")]
+    assert helped.stdout.endswith("\n\n" + "".join(f"  {option}\n" for option in options)) and len(options) > 10
     assert (refused.returncode, refused.stdout) == (2, "") and "not a Slurm job" in refused.stderr
 
 
@@ -136,20 +138,25 @@ def end_with(cluster, tmp_path):
     + [(code, True) for code in (69, 74, 134, 137, 139)],
 )
 def test_job_is_requeued_after_a_stop_or_a_crash_and_not_after_other_exit_codes(end_with, code, is_requeued):
-    assert end_with(code)[0] == is_requeued
+    was_requeued, log = end_with(code)
+    crash = ", crash 1 since the newest checkpoint (none)" if code in (69, 74, 134, 137, 139) else ""
+    decision = f"pretrain: exit code {code}{crash}, {'' if is_requeued else 'not '}requeued\n"
+    assert (was_requeued, log) == (is_requeued, decision)
 
 
 def test_job_is_not_requeued_after_a_crash_without_save_or_with_a_file_stop(end_with, tmp_path):
-    assert not end_with(137, flags=())[0]
+    was_requeued, log = end_with(137, flags=())
+    assert not was_requeued and log == "pretrain: exit code 137, a crash without --save, not requeued\n"
     (tmp_path / "run" / "STOP").touch()
     for code in (75, 137):
         was_requeued, log = end_with(code, flags=[f"--save={tmp_path / 'run'}"])
-        assert not was_requeued and f"{tmp_path}/run/STOP exists: the job is not requeued\n" in log
+        assert not was_requeued and f"{tmp_path}/run/STOP exists, not requeued\n" in log
 
 
 def test_five_crashes_without_a_new_checkpoint_end_the_job_and_a_new_checkpoint_starts_the_count_again(end_with):
     checkpoints = ["", "iter_0000010", "", "", "", ""]
     ends = [end_with(137, checkpoint=checkpoint) for checkpoint in checkpoints]
     assert [was_requeued for was_requeued, _ in ends] == [True, True, True, True, True, False]
-    assert "exit code 137: crash 5 since the newest checkpoint (iter_0000010)" in ends[-1][1]
+    crash = "pretrain: exit code 137, crash 5 since the newest checkpoint (iter_0000010), not requeued; read the log"
+    assert crash in ends[-1][1]
     assert end_with(137)[0], "a job that was submitted again counts from the start"
