@@ -181,7 +181,7 @@ def describe(batch: "RebuiltBatch", segments: "list[Segment]") -> list[str]:
     return [
         f"{training.global_batch_size:,} packed sequences of {data.seq_length:,} tokens in "
         f"{len(batch.micro_batches):,} micro-batches; packing efficiency {percent(tokens / capacity, digits=2)}",
-        f"{len(segments):,} documents, {cut:,} of them cut; {min(lengths):,} to {max(lengths):,} tokens each",
+        f"{len(segments):,} documents or pieces, {cut:,} of them cut; {min(lengths):,} to {max(lengths):,} tokens each",
         "every next token is predicted (--objective clm)" if data.objective == "clm" else predicted,
     ]
 

@@ -22,10 +22,11 @@ _MOST_WINDOWS = 8  # 32,768 documents
 class IterationSample:
     """Averages over iterations."""
 
-    documents: float  # a document that is cut into several segments counts once
+    pieces: float  # segments: whole documents, and each piece of the others
     tokens: float  # without padding, including [CLS] and [SEP]
     packing_efficiency: float  # tokens as a share of the token capacity
-    truncated: float  # share of the documents' tokens that are never read
+    document_tokens: float  # of the average document before any cut, without [CLS] and [SEP]
+    truncated: float  # share of these tokens that are never read
     attended_tokens: float  # tokens that the average token attends to
     token_shares: tuple[float, ...]  # share of the tokens per component of --data-path
     epochs: tuple[float, ...]  # epochs per component
@@ -71,7 +72,7 @@ def sample_iteration(settings: Settings, opened: OpenedCorpora, *, windows: int 
     epoch or of a blend are a random sample, because documents are shuffled.
     """
     batch, sources = to_batch_settings(settings, opened.tokenizer), opened.training
-    sequences, squares, offered_tokens, text_tokens = 0, 0, 0, 0
+    sequences, pieces, squares, offered_documents, offered_tokens, text_tokens = 0, 0, 0, 0, 0, 0
     documents_c, tokens_c = np.zeros(len(sources)), np.zeros(len(sources))
     for window in range(min(count_windows(sources, batch), windows)):
         offered = documents_in_window(sources, batch, epoch=0, window=window)
@@ -80,6 +81,8 @@ def sample_iteration(settings: Settings, opened: OpenedCorpora, *, windows: int 
         # A document that is cut has one first segment.
         is_first_n = segments.has_cls_n & (segments.starts_n == 0)
         sequences += len(packed)
+        pieces += len(segments)
+        offered_documents += len(offered.lengths_n)
         offered_tokens += int(offered.lengths_n.sum())
         text_tokens += int(segments.lengths_n.sum())
         documents_c += np.bincount(segments.components_n[is_first_n], minlength=len(sources))
@@ -89,12 +92,13 @@ def sample_iteration(settings: Settings, opened: OpenedCorpora, *, windows: int 
         attended = packed_lengths_n if is_packed else np.add.reduceat(packed_lengths_n, packed.offsets[:-1])
         squares += int(attended @ attended)
     share = batch.global_batch_size / sequences  # an iteration as a share of these windows
-    documents, tokens = float(documents_c.sum()), float(tokens_c.sum())
+    tokens = float(tokens_c.sum())
     sizes = [len(source.documents) for source in sources]
     return IterationSample(
-        documents=share * documents,
+        pieces=share * pieces,
         tokens=share * tokens,
         packing_efficiency=share * tokens / settings.tokens_per_iteration,
+        document_tokens=offered_tokens / offered_documents,
         truncated=1 - text_tokens / offered_tokens,
         attended_tokens=squares / tokens,
         token_shares=tuple((tokens_c / tokens).tolist()),

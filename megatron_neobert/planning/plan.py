@@ -151,18 +151,19 @@ def iteration_lines(forecast: Forecast, *, world_size: int) -> list[str]:
     settings, sample = forecast.phase.settings, forecast.sample
     training, data = settings.training, settings.data
     micro_batches = counted(settings.micro_batches_per_rank(world_size), "micro-batch", "micro-batches")
-    mean = sample.tokens / sample.documents
     lines = [
         f"{training.global_batch_size:,} packed sequences x {data.seq_length:,} tokens = "
         f"{settings.tokens_per_iteration:,} tokens, in {micro_batches} of {training.micro_batch_size:,} per rank",
-        f"about {sample.documents:,.{0 if sample.documents >= 10 else 1}f} documents of {mean:,.0f} tokens; packing "
-        f"efficiency {percent(sample.packing_efficiency, digits=2)}",
+        f"about {sample.pieces:,.{0 if sample.pieces >= 10 else 1}f} documents or pieces of "
+        f"{sample.tokens / sample.pieces:,.0f} tokens with [CLS] and [SEP]; packing efficiency "
+        f"{percent(sample.packing_efficiency, digits=2)}",
     ]
     if sample.truncated >= 0.0005:
         warning = "warning: " if sample.truncated >= _LARGE_TRUNCATION else ""
         lines.append(
             f"{warning}{percent(sample.truncated)} of the tokens are never read, because long documents are cut at "
-            f"{data.seq_length:,}; --long-documents chunk reads them"
+            f"{data.seq_length:,} (uncut, a sampled document has {sample.document_tokens:,.0f} on average, without "
+            "[CLS] and [SEP]); --long-documents chunk reads them"
         )
     return lines
 

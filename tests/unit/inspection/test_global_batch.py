@@ -117,7 +117,7 @@ def test_brackets_mark_predicted_tokens_and_control_characters_do_not_reach_the_
         packing
     )
     cut = sum(segment.text_tokens < segment.document_tokens for segment in segments)
-    assert 0 < cut < len(segments) and f"{len(segments)} documents, {cut} of them cut" in parts
+    assert 0 < cut < len(segments) and f"{len(segments)} documents or pieces, {cut} of them cut" in parts
     assert predicted.startswith(f"{(labels != IGNORED_LABEL).sum()} predicted tokens, ")
     assert f"{hidden} hidden, {unchanged} left as they are, " in predicted
     assert all(line in printed for line in (packing, parts, predicted))

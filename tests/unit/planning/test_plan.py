@@ -32,18 +32,21 @@ PACKINGS = [
     {"batch_layout": "concatenated"},
     {"document_block_size": 4},
 ]
+PIECES = [{"long_documents": "chunk"}, {"batch_layout": "concatenated"}]
 
 
 @pytest.mark.parametrize("data", PACKINGS, ids=lambda data: str(*data.values()))
-def test_the_sample_has_the_epochs_documents_and_tokens_of_the_batches(data, tiny_corpus, monkeypatch):
+def test_the_sample_has_the_epochs_pieces_and_tokens_of_the_batches(data, tiny_corpus, monkeypatch):
     """The corpus has several windows and is read for two epochs."""
     monkeypatch.setattr(windows, "WINDOW_DOCUMENTS", 128)
     settings = tiny_settings(tiny_corpus, data={"seq_length": 64, **data}, training=ONE_SEQUENCE)
     inputs = open_corpora(settings.data)
     sample = sample_iteration(settings, inputs)
-    iterations, tokens, squares = 0, 0, 0
-    for step in build_stream(settings, [inputs]).rank_batches():
+    iterations, pieces, tokens, squares = 0, 0, 0, 0
+    stream = build_stream(settings, [inputs])
+    for step, packed in zip(stream.rank_batches(), stream.global_batches(), strict=False):
         iterations += 1
+        pieces += len(packed.packed.segments)
         (batch,) = step.micro_batches
         tokens += batch.real_tokens
         bounds = batch.cu_seqlens_n[batch.cu_seqlens_n <= batch.real_tokens]
@@ -54,10 +57,12 @@ def test_the_sample_has_the_epochs_documents_and_tokens_of_the_batches(data, tin
     lengths = source.corpus.lengths_of(source.documents.numbers(np.arange(len(source.documents))))
     read = lengths.clip(max=62).sum() / lengths.sum() if settings.data.long_documents == "truncate" else 1
     assert sample.truncated == pytest.approx(1 - read)
+    assert sample.document_tokens == lengths.mean()
     documents = EPOCHS * len(source.documents)
     # The second epoch has other windows, each of which may need one packed sequence more or less.
     assert sample.epochs == (pytest.approx(EPOCHS / iterations, rel=0.02),)
-    assert sample.documents == pytest.approx(documents / iterations, rel=0.02)
+    assert sample.pieces == pytest.approx(pieces / iterations, rel=0.02)
+    assert (pieces > documents) == (data in PIECES)
     assert sample.tokens == pytest.approx(tokens / iterations, rel=0.02)
     assert sample.packing_efficiency == pytest.approx(tokens / (iterations * 64), rel=0.02)
     assert sample.attended_tokens == pytest.approx(squares / tokens, rel=0.02)
