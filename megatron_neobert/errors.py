@@ -151,6 +151,12 @@ def suggestion(word: str, known: Iterable[str], *, otherwise: str = "; see --hel
     return f"; did you mean {names[close[0]]!r}?" if close else otherwise
 
 
+def suggest_path(path: Path, *, otherwise: str) -> str:
+    """Return the end of an error message about a missing path: a similar name in the same folder, or `otherwise`."""
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return suggestion(path.name, names, otherwise=otherwise)
+
+
 def short_reason(error: BaseException) -> str:
     """Return class and message of a library's error on one line of at most 500 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]

@@ -36,7 +36,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    load: Path = option(help="masked language model: Hugging Face folder, or OWNER/NAME[@REVISION]", metavar="DIR")
+    load: Path = option(help="masked language model: Hugging Face folder, or [OWNER/]NAME[@REVISION]", metavar="DIR")
     output: Path = option(help="folder to create, for training's --continue-from", metavar="DIR")
     tokenizer_model: Path | None = option(
         None, "tokenizer to continue with, instead of the folder's; its tokens start with weights of the old ones"

@@ -16,7 +16,7 @@ from megatron_neobert.runtime.atomic_files import build_folder, refuse_existing
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxOptions:
-    model: Path = option(help="output of neobert convert: folder, or OWNER/NAME[@REVISION] of the Hub", metavar="DIR")
+    model: Path = option(help="output of neobert convert: folder, or [OWNER/]NAME[@REVISION] of the Hub", metavar="DIR")
     output: Path = option(help="folder to create", metavar="DIR")
     task: Literal["fill-mask", "feature-extraction"] = option(
         "fill-mask",

@@ -15,7 +15,7 @@ SHORTEST_INPUT = 4
 GLUE_TASKS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
 FETCH_GLUE = "on a machine with network: hf download nyu-mll/glue --repo-type dataset --local-dir DIR"
 
-_MODEL = "encoder: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub"
+_MODEL = "encoder: Hugging Face folder, or [OWNER/]NAME[@REVISION] of the Hub"
 _OUTPUT = "folder for the results"
 _ATTENTION = "attn_implementation of transformers, for example sdpa (default: chosen by transformers)"
 

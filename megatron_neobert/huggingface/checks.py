@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_neobert.errors import ConversionError, MissingInputError
 from megatron_neobert.runtime.atomic_files import read_text
-from megatron_neobert.runtime.folder_kinds import remedy_for_model
+from megatron_neobert.runtime.folder_kinds import why_no_model
 from megatron_neobert.text import listed, parse_json
 
 WEIGHTS = "model.safetensors"
@@ -41,7 +41,7 @@ def check_folder(folder: Path, *, attention: Iterable[str] = TORCH_ATTENTION) ->
     """
     config_path, index_path = folder / "config.json", folder / INDEX
     if not config_path.exists():
-        raise MissingInputError(f"{folder}: no such folder, or one without config.json; {remedy_for_model(folder)}.")
+        raise MissingInputError(f"{folder}: {why_no_model(folder)}.")
     for path in sorted(folder.rglob("*")):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ConversionError(f"{path} is a pipe, a socket or a device, and only files are read. Remove it.")

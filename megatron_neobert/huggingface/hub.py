@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_neobert.errors import ConfigError, MissingInputError, short_reason
-from megatron_neobert.runtime.atomic_files import require_folder
-from megatron_neobert.runtime.folder_kinds import remedy_for_model
+from megatron_neobert.errors import ConfigError, MissingInputError, short_reason, suggest_path
+from megatron_neobert.runtime.folder_kinds import why_no_model
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,18 +39,19 @@ FILES_OF_OUTPUT = (
 
 
 def find_model(flag: str, model: Path, *, holding: str = "config.json") -> Path:
-    """Return the folder of a model that a flag gives as a local folder, or as OWNER/NAME[@REVISION] of the Hub.
+    """Return the folder of a model that a flag gives as a local folder, or as [OWNER/]NAME[@REVISION] of the Hub.
 
     Raises MissingInputError if there is no such model, or no network and no cached model, or no file `holding` in the
     folder.
     """
     # A folder with an adapter is refused, and an ONNX export keeps the license.
     patterns = [*FILES_OF_OUTPUT, "adapter_config.json", "LICENSE"]
-    cached = find_in_hub(flag, model, patterns) if len(model.parts) == 2 else None
+    cached = find_in_hub(flag, model, patterns)
     if cached:
         print(f"{model} of the Hugging Face Hub: {cached}", file=sys.stderr)
     folder = cached or model
-    require_folder(flag, folder, holding=holding, remedy=remedy_for_model(folder))
+    if not folder.is_dir() or not (folder / holding).exists():
+        raise MissingInputError(f"{flag} {folder}: {why_no_model(folder)}.")
     return folder
 
 
@@ -74,13 +74,13 @@ def find_in_hub(flag: str, path: Path, patterns: Sequence[str]) -> Path | None:
         problem = "the Hub does not answer" if isinstance(error.__cause__, HfHubHTTPError) else "no network"
         raise MissingInputError(
             f"{problem}: {flag} {path} is no path of this machine, and the Hugging Face Hub, where it may be a model, "
-            f"cannot be asked ({short_reason(error.__cause__ or error)}). Check the path, or hf download {name[1]} "
-            "--local-dir DIR on a machine with network, and name DIR here."
+            f"cannot be asked ({short_reason(error.__cause__ or error)}){suggest_path(path, otherwise='.')} Check the "
+            f"path, or hf download {name[1]} --local-dir DIR on a machine with network, and name DIR here."
         ) from error
     except Exception as error:  # the libraries for HTTP and for large files have errors of their own
         raise MissingInputError(
-            f"{flag} {path}: no such path, and no model of the Hugging Face Hub ({short_reason(error)}); check the "
-            "name. For a private or gated model: hf auth login."
+            f"{flag} {path}: no such path, and no model of the Hugging Face Hub ({short_reason(error)})"
+            f"{suggest_path(path, otherwise=';')} check the name. For a private or gated model: hf auth login."
         ) from error
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megatron_neobert.errors import MissingInputError, OutputError, SaveError, short_reason
+from megatron_neobert.errors import MissingInputError, OutputError, SaveError, short_reason, suggest_path
 from megatron_neobert.runtime.own_files import create_temporary
 
 _CHUNK_BYTES = 1 << 20  # bytes per read
@@ -23,14 +23,10 @@ _CHUNK_BYTES = 1 << 20  # bytes per read
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
-def require_folder(flag: str, folder: Path, *, holding: str = "", remedy: str = "check the path") -> None:
-    """Raise MissingInputError if `folder` is no folder, or the file `holding` in it does not exist.
-
-    The message begins with `flag` and ends with `remedy`.
-    """
-    if not folder.is_dir() or not (folder / holding).exists():
-        without = f", or one without {holding}" if holding else ""
-        raise MissingInputError(f"{flag} {folder}: no such folder{without}; {remedy}.")
+def require_folder(flag: str, folder: Path, *, remedy: str = "check the path") -> None:
+    """Raise MissingInputError, which begins with `flag` and ends with `remedy`, if `folder` is no folder."""
+    if not folder.is_dir():
+        raise MissingInputError(f"{flag} {folder}: no such folder{suggest_path(folder, otherwise=';')} {remedy}.")
 
 
 def open_regular(path: Path) -> IO[bytes]:

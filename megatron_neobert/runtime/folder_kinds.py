@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from megatron_neobert.errors import suggest_path
+
 MANIFEST = "MANIFEST.json"  # of a checkpoint
 
 
-def remedy_for_model(folder: Path) -> str:
-    """Return how to get a Hugging Face folder from a run or a checkpoint, or the advice to name such a folder."""
+def why_no_model(folder: Path) -> str:
+    """Return why a path is no Hugging Face folder, and how to get one: from a run, a checkpoint, or by its name."""
     if any(folder.glob(f"iter_*/{MANIFEST}")):
         return (
             f"it is the --save folder of a run; convert its newest checkpoint: neobert convert megatron-to-hf --load "
@@ -14,7 +16,9 @@ def remedy_for_model(folder: Path) -> str:
         )
     if (folder / MANIFEST).is_file():
         return f"it is a checkpoint; convert it: neobert convert megatron-to-hf --load {folder} --output DIR"
-    return "name a Hugging Face folder"
+    if folder.is_dir():
+        return "a folder without config.json; name a Hugging Face folder"
+    return f"no such folder{suggest_path(folder, otherwise=';')} name a Hugging Face folder"
 
 
 def remedy_for_run(folder: Path, *, otherwise: str) -> str:

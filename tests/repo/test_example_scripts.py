@@ -98,6 +98,6 @@ def test_custom_language_prepares_raw_text_and_skips_finished_steps(tmp_path):
 
 @pytest.mark.parametrize("script", ["glue", "mteb"])
 def test_evaluation_of_a_missing_model_is_refused(script, tmp_path):
-    ended = start(f"{script}.sh", ".", "results", "model", cwd=tmp_path)
+    ended = start(f"{script}.sh", ".", "results", "/nothere", cwd=tmp_path)
     assert ended.returncode == 66
-    assert ended.stderr.startswith("error: --model model: no such folder")
+    assert ended.stderr.startswith("error: --model /nothere: no such folder")

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron_neobert.errors import DataError, MissingInputError
+from megatron_neobert.errors import DataError, MissingInputError, suggest_path
 from megatron_neobert.huggingface.hub import ALL_TOKENIZER_FILES, find_in_hub
 from megatron_neobert.text import parse_json, visible
 
@@ -48,9 +48,10 @@ def find_tokenizer_file(path: Path) -> Path:
             )
         return file
     if not path.is_file():
-        found = "a corpus, which --data-path reads" if is_corpus else "no such file or folder"
+        missing = f"no such file or folder{suggest_path(path, otherwise=';')}"
+        found = "a corpus, which --data-path reads;" if is_corpus else missing
         raise MissingInputError(
-            f"--tokenizer-model {path}: {found}; name a vocab.txt, tokenizer.json or SentencePiece model, a folder "
+            f"--tokenizer-model {path}: {found} name a vocab.txt, tokenizer.json or SentencePiece model, a folder "
             "with one of them, or a model of the Hugging Face Hub"
         )
     return path

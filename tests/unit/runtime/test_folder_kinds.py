@@ -43,6 +43,7 @@ def test_wrong_kind_of_folder_is_recognised(command, kind, remedy, places, tmp_p
     number = 1 if words[1].startswith("--") else 2
     code, _, errors = call(" ".join(words[:number]), *words[number:], places[first] / rest)
     assert (code, remedy in errors) == (66, True), errors
+    assert "no such folder" not in errors, "the folder exists"
 
 
 @pytest.mark.parametrize("ending", ["", ".bin", ".idx", ".json"])
