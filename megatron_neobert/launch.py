@@ -146,7 +146,7 @@ def run_ranks(node: Node, script: Sequence[str], *, settings: Settings, nproc: i
         "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": str(node.rank),
         # As torchrun sets them: the ranks have a launcher, and it serves the store.
-        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RUN_ID": signals.LAUNCHER_ID,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     ranks = {}

@@ -27,6 +27,7 @@ ABORT_SIGNAL = signal.SIGQUIT  # the launcher sends it to the ranks at the secon
 FIRST_INTERRUPT = (
     "stopping after this iteration, then saving if there is --save; Ctrl-C again stops at once without saving"
 )
+LAUNCHER_ID = "neobert"  # TORCHELASTIC_RUN_ID of ranks whose launcher announces the first Ctrl-C
 
 _WRITE_SECONDS = 2.0
 
@@ -107,7 +108,9 @@ def _handle(number: int) -> None:
         end_process(EXIT_INTERRUPTED, f"rank {rank}: aborted\n")
     if not _group_is_formed.is_set():
         end_process(EXIT_STOPPED_EARLY, f"rank {rank}: stopped by {name} before the first iteration\n")
-    if number == signal.SIGINT:
+    # A terminal sends Ctrl-C to all processes of a node: the launcher of this project announces it, or else one rank.
+    announces = os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("TORCHELASTIC_RUN_ID") != LAUNCHER_ID
+    if number == signal.SIGINT and announces:
         _announce_stop()
 
 

@@ -80,6 +80,29 @@ def test_second_interrupt_aborts_a_rank_that_waits_for_another_rank():
     assert ended == (130, f"{first}rank 0: aborted\n")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "announcements"),
+    [
+        ([{}], 1),
+        ([{"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}], 1),
+        ([{"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": signals.LAUNCHER_ID}], 0),
+    ],
+    ids=["single rank", "torchrun", "launcher of this project"],
+)
+def test_one_ctrl_c_is_announced_by_one_rank_or_by_the_launcher(monkeypatch, ranks, announcements):
+    announced = []
+    monkeypatch.setattr(signals, "_announce_stop", lambda: announced.append(dict(os.environ)))
+    monkeypatch.setattr(signals._group_is_formed, "is_set", lambda: True)
+    for variables in ranks:
+        monkeypatch.setattr(signals, "_signals_handled", [])
+        for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        signals._handle(signal.SIGINT)
+    assert len(announced) == announcements
+
+
 def receive_sigterm_and_one_interrupt() -> None:
     rank_in_a_group()
     for number in (signal.SIGTERM, signal.SIGINT):
