@@ -6,6 +6,7 @@ are reported together. Standard library only, so that `--help` is fast and works
 
 import argparse
 import inspect
+import itertools
 import math
 import os
 import re
@@ -285,9 +286,8 @@ class Parser(argparse.ArgumentParser):
         problems += [
             f"{excerpt(word)} is not the value of any flag; check the spelling before it, and quote a value that has a "
             "space."
-            for previous, word in zip(["", *remaining], remaining, strict=False)
-            # A word after an unknown flag is probably its value, and would be reported twice.
-            if not word.startswith("-") and not previous.startswith("-")
+            # Words after an unknown flag are probably its values, and would be reported twice.
+            for word in itertools.takewhile(lambda word: not word.startswith("-"), remaining)
         ]
         return vars(parsed), problems
 

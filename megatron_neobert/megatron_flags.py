@@ -21,6 +21,7 @@ REPLACEMENTS = {
     "--fp16": "--bf16",
     "--calculate-per-token-loss": "--loss-normalization",
     "--cross-entropy-loss-fusion": "not needed: the loss is one compiled function",
+    "--no-bias-swiglu-fusion": "not needed: SwiGLU is fused on GPUs only",
     "--distributed-backend": "not needed: NCCL on GPUs, gloo on a CPU",
     "--use-cpu-initialization": "not needed: initial weights do not depend on the device",
     "--tensorboard-dir": "not needed: the curves are in SAVE/tensorboard",

@@ -207,7 +207,9 @@ def refuse_other_run(
         same_run["training"] = (*_SAME_RUN["training"], "micro_batch_size")
     changed = {name: text for name, text in _differences(saved, now, same_run) if name not in unfit}
     if unfit or changed:
-        remedy = "" if unfit else f", or, {_AS_NEW_RUN}"
+        remedy = f", or, {_AS_NEW_RUN}"
+        if unfit:
+            remedy = "" if has_new_data else ", or train from the beginning with new folders as --save and --load"
         raise CheckpointError(
             f"{folder} belongs to another run: {'; '.join([*unfit.values(), *changed.values()])}. Start with the "
             f"values in {folder / 'settings.yaml'}{remedy}."

@@ -6,6 +6,7 @@ checksums. No file is copied into memory: a corpus of 10^9 documents takes no mo
 """
 
 import glob
+import re
 import resource
 from collections.abc import Sequence
 from functools import cached_property
@@ -267,12 +268,13 @@ def _read_complete(files: CorpusFiles) -> Manifest:
 
 def _similar_prefix(prefix: Path) -> str:
     """Return the end of the message about a missing corpus: the prefix that the user probably meant."""
-    without_suffix = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx", ".json") else prefix
-    written = [without_suffix, *sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_document.json"))]
-    found = [path.with_suffix("") if path.suffix == ".json" else path for path in written]
-    found = [path for path in found if path.with_name(f"{path.name}.json").is_file()]
+    name = prefix.stem if prefix.suffix in (".bin", ".idx", ".json") else prefix.name
+    manifest = prefix.with_name(f"{name}.json")
+    # In Megatron-LM, too, a name ends in the key of the text, but often in another one.
+    output_prefix = glob.escape(re.sub(r"(_[^_]+)?_document$", "", name))
+    found = [manifest] if manifest.is_file() else sorted(prefix.parent.glob(f"{output_prefix}_*_document.json"))
     if found:
-        return f"; did you mean {listed(map(str, found))}?"
+        return f"; did you mean {listed(str(path.with_suffix('')) for path in found)}?"
     return "; give the prefix that neobert preprocess printed, without .bin"
 
 

@@ -19,6 +19,7 @@ from megatron_neobert.config.cli import (
 )
 from megatron_neobert.config.schema import ModelConfig
 from megatron_neobert.errors import CheckpointError, ConfigError
+from megatron_neobert.megatron_flags import REPLACEMENTS
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -61,6 +62,13 @@ def test_all_problems_of_file_and_flags_are_reported_with_suggestions(tmp_path):
         f"{config}: optimizer.lr 'fast' is not a number.",
         "--train-iters 'many' is not a whole number.",
     ]
+
+
+def test_flags_of_megatron_are_reported_once_each_with_what_replaces_them():
+    assert problems_of("stray", "--rampup-batch-size", "1", "2", "3", "--no-bias-swiglu-fusion") == [
+        f"unknown flag {flag}, which is Megatron-LM's; here: {REPLACEMENTS[flag]}."
+        for flag in ("--rampup-batch-size", "--no-bias-swiglu-fusion")
+    ] + ["'stray' is not the value of any flag; check the spelling before it, and quote a value that has a space."]
 
 
 def test_invalid_yaml_is_reported_by_line_and_column_without_an_excerpt(tmp_path):

@@ -63,7 +63,9 @@ def test_weights_or_state_that_do_not_fit_are_refused_with_continue_from_too(sec
     sentence = rf"run: --{name.replace('_', '-')} was {before} and is now {value}\b.* Start with the values"
     with pytest.raises(CheckpointError, match=sentence) as caught:
         refuse(now, has_new_data=True)
-    assert "--continue-from" not in str(caught.value)
+    assert "--continue-from" not in str(caught.value) and "--save" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=f"{sentence}.*, or train from the beginning with new folders as --save"):
+        refuse(now, has_new_data=False)
 
 
 MAY_CHANGE = {"max_position_embeddings": 8192, "init_method_range": 0.05, "make_vocab_size_divisible_by": 64}

@@ -46,9 +46,11 @@ def test_wrong_kind_of_folder_is_recognised(command, kind, remedy, places, tmp_p
     assert "no such folder" not in errors, "the folder exists"
 
 
-@pytest.mark.parametrize("ending", ["", ".bin", ".idx", ".json"])
-def test_prefix_of_preprocess_or_a_file_of_the_corpus_names_the_corpus(ending, tiny_corpus):
-    prefix = tiny_corpus.prefix + ending if ending else tiny_corpus.prefix.removesuffix("_content_document")
+@pytest.mark.parametrize(
+    "ending", ["", "_text_document", "_document", "_content_document.bin", "_content_document.json"]
+)
+def test_prefix_of_preprocess_a_file_of_the_corpus_or_another_key_names_the_corpus(ending, tiny_corpus):
+    prefix = tiny_corpus.prefix.removesuffix("_content_document") + ending
     code, _, errors = call("train", "--data-path", prefix, "--tokenizer-model", tiny_corpus.tokenizer, "--dry-run")
     assert (code, f"did you mean {tiny_corpus.prefix}?" in errors) == (66, True), errors
 
