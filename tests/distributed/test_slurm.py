@@ -1,6 +1,7 @@
 """The Slurm template, with stand-ins for srun and scontrol: the nodes of the step are processes on this machine."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -69,8 +70,8 @@ def test_template_explains_itself_and_is_refused_outside_of_a_job(tmp_path):
         for words in (["--help"], [])
     )
     assert (helped.returncode, helped.stderr) == (0, "") and "sbatch --nodes=4" in helped.stdout
-    options = [line for line in Path(TEMPLATE).read_text(encoding="utf-8").splitlines() if line.startswith("#SBATCH --")]
-    assert helped.stdout.endswith("\n\n" + "".join(f"  {option}\n" for option in options)) and len(options) > 10
+    options = re.findall(r"^#SBATCH --.*\n", Path(TEMPLATE).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert helped.stdout.endswith("\n\n" + "".join(f"  {option}" for option in options)) and len(options) > 10
     assert (refused.returncode, refused.stdout) == (2, "") and "not a Slurm job" in refused.stderr
 
 
