@@ -4,6 +4,7 @@ The colours, by Okabe and Ito, can be distinguished by colour-blind readers. Mar
 print in black and white. Equal curves give equal bytes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,10 @@ _MAX_CURVES_WITH_INNER_LEGEND = 4  # a longer legend is beside the axes
 
 @dataclass(frozen=True)
 class Curve:
-    """One line, with a band around it if `low` and `high` are given; each sequence has one value per x."""
+    """One line, with a band and bars around it if `low` and `high` are given; each sequence has one value per x.
+
+    The marker of a point is hollow where `low` is NaN.
+    """
 
     name: str
     x: Sequence[float]
@@ -49,15 +53,18 @@ def plot_curves(
     assert curves and all(len(curve.x) for curve in curves), f"nothing to draw in {path}: {[c.name for c in curves]}"
     # pyplot would keep every figure until it is closed, and may need a display.
     figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    axes = figure.add_subplot()
+    axes, lines = figure.add_subplot(), []
     for number, curve in enumerate(curves):
         color, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        axes.plot(curve.x, curve.y, linestyle=dash, markersize=5, linewidth=1.8, color=color, marker=marker)
+        look = {"markersize": 5, "color": color, "marker": marker}
+        lines += axes.plot(curve.x, curve.y, linestyle=dash, linewidth=1.8, **look)
         if curve.low is not None and curve.high is not None:
             axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.18, linewidth=0)
             # The band of a point without a neighbour has no width.
             axes.vlines(curve.x, curve.low, curve.high, color=color, alpha=0.5, linewidth=1.2)
+            hollow = [y if math.isnan(low) else math.nan for y, low in zip(curve.y, curve.low, strict=True)]
+            axes.plot(curve.x, hollow, linestyle="", markerfacecolor="white", **look)
     # Labels are shown as they are: "$" does not start TeX.
     axes.set_title(title, parse_math=False)
     axes.set_xlabel(x_label, parse_math=False)
@@ -84,7 +91,7 @@ def plot_curves(
         axis.set_minor_locator(NullLocator())
     is_outside = len(curves) > _MAX_CURVES_WITH_INNER_LEGEND
     position = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if is_outside else {}
-    add_legend(axes, axes.lines, [curve.name for curve in curves], **position)
+    add_legend(axes, lines, [curve.name for curve in curves], **position)
     save_figure(figure, path)
 
 

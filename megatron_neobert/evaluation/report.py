@@ -141,7 +141,9 @@ def pseudo_perplexity(records: Sequence[Record], output: Path) -> list[str]:
     header = ("model", "pseudo-perplexity", "standard error", "documents", "masked positions", "truncated")
     path = output / "pseudo_perplexity.png"
     bands = [record.results["band"] for record in records if any(point["low"] for point in record.results["curve"])]
-    band = f"band: {' or '.join(sorted(set(bands)))}" if bands else "no length has enough documents for a band"
+    band = f"bars: {' or '.join(sorted(set(bands)))}" if bands else "no length has enough documents for an interval"
+    if bands and any(None in (point["low"] for point in record.results["curve"]) for record in records):
+        band += "; hollow: too few documents"
     title, x_label = f"Pseudo-perplexity by length\n{band}", "tokens (average of the documents of a bin)"
     plot_curves(path, curves, x_label=x_label, y_label="pseudo-perplexity", title=title, log_x=True, log_y=True)
     return [

@@ -1,6 +1,7 @@
 """The report marks the paper's numbers, names what is missing or differs, and shows text of records as text."""
 
 import json
+import math
 
 import pytest
 from markdown_it import MarkdownIt
@@ -186,6 +187,19 @@ def test_band_of_a_single_length_is_visible(tmp_path):
     pixels = imread(tmp_path / "a.png")
     is_coloured = (pixels[..., :3].max(axis=2) - pixels[..., :3].min(axis=2)) > 0.1
     assert is_coloured.sum(axis=0).max() > 300, "a vertical line over half of the figure; a marker has 12 pixels"
+
+
+def test_point_without_an_interval_is_hollow_and_the_title_says_so(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("megatron_neobert.evaluation.plots.save_figure", lambda figure, _: drawn.append(figure))
+    put(tmp_path, "pseudo_perplexity")
+    write_report([tmp_path], tmp_path / "report")
+    (axes,) = drawn[0].axes
+    (hollow,) = (line for line in axes.lines if line.get_markerfacecolor() == "white")
+    assert hollow.get_xdata().tolist() == [100, 400]
+    assert hollow.get_ydata().tolist() == pytest.approx([math.nan, 25.0], nan_ok=True)
+    assert axes.get_title().endswith("\nbars: 95 %; hollow: too few documents")
+    assert len(axes.get_legend().get_texts()) == 1
 
 
 def test_axis_of_a_single_length_is_labelled_with_this_length_alone(tmp_path, monkeypatch):
