@@ -207,7 +207,8 @@ def draw_packing(data: dict[str, Any]) -> Figure:
             axes.barh(row, length, left=ends[row], color=SHADES[number % len(SHADES)], edgecolor="white", height=0.8)
             ends[row] += length
         unused = data[f"unused when {layout}, %"]
-        title = f"{layout}: {len(ends)} sequences; unused in a window of 4,096 documents: {unused} %"
+        shown = 100 - 100 * sum(ends) / (SEQ_LENGTH * len(ends))
+        title = f"16 documents {layout}: {shown:.0f} % unused; 4,096 documents: {unused} %"
         axes.set_title(title, fontsize=9.5, color=INK, loc="left")
         axes.axis("off")
     panels[0].invert_yaxis()
