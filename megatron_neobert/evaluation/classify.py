@@ -91,9 +91,17 @@ def run_classify(options: ClassifyOptions) -> Path:
             raise DataError(f"{options.data_dir / name}: every row has the label {labels[0]!r:.80}; add other classes.")
         tasks.append(ClassifyTask(name, tuple(rows), ("accuracy",), tuple(labels)))
     for task in tasks:
-        data = {split: rows.digest for split, rows in read_dataset(options.data_dir, task.name).items()}
-        grid = GRIDS[options.grid].replace(options)
-        run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
+        splits = read_dataset(options.data_dir, task.name)
+        sweep = Sweep(
+            kind="classify",
+            task=task,
+            grid=GRIDS[options.grid].replace(options),
+            start=options.model,
+            data={split: rows.digest for split, rows in splits.items()},
+            rows={split: rows.used(options.limit) for split, rows in splits.items()},
+            options=options,
+        )
+        run_sweep(sweep)
     # After all runs, because it initializes CUDA, and each run chooses its GPU before that.
     for task in tasks:
         draw_confusion(task, folder, options)

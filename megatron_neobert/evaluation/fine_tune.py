@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -33,8 +34,9 @@ from megatron_neobert.evaluation.models import LoadOptions, choose_device, load_
 from megatron_neobert.evaluation.options import FineTuneOptions
 from megatron_neobert.huggingface.folder_files import restore_files
 from megatron_neobert.runtime.atomic_files import saving_weights
-from megatron_neobert.runtime.jobs import JobOptions, JobRunner
+from megatron_neobert.runtime.jobs import JobOptions, JobRunner, progress_bar
 from megatron_neobert.runtime.own_files import create_folder
+from megatron_neobert.text import visible
 
 WARMUP, DECAYED, FLOOR = 0.06, 0.9, 0.1  # two shares of the steps, and a share of the peak rate
 PATIENCE = 15  # evaluations
@@ -95,6 +97,8 @@ class Run:
     start: Path  # folder of the initial weights
     folder: Path  # output folder, replaced if it exists
     options: FineTuneOptions
+    number: int = 1  # of `count` runs of the task, for the progress bar
+    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +144,36 @@ def fine_tune(run: Run) -> Outcome:
     )
 
 
+class ProgressBar(transformers.TrainerCallback):
+    """Progress bar of the steps of a run, with the time that all runs of the task may still take."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run = self.run
+        name, position = f"{visible(run.task.name)} {run.number}/{run.count}", (run.number - 1) % run.options.jobs
+        self.bar = progress_bar(desc=name, total=state.max_steps, unit="step", position=position)
+        self.start = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        left = seconds_left(self.run, time.monotonic() - self.start, done=state.global_step / state.max_steps)
+        self.bar.set_postfix_str(f"all runs at most {timedelta(seconds=round(left))}", refresh=False)
+        self.bar.update()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+
+def seconds_left(run: Run, elapsed_seconds: float, *, done: float) -> float:
+    """Return the seconds until the last run of a task ends, if no run stops early and all are as fast as this one.
+
+    Args:
+        done: Finished share of the run's steps.
+    """
+    return elapsed_seconds / done * (1 - done + -(-(run.count - run.number) // run.options.jobs))
+
+
 class PaperTrainer(transformers.Trainer):
     """Trainer with the paper's optimizer, learning-rate schedule, evaluations and early stopping.
 
@@ -171,7 +205,7 @@ class PaperTrainer(transformers.Trainer):
             processing_class=tokenizer,
             data_collator=task.collator(tokenizer),
             compute_metrics=compute,
-            callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=PATIENCE)],
+            callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=PATIENCE), ProgressBar(run)],
         )
         self.remove_callback(transformers.PrinterCallback)
         assert self.args.n_gpu <= 1, f"{self.args.n_gpu} GPUs would multiply the batch"

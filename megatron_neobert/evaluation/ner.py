@@ -110,8 +110,12 @@ def run_ner(options: NerOptions) -> Path:
         )
     grid = GRIDS[options.grid].replace(options)
     for task in tasks:
-        found = data[task.name].digests
-        run_sweep(Sweep(kind="ner", task=task, grid=grid, start=options.model, data=found, options=options))
+        found = data[task.name]
+        rows = {split: len(sentences) for split, sentences in found.sentences.items()}
+        sweep = Sweep(
+            kind="ner", task=task, grid=grid, start=options.model, data=found.digests, rows=rows, options=options
+        )
+        run_sweep(sweep)
     return folder
 
 

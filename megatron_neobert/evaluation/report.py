@@ -24,9 +24,10 @@ from megatron_neobert.evaluation.plots import Curve, plot_curves
 from megatron_neobert.runtime.atomic_files import replace_file
 from megatron_neobert.text import in_bytes
 
+# Kind -> metric that chooses the weights, and the meaning of all metrics.
 _METRICS = {
-    "ner": "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct.",
-    "classify": "Accuracy, and macro_f1, the mean of F1 over the classes.",
+    "ner": ("f1", "Entity F1 by seqeval: an entity counts if its first word, last word and kind are correct."),
+    "classify": ("accuracy", "Accuracy, and macro_f1, the mean of F1 over the classes."),
 }
 # Settings that may differ between the models of a table: "tasks" is the heading of a table of MTEB.
 _MAY_DIFFER = {"model", "tasks"}
@@ -229,32 +230,38 @@ def glue(records: Sequence[Record], output: Path) -> list[str]:
 
 def fine_tuning(records: Sequence[Record], output: Path) -> list[str]:
     """Return Markdown blocks of ner or classify: the scores' meaning, and the best points. `output` is not used."""
-    kind = records[0].kind
-    note = "The validation set chooses the step and the hyper-parameters and gives the score."
-    return [paragraph(f"{_METRICS[kind]} {note} test_ columns are the test set's."), *_best_points(records)]
+    metric, meaning = _METRICS[records[0].kind]
+    note = "The validation set chooses the step and the hyper-parameters. Metrics with test_ are the test set's."
+    return [paragraph(f"{meaning} {note}"), *_best_points(records, metric=metric)]
 
 
-def _best_points(records: Sequence[Record]) -> list[str]:
+def _best_points(records: Sequence[Record], *, metric: str | None = None) -> list[str]:
     """Return Markdown blocks: the best point of each task, and a warning if models have other settings.
 
+    Values of `metric` on the validation set and the test set have columns of their own; without it, the score has one.
     Seeds and steps belong to the runs of the best point. The column "weights kept" names the weights of the best single
     run, which may belong to another point.
     """
     rows, settings_of = [], dict[str, list[dict[str, Any]]]()  # task -> settings of each model
     for record in records:
         for task, result in record.results["tasks"].items():
-            metrics = ", ".join(f"{metric} {_percent(value)}" for metric, value in result["metrics"].items())
+            scores = dict(result["metrics"])
+            chosen = [scores.pop(name, None) for name in (metric, f"test_{metric}")] if metric else [result["score"]]
+            metrics = ", ".join(f"{name} {_percent(value)}" for name, value in scores.items())
+            counts = record.settings[task].get("rows", {})
+            counted = ", ".join(f"{split} {count:,}" for split, count in counts.items())
             point = [f"{result['best_point'][name]:g}" for name in ("batch_size", "learning_rate", "weight_decay")]
             by_seed = [" ".join(map(str, result[name])) for name in ("seeds", "best_steps", "steps")]
             cost = [*by_seed, str(result["points"]), f"{result['seconds'] / 3600:.2f}"]
-            score, weights = _percent(result["score"]), result["kept"] or "–"
-            rows.append([record.model.name, task, score, metrics, *point, *cost, weights])
+            first = [_percent(score) if score else "–" for score in chosen]
+            rows.append([record.model.name, task, *first, metrics, counted, *point, *cost, result["kept"] or "–"])
         for task, settings in record.settings.items():
             compared = {name: settings.get(name) for name in ("grid", "seeds", "data")}
             settings_of.setdefault(task, []).append(settings["protocol"] | compared)
-    header = ("model", "task", "score", "metrics", "batch size", "learning rate", "weight decay", "seeds", "best step")
+    columns = (f"validation {metric}", f"test {metric}") if metric else ("score",)
+    header = ("model", "task", *columns, "metrics", "rows", "batch size", "learning rate", "weight decay", "seeds")
     return [
-        table((*header, "last step", "points", "hours", "weights kept"), rows),
+        table((*header, "best step", "last step", "points", "hours", "weights kept"), rows),
         *_differences(*settings_of.values()),
     ]
 

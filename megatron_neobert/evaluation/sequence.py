@@ -28,6 +28,10 @@ class Rows:
     labels: list[Any]
     digest: str  # of all values
 
+    def used(self, limit: int | None) -> int:
+        """Return the number of rows that `--limit` leaves."""
+        return len(select_evenly(self.labels, limit))
+
 
 @dataclass(frozen=True)
 class SequenceTask(Task):

@@ -76,6 +76,7 @@ class Sweep:
     grid: Grid
     start: Path  # folder of the initial weights
     data: Mapping[str, str]  # hash of each split
+    rows: Mapping[str, int]  # number of used rows of each split
     options: FineTuneOptions
 
     @cached_property
@@ -129,16 +130,27 @@ def _run_points(ledger: Ledger, sweep: Sweep, earlier: Result | None) -> tuple[d
     folder = ledger.path.parent
     units = {point: {**sweep.common_unit, "point": asdict(point)} for point in sweep.grid.points(sweep.options.seeds)}
     keys = {point: key_of(unit) for point, unit in units.items()}
+    missing = [point for point, key in keys.items() if key not in ledger.lines]
+    finished, kept = len(units) - len(missing), None
     runs = [
-        Run(task=sweep.task, point=point, start=sweep.start, folder=folder / RUNS / key, options=sweep.options)
-        for point, key in keys.items()
-        if key not in ledger.lines
+        Run(
+            task=sweep.task,
+            point=point,
+            start=sweep.start,
+            folder=folder / RUNS / keys[point],
+            options=sweep.options,
+            number=number,
+            count=len(units),
+        )
+        for number, point in enumerate(missing, start=finished + 1)
     ]
-    finished, kept = len(units) - len(runs), None
     if earlier and earlier["kept"]:
         kept = Path(earlier["kept"]).parent.name
     name = visible(sweep.task.name)  # of a file or folder of the user
-    print(f"{name} {finished}/{len(units)}", file=sys.stderr, flush=True)
+    steps = sum(sweep.options.epochs * -(-sweep.rows["train"] // point.batch_size) for point in missing)
+    rows = ", ".join(f"{split} {count:,}" for split, count in sweep.rows.items())
+    position = f"{name} {finished}/{len(units)} runs"
+    print(f"{position} | rows: {rows} | at most {steps:,} steps", file=sys.stderr, flush=True)
     for count, (run, outcome) in enumerate(run_all(runs, jobs=sweep.options.jobs), start=finished + 1):
         if fingerprint(run.start) != sweep.common_unit["start"]:
             raise DataError(f"{run.start} has changed during the sweep; start the same command again to measure it.")
@@ -165,6 +177,7 @@ def _run_points(ledger: Ledger, sweep: Sweep, earlier: Result | None) -> tuple[d
         "start": str(sweep.start),
         "data_dir": str(sweep.options.data_dir),
         "data": sweep.common_unit["data"],
+        "rows": dict(sweep.rows),
     }
     return settings, result
 

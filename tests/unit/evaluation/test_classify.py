@@ -225,7 +225,13 @@ def test_scores_and_figure_are_those_of_the_weights_that_are_kept(tmp_path, monk
     assert best % (last // options.epochs) == 0, "one evaluation per epoch"
     page = (folder / "classify.md").read_text()
     assert "| seeds | best step | last step |" in page and f"| 0 | {best} | {last} |" in page
-    assert "| cats" in page and "\x1b" not in "".join((page, *capsys.readouterr()))
+    assert "| validation accuracy | test accuracy | metrics | rows | batch size |" in page
+    counts = {split: len(part.labels) for split, part in read_dataset(options.data_dir, name).items()}
+    shown = ", ".join(f"{split} {count}" for split, count in counts.items())
+    values = " | ".join(f"{100 * scores[f'{split}accuracy']:.1f}" for split in ("", "test_"))
+    assert f" | {values} | " in page and f" | {shown} | 8 | " in page and sum(counts.values()) == 300
+    assert "| cats" in page and "\x1b" not in "".join((page, *(printed := capsys.readouterr())))
+    assert f"0/1 runs | rows: {shown} | at most {8 * -(-counts['train'] // 8):,} steps\n" in printed.err
     _, _, split, labels, of_figure = drawn.call_args.args
     matrices = [metrics.confusion_matrix(*each) for each in ((labels, of_figure), (expected, predicted))]
     assert split == "test" and matrices[0].tolist() == matrices[1].tolist()

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import statistics
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from megatron_neobert.evaluation.fine_tune import (
     fine_tune,
     rate_factor,
     run_all,
+    seconds_left,
 )
 from megatron_neobert.evaluation.glue import TASKS, choose_grid
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer
@@ -105,6 +108,19 @@ def test_run_ends_when_evaluations_do_not_improve(inputs, monkeypatch):
     run = build_run(inputs, "rte", epochs=50, point=dataclasses.replace(POINT, learning_rate=1e-12))
     outcome = fine_tune(run)
     assert outcome.steps == outcome.best_step + 2  # an evaluation per step
+
+
+def test_run_shows_every_step_and_the_time_that_all_runs_may_take(inputs, monkeypatch):
+    bar = mock.Mock()
+    monkeypatch.setattr(fine_tuning, "progress_bar", drawn := mock.Mock(return_value=bar))
+    run = dataclasses.replace(build_run(inputs, "rte"), number=2, count=6)
+    steps = fine_tune(run).steps
+    drawn.assert_called_once_with(desc="rte 2/6", total=steps, unit="step", position=0)
+    assert bar.update.call_count == steps and bar.close.call_count == 1
+    assert all(re.fullmatch(r"all runs at most \d+:\d\d:\d\d", *each.args) for each in bar.set_postfix_str.mock_calls)
+    assert seconds_left(run, 30.0, done=0.5) == 30 + 4 * 60
+    in_parallel = dataclasses.replace(run, options=dataclasses.replace(run.options, jobs=3))
+    assert seconds_left(in_parallel, 30.0, done=0.5) == 30 + 2 * 60, "three runs at once, then one"
 
 
 def test_stsb_is_a_regression_even_from_the_mnli_model(inputs, mnli):
