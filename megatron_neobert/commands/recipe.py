@@ -9,6 +9,9 @@ def recipe(options: RecipeOptions) -> None:
     """Write a recipe for a model of about this size, or for about this many floating-point operations."""
     if options.output.exists():
         raise OutputError(f"{options.output} exists; remove it, or name another --output.")
-    chosen = choose_recipe(options)
+    chosen, size = choose_recipe(options), options.parameters
+    if size and abs(difference := chosen.parameters / size - 1) > 0.05:
+        print(f"no shape is nearer to --parameters {size:g}; this one differs by {100 * difference:+.0f} %")
     replace_file(options.output, to_yaml(chosen))
-    print(f"{summarize(chosen)}\nwrote {options.output}; neobert train --config {options.output} --dry-run plans it")
+    print(summarize(chosen))
+    print(f"wrote {options.output}; neobert train --config {options.output} --gpus 8 --dry-run plans it")

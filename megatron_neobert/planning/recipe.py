@@ -17,12 +17,15 @@ from megatron_neobert.text import approximate, with_prefix
 _SEQ_LENGTH = 1024
 _HEAD_WIDTH = 64
 _WIDTHS = range(128, 4097, _HEAD_WIDTH)
-_NEAR = 1.3  # largest ratio of a size and the nearest recipe's; neighbouring widths differ by up to 1.3 squared
+_NEAR = 1.3  # largest ratio of a size and the nearest width's; neighbouring widths differ by up to 1.3 squared
+_FEWEST_LAYERS = 4
+# Tokens that the average token attends to in RefinedWeb's documents, cut at 1,024: what a plan without data counts.
+_ATTENDED_TOKENS = 707
 # Chinchilla's 20 (arXiv 2203.15556) for each predicted token; a fifth of all tokens is predicted.
 _TOKENS_PER_PARAMETER = 100
 # NeoBERT: computation, peak rate, and sequences per batch.
-_NEOBERT_FLOPS, _NEOBERT_RATE, _LARGEST_BATCH = 3.1e21, 6e-4, 2048
-# From 6e13 operations, where 2e-3 was the best rate of a small model, to NeoBERT's: ln(2e-3 / 6e-4) / ln(3.1e21 / 6e13)
+_NEOBERT_FLOPS, _NEOBERT_RATE, _LARGEST_BATCH = 2.9e21, 6e-4, 2048
+# From 6e13 operations, where 2e-3 was the best rate of a small model, to NeoBERT's: ln(2e-3 / 6e-4) / ln(2.9e21 / 6e13)
 # is 0.07, and 0.06 from the smallest of the models.
 _RATE_POWER = 0.06
 _SMALLEST_BATCH = 8
@@ -83,19 +86,30 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
     if (size is None and budget is None) or None not in (size, budget, tokens):
         raise ConfigError("give --parameters or --budget-flop, or two of --parameters, --budget-flop and --tokens.")
     shapes = [_shape(width, options.vocab_size) for width in _WIDTHS]
-    values: list[float]  # of each shape: what is to be near `wanted`
     if size is not None:
-        flags, wanted, values = f"--parameters {size:g}", size, [parameters for _, parameters, _ in shapes]
+        flags, wanted = f"--parameters {size:g}", size
     else:
         assert budget is not None
         flags, wanted = f"--budget-flop {budget:g} --tokens {tokens or 0:g}", budget / (tokens or _TOKENS_PER_PARAMETER)
-        values = [flops * (1 if tokens else parameters) for _, parameters, flops in shapes]
-    if (size or tokens) and not values[0] <= wanted * _NEAR <= _NEAR**2 * values[-1]:
-        limits = f"{with_prefix(values[0], '')} to {with_prefix(values[-1], '')}"
+
+    def value(shape: tuple[ModelConfig, int, float]) -> float:
+        """Return what is to be near `wanted`."""
+        _, parameters, flops = shape
+        return parameters if size else flops * (1 if tokens else parameters)
+
+    def distance(shape: tuple[ModelConfig, int, float]) -> float:
+        return abs(math.log(value(shape) / wanted))
+
+    if (size or tokens) and not value(shapes[0]) <= wanted * _NEAR <= _NEAR**2 * value(shapes[-1]):
+        limits = f"{with_prefix(value(shapes[0]), '')} to {with_prefix(value(shapes[-1]), '')}"
         unit = "parameters" if size else "floating-point operations per token"
         raise ConfigError(f"{flags}: recipes have {limits} {unit} with this vocabulary; give other numbers.")
-    nearest = min(range(len(shapes)), key=lambda number: abs(math.log(values[number] / wanted)))
-    model, parameters, flops_per_token = shapes[nearest]
+    model, parameters, flops_per_token = min(shapes, key=distance)
+    if size or tokens:  # are met more closely by another depth of the nearest width
+        depths = range(_FEWEST_LAYERS, 2 * model.num_layers)
+        model, parameters, flops_per_token = min(
+            (_shape(model.hidden_size, options.vocab_size, layers=layers) for layers in depths), key=distance
+        )
     if tokens is None:
         tokens = _TOKENS_PER_PARAMETER * parameters if budget is None else budget / flops_per_token
     if not _FEWEST_TOKENS <= tokens <= _MOST_TOKENS:
@@ -112,13 +126,17 @@ def choose_recipe(options: RecipeOptions) -> Recipe:
     return Recipe(model, parameters, flops, batch, math.ceil(tokens / (batch * _SEQ_LENGTH)))
 
 
-def _shape(width: int, vocab_size: int) -> tuple[ModelConfig, int, float]:
-    """Return the model of a width, its parameters, and its floating-point operations per token."""
-    # The depth beyond which width is better (Levine et al., arXiv 2006.12467): ln(width) = 5.039 + 0.0555 layers.
-    layers = max(4, int((math.log(width) - 5.039) / 0.0555))
+def _shape(width: int, vocab_size: int, *, layers: int | None = None) -> tuple[ModelConfig, int, float]:
+    """Return the model of a width, its parameters, and its floating-point operations per token.
+
+    `layers` is by default the depth beyond which width is better: ln(width) = 5.039 + 0.0555 layers.
+
+    Source: Levine et al., arXiv 2006.12467.
+    """
+    layers = layers or max(_FEWEST_LAYERS, int((math.log(width) - 5.039) / 0.0555))
     model = ModelConfig(num_layers=layers, hidden_size=width, num_attention_heads=width // _HEAD_WIDTH)
     settings = Settings(model=model)
-    flops = training_flops_per_token(settings, vocab_size=vocab_size, document_tokens=_SEQ_LENGTH)
+    flops = training_flops_per_token(settings, vocab_size=vocab_size, document_tokens=_ATTENDED_TOKENS)
     return model, count_parameters(model, vocab_size=vocab_size).total, flops
 
 
@@ -127,7 +145,7 @@ def summarize(recipe: Recipe) -> str:
     model, tokens = recipe.model, recipe.iterations * recipe.batch * _SEQ_LENGTH
     return (
         f"{approximate(recipe.parameters)} parameters in {model.num_layers} layers of width {model.hidden_size}; "
-        f"{approximate(tokens)} tokens, {recipe.flops:.2g} floating-point operations"
+        f"{approximate(tokens)} tokens, {recipe.flops:.3g} FLOP".replace("e+", "e")
     )
 
 
