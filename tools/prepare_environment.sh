@@ -91,10 +91,25 @@ fi
 
 # 4. Install. torch is first, so that the packages that depend on it use this build.
 : >"$log" || fail "cannot write to $prefix; activate an environment that you can change."
+report_pip() { # every nine seconds the latest line of its log, once, or the package that it is installing
+    local line previous='' package newest
+    while sleep 9 >/dev/null 2>&1; do
+        line=$(tail -n 1 "$log")
+        if [[ $line == *"Installing collected packages"* || $line == *uninstall* ]]; then # its last lines for minutes
+            newest=''
+            for package in "$prefix"/lib/python3*/site-packages/[a-zA-Z]*/; do
+                if [[ -z $newest || $package -nt $newest ]]; then newest=${package%/}; fi
+            done
+            newest=${newest##*/}
+            line="installing ${newest%%-*}"
+        fi
+        if [[ $line == "$previous" ]]; then say "$SECONDS s"; else say "$SECONDS s: ${line:0:90}"; fi
+        previous=$line
+    done
+}
 install() {
-    local status=0 line
-    # While pip downloads and installs, print the latest line of its log.
-    while sleep 9 >/dev/null 2>&1; do line=$(tail -n 1 "$log"); say "$SECONDS s: ${line:0:90}"; done >/dev/null &
+    local status=0
+    report_pip >/dev/null &
     trap "kill $! 2>/dev/null" EXIT
     "$python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 || status=$?
     kill $!

@@ -57,7 +57,7 @@ def clone(tmp_path) -> Path:
     for name in ("pyproject.toml", "constraints.txt", "tools/prepare_environment.sh"):
         shutil.copy(REPOSITORY / name, root / name)
     (tmp_path / "commands").mkdir()
-    for name in ("bash", "cat", "cksum", "sed", "rm", "cp", "mkdir", "tail", "dirname", "sleep"):
+    for name in ("bash", "cat", "cksum", "sed", "rm", "cp", "mkdir", "tail", "dirname", "sleep", "touch"):
         (tmp_path / "commands" / name).symlink_to(shutil.which(name))
     return root
 
@@ -108,16 +108,29 @@ def test_active_environment_is_used_and_its_torch_kept(clone, tmp_path):
     assert "\ntorch==2.9.0a0+nv25\n" in (active / "megatron_neobert_constraints.txt").read_text()
 
 
-def test_installation_prints_the_latest_line_of_pip_while_it_waits(clone, tmp_path):
+def test_installation_prints_each_line_of_pip_once_and_the_package_that_it_installs_while_it_waits(clone, tmp_path):
     sleep = tmp_path / "commands" / "sleep"
     sleep.unlink()
     sleep.write_text(f"#!{BASH}\nexec {shutil.which('sleep')} 0.1\n")  # instead of nine seconds
     sleep.chmod(0o755)
-    write_stand_in(tmp_path / "base" / "python3", wait="sleep; sleep; sleep; sleep; sleep")
+    waits = "sleep; sleep; sleep; sleep; sleep"
+    install = "; ".join(
+        f'p="${{0%/bin/*}}/lib/python3.11/site-packages/{package}"; mkdir -p "$p"; touch "$p"; echo "{line}"; {waits}'
+        for line, package in (
+            ("Installing collected packages: a, b", "a"),
+            ("  Successfully uninstalled b-1", "b-2.dist-info"),
+        )
+    )
+    write_stand_in(tmp_path / "base" / "python3", wait=f"{waits}; {install}")
     result = prepare(clone)
     assert result.returncode == 0
-    assert re.search(r"environment: \d+ s: Downloading -m pip install .*\n", result.stderr)
-    assert all(line.startswith("environment: ") for line in result.stderr.splitlines())
+    lines = result.stderr.splitlines()
+    assert all(line.startswith("environment: ") for line in lines)
+    first, second = (index for index, line in enumerate(lines) if " which takes minutes; " in line)
+    for name, printed in (("torch", lines[first + 1 : second]), ("megatron-neobert", lines[second + 1 :])):
+        texts = re.findall(r"^environment: \d+ s: (Downloading|installing \w+)", "\n".join(printed), flags=re.MULTILINE)
+        assert texts == ["Downloading", "installing a", "installing b"], (name, printed)
+        assert any(re.fullmatch(r"environment: \d+ s", line) for line in printed), "the same line is not printed twice"
 
 
 def test_unsupported_python_is_skipped_for_a_supported_one(clone, tmp_path):
