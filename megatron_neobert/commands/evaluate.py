@@ -22,17 +22,21 @@ def evaluate_glue(options: GlueOptions) -> None:
 
     Write OUTPUT/MODEL/glue.json and glue.md, and print glue.md.
     """
-    _fine_tune(options, "glue", FETCH_GLUE)
+    _fine_tune(find_inputs(options, FETCH_GLUE), "glue")
 
 
 def evaluate_ner(options: NerOptions) -> None:
     """Fine-tune and evaluate an encoder on named-entity recognition, from CoNLL files or the Hub's."""
-    _fine_tune(options, "ner", "create it, with one folder per dataset")
+    _fine_tune(find_inputs(options, "create it, with one folder per dataset"), "ner")
 
 
 def evaluate_classify(options: ClassifyOptions) -> None:
     """Fine-tune and evaluate an encoder on your own texts and labels, from CSV, JSON lines or Parquet files."""
-    _fine_tune(options, "classify", "create it, with NAME.csv for each dataset")
+    options = find_inputs(options, "create it, with NAME.csv for each dataset")
+    from megatron_neobert.evaluation.classify_data import read_datasets
+
+    read_datasets(options)  # fails before torch is imported; later calls find the rows in a cache
+    _fine_tune(options, "classify")
 
 
 def evaluate_ppl(options: PerplexityOptions) -> None:
@@ -42,6 +46,9 @@ def evaluate_ppl(options: PerplexityOptions) -> None:
     """
     options = replace(options, model=tuple(find_models(options.model).values()))
     go_offline()
+    from megatron_neobert.evaluation.texts import require_texts
+
+    require_texts(options)  # fails before torch is imported
     from megatron_neobert.evaluation.pseudo_perplexity import run_perplexity
 
     run_perplexity(options)
@@ -67,9 +74,8 @@ def evaluate_mteb(options: MtebOptions) -> None:
     run_mteb(options)
 
 
-def _fine_tune(options: FineTuneOptions, kind: str, remedy: str) -> None:
+def _fine_tune(options: FineTuneOptions, kind: str) -> None:
     """Run the evaluation in the module `kind`; print its page, and the names of the files that it wrote."""
-    options = find_inputs(options, remedy)
     module = import_module(f"megatron_neobert.evaluation.{kind}")
     folder = getattr(module, f"run_{kind}")(options)
     print((folder / f"{kind}.md").read_text(encoding="utf-8"))

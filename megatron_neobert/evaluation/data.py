@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -227,6 +228,17 @@ def _read_tagged_text(path: Path) -> datasets.Dataset:
 
 
 # --- rows
+
+
+@dataclass(frozen=True)
+class Rows:
+    texts: list[list[str]]  # by column, then by row
+    labels: list[Any]
+    digest: str  # of all values
+
+    def used(self, limit: int | None) -> int:
+        """Return the number of rows that `--limit` leaves."""
+        return len(select_evenly(self.labels, limit))
 
 
 def select_evenly(rows: Sequence[T], limit: int | None) -> Sequence[T]:

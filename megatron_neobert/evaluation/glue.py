@@ -26,12 +26,12 @@ from scipy import stats
 from sklearn import metrics
 
 from megatron_neobert.errors import ConfigError, DataError, MissingInputError
-from megatron_neobert.evaluation.data import columns_of, digest_of, read_split
+from megatron_neobert.evaluation.data import Rows, columns_of, digest_of, read_split
 from megatron_neobert.evaluation.fine_tune import resolve_device
 from megatron_neobert.evaluation.models import fingerprint
 from megatron_neobert.evaluation.options import FETCH_GLUE, FineTuneOptions, GlueOptions
 from megatron_neobert.evaluation.paper import GLUE_BEST_POINTS
-from megatron_neobert.evaluation.sequence import Rows, SequenceTask
+from megatron_neobert.evaluation.sequence import SequenceTask
 from megatron_neobert.evaluation.sweep import GRIDS, Grid, Sweep, last_sweep, run_sweep
 from megatron_neobert.huggingface.hub import model_name
 

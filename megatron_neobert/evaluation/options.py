@@ -155,7 +155,7 @@ class EmbedderOptions:
     attention: str | None = option(None, _ATTENTION, metavar="NAME")
 
 
-Options = TypeVar("Options", FineTuneOptions, MtebOptions, EmbedderOptions)
+Options = TypeVar("Options", bound=FineTuneOptions | MtebOptions | EmbedderOptions)
 
 
 def find_inputs(options: Options, remedy: str) -> Options:

@@ -20,7 +20,7 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev, variance
@@ -31,10 +31,8 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megatron_neobert.data.inputs.find import find_inputs, input_label
-from megatron_neobert.data.inputs.recognise import read_chunk, split_into_chunks
-from megatron_neobert.data.inputs.records import ReadSettings
-from megatron_neobert.errors import ConfigError, ConversionError, DataError, DivergenceError
+from megatron_neobert.data.inputs.find import input_label
+from megatron_neobert.errors import ConfigError, ConversionError, DivergenceError
 from megatron_neobert.evaluation.ledger import key_of, open_ledger, origin_of, write_record
 from megatron_neobert.evaluation.models import (
     FLOAT32_ON_CPU,
@@ -49,6 +47,7 @@ from megatron_neobert.evaluation.models import (
 )
 from megatron_neobert.evaluation.options import PerplexityOptions
 from megatron_neobert.evaluation.report import write_page
+from megatron_neobert.evaluation.texts import no_document, read_texts
 from megatron_neobert.huggingface.hub import find_models, model_name
 
 BAND = "95 % confidence interval of the mean over documents"
@@ -311,7 +310,7 @@ def select_documents(
     repeated. Raises DataError if no document remains.
     """
     documents, dropped, seen = list[Document](), Counter[str](), set[str]()
-    for texts in _read(options, dropped):
+    for texts in read_texts(options, dropped):
         encoded = tokenizer(
             texts,
             truncation=True,
@@ -341,11 +340,7 @@ def select_documents(
                     return documents, dropped
             seen.add(id_)
     if not documents:
-        reasons = ", ".join(f"{count:,} x {reason}" for reason, count in dropped.items()) or "no record"
-        raise DataError(
-            f"--data {' '.join(options.data)} has no document to measure ({reasons}); "
-            f"check --text-key {options.text_key} and --min-length {options.min_length}."
-        )
+        raise no_document(options, dropped)
     return documents, dropped
 
 
@@ -357,15 +352,3 @@ def draw_positions(id_: str, scorable: Sequence[int], count: int | None, *, seed
     if count is None or count >= len(scorable):
         return tuple(scorable)
     return tuple(sorted(random.Random(f"{seed} {id_}").sample(scorable, count)))
-
-
-def _read(options: PerplexityOptions, dropped: Counter[str]) -> Iterator[list[str]]:
-    """Yield the texts of all inputs in non-empty batches. Count rejected and dropped records by reason in `dropped`."""
-    settings = ReadSettings(text_key=options.text_key)
-    for path in find_inputs(options.data):
-        for chunk in split_into_chunks(path, settings):
-            for batch in read_chunk(chunk, settings):
-                dropped.update(rejected.reason for rejected in batch.rejected)
-                dropped.update(batch.dropped)
-                if batch.texts:
-                    yield batch.texts

@@ -16,21 +16,10 @@ from numpy.typing import NDArray
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from megatron_neobert.errors import ConversionError
-from megatron_neobert.evaluation.data import select_evenly
+from megatron_neobert.evaluation.data import Rows, select_evenly
 from megatron_neobert.evaluation.fine_tune import EncodedSplit, Scores, Task
 from megatron_neobert.evaluation.models import LoadOptions, load_model
 from megatron_neobert.evaluation.options import FineTuneOptions
-
-
-@dataclass(frozen=True)
-class Rows:
-    texts: list[list[str]]  # by column, then by row
-    labels: list[Any]
-    digest: str  # of all values
-
-    def used(self, limit: int | None) -> int:
-        """Return the number of rows that `--limit` leaves."""
-        return len(select_evenly(self.labels, limit))
 
 
 @dataclass(frozen=True)

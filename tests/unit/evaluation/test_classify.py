@@ -21,7 +21,8 @@ from unit.evaluation.pseudo_perplexity_models import write_model
 
 from megatron_neobert.errors import DataError, MissingInputError
 from megatron_neobert.evaluation import classify
-from megatron_neobert.evaluation.classify import ClassifyTask, find_datasets, read_dataset, run_classify
+from megatron_neobert.evaluation.classify import ClassifyTask, run_classify
+from megatron_neobert.evaluation.classify_data import find_datasets, read_dataset
 from megatron_neobert.evaluation.glue import TASKS
 from megatron_neobert.evaluation.ledger import open_ledger, read_record
 from megatron_neobert.evaluation.models import LoadOptions, load_tokenizer

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 from commands import REPOSITORY
+from pyarrow import parquet
 
 from megatron_neobert.__main__ import NAMES, run
 from megatron_neobert.errors import ConfigError
@@ -132,6 +134,29 @@ def test_missing_input_is_reported_before_torch_is_imported(tmp_path, words, cod
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     found, errors = start(*words.split(), packages=tmp_path)
     assert (found, errors[: len(reason) + 7]) == (code, f"error: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("classify --data-dir {}", "{}/mine has the columns tekst, label, but no text; rename its columns."),
+        ("ppl --data {}/mine.jsonl", "--data {}/mine.jsonl has no document to measure (1 x "),
+        ("ppl --data {}/mine.parquet", "{}/mine.parquet has no column 'content'; its text columns: tekst; choose"),
+    ],
+)
+def test_wrong_name_of_a_column_is_reported_before_torch_is_imported(tmp_path, words, reason):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "config.json").write_text("{}")
+    data, output = tmp_path / words.split()[0], tmp_path / "out"
+    data.mkdir()
+    if data.name == "classify":
+        (data / "mine.csv").write_text("tekst,label\na cat,0\na mat,1\n")
+    else:
+        (data / "mine.jsonl").write_text('{"tekst": "a cat"}\n')
+        parquet.write_table(pyarrow.table({"tekst": ["a cat"]}), data / "mine.parquet")
+    words = ["evaluate", *words.format(data).split(), "--model", tmp_path, "--output", output]
+    found, errors = start(*words, packages=tmp_path)
+    assert found == 65 and errors.startswith(f"error: {reason.format(data)}"), errors
 
 
 @pytest.mark.parametrize(
