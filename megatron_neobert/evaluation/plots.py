@@ -57,7 +57,7 @@ def plot_curves(
     for number, curve in enumerate(curves):
         color, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        look = {"markersize": 5, "color": color, "marker": marker}
+        look: dict[str, Any] = {"markersize": 5, "color": color, "marker": marker}
         lines += axes.plot(curve.x, curve.y, linestyle=dash, linewidth=1.8, **look)
         if curve.low is not None and curve.high is not None:
             axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.18, linewidth=0)
