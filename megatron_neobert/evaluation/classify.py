@@ -73,17 +73,9 @@ def run_classify(options: ClassifyOptions) -> Path:
         ClassifyTask(name, tuple(splits), ("accuracy",), tuple(labels_of(splits))) for name, splits in datasets.items()
     ]
     for task in tasks:
-        splits = datasets[task.name]
-        sweep = Sweep(
-            kind="classify",
-            task=task,
-            grid=GRIDS[options.grid].replace(options),
-            start=options.model,
-            data={split: rows.digest for split, rows in splits.items()},
-            rows={split: rows.used(options.limit) for split, rows in splits.items()},
-            options=options,
-        )
-        run_sweep(sweep)
+        data = {split: rows.digest for split, rows in datasets[task.name].items()}
+        grid = GRIDS[options.grid].replace(options)
+        run_sweep(Sweep(kind="classify", task=task, grid=grid, start=options.model, data=data, options=options))
     # After all runs, because it initializes CUDA, and each run chooses its GPU before that.
     for task in tasks:
         draw_confusion(task, folder, options)

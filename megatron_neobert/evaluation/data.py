@@ -236,10 +236,6 @@ class Rows:
     labels: list[Any]
     digest: str  # of all values
 
-    def used(self, limit: int | None) -> int:
-        """Return the number of rows that `--limit` leaves."""
-        return len(select_evenly(self.labels, limit))
-
 
 def select_evenly(rows: Sequence[T], limit: int | None) -> Sequence[T]:
     """Return at most `limit` rows, evenly spaced, because files are often sorted by source; all without a limit."""

@@ -87,6 +87,10 @@ class Task(ABC):
     def encode(self, split: str, options: FineTuneOptions, tokenizer: Any, length: int) -> EncodedSplit:
         """Return a split, truncated to `length` tokens per row."""
 
+    @abstractmethod
+    def count_rows(self, split: str, options: FineTuneOptions) -> int:
+        """Return the number of rows that `encode` returns."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:

@@ -158,11 +158,10 @@ def run_glue(options: GlueOptions) -> Path:
     transfer_tasks = [task for task in tasks if TASKS[task].starts_from_mnli and not options.no_transfer]
     if transfer_tasks and MNLI not in tasks:
         _best_mnli(folder, model)
-    data, rows = dict[str, dict[str, str]](), dict[str, dict[str, int]]()
-    for task in tasks:  # all tables are checked before the first run
-        splits = {split: read_task(options.data_dir, TASKS[task], split) for split in TASKS[task].splits}
-        data[task] = {split: table.digest for split, table in splits.items()}
-        rows[task] = {split: table.used(options.limit) for split, table in splits.items()}
+    data = {
+        task: {split: read_task(options.data_dir, TASKS[task], split).digest for split in TASKS[task].splits}
+        for task in tasks
+    }
     for task in tasks:
         sweep = Sweep(
             kind="glue",
@@ -170,7 +169,6 @@ def run_glue(options: GlueOptions) -> Path:
             grid=choose_grid(options, task),
             start=_best_mnli(folder, model) if task in transfer_tasks else options.model,
             data=data[task],
-            rows=rows[task],
             options=options,
         )
         run_sweep(sweep)

@@ -86,6 +86,9 @@ class NerTask(Task):
         encoded = encode_sentences(sentences, self.labels, tokenizer, length)
         return EncodedSplit(encoded.rows, lambda prediction: encoded.score(prediction.predictions.argmax(-1)))
 
+    def count_rows(self, split: str, options: FineTuneOptions) -> int:
+        return len(read_data(options.data_dir, self.name, options.limit).sentences[split])
+
 
 def run_ner(options: NerOptions) -> Path:
     """Execute the unfinished runs. After each dataset, write ner.json and ner.md.
@@ -110,12 +113,8 @@ def run_ner(options: NerOptions) -> Path:
         )
     grid = GRIDS[options.grid].replace(options)
     for task in tasks:
-        found = data[task.name]
-        rows = {split: len(sentences) for split, sentences in found.sentences.items()}
-        sweep = Sweep(
-            kind="ner", task=task, grid=grid, start=options.model, data=found.digests, rows=rows, options=options
-        )
-        run_sweep(sweep)
+        found = data[task.name].digests
+        run_sweep(Sweep(kind="ner", task=task, grid=grid, start=options.model, data=found, options=options))
     return folder
 
 

@@ -83,3 +83,6 @@ class SequenceTask(Task):
             lengths = list(map(len, dataset["input_ids"]))
             dataset = dataset.select(sorted(range(len(lengths)), key=lengths.__getitem__))
         return EncodedSplit(dataset, lambda prediction: self.score(prediction.predictions, prediction.label_ids))
+
+    def count_rows(self, split: str, options: FineTuneOptions) -> int:
+        return len(select_evenly(self.read_rows(split, options).labels, options.limit))

@@ -76,13 +76,17 @@ class Sweep:
     grid: Grid
     start: Path  # folder of the initial weights
     data: Mapping[str, str]  # hash of each split
-    rows: Mapping[str, int]  # number of used rows of each split
     options: FineTuneOptions
 
     @cached_property
     def model(self) -> str:
         """Fingerprint of the model when the sweep began."""
         return fingerprint(self.options.model)
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """Number of rows of each split, at most --limit."""
+        return {split: self.task.count_rows(split, self.options) for split in self.task.splits}
 
     @cached_property
     def common_unit(self) -> dict[str, Any]:
@@ -132,16 +136,9 @@ def _run_points(ledger: Ledger, sweep: Sweep, earlier: Result | None) -> tuple[d
     keys = {point: key_of(unit) for point, unit in units.items()}
     missing = [point for point, key in keys.items() if key not in ledger.lines]
     finished, kept = len(units) - len(missing), None
+    common: dict[str, Any] = {"task": sweep.task, "start": sweep.start, "options": sweep.options, "count": len(units)}
     runs = [
-        Run(
-            task=sweep.task,
-            point=point,
-            start=sweep.start,
-            folder=folder / RUNS / keys[point],
-            options=sweep.options,
-            number=number,
-            count=len(units),
-        )
+        Run(point=point, folder=folder / RUNS / keys[point], number=number, **common)
         for number, point in enumerate(missing, start=finished + 1)
     ]
     if earlier and earlier["kept"]:
@@ -177,7 +174,7 @@ def _run_points(ledger: Ledger, sweep: Sweep, earlier: Result | None) -> tuple[d
         "start": str(sweep.start),
         "data_dir": str(sweep.options.data_dir),
         "data": sweep.common_unit["data"],
-        "rows": dict(sweep.rows),
+        "rows": sweep.rows,
     }
     return settings, result
 
