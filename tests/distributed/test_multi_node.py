@@ -49,7 +49,7 @@ def test_two_nodes_of_two_ranks_stopped_by_a_signal_to_one_train_as_one_rank_doe
         second_output = second.stdout.read()
     assert (first.returncode, second.returncode) == (75, 75), output
     assert any("a stop signal was received" in line for line in output)
-    assert any("on 4 x " in line for line in output)
+    assert any("on 4 CPU ranks" in line for line in output)
     assert "iteration" not in second_output, "rank 0 logs for all nodes"
     stopped_at = max(read_metrics(tmp_path / "two nodes"))
     assert stopped_at < TRAIN_ITERS

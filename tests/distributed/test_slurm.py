@@ -87,7 +87,7 @@ def test_job_told_to_stop_is_requeued_and_resumes_and_a_file_stop_ends_it(tiny_c
             if line.startswith("iteration 1/"):
                 job.send_signal(signal.SIGUSR1)
         assert job.wait(60) == 75, "".join(said)
-    assert any("on 2 x " in line for line in said)
+    assert any("on 2 CPU ranks" in line for line in said)
     options = {line.split()[1] for line in said if line.startswith("srun ")}
     assert {"--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=720", "--cpus-per-task=1"} == options
     assert (cluster / "requeued").read_text() == "requeue 7\n"
@@ -102,7 +102,7 @@ def test_job_told_to_stop_is_requeued_and_resumes_and_a_file_stop_ends_it(tiny_c
             if line.startswith("iteration "):
                 (tmp_path / "run" / "STOP").touch()
         assert job.wait(60) == 75, "".join(said)
-    assert any(f"iter_{stopped_at:07d} on 2 x " in line for line in said)
+    assert any(f"iter_{stopped_at:07d} on 2 CPU ranks" in line for line in said)
     assert not (cluster / "requeued").exists()
 
 
