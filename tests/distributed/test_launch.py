@@ -205,7 +205,8 @@ def test_second_interrupt_aborts_launcher_and_ranks_with_130(tiny_corpus, tmp_pa
         process.send_signal(signal.SIGINT)
         assert any("Ctrl-C again stops at once" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=600)
+        output = process.stdout.read()
+        process.wait(600)
     assert "Ctrl-C again stops at once" not in output, "announced once"
     assert process.returncode == 130, output
     assert "rank 0: aborted\n" in output
